@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Tests:  ./run_tests.sh [pytest arguments]     (the slow ones as well: ./run_tests.sh -m "")
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+source "$here/setup_env.sh"
+setup_env requirements-dev.txt
+cd "$here"
+exec "$PYTHON" -m pytest "$@"

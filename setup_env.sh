@@ -1,0 +1,49 @@
+# Sourced by run_train.sh, run_tests.sh and .ci/run: finds or makes the Python environment and sets PYTHON.
+#
+# The active environment is used if it has Python >= 3.10, torch >= 2.11 and the other packages. Otherwise .venv
+# beside this file is, made once from the pinned versions of a requirements file.
+
+# usable PYTHON REQUIREMENTS: does this interpreter have what the requirements file names?
+usable() {
+  "$1" - "$2" 2>/dev/null <<'PY'
+import importlib.metadata, re, sys
+assert sys.version_info >= (3, 10)
+lines = open(sys.argv[1]).read().splitlines()
+if "-r requirements.txt" in lines:
+    lines += open(sys.argv[1].replace("-dev", "")).read().splitlines()
+names = {line.split("=")[0] for line in lines if "==" in line}
+if sys.version_info >= (3, 11):
+    names.discard("tomli")
+versions = {name: importlib.metadata.version(name) for name in names}
+assert tuple(int(n) for n in re.findall(r"\d+", versions["torch"])[:2]) >= (2, 11)
+PY
+}
+
+# setup_env REQUIREMENTS: sets PYTHON, making .venv if need be.
+setup_env() {
+  local here name python=""
+  here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+  local requirements="$here/$1" venv="$here/.venv"
+  local stamp="$venv/installed-$1"
+  export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+  for name in python3 python; do
+    if usable "$name" "$requirements"; then PYTHON="$(command -v "$name")"; return; fi
+  done
+  PYTHON="$venv/bin/python"
+  if [ -x "$PYTHON" ] && cmp -s "$requirements" "$stamp" && usable "$PYTHON" "$requirements"; then return; fi
+  for name in python3 python python3.13 python3.12 python3.11 python3.10; do
+    if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then python="$name"; break; fi
+  done
+  if [ -z "$python" ]; then
+    echo "error: no Python >= 3.10 found; install one (https://www.python.org/downloads)" >&2; return 2
+  fi
+  echo "setting up $venv from $1 (once; torch is large, this can take minutes) ..." >&2
+  if ! "$python" -m venv "$venv" >&2; then
+    echo "error: $python cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; return 2
+  fi
+  if ! "$PYTHON" -m pip install --quiet --disable-pip-version-check -r "$requirements" >&2; then
+    echo "error: pip could not install $1 into $venv; its message is above" >&2; return 2
+  fi
+  cp "$requirements" "$stamp"
+  echo "environment ready: $venv" >&2
+}

@@ -1,0 +1,1 @@
+"""A PyTorch-native pretraining reference for Llama models."""

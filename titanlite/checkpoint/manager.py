@@ -1,0 +1,100 @@
+"""When to save, what to keep, and what to go on from.
+
+What it is: the policy over `storage.py`. A run whose folder holds a checkpoint goes on from the newest; a config
+that contradicts that checkpoint is an error that names the keys. Nothing is saved that is not finite, so keeping
+the newest few never throws the last good one away.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from titanlite.checkpoint.storage import delete_step, list_steps, read_step, size_gb, step_folder, write_step
+from titanlite.config import Checkpoint, ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+logger = logging.getLogger("titanlite")
+
+
+class Checkpointer:
+    """Saves and loads `states`, a name -> Stateful mapping, in `<run folder>/checkpoints`."""
+
+    def __init__(self, config: Checkpoint, folder: Path, states: dict[str, Any], extra_files: dict[str, bytes]) -> None:
+        """`extra_files` (name -> content) go into each checkpoint; `config.toml` and `data.json` must be among them."""
+        self.config, self.folder, self.states, self.extra_files = config, folder / "checkpoints", states, extra_files
+        self.newest = max(list_steps(self.folder), default=0)
+
+    def load(self) -> Path | None:
+        """Goes on from the newest checkpoint and returns its folder, or None where there is none.
+
+        Raises ConfigError where the folder is used and must not be, or holds another run.
+        """
+        used = [path for path in (self.folder, self.folder.parent / "metrics.jsonl") if path.exists()]
+        if self.config.load == "never" and used:
+            raise ConfigError(
+                f"checkpoint.load = never, but {used[0]} exists; choose another run.name or delete the run's folder"
+            )
+        if not self.newest:
+            return None
+        path = step_folder(self.folder, self.newest)
+        if problems := _contradictions(path, self.extra_files):
+            raise ConfigError([f"{path} was written by another run: {problem}" for problem in problems])
+        started = time.monotonic()
+        state = {name: part.state_dict() for name, part in self.states.items()}
+        read_step(path, state)
+        for name, part in self.states.items():
+            part.load_state_dict(state[name])
+        logger.info("resumed from %s in %.1f s", path, time.monotonic() - started)
+        return path
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether `maybe_save` would save after this step."""
+        return step != self.newest and (last or (self.config.freq > 0 and step % self.config.freq == 0))
+
+    def maybe_save(self, step: int, last: bool) -> None:
+        """Saves when it is due, then deletes what is beyond `keep`. All processes call it together."""
+        if not self.due(step, last):
+            return
+        started = time.monotonic()
+        path = write_step(self.folder, step, self.states, self.extra_files)
+        self.newest = step
+        if dist.get_rank() == 0:
+            seconds, size = time.monotonic() - started, size_gb(path)
+            logger.info(f"saved {path}: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s")
+            steps = list_steps(self.folder)
+            for old in steps[: -self.config.keep] if self.config.keep else []:
+                delete_step(self.folder, old)
+
+
+def _contradictions(path: Path, current: dict[str, bytes]) -> list[str]:
+    """Keys that may not change within a run: the model's shape, the data and the order it is read in."""
+    try:
+        saved = tomllib.loads((path / "config.toml").read_text())
+        saved_data = json.loads((path / "data.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}; the checkpoint is not whole") from None
+    now = tomllib.loads(current["config.toml"].decode())
+    data = json.loads(current["data.json"])
+    keys = [("model", key) for key in now["model"]] + [("training", "seq_len"), ("run", "seed")]
+    problems = [
+        f"{section}.{key} was {saved.get(section, {}).get(key)!r} and is {now[section][key]!r}"
+        for section, key in keys
+        if saved.get(section, {}).get(key) != now[section][key]
+    ]
+    if saved_data["fingerprint"] != data["fingerprint"]:
+        was, found = (
+            f"{d['name']} ({d['bytes']} bytes, tokenizer {d['tokenizer']['sha256'][:8]})" for d in (saved_data, data)
+        )
+        problems.append(f"the data (data.path, data.pattern, data.tokenizer) was {was} and is {found}")
+    return problems

@@ -1,0 +1,84 @@
+"""Where checkpoints lie on disk and how one becomes visible.
+
+What it is: `checkpoints/step-N/` holds one DCP file per process, DCP's `.metadata` index, and the small files that
+make the folder complete on its own (resolved config, tokenizer, data manifest). It is written as `step-N.tmp` and
+renamed when every process has written its part, so a folder with a step's name is a complete one.
+What it costs: each process writes its own shards once, fp32: 12 bytes per parameter with the optimizer, over all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from titanlite.config import ConfigError
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}"
+
+
+def list_steps(folder: Path) -> list[int]:
+    """Steps of the complete checkpoints in a `checkpoints` folder, ascending."""
+    found = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*") if (path / ".metadata").is_file())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def find_step_folder(path: Path) -> Path:
+    """The checkpoint a user's path means: a step folder, or the newest of a run. Raises ConfigError if none."""
+    if (path / ".metadata").is_file():
+        return path
+    for folder in (path / "checkpoints", path):
+        if steps := list_steps(folder):
+            return step_folder(folder, steps[-1])
+    raise ConfigError(
+        f"{path}: no checkpoint; expected a run's folder (outputs/<run>) or a step's (checkpoints/step-N)"
+    )
+
+
+def write_step(folder: Path, step: int, state: dict[str, Any], extra_files: dict[str, bytes]) -> Path:
+    """Writes a checkpoint; all processes call it together. A step that exists already is left as it is."""
+    final = step_folder(folder, step)
+    temporary = final.with_name(f"{final.name}.tmp")
+    first = dist.get_rank() == 0
+    if first:
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a save that was interrupted
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    # One thread: with more, an error in a writer thread is lost (pytorch#191391).
+    dcp.save(
+        state, storage_writer=FileSystemWriter(temporary, single_file_per_rank=True, thread_count=1, sync_files=True)
+    )
+    if first:
+        for name, content in extra_files.items():
+            with (temporary / name).open("wb") as file:
+                file.write(content)
+                os.fsync(file.fileno())
+        temporary.rename(final)
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)  # the rename itself reaches the disk
+        os.close(descriptor)
+    dist.barrier()
+    return final
+
+
+def read_step(path: Path, state: dict[str, Any], *, alone: bool = False) -> None:
+    """Fills `state` in place, whatever layout wrote it. `alone` reads in one process, without a process group."""
+    dcp.load(state, storage_reader=FileSystemReader(path), no_dist=alone)
+
+
+def delete_step(folder: Path, step: int) -> None:
+    """Removes a checkpoint; renamed first, so a partly deleted one is never taken for a complete one."""
+    doomed = step_folder(folder, step).rename(folder / f"step-{step}.deleted")
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def size_gb(path: Path) -> float:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e9

@@ -1,0 +1,259 @@
+"""Every key a run can set: one frozen dataclass per TOML section.
+
+What it is: the schema. A field declares its type, its default, a line for `--help` and, where it has
+them, its bounds or choices. How TOML files and the command line become a `Config` is `configure.py`.
+Why it is here: a function receives the *section* it needs, typed and immutable, so what a piece of code
+can depend on is visible in its signature.
+What it costs: nothing; no torch is imported, so a mistake is reported in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """The user's input is wrong. Carries every problem found, one string each."""
+
+    def __init__(self, problems: str | list[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else problems
+        super().__init__("\n".join(self.problems))
+
+
+def key(
+    default: Any, help: str, *, min: float | None = None, max: float | None = None, choices: tuple[Any, ...] = ()
+) -> Any:
+    """A config key: default, one line of help, and the values allowed (bounds are inclusive)."""
+    return field(default=default, metadata={"help": help, "min": min, "max": max, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where the run lives and what makes it repeatable."""
+
+    name: str = key("", "name of the run's folder; empty: the config file's name")
+    folder: str = key("outputs", "folder that holds the run folders")
+    seed: int = key(42, "seed of the initial weights and of the order of the data", min=0)
+    device: str = key("auto", "where to compute; auto: CUDA if there is any", choices=("auto", "cpu", "cuda"))
+    sample_tokens: int = key(0, "tokens of sample text to print when training ends; 0: none", min=0)
+    sample_prompt: str = key("def ", "text the sample at the end continues")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Which Llama. A value of 0 means: what the flavor says."""
+
+    flavor: str = key(
+        "debug",
+        "the architecture",
+        choices=("debug", "cpu_25m", "llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b", "llama3_405b"),
+    )
+    dim: int = key(0, "width of the residual stream", min=0)
+    num_layers: int = key(0, "transformer blocks", min=0)
+    num_heads: int = key(0, "query heads", min=0)
+    num_kv_heads: int = key(0, "key and value heads (grouped-query attention)", min=0)
+    ffn_dim: int = key(0, "hidden width of the feed-forward", min=0)
+    vocab_size: int = key(0, "token ids; at least the tokenizer's. 0: the flavor's, or else the tokenizer's", min=0)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What to train on. Text is tokenised once, into a cache."""
+
+    path: str = key("", "a text file or a folder of text files; empty: the Python standard library's source")
+    pattern: str = key("**/*", "which files of the folder, as a glob pattern")
+    tokenizer: str = key("", "a tiktoken rank file (Llama 3's tokenizer.model); empty: the bundled 4,096-token one")
+    cache: str = key("", "folder of prepared data; empty: $TITANLITE_CACHE, or else ~/.cache/titanlite")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How much, in what portions and in which number formats."""
+
+    steps: int = key(1000, "optimizer steps of the whole run", min=1)
+    seq_len: int = key(256, "tokens of one sequence", min=2)
+    global_batch_size: int = key(16, "sequences per optimizer step, over all processes", min=1)
+    local_batch_size: int = key(4, "sequences one process computes at a time; accumulation follows", min=1)
+    max_norm: float = key(1.0, "gradients are clipped to this global norm; 0: measured only", min=0)
+    compute_dtype: str = key(
+        "auto",
+        "dtype of forward and backward; auto: bfloat16 on CUDA, else float32",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    reduce_dtype: str = key(
+        "float32", "dtype in which gradients are summed over processes", choices=("float32", "bfloat16")
+    )
+    gc_freq: int = key(50, "collect Python garbage every so many steps; 0: leave it to Python", min=0)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW."""
+
+    lr: float = key(3e-4, "peak learning rate", min=0)
+    betas: tuple[float, float] = key((0.9, 0.95), "decay of the first and of the second moment", min=0, max=1)
+    eps: float = key(1e-8, "added to the denominator", min=0)
+    weight_decay: float = key(0.1, "decoupled weight decay", min=0)
+    decayed: str = key(
+        "all", "what decays: all parameters, or only the linear layers' weights", choices=("all", "linear")
+    )
+    implementation: str = key(
+        "auto", "auto: fused where torch has it for the device", choices=("auto", "fused", "foreach", "for-loop")
+    )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over the steps: warmup, then a decay."""
+
+    name: str = key("cosine", "shape after the warmup", choices=("cosine", "linear", "wsd", "constant"))
+    warmup_steps: int = key(100, "steps of linear warmup", min=0)
+    decay_fraction: float = key(0.1, "wsd: part of all steps, at the end, over which the rate falls", min=0, max=1)
+    min_ratio: float = key(0.1, "final rate as a part of the peak rate", min=0, max=1)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the processes share the work. The product of the degrees is the number of processes."""
+
+    dp_replicate: int = key(1, "replicas of the model (HSDP when dp_shard > 1); -1: what is left", min=-1)
+    dp_shard: int = key(-1, "processes a replica's parameters are sharded over (FSDP2); -1: what is left", min=-1)
+    reshard_after_forward: str = key(
+        "default",
+        "free gathered weights after a block's forward: always (least memory), never (least traffic); default: always",
+        choices=("default", "always", "never"),
+    )
+    reduce_every_microbatch: bool = key(
+        True, "sum gradients over processes after each microbatch (less memory); false: once per step"
+    )
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Activation checkpointing: what is recomputed in the backward instead of kept."""
+
+    mode: str = key(
+        "none",
+        "none; full: each block's input is kept; selective: attention and every second matmul too",
+        choices=("none", "full", "selective"),
+    )
+    every: int = key(1, "apply it to every n-th block only", min=1)
+
+
+@dataclass(frozen=True)
+class Compile:
+    """torch.compile, block by block."""
+
+    enabled: bool = key(False, "compile each transformer block")
+    backend: str = key("inductor", "the compiler", choices=("inductor", "aot_eager", "eager"))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Resumable state in the run's folder. A run whose folder holds a checkpoint resumes from the newest."""
+
+    freq: int = key(500, "save every so many steps; 0: only at the end", min=0)
+    keep: int = key(3, "keep the newest so many; 0: all", min=0)
+    load: str = key(
+        "auto", "auto: resume if there is a checkpoint; never: refuse a used folder", choices=("auto", "never")
+    )
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Loss on text that training never sees."""
+
+    freq: int = key(0, "validate every so many steps, and before the first and after the last; 0: never", min=0)
+    samples: int = key(0, "sequences to validate on; 0: all that were held out", min=0)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The console line and metrics.jsonl."""
+
+    log_freq: int = key(10, "log every so many steps, and the first and the last", min=1)
+
+
+@dataclass(frozen=True)
+class Profiling:
+    """Traces of the PyTorch profiler, for Perfetto or chrome://tracing."""
+
+    enabled: bool = key(False, "write a trace of some steps into the run's folder")
+    freq: int = key(100, "start a trace every so many steps", min=1)
+    warmup_steps: int = key(2, "steps the profiler runs before it records", min=0)
+    active_steps: int = key(2, "steps it records", min=1)
+
+
+@dataclass(frozen=True)
+class Comm:
+    """The process group."""
+
+    timeout_seconds: int = key(300, "a collective that takes longer ends the run", min=1)
+
+
+@dataclass(frozen=True)
+class Config:
+    run: Run = Run()
+    model: Model = Model()
+    data: Data = Data()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    parallel: Parallel = Parallel()
+    recompute: Recompute = Recompute()
+    compile: Compile = Compile()
+    checkpoint: Checkpoint = Checkpoint()
+    validation: Validation = Validation()
+    metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()
+    comm: Comm = Comm()
+
+
+def check_world(config: Config, world_size: int) -> tuple[int, int]:
+    """The data-parallel degrees (dp_replicate, dp_shard) for `world_size` processes, -1 resolved.
+
+    Raises ConfigError where degrees, batch sizes and processes do not fit, with the nearest that would.
+    """
+    replicate, shard = config.parallel.dp_replicate, config.parallel.dp_shard
+    names = {"parallel.dp_replicate": replicate, "parallel.dp_shard": shard}
+    if problems := [f"{name} = 0: expected -1 (what is left) or at least 1" for name, n in names.items() if n == 0]:
+        raise ConfigError(problems)
+    if replicate == shard == -1:
+        raise ConfigError("parallel.dp_replicate and parallel.dp_shard are both -1: only one can be what is left")
+    if -1 in (replicate, shard):
+        fixed = max(replicate, shard)
+        if world_size % fixed:
+            name = "parallel.dp_shard" if replicate == -1 else "parallel.dp_replicate"
+            raise ConfigError(
+                f"{name} = {fixed} does not divide the {world_size} processes; {_nearest(world_size, fixed)}"
+            )
+        replicate, shard = (world_size // fixed, shard) if replicate == -1 else (replicate, world_size // fixed)
+    if replicate * shard != world_size:
+        raise ConfigError(
+            f"parallel.dp_replicate = {replicate} times parallel.dp_shard = {shard} is {replicate * shard}, "
+            f"but there are {world_size} processes (NGPU x NNODES); set one of them to -1"
+        )
+    training = config.training
+    portion = training.local_batch_size * world_size
+    if training.global_batch_size % portion:
+        below = training.global_batch_size // portion * portion
+        allowed = " or ".join(str(n) for n in (below, below + portion) if n > 0)
+        raise ConfigError(
+            f"training.global_batch_size = {training.global_batch_size} is not a multiple of "
+            f"training.local_batch_size = {training.local_batch_size} times {world_size} data-parallel processes "
+            f"({portion}); nearest: {allowed}, or another local batch size"
+        )
+    return replicate, shard
+
+
+def _nearest(whole: int, wanted: int) -> str:
+    """The divisors of `whole` next to `wanted`, in words."""
+    divisors = sorted((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: (abs(n - wanted), n))
+    return "nearest that do: " + ", ".join(str(n) for n in sorted(divisors[:3]))
+
+
+def sections() -> dict[str, type]:
+    """Section name -> its dataclass, in the order they are shown."""
+    return {f.name: type(f.default) for f in dataclasses.fields(Config)}

@@ -1,0 +1,97 @@
+"""Starts the training processes of this node.
+
+What it is: `titanlite train`, which run_train.sh calls: it checks the config and prepares the data before torch is
+imported, so that a mistake is reported at once, then starts NGPU processes of train.py through torchrun.
+Why it is not torchrun alone: torchrun answers every worker's exit code with 1 and a stack trace, and on a signal
+gives them 30 seconds. Here a signal is passed on to the workers, which save and leave in their own time, and their
+exit code is ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+from titanlite.config import ConfigError, check_world
+from titanlite.configure import load_config
+from titanlite.data.prepare import prepare
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.model.flavors import resolve_flavor
+
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+
+
+def launch(argv: list[str]) -> int:
+    """Trains with the config that `argv` describes; returns the workers' exit code. Raises ConfigError."""
+    config = load_config(argv)
+    tokenizer = Tokenizer(config.data.tokenizer)
+    resolve_flavor(config.model, tokenizer.size)
+    prepare(config.data, tokenizer)
+
+    nodes, node = _number("NNODES", 1), _number("NODE_RANK", 0, low=0)
+    here = _number("NGPU", 0) if os.environ.get("NGPU") else _default_processes(config.run.device)
+    check_world(config, nodes * here)
+    # One thread per core in all; more would make the processes wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // here)))
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a restart must not see old keys (pytorch#135712)
+    arguments = ["--nproc-per-node", str(here), "--nnodes", str(nodes), "--node-rank", str(node)]
+    if nodes > 1 or "MASTER_PORT" in os.environ:
+        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
+        arguments += ["--master-addr", address, "--master-port", port]
+    else:
+        arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # any free port
+    return _torchrun([*arguments, str(TRAIN), *argv])
+
+
+def _torchrun(arguments: list[str]) -> int:
+    """torchrun in this process, with our handling of signals and exit codes."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _pass_on)
+    # torchrun installs handlers of its own for the signals named here; SIGQUIT keeps its way of ending at once.
+    try:
+        main(["--signals-to-handle", "SIGQUIT", *arguments])
+    except ChildFailedError as error:
+        codes = [failure.exitcode for failure in error.failures.values()]
+        code = next((c for c in codes if c > 0), codes[0])  # the others were ended by torchrun
+        if code < 0:
+            print(f"error: a training process was killed by {signal.Signals(-code).name}", file=sys.stderr)
+        return code if code > 0 else 128 - code
+    return 0
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Hands a signal to the training processes, which run in sessions of their own."""
+    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
+    for line in listing.splitlines():
+        child, parent = map(int, line.split())
+        if parent == os.getpid():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended (the `ps` itself, for one)
+                os.kill(child, number)
+
+
+def _number(name: str, default: int, low: int = 1) -> int:
+    """A count from the environment. Raises ConfigError for anything else."""
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal() or int(text) < low:
+        raise ConfigError(f"{name} = {text!r} in the environment: expected an integer, at least {low}")
+    return int(text)
+
+
+def _default_processes(device: str) -> int:
+    """One process per CUDA device, or a single one on the CPU."""
+    import torch
+
+    return 1 if device == "cpu" else max(1, torch.cuda.device_count())
+
+
+def _cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,89 @@
+"""The Llama sizes this project knows, as numbers.
+
+What it is: `LlamaConfig`, one entry per flavor, and the exact parameter count as a formula. No torch.
+Reference: Llama 3 herd of models (arXiv 2407.21783), Llama 3.2 model cards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from titanlite.config import ConfigError
+from titanlite.config import Model as ModelSection
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretch of the rotary frequencies from `original_context` tokens by `factor`."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Hyperparameters of one Llama. `vocab_size` 0 is open: the tokenizer decides."""
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_dim: int
+    vocab_size: int = 128256
+    tied_embeddings: bool = False
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Exact count; tied embeddings count once."""
+        kv_dim = self.num_kv_heads * self.head_dim
+        attention = 2 * self.dim * self.dim + 2 * self.dim * kv_dim
+        block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        embeddings = self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
+        return embeddings + self.num_layers * block + self.dim
+
+
+FLAVORS: dict[str, LlamaConfig] = {
+    "debug": LlamaConfig(128, 4, 4, 2, 352, vocab_size=0, tied_embeddings=True),
+    "cpu_25m": LlamaConfig(512, 8, 8, 4, 1408, vocab_size=0, tied_embeddings=True),
+    "llama3_1b": LlamaConfig(2048, 16, 32, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(32.0)),
+    "llama3_3b": LlamaConfig(3072, 28, 24, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(32.0)),
+    "llama3_8b": LlamaConfig(4096, 32, 32, 8, 14336),
+    "llama3_70b": LlamaConfig(8192, 80, 64, 8, 28672),
+    "llama3_405b": LlamaConfig(16384, 126, 128, 8, 53248, rope_scaling=RopeScaling(8.0)),
+}
+
+
+def resolve_flavor(section: ModelSection, tokenizer_size: int) -> LlamaConfig:
+    """The flavor with the section's overrides, its vocabulary settled. Raises ConfigError for impossible shapes."""
+    names = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
+    given = {name: getattr(section, name) for name in names if getattr(section, name)}
+    config = replace(FLAVORS[section.flavor], **given)
+    if not config.vocab_size:
+        config = replace(config, vocab_size=tokenizer_size)
+    problems = []
+    if config.dim % config.num_heads or config.head_dim % 2:
+        problems.append(
+            f"model.dim = {config.dim} over model.num_heads = {config.num_heads}: expected an even width per head"
+        )
+    if config.num_heads % config.num_kv_heads:
+        problems.append(
+            f"model.num_kv_heads = {config.num_kv_heads} does not divide model.num_heads = {config.num_heads}; "
+            f"allowed: {', '.join(str(n) for n in range(1, config.num_heads + 1) if config.num_heads % n == 0)}"
+        )
+    if config.vocab_size < tokenizer_size:
+        problems.append(
+            f"model.vocab_size = {config.vocab_size} (flavor {section.flavor}): "
+            f"expected at least the tokenizer's {tokenizer_size} ids"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return config

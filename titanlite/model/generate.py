@@ -1,0 +1,70 @@
+"""Sampling text from a Llama, one token at a time.
+
+What it is: a key/value cache and the loop that feeds each new token back.
+What it costs: the prompt once, then 2 FLOPs per parameter and token; the cache holds
+2 * L * K * Dh numbers per position. Without it every token would compute the whole text again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from titanlite.model.llama import LayerCache, Llama
+
+
+class KVCache:
+    """Keys and values of one layer for up to `length` positions: two tensors (B, K, length, Dh)."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.filled = length, 0
+        self.keys = self.values = torch.empty(0)
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores new positions (B, K, S, Dh) and returns all so far. Dtype and device are those of the first."""
+        if self.filled == 0:
+            self.keys, self.values = (t.new_empty(*t.shape[:2], self.length, t.shape[3]) for t in (k, v))
+        end = self.filled + k.shape[2]
+        self.keys[:, :, self.filled : end], self.values[:, :, self.filled : end] = k, v
+        self.filled = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """One token id from logits (V,). temperature 0 takes the likeliest; top_k 0 considers all."""
+    logits = logits.float().cpu()
+    if temperature == 0:
+        return int(logits.argmax())
+    if 0 < top_k < logits.numel():
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
+    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+
+
+@torch.no_grad()
+def generate(
+    model: Llama, prompt: list[int], max_new_tokens: int, *, stop: int, temperature: float, top_k: int, seed: int
+) -> Iterator[int]:
+    """Yields new token ids until `stop` (not yielded) or `max_new_tokens`.
+
+    The prompt has at least one id, and prompt + new tokens fit the model's `seq_len`. Where the model is sharded,
+    every process calls this with the same arguments and yields the same tokens.
+    """
+    total = len(prompt) + max_new_tokens
+    if not prompt or total > model.seq_len:
+        raise ValueError(
+            f"{len(prompt)} prompt tokens + {max_new_tokens} new ones: expected 1 to {model.seq_len} in all"
+        )
+    device = model.rope.device
+    generator = torch.Generator().manual_seed(seed)
+    caches: list[LayerCache] = [KVCache(total) for _ in model.layers]
+    new, start = prompt, 0
+    for _ in range(max_new_tokens):
+        logits = model(torch.tensor([new], device=device), caches, start)
+        start += len(new)
+        token = sample_token(logits[0, -1], temperature, top_k, generator)
+        if token == stop:
+            return
+        yield token
+        new = [token]

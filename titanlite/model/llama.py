@@ -1,0 +1,177 @@
+"""Llama 3 in plain PyTorch.
+
+What it is: token embedding, then blocks of attention and feed-forward on a residual stream, then a norm
+and an output projection. RMSNorm (arXiv 1910.07467) before each, rotary positions (RoPE, arXiv 2104.09864),
+grouped-query attention (arXiv 2305.13245), SwiGLU (arXiv 2002.05202).
+Why it is here: everything that trains in parallel is this one file, which knows nothing of parallelism.
+What it costs: 2 FLOPs per parameter and token forward, twice that backward, and attention on top
+(`plan/flops.py` has the exact count).
+
+Shapes in comments: B sequences, S tokens, D = dim, H query heads, K key/value heads, Dh = D / H, F = ffn_dim,
+V = vocabulary. Parameter names are torchtitan's, which are Meta's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.model.flavors import LlamaConfig
+
+
+class LayerCache(Protocol):
+    """What attention needs of a key/value cache when it generates (see `generate.py`)."""
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+def rope_table(config: LlamaConfig, seq_len: int, device: torch.device | None = None) -> Tensor:
+    """cos and sin of every angle, fp32: (seq_len, Dh / 2, 2).
+
+    Pair i of a head turns by position / theta^(2i/Dh). Llama 3.1 slows the long wavelengths by `factor`, keeps
+    the short ones and blends between (the 3.1 release's `apply_scaling`).
+    """
+    half = config.head_dim // 2
+    frequency = config.rope_theta ** -(torch.arange(half, dtype=torch.float32, device=device) / half)
+    if scaling := config.rope_scaling:
+        turns = scaling.original_context * frequency / (2 * math.pi)  # full turns over the original context
+        blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        frequency = torch.lerp(frequency / scaling.factor, frequency, blend.clamp(0, 1))
+    angle = torch.outer(torch.arange(seq_len, dtype=torch.float32, device=device), frequency)
+    return torch.stack((angle.cos(), angle.sin()), dim=-1)
+
+
+def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
+    """Turns neighbouring pairs of each head, in fp32. x: (B, S, heads, Dh), rope: (S, Dh / 2, 2).
+
+    Real arithmetic: complex kernels are not fused by the compiler.
+    """
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # each (B, S, heads, Dh / 2)
+    cos, sin = rope[:, None].unbind(-1)  # each (S, 1, Dh / 2)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; H query heads share K key/value heads."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        kv_dim = config.num_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, rope: Tensor, cache: LayerCache | None = None) -> Tensor:
+        # Heads are counted from the tensor, so a layer that holds only a part of them works unchanged.
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, S, H or K, Dh)
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, S, Dh)
+        if cache is not None:
+            k, v = cache.append(k, v)  # S grows to all positions so far
+        causal = q.shape[2] > 1  # a single new position sees every key
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        return self.wo(out.transpose(1, 2).flatten(2))  # (B, S, D)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x), the hidden width F."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each on a normalised copy of the residual stream and added to it."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, rope: Tensor, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, cache)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    """tokens (B, S) -> logits (B, S, V).
+
+    Build it under `torch.device("meta")`, give it memory with `to_empty`, then call `init_weights`, which sets
+    every parameter and buffer. `seq_len` is the longest sequence: the size of the RoPE table.
+    """
+
+    rope: Tensor
+
+    def __init__(self, config: LlamaConfig, seq_len: int) -> None:
+        super().__init__()
+        self.config, self.seq_len = config, seq_len
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.num_layers)})
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = None if config.tied_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        # Always rebuilt, never saved: a table in a checkpoint ties it to one length.
+        self.register_buffer("rope", rope_table(config, seq_len), persistent=False)
+
+    def forward(self, tokens: Tensor, caches: list[LayerCache] | None = None, start: int = 0) -> Tensor:
+        """Logits (B, S, V) of `tokens` (B, S), which stand at positions start, start + 1, ..."""
+        rope = self.rope[start : start + tokens.shape[1]]
+        x = self.tok_embeddings(tokens)  # (B, S, D)
+        for i, layer in enumerate(self.layers.values()):
+            x = layer(x, rope, caches[i] if caches else None)
+        x = self.norm(x)
+        return F.linear(x, self.tok_embeddings.weight) if self.output is None else self.output(x)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, assign: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+        """Draws every parameter and rebuilds the RoPE table.
+
+        Each parameter has a generator of its own, seeded by its name, and is drawn whole, so the weights do not
+        depend on how or over how many processes it is stored: `assign(parameter, full_value)` puts it there.
+        """
+        for name, parameter in self.named_parameters():
+            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()) ^ seed)
+            full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+            assign(parameter, self._draw(name, full, generator))
+        self.reset_rope()
+
+    def reset_rope(self) -> None:
+        """Fills the RoPE table, the only thing of the model that no checkpoint holds."""
+        self.rope.copy_(rope_table(self.config, self.seq_len, self.rope.device))
+
+    def _draw(self, name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
+        """One parameter's initial value (torchtitan's rules; its 0.02, not Llama's unpublished ones).
+
+        Projections back into the residual stream shrink with depth. A tied embedding is drawn as the output layer
+        it also is: with std 1 the first logits would have std sqrt(D), and the first loss far above ln(V).
+        """
+        if name.endswith("norm.weight"):
+            return weight.fill_(1.0)
+        is_output = name == "output.weight" or (name == "tok_embeddings.weight" and self.output is None)
+        if is_output:
+            std = self.config.dim**-0.5 if self.output is not None else 0.02
+            cut = 3 * std
+        elif name == "tok_embeddings.weight":
+            return weight.normal_(generator=generator)
+        else:
+            layer = re.match(r"layers\.(\d+)\.(.+)", name)
+            assert layer is not None, name
+            residual = layer[2] in ("attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight")
+            std, cut = (0.02 / math.sqrt(2 * (int(layer[1]) + 1)) if residual else 0.02), 2.0
+        return nn.init.trunc_normal_(weight, 0.0, std, -cut, cut, generator=generator)

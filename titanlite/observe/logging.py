@@ -1,0 +1,33 @@
+"""Who prints what: the ranks in LOG_RANK (default 0) their messages, the others only warnings.
+
+What it is: the set-up of Python's logger `titanlite`. Rank 0 also writes everything to the run folder's log.txt.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+logger = logging.getLogger("titanlite")
+
+
+def setup_logging(rank: int) -> None:
+    """Sends messages to the console. LOG_RANK is a comma-separated list of ranks."""
+    shown = {word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")}
+    prefix = "" if rank == 0 else f"[rank {rank}] "
+    logger.handlers.clear()
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    console = logging.StreamHandler(sys.stdout)
+    console.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    console.setLevel(logging.INFO if str(rank) in shown else logging.WARNING)
+    logger.addHandler(console)
+
+
+def log_to_file(path: Path) -> None:
+    """Adds a file, with times, after what is there already."""
+    file = logging.FileHandler(path, encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(file)

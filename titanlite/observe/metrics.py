@@ -1,0 +1,173 @@
+"""Loss, speed and memory of the steps: the console line and metrics.jsonl.
+
+What it is: numbers of the last logged step, written by rank 0. Between logged steps nothing is read from the
+device, so the host never waits for it.
+Units: loss in nats per token; tps in tokens per second and device, tps_global of all; tflops per device by the
+formula of `plan/flops.py`; mfu in percent of the device's dense bf16 peak, null where that is not known;
+memory_gib is this process's peak; tokens and seconds count from the run's first step, over restarts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.config import Metrics as MetricsSection
+from titanlite.runtime import peak_memory_gib
+
+logger = logging.getLogger("titanlite")
+
+
+class Progress:
+    """How far the run is. Stateful: step, target tokens over all processes, and seconds of training."""
+
+    def __init__(self) -> None:
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        seconds = torch.tensor(self.seconds, dtype=torch.float64)
+        return {"step": torch.tensor(self.step), "tokens": torch.tensor(self.tokens), "seconds": seconds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.tokens, self.seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
+
+
+class NonFinite(RuntimeError):
+    """The loss or the gradient norm is no number; the weights are lost, the last checkpoint is not."""
+
+
+class Metrics:
+    """Collects a step at a time and writes the due ones."""
+
+    def __init__(
+        self,
+        config: MetricsSection,
+        folder: Path,
+        device: torch.device,
+        progress: Progress,
+        *,
+        global_sum: Callable[[Tensor], Tensor],
+        total_steps: int,
+        tokens_per_step: int,
+        flops_per_token: int,
+        peak_tflops: float | None,
+    ) -> None:
+        """`folder` is the run's. Lines beyond `progress`, left by a run that died, are removed; all of them at step 0.
+
+        `global_sum` adds a tensor up, in place, over the processes that read different data.
+        """
+        self.config, self.device, self.progress = config, device, progress
+        self.global_sum, self.num_devices = global_sum, dist.get_world_size()
+        self.total_steps, self.tokens_per_step, self.flops_per_token = total_steps, tokens_per_step, flops_per_token
+        self.peak = peak_tflops
+        self.path = folder / "metrics.jsonl"
+        self.writes = dist.get_rank() == 0
+        if self.writes:
+            folder.mkdir(parents=True, exist_ok=True)
+            _forget_after(self.path, progress.step or -1)
+        self.start()
+
+    def start(self) -> None:
+        """Starts the clock of the first step."""
+        self._since, self._steps, self._paused = time.monotonic(), 0, 0.0
+
+    def step(self, loss: Tensor, grad_norm: Tensor, lr: float, epochs: float, last: bool) -> None:
+        """Counts a step; on every `log_freq`-th, the first and the last it reads the device, and writes."""
+        progress = self.progress
+        progress.tokens += self.tokens_per_step
+        self._steps += 1
+        if not (progress.step % self.config.log_freq == 0 or progress.step == 1 or last):
+            return
+        self.require_finite(grad_norm)
+        values = torch.stack([self.global_sum(loss).float(), grad_norm.float()]).tolist()  # waits for the device
+        now = time.monotonic()
+        elapsed, steps = now - self._since - self._paused, self._steps
+        self.start()
+        progress.seconds += elapsed
+        per_second = steps * self.tokens_per_step / elapsed
+        tps = per_second / self.num_devices
+        tflops = tps * self.flops_per_token / 1e12
+        row = {
+            "step": progress.step,
+            "loss": values[0],
+            "grad_norm": values[1],
+            "lr": lr,
+            "tokens": progress.tokens,
+            "tps": tps,
+            "tps_global": per_second,
+            "tflops": tflops,
+            "mfu": 100 * tflops / self.peak if self.peak else None,
+            "memory_gib": peak_memory_gib(self.device),
+            "data_percent": 100 * epochs,
+            "seconds": progress.seconds,
+        }
+        self.write(row)
+        remaining = (self.total_steps - progress.step) * elapsed / steps
+        mfu = f"{row['mfu']:.1f}%" if self.peak else "n/a"
+        logger.info(
+            f"step {progress.step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {values[0]:.4f}  "
+            f"grad_norm {values[1]:.3f}  lr {lr:.2e}  tps {tps:,.0f}  tflops {tflops:.3g}  mfu {mfu}  "
+            f"memory {row['memory_gib']:.2f}GiB  data {100 * epochs:.1f}%  eta {duration(remaining)}"
+        )
+
+    def validation(self, name: str, loss: float, bits_per_byte: float) -> None:
+        """Writes the result of a validation after the current step."""
+        prefix = f"validation/{name}"
+        self.write({"step": self.progress.step, f"{prefix}/loss": loss, f"{prefix}/bits_per_byte": bits_per_byte})
+        logger.info(f"step {self.progress.step:>{len(str(self.total_steps))}}/{self.total_steps}  "
+                    f"validation/{name}  loss {loss:.4f}  bits_per_byte {bits_per_byte:.4f}")  # fmt: skip
+
+    def require_finite(self, grad_norm: Tensor) -> None:
+        """Raises NonFinite on all processes alike: the norm is global, and no loss that is NaN leaves it finite."""
+        if not math.isfinite(float(grad_norm)):
+            raise NonFinite(
+                f"step {self.progress.step}: the gradient norm is {float(grad_norm)}: training has diverged"
+            )
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time in here is no training (validation, saving): it does not count in the speed of the steps."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        started = time.monotonic()
+        yield
+        self._paused += time.monotonic() - started
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Appends one JSON object; floats keep every digit, so two runs can be compared bit by bit."""
+        if self.writes:
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Keeps the lines up to `step` of a metrics file, dropping a last line that was cut off."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)
+
+
+def duration(seconds: float) -> str:
+    """1:05 for 65 seconds, 2:03:04 beyond an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,70 @@
+"""Fully sharded data parallel (FSDP2; ZeRO-3, arXiv 1910.02054; arXiv 2304.11277).
+
+What it is: `fully_shard` on each block and on the whole model. Every process stores 1/N of each parameter, its
+gradient and its optimizer state (N = dp_shard). Before a block computes, its parameters are all-gathered; after,
+they are freed; in the backward they are gathered again and the gradients are reduce-scattered. With dp_replicate
+> 1 (HSDP) the shards' gradients are also all-reduced over the replicas.
+
+What it costs, per process, microbatch and parameter, with b bytes per number of the compute dtype and r of the
+reduce dtype: all-gather b (N-1)/N, twice when resharding after the forward; reduce-scatter r (N-1)/N;
+with R replicas an all-reduce of 2 r/N (R-1)/R. Memory: fp32 parameters, gradients and moments are 16/N bytes.
+
+It wraps the model also at N = 1, so there is one dtype path everywhere: fp32 parameters, compute in
+`training.compute_dtype`, gradients summed in `training.reduce_dtype`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from titanlite.config import Parallel
+
+
+def apply_shard(
+    model: nn.Module,
+    blocks: list[nn.Module],
+    config: Parallel,
+    mesh: DeviceMesh,
+    compute: torch.dtype,
+    reduce: torch.dtype,
+) -> None:
+    """Shards each block as a unit, and what is left (embedding, norm, output) with the model itself.
+
+    Gradients are summed, never averaged: the loss is already divided by the global number of targets.
+    """
+    replicated = mesh["dp_replicate"].size() > 1
+    # Inputs are not cast: the embedding's output has the compute dtype, and the RoPE table must stay fp32.
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
+    options: dict[str, Any] = {
+        "mesh": mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"],
+        "mp_policy": policy,
+    }
+    reshard = config.reshard_after_forward != "never"
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    # The backward begins where the forward ends, so by default what the root holds is not freed in between.
+    fully_shard(model, reshard_after_forward=config.reshard_after_forward == "always", **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # A divisor of 1 alone would need PREMUL_SUM, which gloo lacks: ask for a plain sum as well.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reduce_gradients_when(model: nn.Module, last: bool, config: Parallel) -> None:
+    """Says whether the coming microbatch's backward sums gradients over processes, or only adds them up locally."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(last or config.reduce_every_microbatch)
+
+
+def assign_shard(parameter: Tensor, full: Tensor) -> None:
+    """Copies this process's part of a full tensor into a parameter. Every process has the same `full`: no traffic."""
+    if isinstance(parameter, DTensor):
+        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(full)

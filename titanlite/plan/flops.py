@@ -1,0 +1,45 @@
+"""How much arithmetic a training step is, and how much of the device's peak that uses.
+
+What it is: FLOPs per token by the formula of PaLM (arXiv 2204.02311, appendix B), and the dense bf16 peak of
+known devices. Causal sparsity is not discounted and recomputation is not counted, as in the field's tables.
+MFU of an unknown device is unknown: no guess is made.
+"""
+
+from __future__ import annotations
+
+from titanlite.model.flavors import LlamaConfig
+
+PEAK_TFLOPS: dict[str, float] = {  # dense bf16; matched in this order as a part of the device's name
+    "A100": 312.0,
+    "A6000": 154.85,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "H20": 148.0,
+    "GB200": 2500.0,
+    "GB300": 2500.0,
+    "B200": 2250.0,
+    "B300": 2250.0,
+    "MI300X": 1300.0,
+    "MI325X": 1300.0,
+    "MI355X": 2500.0,
+    "MI250X": 191.5,
+    "L40S": 362.0,
+    "A10G": 70.0,
+}
+
+
+def flops_per_token(model: LlamaConfig, seq_len: int) -> int:
+    """Forward and backward FLOPs of one token: 6 per parameter that multiplies, 12 L H Dh S for attention.
+
+    The input embedding is a lookup and does not count, unless it is tied and so also the output matrix.
+    """
+    lookup = 0 if model.tied_embeddings else model.vocab_size * model.dim
+    attention = 12 * model.num_layers * model.num_heads * model.head_dim * seq_len
+    return 6 * (model.num_parameters - lookup) + attention
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Dense bf16 peak in TFLOP/s of a device by its name, None if it is not in the table."""
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
