@@ -23,7 +23,7 @@ import torch.distributed as dist
 from titanlite import runtime
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
-from titanlite.config import Config, ConfigError, check_world
+from titanlite.config import EXIT_CONFIG, EXIT_STOPPED, Config, ConfigError, check_world
 from titanlite.configure import load_config, to_toml
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import Tokens, read_manifest
@@ -173,7 +173,7 @@ def main(config: Config) -> int:
     stop.restore()
     if progress.step < training.steps:
         logger.info(f"stopped after step {progress.step} of {training.steps}; the same command goes on from here")
-        return runtime.EXIT_STOPPED
+        return EXIT_STOPPED
     say_what_was_made(config, folder, model, tokenizer)
     return 0
 
@@ -204,7 +204,7 @@ def run(argv: list[str]) -> int:
     except (ConfigError, NonFinite) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each node says it
             print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
-        return runtime.EXIT_CONFIG if isinstance(error, ConfigError) else 1
+        return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BaseException:  # torch's CheckpointException is no Exception

@@ -27,7 +27,10 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["LOG_RANK"] = "none"
     while True:
-        paths, rank, world_size, store, function, arguments = connection.recv()
+        try:
+            paths, rank, world_size, store, function, arguments = connection.recv()
+        except EOFError:  # the pool was closed
+            return
         sys.path[:] = paths
         try:
             dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)

@@ -13,6 +13,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+EXIT_CONFIG, EXIT_STOPPED = 2, 75  # exit codes: wrong input; stopped by a signal after saving
+
 
 class ConfigError(ValueError):
     """The user's input is wrong. Carries every problem found, one string each."""

@@ -193,7 +193,11 @@ def _set(name: str, value: Any, origin: str, values: dict[str, dict[str, Any]], 
     declared = _type_of(name)
     section, _, entry = name.partition(".")
     if declared is None:
-        problems.append(f"{origin}: unknown key {name}{suggestion(name, all_keys())}")
+        elsewhere = [
+            k for k in all_keys() if k.partition(".")[2] == (entry or section)
+        ]  # the section is wrong or absent
+        near = f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else suggestion(name, all_keys())
+        problems.append(f"{origin}: unknown key {name}{near}")
         return
     meta = next(f.metadata for f in dataclasses.fields(sections()[section]) if f.name == entry)
     value, expected = _convert(value, declared, meta)

@@ -10,6 +10,7 @@ exit code is ours.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from titanlite.config import ConfigError, check_world
+from titanlite.config import EXIT_CONFIG, EXIT_STOPPED, ConfigError, check_world
 from titanlite.configure import load_config
 from titanlite.data.prepare import prepare
 from titanlite.data.tokenizer import Tokenizer
@@ -53,18 +54,30 @@ def _torchrun(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what matters is said below
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _pass_on)
     # torchrun installs handlers of its own for the signals named here; SIGQUIT keeps its way of ending at once.
     try:
         main(["--signals-to-handle", "SIGQUIT", *arguments])
     except ChildFailedError as error:
-        codes = [failure.exitcode for failure in error.failures.values()]
-        code = next((c for c in codes if c > 0), codes[0])  # the others were ended by torchrun
-        if code < 0:
-            print(f"error: a training process was killed by {signal.Signals(-code).name}", file=sys.stderr)
-        return code if code > 0 else 128 - code
+        return _explain({rank: failure.exitcode for rank, failure in error.failures.items()})
     return 0
+
+
+def _explain(codes: dict[int, int]) -> int:
+    """The run's exit code from its processes' (rank -> code), with a message where they have not given one."""
+    # A process that was killed is the cause, the errors of those it left are not; torchrun itself sends SIGTERM.
+    killed = [rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]
+    rank = (killed or [rank for rank, code in codes.items() if code > 0] or list(codes))[0]
+    code = codes[rank]
+    if code < 0:
+        print(f"error: the process of rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+    elif code not in (EXIT_CONFIG, EXIT_STOPPED):
+        print(
+            f"error: the process of rank {rank} failed with exit code {code}; its messages are above", file=sys.stderr
+        )
+    return code if code > 0 else 128 - code
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:

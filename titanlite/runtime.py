@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from titanlite.config import ConfigError
 
-EXIT_CONFIG, EXIT_STOPPED = 2, 75  # wrong input; stopped by a signal after saving
 logger = logging.getLogger("titanlite")
 
 

@@ -1,0 +1,166 @@
+"""Text -> shards: nothing lost, held-out text apart, and mistakes named."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from titanlite.config import ConfigError, Data
+from titanlite.data import prepare as module
+from titanlite.data.prepare import find_text, prepare
+from titanlite.data.shards import ShardWriter, Tokens, read_manifest, token_dtype
+from titanlite.data.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer()
+
+
+def quiet(message: str) -> None:
+    pass
+
+
+def text_of(folder, split: str) -> str:
+    """All text of a split; special tokens stand as their names."""
+    tokens = Tokens(folder, read_manifest(folder), split)
+    return TOKENIZER.decode(tokens.read(0, len(tokens)).tolist())
+
+
+def test_a_single_file_is_cut_at_a_line_near_its_last_twentieth(tmp_path):
+    path = tmp_path / "one.txt"
+    text = "".join(f"line {i} 한국어\n" for i in range(3000))
+    path.write_text(text)
+    folder = prepare(Data(path=str(path), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+    train, held_out = (text_of(folder, split) for split in ("train", "validation"))
+    train, held_out = (t.removeprefix("<|begin_of_text|>").removesuffix("<|end_of_text|>") for t in (train, held_out))
+    assert train + held_out == text
+    assert train.endswith("\n")
+    assert len(held_out) == pytest.approx(len(text) / 20, rel=0.02)
+    manifest = read_manifest(folder)
+    assert manifest["splits"]["train"]["bytes"] == len(train.encode())
+    assert manifest["splits"]["validation"]["documents"] == 1
+
+
+def test_one_long_line_is_cut_between_characters(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", 1000)  # many blocks, each of which splits three-byte characters
+    path = tmp_path / "one.txt"
+    path.write_text("가나다" * 5000)
+    folder = prepare(Data(path=str(path), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+    joined = (text_of(folder, "train") + text_of(folder, "validation")).replace("<|begin_of_text|>", "")
+    assert joined.replace("<|end_of_text|>", "") == "가나다" * 5000
+
+
+def test_a_folder_holds_out_whole_files_by_the_hash_of_their_path(tmp_path):
+    source = tmp_path / "src"
+    (source / "deep").mkdir(parents=True)
+    for i in range(100):
+        (source / ("deep" if i % 2 else ".") / f"{i}.txt").write_text(f"document {i}\n")
+    (source / ".hidden").write_text("secret")
+    folder = prepare(Data(path=str(source), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+    entry = read_manifest(folder)["splits"]
+    assert entry["train"]["documents"] + entry["validation"]["documents"] == 100
+    assert 1 <= entry["validation"]["documents"] <= 12
+    documents = (text_of(folder, "train") + text_of(folder, "validation")).split("<|begin_of_text|>")[1:]
+    assert sorted(documents) == sorted(f"document {i}\n<|end_of_text|>" for i in range(100))
+    only = prepare(Data(path=str(source), pattern="deep/*.txt", cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+    assert sum(split["documents"] for split in read_manifest(only)["splits"].values()) == 50
+
+
+def test_prepared_once_and_again_when_the_text_changes(tmp_path):
+    path, messages = tmp_path / "one.txt", []
+    path.write_text("x = 1\n" * 100)
+    section = Data(path=str(path), cache=str(tmp_path / "cache"))
+    first = prepare(section, TOKENIZER, messages.append)
+    said = len(messages)
+    assert prepare(section, TOKENIZER, messages.append) == first
+    assert len(messages) == said > 1
+    path.write_text("x = 2\n" * 100)
+    second = prepare(section, TOKENIZER, messages.append)
+    assert read_manifest(first)["fingerprint"] != read_manifest(second)["fingerprint"]
+
+
+def test_processes_that_start_together_prepare_once(tmp_path):
+    path, messages, folders = tmp_path / "one.txt", [], []
+    path.write_text("x = 1\n" * 20_000)
+    section = Data(path=str(path), cache=str(tmp_path / "cache"))
+    threads = [
+        threading.Thread(target=lambda: folders.append(prepare(section, TOKENIZER, messages.append))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(folders)) == 1
+    assert sum(message.startswith("prepared") for message in messages) == 1
+
+
+def test_an_interrupted_preparation_leaves_nothing_that_counts(tmp_path, monkeypatch):
+    path = tmp_path / "one.txt"
+    path.write_text("x = 1\n" * 100)
+    section = Data(path=str(path), cache=str(tmp_path / "cache"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ShardWriter, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        prepare(section, TOKENIZER, quiet)
+    assert not list((tmp_path / "cache").glob("one-*"))
+    assert text_of(prepare(section, TOKENIZER, quiet), "train").startswith("<|begin_of_text|>x = 1\n")
+
+
+def test_default_corpus_is_the_standard_library():
+    name, root, files = find_text(Data())
+    assert name == "stdlib"
+    assert (root / "json/decoder.py") in files
+    assert (root / "pydoc_data/topics.py") in files
+    assert not any("test" in path.relative_to(root).parts for path in files)
+    assert 5e6 < sum(path.stat().st_size for path in files) < 50e6
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda p: None, "no such file or folder"),
+        (lambda p: p.mkdir(), "no file in it matches"),
+        (lambda p: p.write_bytes(b"abc\xff\xfe" * 50), "text: not UTF-8 text"),
+        (lambda p: p.write_bytes(b"abc\0" * 50), "holds a NUL byte"),
+    ],
+)
+def test_bad_sources_are_named(tmp_path, make, expected):
+    make(tmp_path / "text")
+    with pytest.raises(ConfigError, match=expected):
+        prepare(Data(path=str(tmp_path / "text"), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+
+
+def test_damaged_shards_are_named(tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_text("x = 1\n" * 1000)
+    folder = prepare(Data(path=str(path), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+    manifest = read_manifest(folder)
+    shard = folder / "train-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"train-00000.bin: \d+ bytes, expected \d+; delete the folder"):
+        Tokens(folder, manifest, "train")
+    shard.unlink()
+    with pytest.raises(ConfigError, match=r"train-00000.bin: missing"):
+        Tokens(folder, manifest, "train")
+    (folder / "manifest.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"manifest.json: .*delete the folder"):
+        read_manifest(folder)
+
+
+def test_reads_cross_shards(tmp_path):
+    writer = ShardWriter(tmp_path, "train", token_dtype(70_000), shard_tokens=7)
+    ids = list(range(69_970, 70_000))
+    writer.write(ids[:5])
+    writer.write(ids[5:])
+    manifest = {"dtype": token_dtype(70_000).str, "splits": {"train": writer.finish()}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    tokens = Tokens(tmp_path, read_manifest(tmp_path), "train")
+    assert len(tokens) == 30
+    assert [shard["tokens"] for shard in manifest["splits"]["train"]["shards"]] == [7, 7, 7, 7, 2]
+    for start in range(30):
+        for count in range(30 - start):
+            assert tokens.read(start, count).tolist() == ids[start : start + count]
+
+
+def test_token_width():
+    assert token_dtype(65_536).itemsize == 2
+    assert token_dtype(65_537).itemsize == 4

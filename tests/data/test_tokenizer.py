@@ -1,0 +1,148 @@
+"""Byte-pair encoding: training against a slow twin, the bundled file, hostile text."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import random
+import time
+from collections import Counter
+
+import pytest
+import regex
+
+from titanlite.config import ConfigError
+from titanlite.data.bpe import PATTERN, train_bpe, write_rank_file
+from titanlite.data.tokenizer import BUNDLED, Tokenizer
+
+KOREAN = "대규모 언어 모델을 처음부터 학습합니다. "
+TEXTS = [
+    "",
+    "def f(x):\n    return x\n",
+    KOREAN,
+    "naïve café 🦙 \u2028\x00\r\n",
+    "<|end_of_text|><|begin_of_text|>",
+    " " * 300 + "x",
+]
+
+
+def slow_bpe(text: str, num_tokens: int) -> list[bytes]:
+    """Counts every pair anew for each merge."""
+    words = Counter(tuple(bytes([b]) for b in w.encode()) for w in regex.findall(PATTERN, text))
+    tokens = [bytes([i]) for i in range(256)]
+    while len(tokens) < num_tokens:
+        pairs: Counter[tuple[bytes, bytes]] = Counter()
+        for word, count in words.items():
+            for pair in itertools.pairwise(word):
+                pairs[pair] += count
+        if not pairs:
+            break
+        rank = {token: i for i, token in enumerate(tokens)}
+        best = min(pairs, key=lambda p: (-pairs[p], rank[p[0]], rank[p[1]]))
+        tokens.append(best[0] + best[1])
+        merged: Counter[tuple[bytes, ...]] = Counter()
+        for word, count in words.items():
+            out: list[bytes] = []
+            for piece in word:
+                if out and (out[-1], piece) == best:
+                    out[-1] += piece
+                else:
+                    out.append(piece)
+            merged[tuple(out)] += count
+        words = merged
+    return tokens
+
+
+def test_training_equals_the_slow_way():
+    text = "low lower lowest new newer newest wide wider widest the then there " * 3 + KOREAN * 2
+    assert train_bpe([text], 340) == slow_bpe(text, 340)
+
+
+def test_training_does_not_depend_on_how_the_text_is_cut_into_files():
+    lines = [f"value_{i % 7} = {i}\n" for i in range(500)]
+    shuffled = random.Random(0).sample(lines, len(lines))
+    assert train_bpe(lines, 300) == train_bpe(shuffled, 300) == train_bpe(["".join(lines)], 300)
+
+
+def test_text_without_pairs_gives_fewer_tokens():
+    assert train_bpe(["a b"], 300)[256:] == [b" b"]
+
+
+def test_a_trained_file_loads_and_round_trips(tmp_path):
+    path = tmp_path / "my.model"
+    write_rank_file(train_bpe([KOREAN * 20], 300), path)
+    tokenizer = Tokenizer(path)
+    assert tokenizer.size == 300 + 16
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(KOREAN)) < len(KOREAN.encode()) / 2
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_bundled_tokenizer_round_trips(text):
+    tokenizer = Tokenizer()
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= i < 4096 for i in ids), "text never gives a special token"
+    assert sum(tokenizer.token_bytes[i] for i in ids) == len(text.encode())
+
+
+def test_bundled_tokenizer_has_4096_tokens_and_16_special_ones():
+    tokenizer = Tokenizer()
+    assert len(BUNDLED.read_text().splitlines()) == 4096
+    assert (tokenizer.size, tokenizer.bos, tokenizer.eos) == (4112, 4096, 4097)
+    assert tokenizer.token_bytes[4096:] == [0] * 16
+    assert tokenizer.decode([tokenizer.bos, *tokenizer.encode("x"), 999_999]) == "<|begin_of_text|>x"
+
+
+def test_llama3_ids_of_special_tokens(tmp_path):
+    """A file of 128,000 ranks gets Llama 3's 256: begin 128000, end 128001, eot 128009, 128256 ids in all."""
+    tokens = [bytes([i]) for i in range(256)] + [b"%05x" % i for i in range(127_744)]
+    path = tmp_path / "tokenizer.model"
+    write_rank_file(tokens, path)
+    tokenizer = Tokenizer(path)
+    assert (tokenizer.size, tokenizer.bos, tokenizer.eos) == (128_256, 128_000, 128_001)
+    names = {i: tokenizer.decode([i]) for i in (128_002, 128_006, 128_007, 128_008, 128_009, 128_010, 128_255)}
+    assert names == {
+        128_002: "<|reserved_special_token_0|>",
+        128_006: "<|start_header_id|>",
+        128_007: "<|end_header_id|>",
+        128_008: "<|reserved_special_token_4|>",
+        128_009: "<|eot_id|>",
+        128_010: "<|reserved_special_token_5|>",
+        128_255: "<|reserved_special_token_250|>",
+    }
+
+
+@pytest.mark.parametrize("text", [" " * 1_100_000, "a" * 1_100_000, "\n" * 1_100_000, "=" * 1_100_000, "ab " * 400_000])
+def test_a_megabyte_of_one_kind_takes_bounded_time(text):
+    tokenizer = Tokenizer()
+    started = time.monotonic()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert time.monotonic() - started < 10
+
+
+def line(token: bytes, rank: int) -> bytes:
+    return base64.b64encode(token) + b" %d\n" % rank
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda lines: [*lines[:100], b"not base64! 100\n", *lines[101:]], ":101: .*expected `base64 rank`"),
+        (lambda lines: [*lines[:100], *lines[101:]], ":101: .*rank 101 where 100 was expected"),
+        (lambda lines: lines[:200], "no token for 56 of the 256 bytes, the first 0xc8"),
+        (lambda lines: [*lines, line(b"a", 256)], ":257: .*a token that stands above already"),
+        (lambda lines: [*lines, b"\x00\xff\n"], ":257: .*expected `base64 rank`"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_line(tmp_path, damage, expected):
+    path = tmp_path / "bad.model"
+    path.write_bytes(b"".join(damage([line(bytes([i]), i) for i in range(256)])))
+    with pytest.raises(ConfigError, match=f"bad.model.*{expected}"):
+        Tokenizer(path)
+
+
+def test_an_absent_file_is_named():
+    with pytest.raises(ConfigError, match=r"data.tokenizer = 'no/such.model': No such file"):
+        Tokenizer("no/such.model")

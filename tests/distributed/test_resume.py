@@ -1,0 +1,106 @@
+"""Stopping and going on: the stream of losses is that of a run that was never stopped."""
+
+import pytest
+from runs import curve, rows, train_run, train_until
+
+from titanlite.checkpoint.storage import list_steps
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_sigterm_and_resume_is_bit_identical(pool, arguments, tmp_path, processes):
+    """One rank is signalled in step 4: all finish that step, save and leave with 75."""
+    assert pool.run(processes, train_run, [*arguments, "--run.name=whole"]) == [0] * processes
+    run = [*arguments, "--run.name=stopped"]
+    assert pool.run(processes, train_until, 4, run) == [75] * processes
+    assert list_steps(tmp_path / "stopped/checkpoints") == [4]
+    assert pool.run(processes, train_run, run) == [0] * processes
+    assert curve(tmp_path / "stopped") == curve(tmp_path / "whole")
+    keys = [sorted(row) for row in rows(tmp_path / "whole")]
+    assert [sorted(row) for row in rows(tmp_path / "stopped")] == keys
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (4, 2)])
+def test_resume_on_another_number_of_processes(pool, arguments, tmp_path, before, after):
+    assert pool.run(1, train_run, [*arguments, "--run.name=whole"]) == [0]
+    run = [*arguments, "--run.name=stopped", "--parallel.dp_replicate=1"]
+    assert pool.run(before, train_until, 3, run) == [75] * before
+    assert pool.run(after, train_run, run) == [0] * after
+    whole, stopped = curve(tmp_path / "whole"), curve(tmp_path / "stopped")
+    assert sorted(whole) == sorted(stopped)
+    for step in whole:
+        assert stopped[step] == pytest.approx(whole[step], rel=1e-5)
+
+
+def samples_of_a_run(arguments: list[str], stop_after: int) -> tuple[list[int], list[int]]:
+    """The windows this rank reads in training steps, and the exit code in a list."""
+    from titanlite.data import stream
+
+    seen: list[int] = []
+    original = stream.permute
+
+    def permute(index, size, key):
+        seen.append(index)
+        return original(index, size, key)
+
+    stream.permute = permute
+    try:
+        return seen, [train_until(stop_after, arguments)]
+    finally:
+        stream.permute = original
+
+
+def test_no_sample_is_repeated_or_skipped(pool, arguments, tmp_path):
+    """4 processes, then 1, then 2: together they read samples 0 .. 47 once each, in order of steps."""
+    seen: list[int] = []
+    for processes, stop_after, code in ((4, 2, 75), (1, 1, 75), (2, 99, 0)):
+        results = pool.run(processes, samples_of_a_run, arguments, stop_after)
+        assert all(exit_code == [code] for _, exit_code in results)
+        seen += sorted(sample for samples, _ in results for sample in samples)
+    assert seen == list(range(6 * 8))
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(pool, arguments, tmp_path):
+    folder = tmp_path / "debug"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 0, "validation/x/loss": 9.0}\n{"step": 1, "loss": 9.0}\n{"step": 2, "lo'
+    )
+    assert pool.run(1, train_run, arguments) == [0]
+    assert list(curve(folder)) == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows(folder)] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
+
+
+def test_finished_run_started_again_changes_nothing(pool, arguments, tmp_path):
+    assert pool.run(1, train_run, arguments) == [0]
+    before = rows(tmp_path / "debug")
+    assert pool.run(2, train_run, arguments) == [0, 0]
+    assert rows(tmp_path / "debug") == before
+
+
+def test_keep_and_never(pool, arguments, tmp_path):
+    assert pool.run(2, train_run, [*arguments, "--checkpoint.freq=1", "--checkpoint.keep=2"]) == [0, 0]
+    assert list_steps(tmp_path / "debug/checkpoints") == [5, 6]
+    assert {path.name for path in (tmp_path / "debug/checkpoints").iterdir()} == {"step-5", "step-6"}
+    with pytest.raises(AssertionError, match=r"checkpoint.load = never, but .*exists"):
+        pool.run(1, train_run, [*arguments, "--checkpoint.load=never"])
+
+
+def test_config_that_contradicts_the_checkpoint_names_the_keys(pool, arguments, tmp_path):
+    assert pool.run(1, train_run, arguments) == [0]
+    changed = [*arguments, "--model.dim=16", "--run.seed=7", "--training.steps=8"]
+    with pytest.raises(AssertionError) as caught:
+        pool.run(1, train_run, changed)
+    assert "model.dim was 32 and is 16" in str(caught.value)
+    assert "run.seed was 42 and is 7" in str(caught.value)
+    assert "steps" not in str(caught.value).split("ConfigError:")[1]
+    other = tmp_path / "other.txt"
+    other.write_text("x = 1\n" * 20_000)
+    with pytest.raises(AssertionError, match=r"the data .* was numbers .* and is other"):
+        pool.run(1, train_run, [*arguments, f"--data.path={other}"])
+
+
+def test_divergence_stops_without_saving(pool, arguments, tmp_path):
+    with pytest.raises(AssertionError, match=r"NonFinite: step .: the gradient norm is nan"):
+        pool.run(2, train_run, [*arguments, "--optimizer.lr=1e30", "--training.max_norm=0", "--checkpoint.freq=1"])
+    saved = list_steps(tmp_path / "debug/checkpoints")
+    assert saved == list(curve(tmp_path / "debug"))

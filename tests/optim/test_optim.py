@@ -1,0 +1,147 @@
+"""Loss, schedule, clipping and optimizer against their definitions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_builder import small_model
+from torch import nn
+
+from titanlite.config import Optimizer, Schedule
+from titanlite.optim import schedule as schedule_module
+from titanlite.optim.clip import clip_grad_norm
+from titanlite.optim.loss import cross_entropy_sum
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.schedule import lr_factor
+
+
+def test_loss_is_a_sum_over_targets_in_fp32():
+    logits = torch.randn(2, 5, 11)
+    labels = torch.randint(11, (2, 5))
+    labels[0, 3:] = -100
+    expected = -sum(logits[b, s].log_softmax(-1)[labels[b, s]] for b in range(2) for s in range(5) if labels[b, s] >= 0)
+    torch.testing.assert_close(cross_entropy_sum(logits, labels), expected)
+    assert cross_entropy_sum(logits.bfloat16(), labels).dtype == torch.float32
+    assert cross_entropy_sum(logits, torch.full((2, 5), -100)) == 0
+
+
+def test_sum_over_global_count_weighs_tokens_alike():
+    """Two microbatches of unequal target counts give the gradient of their joint mean."""
+    model = small_model()
+    tokens = torch.randint(101, (2, 9), generator=torch.Generator().manual_seed(0))
+    labels = tokens.roll(-1, 1)
+    labels[0, 2:] = -100
+    for i in range(2):
+        (cross_entropy_sum(model(tokens[i : i + 1]), labels[i : i + 1]) / 11).backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+    for mine, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad, atol=1e-6, rtol=1e-4)
+
+
+def factors(total: int = 100, **section) -> list[float]:
+    config = Schedule(**{"warmup_steps": 10, "min_ratio": 0.1, **section})
+    return [lr_factor(config, step, total) for step in range(total + 50)]
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
+def test_every_schedule_warms_up_from_its_first_step_and_never_climbs_again(name):
+    rates = factors(name=name)
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert all(later <= earlier for earlier, later in zip(rates[9:], rates[10:], strict=False))
+    last = 1.0 if name == "constant" else 0.1
+    assert rates[99:] == pytest.approx([last] * 51)
+
+
+def test_shapes_of_the_decay():
+    assert factors(name="linear")[54] == pytest.approx(0.1 + 0.9 * 0.5)
+    assert factors(name="cosine")[54] == pytest.approx(0.1 + 0.9 * 0.5)
+    assert factors(name="cosine")[31] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 22 / 90)))
+    wsd = factors(name="wsd", decay_fraction=0.2)
+    assert wsd[10:80] == [1.0] * 70
+    assert wsd[89] == pytest.approx(0.1 + 0.9 * 0.5)
+
+
+def test_extremes_of_the_schedule():
+    assert factors(warmup_steps=0)[0] == pytest.approx(1.0, abs=1e-3)
+    assert factors(total=5, warmup_steps=10)[:5] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert factors(total=1, warmup_steps=0)[0] == pytest.approx(0.1)
+
+
+def test_schedule_sets_the_rate_and_resumes():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=9.0)
+    config = Schedule(warmup_steps=4, name="linear", min_ratio=0.0)
+    schedule = schedule_module.Schedule(optimizer, config, 2.0, 10)
+    seen = []
+    for _ in range(5):
+        seen.append(optimizer.param_groups[0]["lr"])
+        schedule.step()
+    assert seen[:4] == [0.5, 1.0, 1.5, 2.0]
+    other = schedule_module.Schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=9.0), config, 2.0, 10)
+    other.load_state_dict(schedule.state_dict())
+    assert other.lr == schedule.lr == other.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e9])
+def test_clipping_equals_its_definition(max_norm):
+    model = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 5))
+    model[1].bias.requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    expected = math.sqrt(sum(float((g.double() ** 2).sum()) for g in grads))
+    norm = clip_grad_norm(model, max_norm)
+    assert norm.dtype == torch.float32
+    assert float(norm) == pytest.approx(expected, rel=1e-7)
+    scale = min(1.0, max_norm / expected) if max_norm else 1.0
+    for before, parameter in zip(grads, (p for p in model.parameters() if p.grad is not None), strict=True):
+        torch.testing.assert_close(parameter.grad, before * scale, rtol=1e-5, atol=0)
+
+
+def test_norm_of_many_numbers_is_exact():
+    """torch's own fp32 norm is off by 4e-4 here on CPU."""
+    parameter = nn.Parameter(torch.zeros(5_000_000))
+    parameter.grad = torch.randn(5_000_000, generator=torch.Generator().manual_seed(0)) * 1e-3
+    module = nn.Module()
+    module.weight = parameter
+    assert float(clip_grad_norm(module, 0.0)) == pytest.approx(float(parameter.grad.double().norm()), rel=1e-7)
+
+
+def test_what_decays():
+    model = small_model()
+    everything = build_optimizer(model, Optimizer(), torch.device("cpu"))
+    assert [len(group["params"]) for group in everything.param_groups] == [30]
+    decayed, spared = build_optimizer(model, Optimizer(decayed="linear"), torch.device("cpu")).param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)].split(".")[-2] for p in spared["params"]} == {
+        "tok_embeddings",
+        "attention_norm",
+        "ffn_norm",
+        "norm",
+    }
+    assert "output.weight" in {names[id(p)] for p in decayed["params"]}
+
+
+@pytest.mark.parametrize("implementation", ["auto", "fused", "foreach", "for-loop"])
+def test_implementations_give_the_same_step(implementation):
+    def stepped(name: str) -> list[torch.Tensor]:
+        model = small_model()
+        optimizer = build_optimizer(model, Optimizer(lr=0.1, implementation=name), torch.device("cpu"))
+        for parameter in model.parameters():
+            parameter.grad = torch.sin(parameter.detach() * 100) + 0.1
+        optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    for mine, other in zip(stepped(implementation), stepped("for-loop"), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_auto_is_fused():
+    optimizer = build_optimizer(small_model(), Optimizer(), torch.device("cpu"))
+    assert optimizer.param_groups[0]["fused"] is True

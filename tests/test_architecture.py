@@ -1,0 +1,75 @@
+"""The rules of the house: which file may import which, and how long a file and a function may be."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = [ROOT / "train.py", *sorted((ROOT / "titanlite").rglob("*.py"))]
+
+# From the ground up. A file imports from its own folder and from the floors below.
+FLOORS = [
+    {"config", "configure", "runtime"},
+    {"model", "data", "optim"},
+    {"plan", "parallel", "checkpoint", "observe"},
+    {"train", "launch", "cli", "__main__", "__init__"},
+]
+
+
+def room(module: str) -> str:
+    """titanlite.model.llama -> model; titanlite.config -> config; train -> train."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "titanlite" and len(parts) > 1 else parts[0]
+
+
+def floor(name: str) -> int:
+    return next(i for i, rooms in enumerate(FLOORS) if name in rooms)
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def imports(path: Path) -> list[str]:
+    """Modules of the project that a file imports, wherever in the file."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        found += [name for name in names if name.split(".")[0] in ("titanlite", "train")]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_go_down(path):
+    here = room(module_of(path))
+    for module in imports(path):
+        there = room(module)
+        assert there != "train", "nothing imports train.py"
+        on_top = here == there or floor(here) == len(FLOORS) - 1
+        assert on_top or floor(there) < floor(here) or (floor(here) == 0 and floor(there) == 0), (
+            f"{path} imports {module}"
+        )
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_files_and_functions_are_short(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 300
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            assert length <= (150 if (path.name, node.name) == ("train.py", "main") else 60), node.name
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.read_text()], ids=module_of)
+def test_every_file_says_what_it_is(path):
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_tests_mirror_the_package():
+    """A folder of the package has its folder of tests."""
+    for folder in (ROOT / "titanlite").iterdir():
+        if folder.is_dir() and (folder / "__init__.py").exists():
+            assert list((ROOT / "tests" / folder.name).glob("test_*.py")), folder.name
