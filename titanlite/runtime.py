@@ -96,9 +96,9 @@ class StopFlag:
         flag = torch.tensor(int(self._seen))
         if self._group is not None:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
-        if bool(flag) and not self.requested:
-            logger.info("asked to stop: saving, then leaving (a second signal leaves at once)")
         self.requested = bool(flag)
+        if self.requested:
+            logger.info("asked to stop: saving, then leaving (a second signal leaves at once)")
         return self.requested
 
 

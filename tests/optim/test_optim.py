@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -52,7 +53,7 @@ def factors(total: int = 100, **section) -> list[float]:
 def test_every_schedule_warms_up_from_its_first_step_and_never_climbs_again(name):
     rates = factors(name=name)
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
-    assert all(later <= earlier for earlier, later in zip(rates[9:], rates[10:], strict=False))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates[9:]))
     last = 1.0 if name == "constant" else 0.1
     assert rates[99:] == pytest.approx([last] * 51)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,9 @@ def write_step(folder: Path, step: int, state: dict[str, Any], extra_files: dict
 
 def read_step(path: Path, state: dict[str, Any], *, alone: bool = False) -> None:
     """Fills `state` in place, whatever layout wrote it. `alone` reads in one process, without a process group."""
-    dcp.load(state, storage_reader=FileSystemReader(path), no_dist=alone)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        dcp.load(state, storage_reader=FileSystemReader(path), no_dist=alone)
 
 
 def delete_step(folder: Path, step: int) -> None:

@@ -1,0 +1,152 @@
+"""Metrics, validation, logs and traces."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import math
+
+import pytest
+import torch
+from runs import rows, train_run
+
+from titanlite.observe.logging import log_to_file, setup_logging
+from titanlite.observe.metrics import Progress, _forget_after, duration
+
+
+def test_contract_of_metrics_jsonl(pool, arguments, tmp_path):
+    """Keys, units and steps of the rows: first, every log_freq-th, last."""
+    assert pool.run(2, train_run, [*arguments, "--metrics.log_freq=4"]) == [0, 0]
+    found = rows(tmp_path / "debug")
+    steps = [row for row in found if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 4, 6]
+    for row in steps:
+        assert list(row) == [
+            "step", "loss", "grad_norm", "lr", "tokens", "tps", "tps_global",
+            "tflops", "mfu", "memory_gib", "data_percent", "seconds",
+        ]  # fmt: skip
+        assert row["tokens"] == row["step"] * 8 * 64
+        assert row["tps_global"] == pytest.approx(2 * row["tps"])
+        assert row["mfu"] is None
+        assert 0.05 < row["memory_gib"] < 24
+        assert row["data_percent"] > 0
+    assert steps[0]["lr"] == pytest.approx(3e-3 / 2)
+    assert steps[0]["seconds"] < steps[1]["seconds"] < steps[2]["seconds"]
+    speed = (steps[2]["tokens"] - steps[1]["tokens"]) / (steps[2]["seconds"] - steps[1]["seconds"])
+    assert steps[2]["tps_global"] == pytest.approx(speed)
+    held_out = [row for row in found if "loss" not in row]
+    assert [row["step"] for row in held_out] == [0, 3, 6]
+    assert {tuple(row) for row in held_out} == {("step", "validation/numbers/loss", "validation/numbers/bits_per_byte")}
+
+
+def test_bits_per_byte_follows_from_the_text(pool, arguments, tmp_path):
+    """Over the whole held-out text: nats per token * tokens / ln 2 / bytes."""
+    from titanlite.config import Data
+    from titanlite.data.prepare import prepare
+    from titanlite.data.shards import Tokens, read_manifest
+    from titanlite.data.tokenizer import Tokenizer
+
+    assert pool.run(1, train_run, [*arguments, "--validation.samples=0", "--training.steps=1"]) == [0]
+    row = next(row for row in rows(tmp_path / "debug") if row["step"] == 0)
+    path = next(a for a in arguments if a.startswith("--data.path=")).partition("=")[2]
+    tokenizer = Tokenizer()
+    folder = prepare(Data(path=path), tokenizer, lambda message: None)
+    tokens = Tokens(folder, read_manifest(folder), "validation")
+    count = (len(tokens) - 1) // 64 * 64
+    text = tokenizer.decode(i for i in tokens.read(1, count).tolist() if i < tokenizer.bos)
+    expected = row["validation/numbers/loss"] * count / math.log(2) / len(text.encode())
+    assert row["validation/numbers/bits_per_byte"] == pytest.approx(expected, rel=1e-6)
+    assert row["validation/numbers/loss"] == pytest.approx(math.log(4112), abs=0.1)
+
+
+def test_lines_of_steps_that_were_not_saved_are_removed(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": i, "loss": 1.5}) + "\n" for i in range(5)) + '{"step": 2, "lo')
+    _forget_after(path, 2)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+    _forget_after(path, -1)
+    assert path.read_text() == ""
+    _forget_after(tmp_path / "absent.jsonl", 3)
+
+
+def test_progress_round_trips():
+    progress, other = Progress(), Progress()
+    progress.step, progress.tokens, progress.seconds = 7, 2**40 + 1, 1e9 + 0.123456
+    other.load_state_dict(progress.state_dict())
+    assert vars(other) == vars(progress)
+
+
+def test_durations():
+    assert [duration(s) for s in (0, 59.6, 65, 3599, 7384)] == ["0:00", "1:00", "1:05", "59:59", "2:03:04"]
+
+
+def test_log_rank_chooses_who_speaks(monkeypatch, capsys, tmp_path):
+    logger = logging.getLogger("titanlite")
+    monkeypatch.setenv("LOG_RANK", "1, 3")
+    try:
+        for rank in range(4):
+            setup_logging(rank)
+            if rank == 0:
+                log_to_file(tmp_path / "log.txt")
+            logger.info("step")
+            logger.warning("careful")
+        assert capsys.readouterr().out.splitlines() == [
+            "careful", "[rank 1] step", "[rank 1] careful", "[rank 2] careful", "[rank 3] step", "[rank 3] careful",
+        ]  # fmt: skip
+        assert "INFO step" in (tmp_path / "log.txt").read_text()
+    finally:
+        logger.handlers.clear()
+
+
+def test_traces_are_written_for_each_rank(pool, arguments, tmp_path):
+    profiling = [
+        "--profiling.enabled",
+        "--profiling.freq=3",
+        "--profiling.warmup_steps=1",
+        "--profiling.active_steps=1",
+    ]
+    assert pool.run(2, train_run, [*arguments, *profiling]) == [0, 0]
+    traces = sorted(path.name for path in (tmp_path / "debug/traces").iterdir())
+    assert traces == [f"step-{step}-rank-{rank}.json.gz" for step in (3, 6) for rank in (0, 1)]
+    with gzip.open(tmp_path / "debug/traces" / traces[0]) as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert "aten::mm" in names
+
+
+def reads_of_a_run(arguments: list[str]) -> dict[int, int]:
+    """step -> how often the step read a number from a tensor (`.item()`, `.tolist()`, `bool()`, `float()`)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from titanlite.data.stream import TrainStream
+
+    counts: dict[int, int] = {}
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._local_scalar_dense.default and counts:
+                counts[max(counts)] += 1
+            return func(*args, **(kwargs or {}))
+
+    original = TrainStream.next_step
+
+    def next_step(stream):
+        counts[len(counts) + 1] = 0
+        return original(stream)
+
+    TrainStream.next_step = next_step
+    try:
+        with Reads():
+            train_run(arguments)
+    finally:
+        TrainStream.next_step = original
+    return counts
+
+
+def test_a_step_that_is_not_logged_reads_one_flag_only(pool, arguments):
+    """The stop flag lives on the CPU; loss and norm are read in logged steps alone."""
+    quiet = ["--metrics.log_freq=4", "--validation.freq=0", "--checkpoint.freq=0", "--training.steps=9"]
+    counts = pool.run(1, reads_of_a_run, [*arguments, *quiet])[0]
+    unlogged = {step: count for step, count in counts.items() if step not in (1, 4, 8, 9)}
+    assert set(unlogged.values()) == {1}, counts
+    assert counts[4] > 1
