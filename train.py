@@ -44,6 +44,7 @@ from titanlite.parallel.parallelize import compute_dtypes, parallelize
 from titanlite.parallel.shard import assign_shard, reduce_gradients_when
 from titanlite.parallel.stages import Stages
 from titanlite.plan.flops import flops_per_token, peak_tflops
+from titanlite.runtime import to_device
 
 logger = logging.getLogger("titanlite")
 
@@ -148,11 +149,11 @@ def main(config: Config) -> int:
         while progress.step < training.steps and not stop.requested:
             progress.step += 1
             batches = stream.next_step()  # microbatches of tokens and labels, each (B, S)
-            num_targets = global_sum(count_targets(batches).to(device))
+            num_targets = global_sum(to_device(count_targets(batches), device))
             loss = torch.zeros((), device=device)
             for index, (tokens, labels) in enumerate(batches):
                 reduce_gradients_when(model, index == accumulation - 1, config.parallel)
-                loss += stages.forward_backward(tokens.to(device), labels.to(device), num_targets)
+                loss += stages.forward_backward(to_device(tokens, device), to_device(labels, device), num_targets)
             grad_norm = clip_grad_norm(model, training.max_norm)
             lr = schedule.lr
             optimizer.step()

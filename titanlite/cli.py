@@ -6,11 +6,12 @@ What it is: one function per subcommand. torch is imported only by those that co
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from titanlite.config import ConfigError, Data
+from titanlite.config import EXIT_CONFIG, ConfigError, Data
 
 USAGE = """usage: titanlite COMMAND ...
 
@@ -40,7 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _wants_help(argv: list[str]) -> bool:

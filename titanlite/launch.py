@@ -81,13 +81,23 @@ def _explain(codes: dict[int, int]) -> int:
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
-    """Hands a signal to the training processes, which run in sessions of their own."""
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
-    for line in listing.splitlines():
-        child, parent = map(int, line.split())
-        if parent == os.getpid():
-            with contextlib.suppress(ProcessLookupError):  # it has just ended (the `ps` itself, for one)
-                os.kill(child, number)
+    """Hands a signal to the training processes, which run in sessions of their own; without any, ends."""
+    children = _children()
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(child, number)
+    if not children:
+        sys.exit(128 + number)
+
+
+def _children() -> list[int]:
+    """The processes this one has started: from Linux's /proc, or from `ps` elsewhere."""
+    own = os.getpid()
+    with contextlib.suppress(FileNotFoundError):
+        return [int(child) for child in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
+    with subprocess.Popen(["ps", "-A", "-o", "pid=,ppid="], stdout=subprocess.PIPE, text=True) as ps:
+        pairs = [line.split() for line in ps.communicate()[0].splitlines()]
+    return [int(child) for child, parent in pairs if int(parent) == own and int(child) != ps.pid]
 
 
 def _number(name: str, default: int, low: int = 1) -> int:

@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from titanlite.config import ConfigError
+from titanlite.config import EXIT_STOPPED, ConfigError
 
 logger = logging.getLogger("titanlite")
 
@@ -53,11 +54,16 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
 def finish(code: int) -> NoReturn:
     """Ends the process at once. gloo's threads can abort an orderly interpreter exit (pytorch#190489)."""
     logging.shutdown()
-    if dist.is_initialized():
+    if dist.is_initialized() and code in (0, EXIT_STOPPED):  # after an error the others may never come to this
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device. On CUDA through pinned memory, so the host does not wait for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -160,6 +160,7 @@ def test_random_state_round_trips():
     assert (random.random(), torch.rand(3).tolist()) == expected
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_one_process_reads_a_run_back(pool, arguments, tmp_path):
     """What `titanlite generate` loads is what a sharded run saved, without a process group."""
     from runs import train_run

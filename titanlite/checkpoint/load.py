@@ -31,5 +31,5 @@ def load_model(folder: Path, device: torch.device, seq_len: int = 0) -> Llama:
         model = Llama(llama, seq_len or config.training.seq_len)
     model.to_empty(device=device)
     model.reset_rope()
-    read_step(folder, {"model": model.state_dict()}, alone=True)
+    read_step(folder, {"model": model.state_dict()})
     return model.eval()

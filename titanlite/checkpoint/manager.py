@@ -33,7 +33,7 @@ class Checkpointer:
     def __init__(self, config: Checkpoint, folder: Path, states: dict[str, Any], extra_files: dict[str, bytes]) -> None:
         """`extra_files` (name -> content) go into each checkpoint; `config.toml` and `data.json` must be among them."""
         self.config, self.folder, self.states, self.extra_files = config, folder / "checkpoints", states, extra_files
-        self.newest = max(list_steps(self.folder), default=0)
+        self.newest = 0
 
     def load(self) -> Path | None:
         """Goes on from the newest checkpoint and returns its folder, or None where there is none.
@@ -45,6 +45,9 @@ class Checkpointer:
             raise ConfigError(
                 f"checkpoint.load = never, but {used[0]} exists; choose another run.name or delete the run's folder"
             )
+        newest = [max(list_steps(self.folder), default=0)]
+        dist.broadcast_object_list(newest)  # on a network file system not all processes see a new folder at once
+        self.newest = newest[0]
         if not self.newest:
             return None
         path = step_folder(self.folder, self.newest)

@@ -62,14 +62,14 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         version, numbers, _ = random.getstate()
-        state = {"torch": torch.get_rng_state(), "python": torch.tensor([version, *numbers], dtype=torch.int64)}
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.get_rng_state()
-        return state
+        # A run that moves between CPU and CUDA finds the same keys; zeros stand for no CUDA generator.
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else torch.zeros(16, dtype=torch.uint8)
+        python = torch.tensor([version, *numbers], dtype=torch.int64)
+        return {"torch": torch.get_rng_state(), "cuda": cuda, "python": python}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
         version, *numbers = state["python"].tolist()
         random.setstate((version, tuple(numbers), None))
-        if "cuda" in state:
+        if torch.cuda.is_initialized() and state["cuda"].any():
             torch.cuda.set_rng_state(state["cuda"])

@@ -54,9 +54,8 @@ def write_step(folder: Path, step: int, state: dict[str, Any], extra_files: dict
         temporary.mkdir(parents=True)
     dist.barrier()
     # One thread: with more, an error in a writer thread is lost (pytorch#191391).
-    dcp.save(
-        state, storage_writer=FileSystemWriter(temporary, single_file_per_rank=True, thread_count=1, sync_files=True)
-    )
+    writer = FileSystemWriter(temporary, single_file_per_rank=True, thread_count=1, sync_files=True)
+    dcp.save(state, storage_writer=writer, no_dist=_alone())
     if first:
         for name, content in extra_files.items():
             with (temporary / name).open("wb") as file:
@@ -70,11 +69,20 @@ def write_step(folder: Path, step: int, state: dict[str, Any], extra_files: dict
     return final
 
 
-def read_step(path: Path, state: dict[str, Any], *, alone: bool = False) -> None:
-    """Fills `state` in place, whatever layout wrote it. `alone` reads in one process, without a process group."""
+def read_step(path: Path, state: dict[str, Any]) -> None:
+    """Fills `state` in place, whatever layout wrote it: all processes together, or one without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load(state, storage_reader=FileSystemReader(path), no_dist=alone)
+        dcp.load(state, storage_reader=FileSystemReader(path), no_dist=_alone())
+
+
+def _alone() -> bool:
+    """One process reads and writes without collectives.
+
+    Not only because it can: DCP's gather makes gloo's threads start OpenMP teams of their own. Then there are more
+    threads than cores, libgomp lets them all wait asleep, and training on CPU is 30 % slower from there on.
+    """
+    return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def delete_step(folder: Path, step: int) -> None:

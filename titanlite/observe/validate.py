@@ -16,6 +16,7 @@ from torch import Tensor
 from titanlite.config import Validation
 from titanlite.data.stream import IGNORED, Windows, validation_batches
 from titanlite.observe.metrics import Metrics
+from titanlite.runtime import to_device
 
 
 class Validator:
@@ -54,7 +55,7 @@ class Validator:
         ):
             targets = labels[labels != IGNORED]
             counts += torch.stack([torch.tensor(len(targets)), self.token_bytes[targets].sum()])
-            loss += self.evaluate(tokens.to(device), labels.to(device))
+            loss += self.evaluate(to_device(tokens, device), to_device(labels, device))
         num_targets, num_bytes = self.metrics.global_sum(counts.to(device)).tolist()
         total = float(self.metrics.global_sum(loss))
         self.metrics.validation(self.name, total / num_targets, total / math.log(2) / num_bytes)

@@ -1,0 +1,62 @@
+"""On a CUDA device: training in bf16, no hidden waits, and resuming. Skipped without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runs import curve, rows, train_run, train_until, validation
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_bf16_on_the_gpu_follows_fp32_on_the_cpu(pool, arguments, tmp_path):
+    """Initial weights differ between the devices' generators, so curves are compared by what they reach."""
+    run = [*arguments, "--training.steps=30", "--optimizer.lr=1e-2"]
+    assert pool.run(1, train_run, [*run, "--run.name=cpu", "--run.device=cpu"]) == [0]
+    assert pool.run(1, train_run, [*run, "--run.name=gpu", "--run.device=cuda"], timeout=120) == [0]
+    assert validation(tmp_path / "gpu")[30] == pytest.approx(validation(tmp_path / "cpu")[30], rel=0.05)
+    assert all(row["mfu"] is None or 0 < row["mfu"] < 100 for row in rows(tmp_path / "gpu") if "mfu" in row)
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--recompute.mode=selective", "--recompute.mode=full", "--compile.enabled", "--training.compute_dtype=float32"],
+)
+def test_options_follow_plain_bf16(pool, arguments, tmp_path, option):
+    run = [*arguments, "--run.device=cuda"]
+    assert pool.run(1, train_run, [*run, "--run.name=plain"], timeout=120) == [0]
+    assert pool.run(1, train_run, [*run, "--run.name=other", option], timeout=300) == [0]
+    for step, values in curve(tmp_path / "plain").items():
+        assert curve(tmp_path / "other")[step] == pytest.approx(values, rel=2e-2)
+
+
+def test_resume_on_the_gpu(pool, arguments, tmp_path):
+    run = [*arguments, "--run.device=cuda"]
+    assert pool.run(1, train_run, [*run, "--run.name=whole"], timeout=120) == [0]
+    assert pool.run(1, train_until, 3, [*run, "--run.name=stopped"], timeout=120) == [75]
+    assert pool.run(1, train_run, [*run, "--run.name=stopped"], timeout=120) == [0]
+    for step, values in curve(tmp_path / "whole").items():
+        assert curve(tmp_path / "stopped")[step] == pytest.approx(values, rel=1e-3)
+
+
+def run_that_may_not_wait(arguments: list[str]) -> int:
+    """Forbids synchronisation from the second step's data to the third's, neither of which is logged."""
+    from titanlite.data.stream import TrainStream
+
+    original, steps = TrainStream.next_step, iter(range(1, 1000))
+
+    def next_step(stream):
+        torch.cuda.set_sync_debug_mode("error" if next(steps) in (2, 3) else "default")
+        return original(stream)
+
+    TrainStream.next_step = next_step
+    try:
+        return train_run(arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        TrainStream.next_step = original
+
+
+def test_a_step_that_is_not_logged_does_not_wait_for_the_gpu(pool, arguments):
+    quiet = ["--run.device=cuda", "--metrics.log_freq=5", "--validation.freq=0"]
+    assert pool.run(1, run_that_may_not_wait, [*arguments, *quiet], timeout=120) == [0]

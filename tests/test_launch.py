@@ -1,0 +1,69 @@
+"""The launcher's own pieces; whole runs are in tests/distributed/test_launch.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from titanlite import launch
+
+
+def test_children_by_proc_and_by_ps(monkeypatch):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        assert process.pid in launch._children()
+        monkeypatch.setattr(launch, "Path", lambda path: launch.TRAIN.parent / "no such file")
+        assert process.pid in launch._children()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_signal_before_there_are_processes_ends_the_launcher(monkeypatch):
+    monkeypatch.setattr(launch, "_children", list)
+    with pytest.raises(SystemExit) as caught:
+        launch._pass_on(signal.SIGTERM, None)
+    assert caught.value.code == 143
+
+
+def test_a_signal_is_passed_on():
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    os.kill(process.pid, 0)
+    original = launch._children
+    try:
+        launch._children = lambda: [process.pid]
+        launch._pass_on(signal.SIGTERM, None)
+    finally:
+        launch._children = original
+    assert process.wait(timeout=10) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected", "message"),
+    [
+        ({0: 75, 1: 75}, 75, ""),
+        ({0: 75, 1: -signal.SIGTERM}, 75, ""),
+        ({1: 2}, 2, ""),
+        ({0: 1, 1: -signal.SIGKILL}, 137, "rank 1 was killed by SIGKILL"),
+        ({0: -signal.SIGTERM, 3: 1}, 1, "rank 3 failed with exit code 1"),
+        ({0: -signal.SIGTERM}, 143, "rank 0 was killed by SIGTERM"),
+    ],
+)
+def test_exit_codes_of_the_processes_become_one(codes, expected, message, capsys):
+    assert launch._explain(codes) == expected
+    error = capsys.readouterr().err
+    assert message in error
+    assert bool(error) == bool(message)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
+def test_counts_in_the_environment(monkeypatch, text):
+    monkeypatch.setenv("NNODES", text)
+    with pytest.raises(launch.ConfigError, match=r"NNODES = .* in the environment: expected an integer, at least 1"):
+        launch._number("NNODES", 1)
+    monkeypatch.setenv("NNODES", "")
+    assert launch._number("NNODES", 3) == 3
