@@ -1,4 +1,4 @@
-"""The launcher's own pieces; whole runs are in tests/distributed/test_launch.py."""
+"""The launcher's own pieces; whole runs are in tests/distributed/test_run_train.py."""
 
 from __future__ import annotations
 

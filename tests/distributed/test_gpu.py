@@ -18,10 +18,15 @@ def test_bf16_on_the_gpu_follows_fp32_on_the_cpu(pool, arguments, tmp_path):
     assert all(row["mfu"] is None or 0 < row["mfu"] < 100 for row in rows(tmp_path / "gpu") if "mfu" in row)
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["--recompute.mode=selective", "--recompute.mode=full", "--compile.enabled", "--training.compute_dtype=float32"],
-)
+OPTIONS = [
+    "--recompute.mode=selective",
+    "--recompute.mode=full",
+    "--compile.enabled",
+    "--training.compute_dtype=float32",
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
 def test_options_follow_plain_bf16(pool, arguments, tmp_path, option):
     run = [*arguments, "--run.device=cuda"]
     assert pool.run(1, train_run, [*run, "--run.name=plain"], timeout=120) == [0]
