@@ -18,19 +18,14 @@ def test_bf16_on_the_gpu_follows_fp32_on_the_cpu(pool, arguments, tmp_path):
     assert all(row["mfu"] is None or 0 < row["mfu"] < 100 for row in rows(tmp_path / "gpu") if "mfu" in row)
 
 
-OPTIONS = [
-    "--recompute.mode=selective",
-    "--recompute.mode=full",
-    "--compile.enabled",
-    "--training.compute_dtype=float32",
-]
+OPTIONS = ["recompute.mode=selective", "recompute.mode=full", "compile.enabled", "training.compute_dtype=float32"]
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options_follow_plain_bf16(pool, arguments, tmp_path, option):
     run = [*arguments, "--run.device=cuda"]
     assert pool.run(1, train_run, [*run, "--run.name=plain"], timeout=120) == [0]
-    assert pool.run(1, train_run, [*run, "--run.name=other", option], timeout=300) == [0]
+    assert pool.run(1, train_run, [*run, "--run.name=other", f"--{option}"], timeout=300) == [0]
     for step, values in curve(tmp_path / "plain").items():
         assert curve(tmp_path / "other")[step] == pytest.approx(values, rel=2e-2)
 

@@ -8,10 +8,12 @@ What it costs: each process writes its own shards once, fp32: 12 bytes per param
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ def find_step_folder(path: Path) -> Path:
 
 
 def write_step(folder: Path, step: int, state: dict[str, Any], extra_files: dict[str, bytes]) -> Path:
-    """Writes a checkpoint; all processes call it together. A step that exists already is left as it is."""
+    """Writes a checkpoint; all processes call it together. The step is not there yet."""
     final = step_folder(folder, step)
     temporary = final.with_name(f"{final.name}.tmp")
     first = dist.get_rank() == 0
@@ -55,7 +57,8 @@ def write_step(folder: Path, step: int, state: dict[str, Any], extra_files: dict
     dist.barrier()
     # One thread: with more, an error in a writer thread is lost (pytorch#191391).
     writer = FileSystemWriter(temporary, single_file_per_rank=True, thread_count=1, sync_files=True)
-    dcp.save(state, storage_writer=writer, no_dist=_alone())
+    with _alone() as alone:
+        dcp.save(state, storage_writer=writer, no_dist=alone)
     if first:
         for name, content in extra_files.items():
             with (temporary / name).open("wb") as file:
@@ -71,18 +74,20 @@ def write_step(folder: Path, step: int, state: dict[str, Any], extra_files: dict
 
 def read_step(path: Path, state: dict[str, Any]) -> None:
     """Fills `state` in place, whatever layout wrote it: all processes together, or one without a process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load(state, storage_reader=FileSystemReader(path), no_dist=_alone())
+    with _alone() as alone:
+        dcp.load(state, storage_reader=FileSystemReader(path), no_dist=alone)
 
 
-def _alone() -> bool:
-    """One process reads and writes without collectives.
+@contextlib.contextmanager
+def _alone() -> Iterator[bool]:
+    """Whether this is the only process, which reads and writes without collectives (and without a warning of that).
 
     Not only because it can: DCP's gather makes gloo's threads start OpenMP teams of their own. Then there are more
     threads than cores, libgomp lets them all wait asleep, and training on CPU is 30 % slower from there on.
     """
-    return not dist.is_initialized() or dist.get_world_size() == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def delete_step(folder: Path, step: int) -> None:

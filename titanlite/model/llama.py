@@ -58,6 +58,18 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).type_as(x)
 
 
+def truncated_normal(weight: Tensor, std: float, cut: float, generator: torch.Generator) -> Tensor:
+    """Fills `weight` from N(0, std), drawing again what lies beyond +-cut.
+
+    Not `nn.init.trunc_normal_`: one seed gives other weights in torch 2.11 than in 2.13.
+    """
+    weight.normal_(0.0, std, generator=generator)
+    while (outside := weight.abs() > cut).any():
+        again = torch.empty(int(outside.sum()), dtype=weight.dtype, device=weight.device)
+        weight[outside] = again.normal_(0.0, std, generator=generator)
+    return weight
+
+
 class Attention(nn.Module):
     """Causal self-attention; H query heads share K key/value heads."""
 
@@ -174,4 +186,4 @@ class Llama(nn.Module):
             assert layer is not None, name
             residual = layer[2] in ("attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight")
             std, cut = (0.02 / math.sqrt(2 * (int(layer[1]) + 1)) if residual else 0.02), 2.0
-        return nn.init.trunc_normal_(weight, 0.0, std, -cut, cut, generator=generator)
+        return truncated_normal(weight, std, cut, generator)

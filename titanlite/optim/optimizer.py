@@ -9,11 +9,15 @@ embeddings, as GPT-2 and nanoGPT do.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
 from titanlite.config import ConfigError
 from titanlite.config import Optimizer as OptimizerSection
+
+logger = logging.getLogger("titanlite")
 
 
 def build_optimizer(model: nn.Module, config: OptimizerSection, device: torch.device) -> torch.optim.AdamW:
@@ -30,6 +34,7 @@ def build_optimizer(model: nn.Module, config: OptimizerSection, device: torch.de
         linear = parameter.ndim == 2 and not name.startswith("tok_embeddings")
         (decayed if linear or config.decayed == "all" else spared).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    logger.info("AdamW (%s): %d tensors decay, %d do not", implementation, len(decayed), len(spared))
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
