@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import shlex
+import shutil
 import signal
 import sys
 import traceback
@@ -175,26 +176,25 @@ def main(config: Config) -> int:
     if progress.step < training.steps:
         logger.info(f"stopped after step {progress.step} of {training.steps}; the same command goes on from here")
         return EXIT_STOPPED
-    say_what_was_made(config, folder, model, tokenizer)
+    say_what_was_made(config, folder, progress.step, model, tokenizer)
     return 0
 
 
-def say_what_was_made(config: Config, folder: Path, model: Llama, tokenizer: Tokenizer) -> None:
+def say_what_was_made(config: Config, folder: Path, step: int, model: Llama, tokenizer: Tokenizer) -> None:
     """Prints the results, a sample and what to try next. All processes take part: each holds a piece of the model."""
-    logger.info(f"\ndone: {config.training.steps} steps. In {folder}:")
-    logger.info("  checkpoints/step-%d  metrics.jsonl  log.txt  config.toml", config.training.steps)
+    logger.info(f"\ndone: {step} steps. In {folder}:\n  checkpoints/step-{step}  metrics.jsonl  log.txt  config.toml")
     prompt = [tokenizer.bos, *tokenizer.encode(config.run.sample_prompt)][: model.seq_len - 1]
     room = min(config.run.sample_tokens, model.seq_len - len(prompt))
     if room > 0:
         with torch.compiler.set_stance("force_eager"):  # one token at a time would compile for every length
             new = generate(model, prompt, room, stop=tokenizer.eos, temperature=0.7, top_k=50, seed=config.run.seed)
             text = tokenizer.decode([*prompt[1:], *new])
-        logger.info(
-            "\na sample (temperature 0.7, top-k 50):\n%s", "\n".join(f"  | {line}" for line in text.splitlines())
-        )
+        quoted = "\n".join(f"  | {line}" for line in text.splitlines())
+        logger.info("\na sample (temperature 0.7, top-k 50):\n%s", quoted)
+    command = "titanlite" if shutil.which("titanlite") else f"{os.path.relpath(sys.executable)} -m titanlite"
     logger.info(
-        f"\nnext:\n  titanlite generate {folder} --prompt {shlex.quote(config.run.sample_prompt)}\n"
-        f"  ./run_train.sh {folder}/config.toml --training.steps={2 * config.training.steps}  (goes on from here)"
+        f"\nnext:\n  {command} generate {folder} --prompt {shlex.quote(config.run.sample_prompt)}\n"
+        f"  ./run_train.sh {folder}/config.toml --training.steps={2 * step}    (goes on from here)"
     )
 
 

@@ -29,6 +29,8 @@ TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
 def launch(argv: list[str]) -> int:
     """Trains with the config that `argv` describes; returns the workers' exit code. Raises ConfigError."""
+    if not TRAIN.exists():
+        raise ConfigError(f"{TRAIN}: no such file; install titanlite from a clone of its repository: pip install -e .")
     config = load_config(argv)
     tokenizer = Tokenizer(config.data.tokenizer)
     resolve_flavor(config.model, tokenizer.size)

@@ -71,7 +71,7 @@ def test_trains_prints_a_sample_and_what_to_try_next(arguments, tmp_path):
     assert "step 6/6  loss" in output
     assert "eta 0:00" in output
     assert "a sample" in output
-    assert f"titanlite generate {tmp_path}/debug" in output
+    assert f"titanlite generate {tmp_path}/debug" in output  # the command itself, or python -m titanlite
     assert "Traceback" not in output
     assert (tmp_path / "debug/log.txt").read_text().count("step 6/6") == 2
     again, text = finish(start([str(tmp_path / "debug/config.toml"), "--training.steps=8"], NGPU="1"))

@@ -49,6 +49,7 @@ class Checkpointer:
         dist.broadcast_object_list(newest)  # on a network file system not all processes see a new folder at once
         self.newest = newest[0]
         if not self.newest:
+            logger.info("no checkpoint in %s: starting with new weights", self.folder)
             return None
         path = step_folder(self.folder, self.newest)
         if problems := _contradictions(path, self.extra_files):
