@@ -61,6 +61,9 @@ def main(config: Config) -> int:
     mesh = build_mesh(device.type, dp_replicate=dp_replicate, dp_shard=dp_shard)
     dp_rank, dp_size = data_rank(mesh)
     global_sum = functools.partial(sum_over_data, mesh=mesh)
+    folder = Path(config.run.folder, config.run.name)
+    if rank == 0:
+        log_to_file(folder / "log.txt")
 
     # 2. Data: text, tokenised once; sample i of the stream is a function of (seed, i)
     tokenizer = Tokenizer(config.data.tokenizer)
@@ -89,7 +92,6 @@ def main(config: Config) -> int:
     optimizer = build_optimizer(model, config.optimizer, device)
     schedule = Schedule(optimizer, config.schedule, config.optimizer.lr, training.steps)
     progress = Progress()
-    folder = Path(config.run.folder, config.run.name)
     states = {
         "model": ModelState(model),
         "optimizer": OptimizerState(model, optimizer),
@@ -130,7 +132,6 @@ def main(config: Config) -> int:
         world=dp_size,
     )
     if rank == 0:
-        log_to_file(folder / "log.txt")
         (folder / "config.toml").write_text(to_toml(config))
     compute, reduce = compute_dtypes(config, device.type)
     logger.info(

@@ -45,11 +45,12 @@ def apply_shard(
         "mesh": mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"],
         "mp_policy": policy,
     }
-    reshard = config.reshard_after_forward != "never"
+    mode = config.reshard_after_forward
     for block in blocks:
+        # The backward begins where the forward ends: by default the last block and what the root holds stay gathered.
+        reshard = mode == "always" or (mode == "default" and block is not blocks[-1])
         fully_shard(block, reshard_after_forward=reshard, **options)
-    # The backward begins where the forward ends, so by default what the root holds is not freed in between.
-    fully_shard(model, reshard_after_forward=config.reshard_after_forward == "always", **options)
+    fully_shard(model, reshard_after_forward=mode == "always", **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # A divisor of 1 alone would need PREMUL_SUM, which gloo lacks: ask for a plain sum as well.
