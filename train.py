@@ -192,7 +192,8 @@ def say_what_was_made(config: Config, folder: Path, step: int, model: Llama, tok
             text = tokenizer.decode([*prompt[1:], *new])
         quoted = "\n".join(f"  | {line}" for line in text.splitlines())
         logger.info("\na sample (temperature 0.7, top-k 50):\n%s", quoted)
-    command = "titanlite" if shutil.which("titanlite") else f"{os.path.relpath(sys.executable)} -m titanlite"
+    python = "python3" if shutil.which("python3") == sys.executable else os.path.relpath(sys.executable)
+    command = "titanlite" if shutil.which("titanlite") else f"{python} -m titanlite"
     logger.info(
         f"\nnext:\n  {command} generate {folder} --prompt {shlex.quote(config.run.sample_prompt)}\n"
         f"  ./run_train.sh {folder}/config.toml --training.steps={2 * step}    (goes on from here)"
