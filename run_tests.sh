@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests:  ./run_tests.sh [pytest arguments]     (the slow ones as well: ./run_tests.sh -m "")
+# Tests:  ./run_tests.sh [pytest arguments]
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/setup_env.sh"

@@ -1,7 +1,7 @@
 # Sourced by run_train.sh, run_tests.sh and .ci/run: finds or makes the Python environment and sets PYTHON.
 #
-# The active environment is used if it has Python >= 3.10, torch >= 2.11 and the other packages. Otherwise .venv
-# beside this file is, made once from the pinned versions of a requirements file.
+# The active environment is used if Python >= 3.10, torch >= 2.11 and the other packages are installed in it.
+# Otherwise .venv beside this file is, made once from the pinned versions of a requirements file.
 
 # usable PYTHON REQUIREMENTS: does this interpreter have what the requirements file names?
 usable() {
@@ -45,5 +45,6 @@ setup_env() {
     echo "error: pip could not install $1 into $venv; its message is above" >&2; return 2
   fi
   cp "$requirements" "$stamp"
+  cp "$here/requirements.txt" "$venv/installed-requirements.txt"
   echo "environment ready: $venv" >&2
 }

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from titanlite import runtime
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
-from titanlite.config import EXIT_CONFIG, EXIT_STOPPED, Config, ConfigError, check_world
+from titanlite.config import EXIT_CONFIG, EXIT_STOPPED, Config, ConfigError, check_world, portable
 from titanlite.configure import load_config, to_toml
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import Tokens, read_manifest
@@ -58,10 +58,12 @@ def main(config: Config) -> int:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     setup_logging(rank)
     dp_replicate, dp_shard = check_world(config, world_size)
-    mesh = build_mesh(device.type, dp_replicate=dp_replicate, dp_shard=dp_shard)
+    timeout = config.comm.timeout_seconds
+    mesh = build_mesh(device.type, dp_replicate=dp_replicate, dp_shard=dp_shard, timeout_seconds=timeout)
     dp_rank, dp_size = data_rank(mesh)
     global_sum = functools.partial(sum_over_data, mesh=mesh)
     folder = Path(config.run.folder, config.run.name)
+    lock = runtime.claim_folder(folder)
     if rank == 0:
         log_to_file(folder / "log.txt")
 
@@ -69,6 +71,7 @@ def main(config: Config) -> int:
     tokenizer = Tokenizer(config.data.tokenizer)
     prepared = prepare(config.data, tokenizer, logger.info)
     manifest = read_manifest(prepared)
+    runtime.require_agreement(configuration=portable(config), data=manifest["fingerprint"])
     accumulation = training.global_batch_size // (training.local_batch_size * dp_size)
     stream = TrainStream(
         Windows(Tokens(prepared, manifest, "train"), training.seq_len, "training"),
@@ -89,7 +92,7 @@ def main(config: Config) -> int:
     stages = Stages(model)
 
     # 4. State: what changes while training, and where it is kept
-    optimizer = build_optimizer(model, config.optimizer, device)
+    optimizer = build_optimizer(model, config.optimizer)
     schedule = Schedule(optimizer, config.schedule, config.optimizer.lr, training.steps)
     progress = Progress()
     states = {
@@ -104,6 +107,7 @@ def main(config: Config) -> int:
         "config.toml": to_toml(config).encode(),
         "data.json": (prepared / "manifest.json").read_bytes(),
         "tokenizer.model": tokenizer.path.read_bytes(),
+        "model.json": llama.to_json().encode(),
     }
     checkpoint = Checkpointer(config.checkpoint, folder, states, extra_files)
     checkpoint.load()
@@ -120,9 +124,10 @@ def main(config: Config) -> int:
         flops_per_token=flops_per_token(llama, training.seq_len),
         peak_tflops=peak_tflops(runtime.device_name(device)),
     )
+    held_out = Tokens(prepared, manifest, "validation")
     validator = Validator(
         config.validation,
-        Windows(Tokens(prepared, manifest, "validation"), training.seq_len, "validation"),
+        Windows(held_out, training.seq_len, "validation") if config.validation.freq else None,
         manifest["name"],
         tokenizer.token_bytes,
         metrics,
@@ -142,10 +147,10 @@ def main(config: Config) -> int:
     )
 
     # 6. Loop: one optimizer step after the other
-    stop = runtime.StopFlag()
+    stop = runtime.StopFlag(timeout)
     garbage = runtime.GarbageCollection(training.gc_freq)
     if progress.step == 0:
-        validator.maybe_run(0, last=False)
+        validator.maybe_run(0, False, stop.agree)
     metrics.start()
     with profiler(config.profiling, folder / "traces", rank, lambda: progress.step) as profile_step:
         while progress.step < training.steps and not stop.requested:
@@ -168,17 +173,19 @@ def main(config: Config) -> int:
             if validator.due(progress.step, finished) or checkpoint.due(progress.step, last):
                 metrics.require_finite(grad_norm)
                 with metrics.paused():
-                    validator.maybe_run(progress.step, finished)
-                    checkpoint.maybe_save(progress.step, last)
+                    validator.maybe_run(progress.step, finished, stop.agree)
+                    checkpoint.maybe_save(progress.step, last or stop.requested)
             garbage.step(progress.step)
             profile_step()
     garbage.close()
-    stop.restore()
-    if progress.step < training.steps:
+    finished = progress.step >= training.steps
+    if finished:
+        say_what_was_made(config, folder, progress.step, model, tokenizer)
+    else:
         logger.info(f"stopped after step {progress.step} of {training.steps}; the same command goes on from here")
-        return EXIT_STOPPED
-    say_what_was_made(config, folder, progress.step, model, tokenizer)
-    return 0
+    stop.restore()
+    lock.close() if lock else None
+    return 0 if finished else EXIT_STOPPED
 
 
 def say_what_was_made(config: Config, folder: Path, step: int, model: Llama, tokenizer: Tokenizer) -> None:
@@ -188,15 +195,26 @@ def say_what_was_made(config: Config, folder: Path, step: int, model: Llama, tok
     room = min(config.run.sample_tokens, model.seq_len - len(prompt))
     if room > 0:
         with torch.compiler.set_stance("force_eager"):  # one token at a time would compile for every length
-            new = generate(model, prompt, room, stop=tokenizer.eos, temperature=0.7, top_k=50, seed=config.run.seed)
+            new = generate(
+                model,
+                prompt,
+                room,
+                stop=tokenizer.eos,
+                temperature=0.7,
+                top_k=50,
+                seed=config.run.seed,
+                agree=runtime.as_rank_0,
+            )
             text = tokenizer.decode([*prompt[1:], *new])
         quoted = "\n".join(f"  | {line}" for line in text.splitlines())
         logger.info("\na sample (temperature 0.7, top-k 50):\n%s", quoted)
+    quoted_folder = shlex.quote(str(folder))
     python = "python3" if shutil.which("python3") == sys.executable else os.path.relpath(sys.executable)
+    script = shlex.quote(os.path.join(".", os.path.relpath(Path(__file__).with_name("run_train.sh"))))
     command = "titanlite" if shutil.which("titanlite") else f"{python} -m titanlite"
     logger.info(
-        f"\nnext:\n  {command} generate {folder} --prompt {shlex.quote(config.run.sample_prompt)}\n"
-        f"  ./run_train.sh {folder}/config.toml --training.steps={2 * step}    (goes on from here)"
+        f"\nnext:\n  {command} generate {quoted_folder} --prompt {shlex.quote(config.run.sample_prompt)}\n"
+        f"  {script} {quoted_folder}/config.toml --training.steps={2 * step}    (goes on from here)"
     )
 
 

@@ -10,7 +10,7 @@ FILES = [ROOT / "train.py", *sorted((ROOT / "titanlite").rglob("*.py"))]
 
 # From the ground up. A file imports from its own folder and from the floors below.
 FLOORS = [
-    {"config", "configure", "runtime"},
+    {"config", "configure", "spelling", "runtime"},
     {"model", "data", "optim"},
     {"plan", "parallel", "checkpoint", "observe"},
     {"train", "launch", "cli", "__main__", "__init__"},
@@ -37,6 +37,7 @@ def imports(path: Path) -> list[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        assert not (isinstance(node, ast.ImportFrom) and node.level), "imports are absolute"
         found += [name for name in names if name.split(".")[0] in ("titanlite", "train")]
     return found
 
@@ -51,6 +52,13 @@ def test_imports_go_down(path):
         assert on_top or floor(there) < floor(here) or (floor(here) == 0 and floor(there) == 0), (
             f"{path} imports {module}"
         )
+
+
+def test_the_model_knows_no_parallelism_and_parallelism_no_model():
+    for path in (ROOT / "titanlite/model").glob("*.py"):
+        assert "torch.distributed" not in path.read_text(), path
+    for path in (ROOT / "titanlite/parallel").glob("*.py"):
+        assert not any(module.startswith("titanlite.model") for module in imports(path)), path
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)

@@ -57,7 +57,7 @@ def test_generate_from_a_run(pool, arguments, tmp_path, capsys):
     ("argv", "expected"),
     [
         (["generate", "no/such/run"], "no/such/run: no checkpoint; expected a run's folder"),
-        (["prepare", "debug", "--data.path=no/such/text"], "data.path = 'no/such/text': no such file or folder"),
+        (["prepare", "debug", "--data.path=no/such/text"], "no/such/text': no such file or folder"),
         (["config", "--trainig.steps=3"], "did you mean training.steps?"),
         (["tokenizer", "train", "no/such/folder/x.model"], "no/such/folder: no such folder"),
         (["tokenizer", "train", "train.py"], "train.py exists already"),

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from titanlite.config import Config, ConfigError, check_world, sections
-from titanlite.configure import all_keys, flavors, help_text, load_config, suggestion, to_toml
+from titanlite.configure import all_keys, flavors, help_text, load_config, to_toml
 from titanlite.model.flavors import FLAVORS
 
 
@@ -66,6 +66,8 @@ def test_defaults_base_file_and_command_line_in_this_order(toml):
         (["--parallel.dp_shard", "-1"], "parallel.dp_shard", -1),
         (["--run.sample_prompt=a = b"], "run.sample_prompt", "a = b"),
         (["--run.name=7"], "run.name", "7"),
+        (["--optimizer.lr=.1"], "optimizer.lr", 0.1),
+        (["--optimizer.lr=+1E-3"], "optimizer.lr", 1e-3),
     ],
 )
 def test_command_line_forms(argv, key, value):
@@ -82,13 +84,19 @@ def test_a_flag_does_not_swallow_the_config():
     [
         ("--training.steps=0", "training.steps = 0: expected an integer, at least 1"),
         ("--training.steps=1.5", "training.steps = 1.5: expected an integer"),
-        ("--training.steps=true", "training.steps = true: expected an integer"),
+        ("--training.steps=true", 'training.steps = "true": expected an integer'),
         ("--training.steps=", 'training.steps = "": expected an integer'),
         ("--training.steps", "--training.steps: a value is missing; expected an integer"),
         ("--compile.enabled=1", "compile.enabled = 1: expected true or false"),
-        ("--optimizer.lr=nan", 'optimizer.lr = "nan": expected a number'),
+        ("--optimizer.lr=nan", "optimizer.lr = NaN: expected a number, at least 0"),
+        ("--optimizer.lr=inf", "optimizer.lr = Infinity: expected a finite number"),
+        ("--optimizer.betas=" + "[" * 100_000, "expected a list of two numbers"),
+        ("--run.seed=99999999999999999999", "run.seed = 99999999999999999999: expected an integer, at least 0 and at most 9223372036854775807"),
+        ("--run.sample_prompt=\udcff", "expected text in UTF-8"),
+        ("--training=5", "--training: unknown key training; that is a section: set one of its keys, training.steps"),
+        ("--unrelated.thing=5", "--unrelated.thing: unknown key unrelated.thing"),
         ("--optimizer.betas=[0.9]", "optimizer.betas = [0.9]: expected a list of two numbers"),
-        ("--optimizer.betas=[0.9, 1.5]", "optimizer.betas = [0.9, 1.5]: expected a list of two numbers, at least 0 and at most 1"),
+        ("--optimizer.betas=[0.9, 1.5]", "optimizer.betas = [0.9, 1.5]: expected a list of two numbers, at least 0 and at most 0.999999"),
         ("--schedule.name=cosin", 'schedule.name = "cosin": expected one of cosine, linear, wsd, constant; did you mean cosine?'),
         ("--run.name=../x", "run.name = '../x': expected a plain folder name"),
         ("--training.global_batch_size=7", "training.global_batch_size = 7 is not a multiple of training.local_batch_size = 2"),
@@ -97,7 +105,9 @@ def test_a_flag_does_not_swallow_the_config():
     ],
 )  # fmt: skip
 def test_bad_values_on_the_command_line(argv, expected):
-    assert problems("debug", argv) == [expected]
+    (problem,) = problems("debug", argv)
+    assert expected in problem
+    assert "did you mean" not in problem or "did you mean" in expected
 
 
 def test_a_toml_file_is_refused_with_file_and_line_and_all_problems_at_once(toml):
@@ -112,7 +122,20 @@ def test_a_toml_file_is_refused_with_file_and_line_and_all_problems_at_once(toml
     ]
 
 
+def test_a_byte_order_mark_and_odd_letters_survive(toml):
+    assert load_config([toml("\ufeff[training]\nsteps = 5\n")]).training.steps == 5
+    config = load_config(["debug", '--run.sample_prompt=a\x7f\t"é\\'])
+    assert load_config([toml(to_toml(config))]) == config
+
+
+def test_files_are_kept_as_absolute_paths(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert load_config(["debug", "--data.path=text/a.txt"]).data.path == str(tmp_path / "text/a.txt")
+    assert load_config(["debug"]).data.path == ""
+
+
 def test_files_that_cannot_be_read(toml, tmp_path):
+    assert "no such file" in problems("x" * 300)[0]
     assert "did you mean debug?" in problems("debgu")[0]
     assert "no such file" in problems(str(tmp_path / "absent.toml"))[0]
     assert "line 1" in problems(toml("[training\n"))[0]
@@ -137,12 +160,13 @@ def misspellings(word: str):
 @pytest.mark.parametrize("key", all_keys())
 def test_every_key_mistyped_by_one_character_is_suggested(key):
     keys = all_keys()
-    for typo in misspellings(key):
-        if typo not in keys:
-            # `training.lobal_batch_size` is one letter from two keys: both are named
-            found = suggestion(typo, keys).removeprefix("; did you mean ").removesuffix("?").split(" or ")
-            assert key in found, typo
-            assert len(found) == 1 or "batch_size" in key, typo
+    typos = sorted({typo for typo in misspellings(key) if typo not in keys})
+    found = problems("debug", *(f"--{typo}=1" for typo in typos))
+    messages = {line.split(":")[0][2:]: line for line in found if "unknown key" in line}
+    for typo in typos:
+        named = messages[typo].partition("did you mean ")[2].removesuffix("?").split(" or ")
+        # `training.lobal_batch_size` is one letter from two keys: both are named
+        assert named == [key] or (key in named and "batch_size" in key), messages[typo]
 
 
 def test_a_mistake_is_found_fast_and_without_torch():
@@ -150,9 +174,12 @@ def test_a_mistake_is_found_fast_and_without_torch():
         "import sys; from titanlite.cli import main; code = main(['train', 'debug', '--training.stpes=3']);"
         "print(code, 'torch' in sys.modules)"
     )
-    started = time.monotonic()
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert time.monotonic() - started < 1
+    seconds = []
+    for _ in range(3):  # the best of three: the machine may be busy with something else
+        started = time.monotonic()
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds.append(time.monotonic() - started)
+    assert min(seconds) < 1
     assert result.stdout.split() == ["2", "False"]
     assert "did you mean training.steps?" in result.stderr
 

@@ -6,6 +6,8 @@ What it is: one function per subcommand. torch is imported only by those that co
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -31,10 +33,12 @@ def main(argv: list[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(USAGE)
         return 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still shows the text
     commands = {"train": train, "config": config, "prepare": prepare, "generate": generate, "tokenizer": tokenizer}
     try:
         if name not in commands:
-            from titanlite.configure import suggestion
+            from titanlite.spelling import suggestion
 
             raise ConfigError(f"unknown command {name!r}{suggestion(name, list(commands))}\n{USAGE}")
         return commands[name](rest)
@@ -44,6 +48,9 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_CONFIG
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _wants_help(argv: list[str]) -> bool:
@@ -83,7 +90,7 @@ def prepare(argv: list[str]) -> int:
     return 0
 
 
-def generate(argv: list[str]) -> int:
+def _generate_options(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="titanlite generate",
         description="Sample text from a checkpoint.",
@@ -91,18 +98,27 @@ def generate(argv: list[str]) -> int:
     )
     parser.add_argument("folder", type=Path, help="a run's folder (its newest checkpoint) or a step's folder")
     parser.add_argument("--prompt", default="def ", help="text to continue")
-    parser.add_argument("--max-new-tokens", type=_at_least(int, 1), default=200, help="stop after so many tokens")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=_at_least(int, 1, 10**6),
+        help="stop after so many; default: what the trained length leaves",
+    )
     parser.add_argument("--temperature", type=_at_least(float, 0), default=0.7, help="0: always the likeliest token")
     parser.add_argument(
         "--top-k", type=_at_least(int, 0), default=50, help="choose among the k likeliest; 0: among all"
     )
-    parser.add_argument("--seed", type=_at_least(int, 0), default=0, help="the same seed gives the same text")
+    parser.add_argument(
+        "--seed", type=_at_least(int, 0, 2**63 - 1), default=0, help="the same seed gives the same text"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
 
+
+def generate(argv: list[str]) -> int:
+    options = _generate_options(argv)
     import torch
 
-    from titanlite.checkpoint.load import load_model, read_tokenizer
+    from titanlite.checkpoint.load import load_model, read_tokenizer, trained_length
     from titanlite.checkpoint.storage import find_step_folder
     from titanlite.model.generate import generate as sample
 
@@ -112,13 +128,19 @@ def generate(argv: list[str]) -> int:
         raise ConfigError("--device cuda: torch finds no CUDA device; allowed: auto, cpu")
     encoder = read_tokenizer(folder)
     prompt = [encoder.bos, *encoder.encode(options.prompt)]
-    total = len(prompt) + options.max_new_tokens
-    model = load_model(folder, torch.device("cuda" if cuda else "cpu"), total)
-    print(f"{folder}: {model.config.num_parameters:,} parameters", file=sys.stderr)
+    trained = trained_length(folder)
+    room = options.max_new_tokens or max(1, trained - len(prompt))
+    model = load_model(folder, torch.device("cuda" if cuda else "cpu"), len(prompt) + room)
+    note = (
+        f"; beyond {trained} tokens the text is longer than what it was trained on"
+        if len(prompt) + room > trained
+        else ""
+    )
+    print(f"{folder}: {model.config.num_parameters:,} parameters{note}", file=sys.stderr)
     new = sample(
         model,
         prompt,
-        options.max_new_tokens,
+        room,
         stop=encoder.eos,
         temperature=options.temperature,
         top_k=options.top_k,
@@ -160,21 +182,29 @@ def tokenizer(argv: list[str]) -> int:
     _, root, files = find_text(Data(path=options.data_path, pattern=options.data_pattern))
     print(f"counting words in {len(files)} files of {root}", flush=True)
     tokens = train_bpe(read_texts(files), options.num_tokens)
-    write_rank_file(tokens, options.output)
-    print(f"wrote {len(tokens)} tokens to {options.output}; train with --data.tokenizer={options.output}")
+    try:
+        write_rank_file(tokens, options.output)
+    except OSError as error:
+        raise ConfigError(f"{options.output}: {error.strerror}") from None
+    fewer = (
+        f" (asked for {options.num_tokens}, but the text has no more pairs)" if len(tokens) < options.num_tokens else ""
+    )
+    print(f"wrote {len(tokens)} tokens{fewer} to {options.output}; train with --data.tokenizer={options.output}")
     return 0
 
 
-def _at_least(kind: Callable[[str], float], low: float) -> Callable[[str], float]:
-    """An argparse type: a number with a lower bound."""
+def _at_least(kind: Callable[[str], float], low: float, high: float = sys.float_info.max) -> Callable[[str], float]:
+    """An argparse type: a number with bounds."""
 
     def convert(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r}: expected a number") from None
-        if not low <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text}: expected at least {low}")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(
+                f"{text}: expected at least {low}" + (f", at most {high}" if high < 1e300 else "")
+            )
         return value
 
     return convert

@@ -37,7 +37,7 @@ class Run:
 
     name: str = key("", "name of the run's folder; empty: the config file's name")
     folder: str = key("outputs", "folder that holds the run folders")
-    seed: int = key(42, "seed of the initial weights and of the order of the data", min=0)
+    seed: int = key(42, "seed of the initial weights and of the order of the data", min=0, max=2**63 - 1)
     device: str = key("auto", "where to compute; auto: CUDA if there is any", choices=("auto", "cpu", "cuda"))
     sample_tokens: int = key(0, "tokens of sample text to print when training ends; 0: none", min=0)
     sample_prompt: str = key("def ", "text the sample at the end continues")
@@ -52,12 +52,14 @@ class Model:
         "the architecture",
         choices=("debug", "cpu_25m", "llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b", "llama3_405b"),
     )
-    dim: int = key(0, "width of the residual stream", min=0)
-    num_layers: int = key(0, "transformer blocks", min=0)
-    num_heads: int = key(0, "query heads", min=0)
-    num_kv_heads: int = key(0, "key and value heads (grouped-query attention)", min=0)
-    ffn_dim: int = key(0, "hidden width of the feed-forward", min=0)
-    vocab_size: int = key(0, "token ids; at least the tokenizer's. 0: the flavor's, or else the tokenizer's", min=0)
+    dim: int = key(0, "width of the residual stream", min=0, max=2**20)
+    num_layers: int = key(0, "transformer blocks", min=0, max=2**14)
+    num_heads: int = key(0, "query heads", min=0, max=2**14)
+    num_kv_heads: int = key(0, "key and value heads (grouped-query attention)", min=0, max=2**14)
+    ffn_dim: int = key(0, "hidden width of the feed-forward", min=0, max=2**22)
+    vocab_size: int = key(
+        0, "token ids; at least the tokenizer's. 0: the flavor's, or else the tokenizer's", min=0, max=2**24
+    )
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Training:
     """How much, in what portions and in which number formats."""
 
     steps: int = key(1000, "optimizer steps of the whole run", min=1)
-    seq_len: int = key(256, "tokens of one sequence", min=2)
+    seq_len: int = key(256, "tokens of one sequence", min=2, max=2**24)
     global_batch_size: int = key(16, "sequences per optimizer step, over all processes", min=1)
     local_batch_size: int = key(4, "sequences one process computes at a time; accumulation follows", min=1)
     max_norm: float = key(1.0, "gradients are clipped to this global norm; 0: measured only", min=0)
@@ -95,15 +97,13 @@ class Optimizer:
     """AdamW."""
 
     lr: float = key(3e-4, "peak learning rate", min=0)
-    betas: tuple[float, float] = key((0.9, 0.95), "decay of the first and of the second moment", min=0, max=1)
+    betas: tuple[float, float] = key((0.9, 0.95), "decay of the first and of the second moment", min=0, max=0.999999)
     eps: float = key(1e-8, "added to the denominator", min=0)
     weight_decay: float = key(0.1, "decoupled weight decay", min=0)
     decayed: str = key(
         "all", "what decays: all parameters, or only the linear layers' weights", choices=("all", "linear")
     )
-    implementation: str = key(
-        "auto", "auto: fused where torch has it for the device", choices=("auto", "fused", "foreach", "for-loop")
-    )
+    implementation: str = key("auto", "auto: fused", choices=("auto", "fused", "foreach", "for-loop"))
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Profiling:
 class Comm:
     """The process group."""
 
-    timeout_seconds: int = key(300, "a collective that takes longer ends the run", min=1)
+    timeout_seconds: int = key(300, "a collective that takes longer ends the run", min=1, max=604800)
 
 
 @dataclass(frozen=True)
@@ -248,6 +248,11 @@ def check_world(config: Config, world_size: int) -> tuple[int, int]:
             f"({portion}); nearest: {allowed}, or another local batch size"
         )
     return replicate, shard
+
+
+def portable(config: Config) -> str:
+    """What must be the same on every node: all of it but where files lie on this one."""
+    return repr(dataclasses.replace(config, data=Data(), run=dataclasses.replace(config.run, folder="")))
 
 
 def _nearest(whole: int, wanted: int) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from titanlite.config import Config, ConfigError, sections
+from titanlite.spelling import suggestion
 
 CONFIGS = Path(__file__).resolve().parent.parent / "train_configs"
 TYPE_NAMES = {
@@ -51,12 +52,16 @@ def load_config(argv: list[str]) -> Config:
         values["run"].setdefault("name", path.stem)
     for name, text, origin in overrides:
         _set_from_text(name, text, origin, values, problems)
-    if problems:
-        raise ConfigError(problems)
     config = Config(**{name: cls(**values[name]) for name, cls in sections().items()})
-    if problems := contradictions(config):
+    if problems := problems + contradictions(config):
         raise ConfigError(problems)
-    return config
+    # A resolved config is run again from anywhere: its files are found by absolute paths.
+    files = {
+        name: str(Path(given).absolute())
+        for name in ("path", "tokenizer", "cache")
+        if (given := values["data"].get(name))
+    }
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **files))
 
 
 def contradictions(config: Config) -> list[str]:
@@ -106,8 +111,9 @@ def _find(name: str, problems: list[str]) -> Path | None:
     path = Path(name)
     candidates = [path, CONFIGS / f"{name}.toml"]
     for candidate in candidates:
-        if candidate.is_file():
-            return candidate
+        with contextlib.suppress(OSError):  # a name too long for the file system, say
+            if candidate.is_file():
+                return candidate
     problems.append(
         f"config {name!r}: no such file, and no such flavor in train_configs/{suggestion(name, flavors())}; "
         f"allowed: a path or one of {', '.join(flavors())}"
@@ -130,13 +136,13 @@ def _read(path: Path, values: dict[str, dict[str, Any]], problems: list[str], ch
     else:
         import tomli as tomllib
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         table = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         problems.append(f"{path}: {error}")
         return
     base = table.pop("base", None)
-    if isinstance(base, str) and (path.parent / base).is_file():
+    if isinstance(base, str) and len(base) < 200 and (path.parent / base).is_file():
         _read(path.parent / base, values, problems, [*chain, path])
     elif base is not None:
         near = suggestion(str(base), [p.name for p in path.parent.glob("*.toml")])
@@ -183,9 +189,14 @@ def _set_from_text(
         problems.append(f"{origin}: a value is missing; expected {TYPE_NAMES[declared]}")
         return
     if declared is not None and declared is not str and text is not None:
-        with contextlib.suppress(ValueError):  # else it stays a string, which `_set` refuses
-            value = json.loads(text.replace("_", "").lower())
+        with contextlib.suppress(ValueError, RecursionError):  # else it stays a string, which `_set` refuses
+            value = _number(text) if declared in (int, float) else json.loads(text.lower())
     _set(name, value, origin, values, problems)
+
+
+def _number(text: str) -> int | float | str:
+    """A number as Python writes it; true and false stay words."""
+    return int(text) if re.fullmatch(r"\s*[+-]?[\d_]+\s*", text) else float(text)
 
 
 def _set(name: str, value: Any, origin: str, values: dict[str, dict[str, Any]], problems: list[str]) -> None:
@@ -193,10 +204,12 @@ def _set(name: str, value: Any, origin: str, values: dict[str, dict[str, Any]], 
     declared = _type_of(name)
     section, _, entry = name.partition(".")
     if declared is None:
-        elsewhere = [
-            k for k in all_keys() if k.partition(".")[2] == (entry or section)
-        ]  # the section is wrong or absent
-        near = f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else suggestion(name, all_keys())
+        near = suggestion(name, all_keys(), 1)
+        if not near:  # the section is wrong or absent, or more than a letter is
+            elsewhere = [k for k in all_keys() if k.partition(".")[2] == (entry or section)]
+            near = f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else suggestion(name, all_keys())
+        if name in sections():
+            near = f"; that is a section: set one of its keys, {', '.join(k for k in all_keys() if k.startswith(name))}"
         problems.append(f"{origin}: unknown key {name}{near}")
         return
     meta = next(f.metadata for f in dataclasses.fields(sections()[section]) if f.name == entry)
@@ -220,12 +233,14 @@ def _convert(value: Any, declared: type, meta: Any) -> tuple[Any, str]:
     ]
     if not all(good) or (declared is tuple and parts is not value):
         return value, expected
+    if declared is str and any("\ud800" <= letter <= "\udfff" for letter in value):
+        return value, "text in UTF-8"
     if meta["choices"] and value not in meta["choices"]:
         return value, "one of " + ", ".join(map(str, meta["choices"]))
     low, high = meta["min"], meta["max"]
     for part in parts:
         if (low is not None and not part >= low) or (high is not None and not part <= high):
-            bounds = [f"at least {low:g}" if low is not None else "", f"at most {high:g}" if high is not None else ""]
+            bounds = [f"at least {low}" if low is not None else "", f"at most {high}" if high is not None else ""]
             return value, f"{expected}, " + " and ".join(b for b in bounds if b)
     if number and not all(abs(p) < float("inf") for p in parts):
         return value, "a finite number"
@@ -234,30 +249,6 @@ def _convert(value: Any, declared: type, meta: Any) -> tuple[Any, str]:
 
 def all_keys() -> list[str]:
     return [f"{section}.{f.name}" for section, cls in sections().items() for f in dataclasses.fields(cls)]
-
-
-def suggestion(word: str, allowed: list[str]) -> str:
-    """`; did you mean X?` for the nearest allowed word, "" where none is near. Ties are all named."""
-    if not allowed:
-        return ""
-    distance = {other: _edits(word, other) for other in allowed}
-    least = min(distance.values())
-    if least > max(2, len(word) // 3):
-        return ""
-    return "; did you mean " + " or ".join(w for w in allowed if distance[w] == least) + "?"
-
-
-def _edits(a: str, b: str) -> int:
-    """Letters to insert, delete, replace or swap with a neighbour to turn `a` into `b` (optimal string alignment)."""
-    before: list[int] = []
-    row = list(range(len(b) + 1))
-    for i, x in enumerate(a, 1):
-        older, before, row = before, row, [i]
-        for j, y in enumerate(b, 1):
-            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (x != y)))
-            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
-                row[-1] = min(row[-1], older[j - 2] + 1)
-    return row[-1]
 
 
 def help_text() -> str:
@@ -276,7 +267,8 @@ def help_text() -> str:
 
 def _toml(value: Any) -> str:
     """A value in TOML; JSON writes strings, numbers and lists the same way."""
-    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+    text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+    return text.replace("\x7f", "\\u007f")  # the one control character that JSON leaves as it is
 
 
 def to_toml(config: Config) -> str:

@@ -15,12 +15,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 
 from titanlite.config import EXIT_CONFIG, EXIT_STOPPED, ConfigError, check_world
 from titanlite.configure import load_config
-from titanlite.data.prepare import prepare
+from titanlite.data.prepare import find_text, prepare
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import resolve_flavor
 
@@ -32,20 +33,32 @@ def launch(argv: list[str]) -> int:
     if not TRAIN.exists():
         raise ConfigError(f"{TRAIN}: no such file; install titanlite from a clone of its repository: pip install -e .")
     config = load_config(argv)
-    tokenizer = Tokenizer(config.data.tokenizer)
-    resolve_flavor(config.model, tokenizer.size)
-    prepare(config.data, tokenizer)
-
-    nodes, node = _number("NNODES", 1), _number("NODE_RANK", 0, low=0)
+    nodes = _number("NNODES", 1)
+    node = _number("NODE_RANK", 0, low=0, high=nodes - 1)
     here = _number("NGPU", 0) if os.environ.get("NGPU") else _default_processes(config.run.device)
-    check_world(config, nodes * here)
+    port = _number("MASTER_PORT", 29500, high=65535)
+    tokenizer: list[Tokenizer] = []
+    problems: list[str] = []
+    for check in (  # what can be wrong independently of each other is told together
+        lambda: check_world(config, nodes * here),
+        lambda: tokenizer.append(Tokenizer(config.data.tokenizer)),
+        lambda: resolve_flavor(config.model, tokenizer[0].size if tokenizer else 1),
+        lambda: find_text(config.data),
+    ):
+        try:
+            check()
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    prepare(config.data, tokenizer[0])
+
     # One thread per core in all; more would make the processes wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // here)))
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a restart must not see old keys (pytorch#135712)
     arguments = ["--nproc-per-node", str(here), "--nnodes", str(nodes), "--node-rank", str(node)]
     if nodes > 1 or "MASTER_PORT" in os.environ:
-        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
-        arguments += ["--master-addr", address, "--master-port", port]
+        arguments += ["--master-addr", os.environ.get("MASTER_ADDR", "127.0.0.1"), "--master-port", str(port)]
     else:
         arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # any free port
     return _torchrun([*arguments, str(TRAIN), *argv])
@@ -82,12 +95,24 @@ def _explain(codes: dict[int, int]) -> int:
     return code if code > 0 else 128 - code
 
 
+_passed_on: list[float] = []  # when, for each signal that was handed on
+
+
 def _pass_on(number: int, frame: FrameType | None) -> None:
-    """Hands a signal to the training processes, which run in sessions of their own; without any, ends."""
+    """Hands a signal to the training processes, which run in sessions of their own; without any, ends.
+
+    They get SIGTERM, also for Ctrl-C: where they do not handle it yet it ends them without a stack trace. What follows
+    within a second is the same request (see runtime.StopFlag); a later one kills, since a process that waits in a
+    collective handles nothing.
+    """
+    now = time.monotonic()
+    if _passed_on and now < _passed_on[0] + 1:
+        return
     children = _children()
     for child in children:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.kill(child, number)
+            os.kill(child, signal.SIGKILL if _passed_on else signal.SIGTERM)
+    _passed_on.append(now)
     if not children:
         sys.exit(128 + number)
 
@@ -102,11 +127,11 @@ def _children() -> list[int]:
     return [int(child) for child, parent in pairs if int(parent) == own and int(child) != ps.pid]
 
 
-def _number(name: str, default: int, low: int = 1) -> int:
-    """A count from the environment. Raises ConfigError for anything else."""
+def _number(name: str, default: int, low: int = 1, high: int = 1_000_000) -> int:
+    """A number from the environment. Raises ConfigError for anything else."""
     text = os.environ.get(name) or str(default)
-    if not text.isdecimal() or int(text) < low:
-        raise ConfigError(f"{name} = {text!r} in the environment: expected an integer, at least {low}")
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise ConfigError(f"{name} = {text!r} in the environment: expected an integer from {low} to {high}")
     return int(text)
 
 

@@ -5,14 +5,19 @@ What it is: what a training process needs from its surroundings before any model
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
 import logging
 import os
 import random
 import resource
+import secrets
 import signal
 import sys
+import time
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -40,12 +45,12 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        timeout = timedelta(seconds=timeout_seconds)
-        backend = "nccl" if type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
+        if type == "cuda":
+            options["device_id"] = device
+        if "RANK" not in os.environ:
+            options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("nccl" if type == "cuda" else "gloo", **options)
     random.seed(seed)
     torch.manual_seed(seed)
     return device
@@ -78,19 +83,89 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-class StopFlag:
-    """Set by SIGINT or SIGTERM on any process, seen by all after the same step. A second signal kills at once."""
+def require_agreement(**facts: str) -> None:
+    """Raises ConfigError on all processes unless each of them holds the same facts (name -> value or hash)."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, facts)
+    if problems := [
+        f"rank {rank} has another {name} than rank 0: start every node with the same command, data and Python version"
+        for rank, other in enumerate(found)
+        for name in facts
+        if other[name] != found[0][name]
+    ]:
+        raise ConfigError(problems)
 
-    def __init__(self) -> None:
+
+def as_rank_0(number: int) -> int:
+    """Rank 0's number, on all processes."""
+    numbers = [number]
+    dist.broadcast_object_list(numbers)
+    return numbers[0]
+
+
+def claim_folder(folder: Path) -> Any:
+    """Makes the run's folder and locks it; the lock lasts as long as the object returned.
+
+    Raises ConfigError on all processes where it cannot be written, another run holds it, or some process sees
+    another folder of that name (checkpoints need one that all nodes share).
+    """
+    claim: list[Any] = [None, ""]  # a token that only this run knows, or what is wrong
+    lock = None
+    if dist.get_rank() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = (folder / ".lock").open("a+")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            lock.write(token := secrets.token_hex(8))
+            lock.flush()
+            claim[0] = token
+        except BlockingIOError:
+            claim[1] = f"{folder}: another process is training here; wait for it or choose another run.name"
+        except OSError as error:
+            claim[1] = f"run.folder, run.name: {folder}: {error.strerror}; expected a folder that can be written"
+    dist.broadcast_object_list(claim)
+    if claim[1]:
+        raise ConfigError(claim[1])
+    require_agreement(**{f"folder {folder}": _read_token(folder / ".lock", claim[0])})
+    return lock
+
+
+def _read_token(path: Path, token: str) -> str:
+    """The file's content; a network file system gets ten seconds to show the one expected."""
+    deadline = time.monotonic() + 10
+    while True:
+        with contextlib.suppress(OSError):
+            if (content := path.read_text()) == token or time.monotonic() > deadline:
+                return content
+        if time.monotonic() > deadline:
+            return "absent"
+        time.sleep(0.1)
+
+
+class StopFlag:
+    """Set by SIGINT or SIGTERM on any process, or when the launcher is gone; seen by all after the same step.
+
+    Schedulers signal every process of a job and the launcher passes its own on, so what follows within a second is
+    the same request. After that a signal kills.
+    """
+
+    def __init__(self, timeout_seconds: int) -> None:
         self.requested = False  # agreed by all processes
-        self._seen = False  # by this process
+        self._seen = 0.0  # when this process was signalled
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         # A CPU group: asking every step must not wait for the GPU.
-        self._group: Any = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+        timeout = timedelta(seconds=timeout_seconds)
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
         self._previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._seen = True  # no message from here: the signal may have interrupted another one
-        self.restore()
+        # No message from here: the signal may have interrupted another one.
+        if not self._seen:
+            self._seen = time.monotonic()
+        elif time.monotonic() > self._seen + 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def restore(self) -> None:
         """Gives the signals back to whoever handled them before."""
@@ -98,8 +173,11 @@ class StopFlag:
             signal.signal(number, handler)
 
     def agree(self) -> bool:
-        """Whether any process was signalled: one small all-reduce, called by all after each step."""
-        flag = torch.tensor(int(self._seen))
+        """Whether any process was asked to stop: one small all-reduce, called by all together."""
+        if self.requested:
+            return True
+        orphaned = self._launcher is not None and os.getppid() != self._launcher
+        flag = torch.tensor(int(bool(self._seen) or orphaned))
         if self._group is not None:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         self.requested = bool(flag)
@@ -115,7 +193,7 @@ class GarbageCollection:
     """
 
     def __init__(self, freq: int) -> None:
-        self.freq = freq
+        self.freq, self.frozen = freq, False
         if freq:
             gc.disable()
             gc.collect()
@@ -123,8 +201,9 @@ class GarbageCollection:
     def step(self, step: int) -> None:
         if not self.freq:
             return
-        if step == 1:
-            gc.freeze()  # what the set-up left behind stays: no later collection looks at it
+        if not self.frozen:
+            gc.freeze()  # what the set-up and the first step leave behind stays: no later collection looks at it
+            self.frozen = True
         elif step % self.freq == 0:
             gc.collect(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from model_builder import SMALL
 from titanlite.checkpoint.load import load_model, read_tokenizer
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
-from titanlite.checkpoint.storage import find_step_folder, list_steps, read_step, write_step
+from titanlite.checkpoint.storage import find_step_folder, list_steps, read_step, sweep, write_step
 from titanlite.config import Checkpoint, ConfigError, Optimizer, Parallel
 from titanlite.model.llama import Llama
 from titanlite.optim.loss import cross_entropy_sum
@@ -27,13 +28,15 @@ TOKENS = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(3))
 
 def build(dp_replicate: int, seed: int) -> tuple[Llama, torch.optim.Optimizer, dict]:
     """A model sharded over all ranks, and its states."""
-    mesh = build_mesh("cpu", dp_replicate=dp_replicate, dp_shard=dist.get_world_size() // dp_replicate)
+    mesh = build_mesh(
+        "cpu", dp_replicate=dp_replicate, dp_shard=dist.get_world_size() // dp_replicate, timeout_seconds=77
+    )
     with torch.device("meta"):
         model = Llama(SMALL, 16)
-    apply_shard(model, list(model.layers.values()), Parallel(), mesh, torch.float32, torch.float32)
+    apply_shard(model, [[block] for block in model.layers.values()], Parallel(), mesh, torch.float32, torch.float32)
     model.to_empty(device="cpu")
     model.init_weights(seed, assign_shard)
-    optimizer = build_optimizer(model, Optimizer(), torch.device("cpu"))
+    optimizer = build_optimizer(model, Optimizer())
     return model, optimizer, {"model": ModelState(model), "optimizer": OptimizerState(model, optimizer)}
 
 
@@ -126,6 +129,39 @@ def test_steps_are_numbers_and_only_complete_ones_count(tmp_path):
         fake_step(tmp_path, 0, name)
     (tmp_path / "step-40000").mkdir()
     assert list_steps(tmp_path) == [200, 9000, 10000]
+
+
+def test_leftovers_are_swept_and_nothing_else(tmp_path):
+    fake_step(tmp_path, 7)
+    for name in ("step-8.tmp", "step-6.deleted", "step-x", "other"):
+        fake_step(tmp_path, 0, name)
+    sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-7", "step-x", "other"}
+
+
+DAMAGES = {
+    "a shard is gone": lambda folder: next(folder.glob("*.distcp")).unlink(),
+    "a shard is cut short": lambda folder: os.truncate(next(folder.glob("*.distcp")), 1000),
+    "the index is empty": lambda folder: (folder / ".metadata").write_bytes(b""),
+    "the index is cut short": lambda folder: os.truncate(folder / ".metadata", 500),
+    "the shape is gone": lambda folder: (folder / "model.json").unlink(),
+    "the shape is another": lambda folder: (folder / "model.json").write_text('{"dim": 3}'),
+    "the tokenizer is gone": lambda folder: (folder / "tokenizer.model").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_one_error_that_names_it(pool, arguments, tmp_path, damage):
+    from runs import train_run
+
+    assert pool.run(1, train_run, [*arguments, "--training.steps=1"]) == [0]
+    folder = find_step_folder(tmp_path / "debug")
+    damage(folder)
+    with pytest.raises(ConfigError, match="step-1"):
+        load_model(folder, torch.device("cpu"), read_tokenizer(folder).size)
+    if (folder / "tokenizer.model").exists():
+        with pytest.raises(AssertionError, match=r"ConfigError: .*step-1"):
+            pool.run(2, train_run, [*arguments, "--training.steps=2"])
 
 
 def test_a_path_means_a_step_or_the_newest_of_a_run(tmp_path):

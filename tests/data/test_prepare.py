@@ -119,6 +119,8 @@ def test_default_corpus_is_the_standard_library():
     [
         (lambda p: None, "no such file or folder"),
         (lambda p: p.mkdir(), "no file in it matches"),
+        (lambda p: p.write_text(""), "the file is empty"),
+        (lambda p: p.symlink_to(p), "data.path = "),
         (lambda p: p.write_bytes(b"abc\xff\xfe" * 50), "text: not UTF-8 text"),
         (lambda p: p.write_bytes(b"abc\0" * 50), "holds a NUL byte"),
     ],
@@ -127,6 +129,20 @@ def test_bad_sources_are_named(tmp_path, make, expected):
     make(tmp_path / "text")
     with pytest.raises(ConfigError, match=expected):
         prepare(Data(path=str(tmp_path / "text"), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+
+
+@pytest.mark.parametrize("pattern", ["", "/abs/*"])
+def test_bad_patterns_are_named(tmp_path, pattern):
+    with pytest.raises(ConfigError, match=r"data\.pattern = "):
+        prepare(Data(path=str(tmp_path), pattern=pattern, cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+
+
+def test_a_name_that_is_no_utf8_is_no_obstacle(tmp_path):
+    source = tmp_path / "src"
+    source.mkdir()
+    (source / "\udcff.txt").write_text("x = 1\n" * 100)
+    folder = prepare(Data(path=str(source), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+    assert text_of(folder, "train").startswith("<|begin_of_text|>x = 1\n")
 
 
 def test_damaged_shards_are_named(tmp_path):

@@ -8,6 +8,8 @@ LAYOUTS = [
     (4, []),
     (4, ["--parallel.dp_replicate=2"]),
     (4, ["--parallel.dp_replicate=4", "--parallel.dp_shard=1"]),
+    (4, ["--parallel.dp_replicate=2", "--training.local_batch_size=1"]),
+    (4, ["--parallel.dp_replicate=2", "--training.local_batch_size=1", "--parallel.reduce_every_microbatch=false"]),
     (2, ["--parallel.reshard_after_forward=never", "--training.local_batch_size=1"]),
     (2, ["--parallel.reshard_after_forward=always", "--parallel.reduce_every_microbatch=false"]),
     (2, ["--recompute.mode=full", "--recompute.every=2"]),

@@ -32,21 +32,21 @@ def test_resume_on_another_number_of_processes(pool, arguments, tmp_path, before
 
 
 def samples_of_a_run(arguments: list[str], stop_after: int) -> tuple[list[int], list[int]]:
-    """The windows this rank reads in training steps, and the exit code in a list."""
-    from titanlite.data import stream
+    """The numbers of the samples this rank trains on, and the exit code in a list."""
+    from titanlite.data.stream import TrainStream
 
     seen: list[int] = []
-    original = stream.permute
+    original = TrainStream.window_of
 
-    def permute(index, size, key):
-        seen.append(index)
-        return original(index, size, key)
+    def window_of(stream, sample):
+        seen.append(sample)
+        return original(stream, sample)
 
-    stream.permute = permute
+    TrainStream.window_of = window_of
     try:
         return seen, [train_until(stop_after, arguments)]
     finally:
-        stream.permute = original
+        TrainStream.window_of = original
 
 
 def test_no_sample_is_repeated_or_skipped(pool, arguments, tmp_path):
@@ -95,7 +95,7 @@ def test_config_that_contradicts_the_checkpoint_names_the_keys(pool, arguments, 
     assert "steps" not in str(caught.value).split("ConfigError:")[1]
     other = tmp_path / "other.txt"
     other.write_text("x = 1\n" * 20_000)
-    with pytest.raises(AssertionError, match=r"the data .* was numbers .* and is other"):
+    with pytest.raises(AssertionError, match=r"the data .* was numbers, .* and is other"):
         pool.run(1, train_run, [*arguments, f"--data.path={other}"])
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from model_builder import small_model
 
-from titanlite.model.generate import generate, sample_token
+from titanlite.model.generate import KVCache, generate, sample_token
 
 
 def options(**changes):
@@ -59,3 +59,15 @@ def test_top_k_and_temperature():
     assert two[0] == two[2] == 0
     torch.testing.assert_close(two[[1, 3]], torch.tensor([3.0, 2.0]).softmax(0), atol=0.04, rtol=0)
     torch.testing.assert_close(share(temperature=2.0, top_k=0), (logits / 2).softmax(0), atol=0.04, rtol=0)
+
+
+def test_a_tiny_temperature_takes_the_likeliest():
+    logits = torch.tensor([0.0, 3.0, 1.0])
+    assert sample_token(logits, 1e-45, 0, torch.Generator().manual_seed(0)) == 1
+
+
+def test_the_cache_refuses_what_attention_has_no_mask_for():
+    cache = KVCache(8)
+    cache.append(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
+    with pytest.raises(ValueError, match="one position at a time"):
+        cache.append(torch.zeros(1, 2, 2, 4), torch.zeros(1, 2, 2, 4))

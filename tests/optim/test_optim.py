@@ -115,9 +115,9 @@ def test_norm_of_many_numbers_is_exact():
 
 def test_what_decays():
     model = small_model()
-    everything = build_optimizer(model, Optimizer(), torch.device("cpu"))
+    everything = build_optimizer(model, Optimizer())
     assert [len(group["params"]) for group in everything.param_groups] == [30]
-    decayed, spared = build_optimizer(model, Optimizer(decayed="linear"), torch.device("cpu")).param_groups
+    decayed, spared = build_optimizer(model, Optimizer(decayed="linear")).param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
     names = {id(p): name for name, p in model.named_parameters()}
     assert {names[id(p)].split(".")[-2] for p in spared["params"]} == {
@@ -133,7 +133,7 @@ def test_what_decays():
 def test_implementations_give_the_same_step(implementation):
     def stepped(name: str) -> list[torch.Tensor]:
         model = small_model()
-        optimizer = build_optimizer(model, Optimizer(lr=0.1, implementation=name), torch.device("cpu"))
+        optimizer = build_optimizer(model, Optimizer(lr=0.1, implementation=name))
         for parameter in model.parameters():
             parameter.grad = torch.sin(parameter.detach() * 100) + 0.1
         optimizer.step()
@@ -144,5 +144,5 @@ def test_implementations_give_the_same_step(implementation):
 
 
 def test_auto_is_fused():
-    optimizer = build_optimizer(small_model(), Optimizer(), torch.device("cpu"))
+    optimizer = build_optimizer(small_model(), Optimizer())
     assert optimizer.param_groups[0]["fused"] is True

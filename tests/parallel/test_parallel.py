@@ -13,7 +13,7 @@ from titanlite.config import Compile, Parallel, Recompute
 from titanlite.model.llama import Llama
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.mesh import build_mesh, data_rank, sum_over_data
+from titanlite.parallel.mesh import AXES, build_mesh, data_rank, sum_over_data
 from titanlite.parallel.recompute import apply_recompute
 from titanlite.parallel.shard import apply_shard, assign_shard, reduce_gradients_when
 
@@ -112,10 +112,12 @@ def test_compiled_blocks_give_the_same_gradients_and_compile_once(mode):
 
 def sharded(parallel: dict, dtype=torch.float32) -> Llama:
     """A small model sharded over all ranks."""
-    mesh = build_mesh("cpu", dp_replicate=parallel.pop("dp_replicate", 1), dp_shard=parallel.pop("dp_shard"))
+    mesh = build_mesh(
+        "cpu", dp_replicate=parallel.pop("dp_replicate", 1), dp_shard=parallel.pop("dp_shard"), timeout_seconds=77
+    )
     with torch.device("meta"):
         model = Llama(SMALL, 16)
-    apply_shard(model, list(model.layers.values()), Parallel(**parallel), mesh, dtype, torch.float32)
+    apply_shard(model, [[block] for block in model.layers.values()], Parallel(**parallel), mesh, dtype, torch.float32)
     model.to_empty(device="cpu")
     model.init_weights(0, assign_shard)
     return model
@@ -167,7 +169,10 @@ def test_bf16_compute_leaves_the_rope_table_in_fp32(pool):
 
 
 def mesh_facts(dp_replicate: int, dp_shard: int) -> tuple:
-    mesh = build_mesh("cpu", dp_replicate=dp_replicate, dp_shard=dp_shard)
+    mesh = build_mesh("cpu", dp_replicate=dp_replicate, dp_shard=dp_shard, timeout_seconds=77)
+    groups = [mesh.get_group(axis) for axis in AXES]
+    timeouts = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+    assert timeouts == {77}
     return mesh.mesh_dim_names, data_rank(mesh), int(sum_over_data(torch.tensor(10 ** dist.get_rank()), mesh))
 
 

@@ -1,7 +1,7 @@
 """A checkpoint -> a model in one process, without a process group.
 
 What it is: what `titanlite generate` and other tools start from. The step folder is complete on its own: it holds
-the resolved config and the tokenizer beside the weights.
+the model's shape, the resolved config and the tokenizer beside the weights.
 What it costs: the parameters in fp32 once; each is read straight into its place.
 """
 
@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from titanlite.checkpoint.storage import read_step
+from titanlite.config import ConfigError
 from titanlite.configure import load_config
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.model.flavors import resolve_flavor
+from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 
 
@@ -23,12 +24,24 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(folder / "tokenizer.model")
 
 
-def load_model(folder: Path, device: torch.device, seq_len: int = 0) -> Llama:
-    """The model of a step folder, for sequences of up to `seq_len` tokens (0: as trained)."""
-    config = load_config([str(folder / "config.toml")])
-    llama = resolve_flavor(config.model, read_tokenizer(folder).size)
+def read_model_config(folder: Path) -> LlamaConfig:
+    """The model's shape. Raises ConfigError where `model.json` is absent or damaged."""
+    path = folder / "model.json"
+    try:
+        return LlamaConfig.from_json(path.read_text())
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path}: {error}; the checkpoint is not whole") from None
+
+
+def trained_length(folder: Path) -> int:
+    """The sequence length the model was trained on."""
+    return load_config([str(folder / "config.toml")]).training.seq_len
+
+
+def load_model(folder: Path, device: torch.device, seq_len: int) -> Llama:
+    """The model of a step folder, for sequences of up to `seq_len` tokens."""
     with torch.device("meta"):
-        model = Llama(llama, seq_len or config.training.seq_len)
+        model = Llama(read_model_config(folder), seq_len)
     model.to_empty(device=device)
     model.reset_rope()
     read_step(folder, {"model": model.state_dict()})

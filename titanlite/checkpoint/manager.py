@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titanlite.checkpoint.storage import delete_step, list_steps, read_step, size_gb, step_folder, write_step
+from titanlite.checkpoint.storage import delete_step, list_steps, read_step, size_gb, step_folder, sweep, write_step
 from titanlite.config import Checkpoint, ConfigError
 
 if sys.version_info >= (3, 11):
@@ -31,12 +31,12 @@ class Checkpointer:
     """Saves and loads `states`, a name -> Stateful mapping, in `<run folder>/checkpoints`."""
 
     def __init__(self, config: Checkpoint, folder: Path, states: dict[str, Any], extra_files: dict[str, bytes]) -> None:
-        """`extra_files` (name -> content) go into each checkpoint; `config.toml` and `data.json` must be among them."""
+        """`extra_files` (name -> content) go into each checkpoint, config.toml, model.json and data.json among them."""
         self.config, self.folder, self.states, self.extra_files = config, folder / "checkpoints", states, extra_files
         self.newest = 0
 
-    def load(self) -> Path | None:
-        """Goes on from the newest checkpoint and returns its folder, or None where there is none.
+    def load(self) -> None:
+        """Goes on from the newest checkpoint, if there is one.
 
         Raises ConfigError where the folder is used and must not be, or holds another run.
         """
@@ -45,12 +45,14 @@ class Checkpointer:
             raise ConfigError(
                 f"checkpoint.load = never, but {used[0]} exists; choose another run.name or delete the run's folder"
             )
+        if dist.get_rank() == 0:
+            sweep(self.folder)
         newest = [max(list_steps(self.folder), default=0)]
         dist.broadcast_object_list(newest)  # on a network file system not all processes see a new folder at once
         self.newest = newest[0]
         if not self.newest:
             logger.info("no checkpoint in %s: starting with new weights", self.folder)
-            return None
+            return
         path = step_folder(self.folder, self.newest)
         if problems := _contradictions(path, self.extra_files):
             raise ConfigError([f"{path} was written by another run: {problem}" for problem in problems])
@@ -60,7 +62,6 @@ class Checkpointer:
         for name, part in self.states.items():
             part.load_state_dict(state[name])
         logger.info("resumed from %s in %.1f s", path, time.monotonic() - started)
-        return path
 
     def due(self, step: int, last: bool) -> bool:
         """Whether `maybe_save` would save after this step."""
@@ -79,26 +80,26 @@ class Checkpointer:
             steps = list_steps(self.folder)
             for old in steps[: -self.config.keep] if self.config.keep else []:
                 delete_step(self.folder, old)
+        dist.barrier()  # who goes on may end the run, and with it the process that is still deleting
 
 
 def _contradictions(path: Path, current: dict[str, bytes]) -> list[str]:
-    """Keys that may not change within a run: the model's shape, the data and the order it is read in."""
+    """What may not change within a run: the model's shape, the data and the order it is read in."""
     try:
-        saved = tomllib.loads((path / "config.toml").read_text())
-        saved_data = json.loads((path / "data.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}; the checkpoint is not whole") from None
-    now = tomllib.loads(current["config.toml"].decode())
-    data = json.loads(current["data.json"])
-    keys = [("model", key) for key in now["model"]] + [("training", "seq_len"), ("run", "seed")]
-    problems = [
-        f"{section}.{key} was {saved.get(section, {}).get(key)!r} and is {now[section][key]!r}"
-        for section, key in keys
-        if saved.get(section, {}).get(key) != now[section][key]
-    ]
-    if saved_data["fingerprint"] != data["fingerprint"]:
-        was, found = (
-            f"{d['name']} ({d['bytes']} bytes, tokenizer {d['tokenizer']['sha256'][:8]})" for d in (saved_data, data)
-        )
-        problems.append(f"the data (data.path, data.pattern, data.tokenizer) was {was} and is {found}")
-    return problems
+        saved = {name: (path / name).read_bytes().decode() for name in ("config.toml", "model.json", "data.json")}
+        was = _identity(saved)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path}: {error!r}; the checkpoint is not whole") from None
+    now = _identity({name: current[name].decode() for name in saved})
+    return [f"{key} was {was.get(key)} and is {now[key]}" for key in now if was.get(key) != now[key]]
+
+
+def _identity(files: dict[str, str]) -> dict[str, Any]:
+    """Key -> value of what makes a run that run."""
+    config, data = tomllib.loads(files["config.toml"]), json.loads(files["data.json"])
+    identity = {f"model.{name}": value for name, value in json.loads(files["model.json"]).items()}
+    identity["training.seq_len"] = config["training"]["seq_len"]
+    identity["run.seed"] = config["run"]["seed"]
+    text = f"{data['name']}, {data['bytes']} bytes, fingerprint {data['fingerprint'][:8]}"
+    identity["the data (data.path, data.pattern, data.tokenizer, the Python version)"] = text
+    return identity

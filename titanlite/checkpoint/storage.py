@@ -1,8 +1,8 @@
 """Where checkpoints lie on disk and how one becomes visible.
 
 What it is: `checkpoints/step-N/` holds one DCP file per process, DCP's `.metadata` index, and the small files that
-make the folder complete on its own (resolved config, tokenizer, data manifest). It is written as `step-N.tmp` and
-renamed when every process has written its part, so a folder with a step's name is a complete one.
+make the folder complete on its own (resolved config, model shape, tokenizer, data manifest). It is written as
+`step-N.tmp` and renamed when every process has written its part, so a folder with a step's name is a complete one.
 What it costs: each process writes its own shards once, fp32: 12 bytes per parameter with the optimizer, over all.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.config import ConfigError
 
@@ -36,11 +37,12 @@ def list_steps(folder: Path) -> list[int]:
 
 def find_step_folder(path: Path) -> Path:
     """The checkpoint a user's path means: a step folder, or the newest of a run. Raises ConfigError if none."""
-    if (path / ".metadata").is_file():
-        return path
-    for folder in (path / "checkpoints", path):
-        if steps := list_steps(folder):
-            return step_folder(folder, steps[-1])
+    with contextlib.suppress(OSError):  # a name too long, say
+        if (path / ".metadata").is_file():
+            return path
+        for folder in (path / "checkpoints", path):
+            if steps := list_steps(folder):
+                return step_folder(folder, steps[-1])
     raise ConfigError(
         f"{path}: no checkpoint; expected a run's folder (outputs/<run>) or a step's (checkpoints/step-N)"
     )
@@ -73,9 +75,19 @@ def write_step(folder: Path, step: int, state: dict[str, Any], extra_files: dict
 
 
 def read_step(path: Path, state: dict[str, Any]) -> None:
-    """Fills `state` in place, whatever layout wrote it: all processes together, or one without a process group."""
-    with _alone() as alone:
-        dcp.load(state, storage_reader=FileSystemReader(path), no_dist=alone)
+    """Fills `state` in place, whatever layout wrote it: all processes together, or one without a process group.
+
+    Raises ConfigError where the folder is damaged or holds another model.
+    """
+    try:
+        with _alone() as alone:
+            dcp.load(state, storage_reader=FileSystemReader(path), no_dist=alone)
+    except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
+        reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+        raise ConfigError(
+            f"{path}: cannot be read ({reason.strip()}); it is damaged or another model's. "
+            "Move it away, and the checkpoint before it is used"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -88,6 +100,12 @@ def _alone() -> Iterator[bool]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def sweep(folder: Path) -> None:
+    """Removes what an interrupted save or deletion has left behind. One process calls it, while no other writes."""
+    for path in (*folder.glob("step-*.tmp"), *folder.glob("step-*.deleted")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def delete_step(folder: Path, step: int) -> None:

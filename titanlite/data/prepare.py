@@ -38,10 +38,11 @@ NO_CORPUS = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-pac
 def prepare(section: DataSection, tokenizer: Tokenizer, say: Callable[[str], None] = print) -> Path:
     """The folder of prepared data for a config, made now if it is not there yet.
 
-    Raises ConfigError for text that is missing, empty or not UTF-8, naming the file.
+    Raises ConfigError for text that is missing, empty or not UTF-8, naming it.
     """
     name, root, files = find_text(section)
-    cache = Path(section.cache or os.environ.get("TITANLITE_CACHE") or "~/.cache/titanlite").expanduser()
+    given = section.cache or os.environ.get("TITANLITE_CACHE")
+    cache = Path(given) if given else Path.home() / ".cache/titanlite"
     stats = [(str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     identity = json.dumps([FORMAT, str(root), tokenizer.sha256, stats])
     folder = cache / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
@@ -72,17 +73,33 @@ def find_text(section: DataSection) -> tuple[str, Path, list[Path]]:
                 ".py files (a stripped or frozen interpreter); name a text of your own with data.path"
             )
         return "stdlib", root, sorted(files)
-    path = Path(section.path).expanduser().resolve()
-    name = re.sub(r"[^\w.-]", "_", path.stem) or "text"
-    if path.is_file():
-        return name, path.parent, [path]
-    if not path.is_dir():
-        raise ConfigError(f"data.path = {section.path!r}: no such file or folder")
-    files = [p for p in path.glob(section.pattern) if p.is_file()]
+    try:
+        path = Path(section.path).resolve()
+        if path.is_file():
+            if not path.stat().st_size:
+                raise ConfigError(f"data.path = {section.path!r}: the file is empty")
+            return _set_name(path), path.parent, [path]
+        if not path.is_dir():
+            raise ConfigError(f"data.path = {section.path!r}: no such file or folder")
+    except (OSError, RuntimeError) as error:  # a name too long, a link to itself
+        raise ConfigError(f"data.path = {section.path!r}: {error}") from None
+    try:
+        files = [p for p in path.glob(section.pattern) if p.is_file()]
+    except (ValueError, IndexError, NotImplementedError) as error:
+        raise ConfigError(
+            f"data.pattern = {section.pattern!r}: {error}; expected a glob pattern such as **/*.txt"
+        ) from None
     files = [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
     if not files:
         raise ConfigError(f"data.path = {section.path!r}: no file in it matches data.pattern = {section.pattern!r}")
-    return name, path, sorted(files)
+    if not any(p.stat().st_size for p in files):
+        raise ConfigError(f"data.path = {section.path!r}: its {len(files)} files are empty")
+    return _set_name(path), path, sorted(files)
+
+
+def _set_name(path: Path) -> str:
+    """What a set of text is called in metrics and in the cache."""
+    return re.sub(r"[^\w.-]", "_", path.stem) or "text"
 
 
 def _prepare(
@@ -98,11 +115,11 @@ def _prepare(
     dtype = token_dtype(tokenizer.size)
     writers = {split: ShardWriter(temporary, split, dtype) for split in ("train", "validation")}
     digest = hashlib.sha256(tokenizer.sha256.encode())
-    progress = Progress(total, say)
+    progress = ProgressLine(total, say)
     for path, split, begin, end in _parts(root, files):
         writer = writers[split]
         writer.write([tokenizer.bos])
-        digest.update(f"{path.relative_to(root)} {split} {end - begin}\n".encode())
+        digest.update(f"{path.relative_to(root)} {split} {end - begin}\n".encode("utf-8", "surrogateescape"))
         for block in _read(path, begin, end):
             digest.update(block)
             writer.write(tokenizer.encode(_decode(block, path)))
@@ -141,7 +158,9 @@ def read_texts(files: list[Path]) -> Iterator[str]:
 
 def _parts(root: Path, files: list[Path]) -> Iterator[tuple[Path, str, int, int]]:
     """(file, split, first byte, end byte) of each document."""
-    hashes = [hashlib.sha256(path.relative_to(root).as_posix().encode()).digest() for path in files]
+    hashes = [
+        hashlib.sha256(path.relative_to(root).as_posix().encode("utf-8", "surrogateescape")).digest() for path in files
+    ]
     held_out = {path for path, h in zip(files, hashes, strict=True) if int.from_bytes(h, "big") % HOLDOUT == 0}
     whole_files = bool(held_out) and len(held_out) < len(files)
     for path in files:
@@ -197,7 +216,7 @@ def _decode(block: bytes, path: Path) -> str:
     return text
 
 
-class Progress:
+class ProgressLine:
     """A line that counts up: redrawn on a terminal, every quarter elsewhere."""
 
     def __init__(self, total: int, say: Callable[[str], None]) -> None:

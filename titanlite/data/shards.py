@@ -1,8 +1,8 @@
 """Token ids on disk: flat binary files that are memory-mapped, described by a manifest.
 
-What it is: each split (train, validation) is a row of shard files of little-endian uint16 (uint32 from 65,536 ids
-on), all documents end to end, each between bos and eos. `manifest.json` lists them with sizes and hashes, and what
-they were made from.
+What it is: each split (train, validation) is a row of shard files of little-endian uint16 (uint32 beyond 65,536 ids),
+all documents end to end, each between bos and eos. `manifest.json` lists them with sizes and hashes, and what they
+were made from.
 What it costs: 2 bytes per token on disk; reading touches only the pages a sample lies in, and processes of one node
 share them in the page cache.
 """

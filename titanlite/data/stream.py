@@ -69,9 +69,11 @@ class Windows:
         self.tokens, self.seq_len = tokens, seq_len
         self.count = (len(tokens) - 1) // seq_len
         if self.count < 1:
+            remedies = [f"up to {len(tokens) - 1}"] * (len(tokens) > 2) + ["more text in data.path"]
+            remedies += ["validation.freq = 0"] * (what == "validation")
             raise ConfigError(
                 f"training.seq_len = {seq_len}: the {what} text has only {len(tokens)} tokens; "
-                f"allowed: up to {max(0, len(tokens) - 1)}, or more text in data.path"
+                f"allowed: {', or '.join(remedies)}"
             )
 
     def batch(self, indices: list[int | None]) -> Batch:
@@ -120,8 +122,12 @@ class TrainStream:
 
 
 def validation_batches(windows: Windows, samples: int, batch_size: int, rank: int, world: int) -> Iterator[Batch]:
-    """This rank's share of the first `samples` windows (0: all). Every rank gets the same number of batches."""
+    """This rank's share of the first `samples` windows (0: all) in an order that is mixed and always the same.
+
+    Every rank gets the same number of batches.
+    """
     count = min(samples or windows.count, windows.count)
     for start in range(0, count, batch_size * world):
         first = start + rank * batch_size
-        yield windows.batch([i if i < count else None for i in range(first, first + batch_size)])
+        indices = range(first, first + batch_size)
+        yield windows.batch([permute(i, windows.count, 0) if i < count else None for i in indices])

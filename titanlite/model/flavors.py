@@ -6,7 +6,8 @@ Reference: Llama 3 herd of models (arXiv 2407.21783), Llama 3.2 model cards.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
 
 from titanlite.config import ConfigError
 from titanlite.config import Model as ModelSection
@@ -49,6 +50,16 @@ class LlamaConfig:
         block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
         embeddings = self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
         return embeddings + self.num_layers * block + self.dim
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> LlamaConfig:
+        """What `to_json` wrote. Raises ValueError, TypeError or KeyError for anything else."""
+        fields = json.loads(text)
+        scaling = fields.pop("rope_scaling")
+        return cls(**fields, rope_scaling=RopeScaling(**scaling) if scaling else None)
 
 
 FLAVORS: dict[str, LlamaConfig] = {

@@ -7,7 +7,7 @@ What it costs: the prompt once, then 2 FLOPs per parameter and token; the cache 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class KVCache:
         """Stores new positions (B, K, S, Dh) and returns all so far. Dtype and device are those of the first."""
         if self.filled == 0:
             self.keys, self.values = (t.new_empty(*t.shape[:2], self.length, t.shape[3]) for t in (k, v))
+        elif k.shape[2] > 1:
+            raise ValueError("after the first call one position at a time: attention has no mask for more")
         end = self.filled + k.shape[2]
         self.keys[:, :, self.filled : end], self.values[:, :, self.filled : end] = k, v
         self.filled = end
@@ -39,17 +41,26 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torc
         return int(logits.argmax())
     if 0 < top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+    scaled = (logits - logits.max()) / temperature  # the largest is 0, however small the temperature
+    return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
 
 
 @torch.no_grad()
 def generate(
-    model: Llama, prompt: list[int], max_new_tokens: int, *, stop: int, temperature: float, top_k: int, seed: int
+    model: Llama,
+    prompt: list[int],
+    max_new_tokens: int,
+    *,
+    stop: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    agree: Callable[[int], int] = int,
 ) -> Iterator[int]:
     """Yields new token ids until `stop` (not yielded) or `max_new_tokens`.
 
     The prompt has at least one id, and prompt + new tokens fit the model's `seq_len`. Where the model is sharded,
-    every process calls this with the same arguments and yields the same tokens.
+    every process calls this with the same arguments, and `agree` gives them all the same token.
     """
     total = len(prompt) + max_new_tokens
     if not prompt or total > model.seq_len:
@@ -63,7 +74,7 @@ def generate(
     for _ in range(max_new_tokens):
         logits = model(torch.tensor([new], device=device), caches, start)
         start += len(new)
-        token = sample_token(logits[0, -1], temperature, top_k, generator)
+        token = agree(sample_token(logits[0, -1], temperature, top_k, generator))
         if token == stop:
             return
         yield token

@@ -170,20 +170,20 @@ class Llama(nn.Module):
     def _draw(self, name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
         """One parameter's initial value (torchtitan's rules; its 0.02, not Llama's unpublished ones).
 
-        Projections back into the residual stream shrink with depth. A tied embedding is drawn as the output layer
-        it also is: with std 1 the first logits would have std sqrt(D), and the first loss far above ln(V).
+        Projections back into the residual stream shrink with depth. A tied embedding has std 0.02, as in Llama 3.2's
+        configuration: with std 1 the first logits would have std sqrt(D), and the first loss lie far above ln(V).
         """
         if name.endswith("norm.weight"):
             return weight.fill_(1.0)
-        is_output = name == "output.weight" or (name == "tok_embeddings.weight" and self.output is None)
-        if is_output:
-            std = self.config.dim**-0.5 if self.output is not None else 0.02
-            cut = 3 * std
-        elif name == "tok_embeddings.weight":
+        if name == "tok_embeddings.weight" and self.output is not None:
             return weight.normal_(generator=generator)
-        else:
-            layer = re.match(r"layers\.(\d+)\.(.+)", name)
-            assert layer is not None, name
-            residual = layer[2] in ("attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight")
-            std, cut = (0.02 / math.sqrt(2 * (int(layer[1]) + 1)) if residual else 0.02), 2.0
-        return truncated_normal(weight, std, cut, generator)
+        if name == "tok_embeddings.weight":
+            return truncated_normal(weight, 0.02, 0.06, generator)
+        if name == "output.weight":
+            std = self.config.dim**-0.5
+            return truncated_normal(weight, std, 3 * std, generator)
+        layer = re.match(r"layers\.(\d+)\.(.+)", name)
+        assert layer is not None, name
+        residual = layer[2] in ("attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight")
+        std = 0.02 / math.sqrt(2 * (int(layer[1]) + 1)) if residual else 0.02
+        return truncated_normal(weight, std, 2.0, generator)

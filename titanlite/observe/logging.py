@@ -17,6 +17,7 @@ def setup_logging(rank: int) -> None:
     """Sends messages to the console. LOG_RANK is a comma-separated list of ranks."""
     shown = {word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")}
     prefix = "" if rank == 0 else f"[rank {rank}] "
+    logging.raiseExceptions = False  # a closed console (`| head`) is no reason for a stack trace per line
     logger.handlers.clear()
     logger.propagate = False
     logger.setLevel(logging.INFO)

@@ -79,21 +79,27 @@ class Metrics:
 
     def start(self) -> None:
         """Starts the clock of the first step."""
-        self._since, self._steps, self._paused = time.monotonic(), 0, 0.0
+        self._last = time.monotonic()
+        self._steps, self._since = 0, self.progress.seconds
+
+    def _tick(self) -> None:
+        """Counts the time since the last call as time of training."""
+        now = time.monotonic()
+        self.progress.seconds, self._last = self.progress.seconds + now - self._last, now
 
     def step(self, loss: Tensor, grad_norm: Tensor, lr: float, epochs: float, last: bool) -> None:
         """Counts a step; on every `log_freq`-th, the first and the last it reads the device, and writes."""
         progress = self.progress
+        self._tick()
         progress.tokens += self.tokens_per_step
         self._steps += 1
         if not (progress.step % self.config.log_freq == 0 or progress.step == 1 or last):
             return
         self.require_finite(grad_norm)
         values = torch.stack([self.global_sum(loss).float(), grad_norm.float()]).tolist()  # waits for the device
-        now = time.monotonic()
-        elapsed, steps = now - self._since - self._paused, self._steps
+        self._tick()
+        elapsed, steps = progress.seconds - self._since, self._steps
         self.start()
-        progress.seconds += elapsed
         per_second = steps * self.tokens_per_step / elapsed
         tps = per_second / self.num_devices
         tflops = tps * self.flops_per_token / 1e12
@@ -139,9 +145,9 @@ class Metrics:
         """Time in here is no training (validation, saving): it does not count in the speed of the steps."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        started = time.monotonic()
+        self._tick()
         yield
-        self._paused += time.monotonic() - started
+        self._last = time.monotonic()
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends one JSON object; floats keep every digit, so two runs can be compared bit by bit."""

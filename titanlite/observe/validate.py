@@ -25,7 +25,7 @@ class Validator:
     def __init__(
         self,
         config: Validation,
-        windows: Windows,
+        windows: Windows | None,
         name: str,
         token_bytes: list[int],
         metrics: Metrics,
@@ -35,7 +35,8 @@ class Validator:
         rank: int,
         world: int,
     ) -> None:
-        """`token_bytes`: the length of each id's text; `evaluate`: the summed loss of tokens and labels (B, S)."""
+        """`windows` may be absent where validation is never due; `token_bytes` is the length of each id's text;
+        `evaluate` gives the summed loss of tokens and labels (B, S)."""
         self.config, self.windows, self.name, self.metrics, self.evaluate = config, windows, name, metrics, evaluate
         self.batch_size, self.rank, self.world = batch_size, rank, world
         self.token_bytes = torch.tensor(token_bytes)
@@ -43,16 +44,19 @@ class Validator:
     def due(self, step: int, last: bool) -> bool:
         return self.config.freq > 0 and (last or step % self.config.freq == 0)
 
-    def maybe_run(self, step: int, last: bool) -> None:
-        """All processes call it together."""
+    def maybe_run(self, step: int, last: bool, stop: Callable[[], bool]) -> None:
+        """All processes call it together. Given up without a result once `stop` says so to all of them."""
         if not self.due(step, last):
             return
+        assert self.windows is not None
         device = self.metrics.device
         loss = torch.zeros((), dtype=torch.float64, device=device)
         counts = torch.zeros(2, dtype=torch.int64)  # targets, and bytes of text they stand for
         for tokens, labels in validation_batches(
             self.windows, self.config.samples, self.batch_size, self.rank, self.world
         ):
+            if stop():
+                return
             targets = labels[labels != IGNORED]
             counts += torch.stack([torch.tensor(len(targets)), self.token_bytes[targets].sum()])
             loss += self.evaluate(to_device(tokens, device), to_device(labels, device))

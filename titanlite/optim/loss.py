@@ -4,7 +4,7 @@ What it is: the *sum* of the loss over the local targets. The caller divides by 
 the whole optimizer step (all microbatches, all data-parallel ranks), and gradients are summed over processes.
 Why it is here: a mean of means weights the tokens of a short rank or microbatch more than others; a sum over a
 count is the same number however the batch is cut.
-What it costs: the logits in fp32, B * S * V * 4 bytes, and as much again for their gradient.
+What it costs: at its peak three times B * S * V * 4 bytes: the logits in fp32, their log-softmax and the gradient.
 """
 
 from __future__ import annotations

@@ -8,18 +8,25 @@ pp, cp and tp are not furnished yet; their size is always 1.
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
 
 
-def build_mesh(device_type: str, *, dp_replicate: int, dp_shard: int) -> DeviceMesh:
+def build_mesh(device_type: str, *, dp_replicate: int, dp_shard: int, timeout_seconds: int) -> DeviceMesh:
     """The mesh of all processes; the product of the degrees is the world size."""
-    return init_device_mesh(device_type, (1, dp_replicate, dp_shard, 1, 1), mesh_dim_names=AXES)
+    mesh = init_device_mesh(device_type, (1, dp_replicate, dp_shard, 1, 1), mesh_dim_names=AXES)
+    for axis in AXES:
+        # A mesh gives its groups torch's default time-out, and no public way to another (torch 2.11 to 2.13).
+        _set_pg_timeout(timedelta(seconds=timeout_seconds), mesh.get_group(axis))
+    return mesh
 
 
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:

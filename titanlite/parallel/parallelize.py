@@ -6,6 +6,8 @@ the compiler then sees both as one graph, and sharding's hooks stay outside of i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,13 +26,15 @@ def compute_dtypes(config: Config, device_type: str) -> tuple[torch.dtype, torch
     return getattr(torch, name), getattr(torch, config.training.reduce_dtype)
 
 
-def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
-    """Recompute -> compile -> shard, block by block. The model is on the meta device; its blocks are `model.layers`."""
-    layers = model.layers
-    assert isinstance(layers, nn.ModuleDict)
-    blocks = list(layers.values())
+def parallelize(model: Any, config: Config, mesh: DeviceMesh) -> None:
+    """Recompute -> compile -> shard. The model is a Llama on the meta device, known by its modules' names."""
+    assert isinstance(model.layers, nn.ModuleDict)
+    blocks = list(model.layers.values())
     for index, block in enumerate(blocks):
         apply_recompute(block, config.recompute, index)
         apply_compile(block, config.compile)
+    units = [[block] for block in blocks]
+    if model.output is not None:  # a tied embedding is used at both ends: it stays with the model
+        units = [[model.tok_embeddings], *units, [model.norm, model.output]]
     compute, reduce = compute_dtypes(config, mesh.device_type)
-    apply_shard(model, blocks, config.parallel, mesh, compute, reduce)
+    apply_shard(model, units, config.parallel, mesh, compute, reduce)

@@ -3,8 +3,8 @@
 What it is: `torch.utils.checkpoint` around a block's forward. `full` keeps only the block's input (arXiv
 1604.06174); `selective` also keeps attention's output and every second matmul, the results that cost most to
 compute per byte (after arXiv 2205.05198).
-What it costs, per block: `none` keeps about 34 * B * S * D bytes in bf16 and computes nothing twice; `full` keeps
-2 * B * S * D bytes and adds one forward, a third of the step's compute; `selective` lies between.
+What it costs, per block: `none` keeps every intermediate result and computes nothing twice; `full` keeps 2 * B * S * D
+bytes in bf16 and adds one forward, a third of the step's compute; `selective` lies between.
 """
 
 from __future__ import annotations

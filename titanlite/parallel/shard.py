@@ -1,9 +1,9 @@
 """Fully sharded data parallel (FSDP2; ZeRO-3, arXiv 1910.02054; arXiv 2304.11277).
 
-What it is: `fully_shard` on each block and on the whole model. Every process stores 1/N of each parameter, its
-gradient and its optimizer state (N = dp_shard). Before a block computes, its parameters are all-gathered; after,
-they are freed; in the backward they are gathered again and the gradients are reduce-scattered. With dp_replicate
-> 1 (HSDP) the shards' gradients are also all-reduced over the replicas.
+What it is: `fully_shard` on the embedding, each block, the output, and the model for what is left. Every process
+stores 1/N of each parameter, its gradient and its optimizer state (N = dp_shard). Before a unit computes, its
+parameters are all-gathered; after, they are freed; in the backward they are gathered again and the gradients are
+reduce-scattered. With dp_replicate > 1 (HSDP) the shards' gradients are also all-reduced over the replicas.
 
 What it costs, per process, microbatch and parameter, with b bytes per number of the compute dtype and r of the
 reduce dtype: all-gather b (N-1)/N, twice when resharding after the forward; reduce-scatter r (N-1)/N;
@@ -28,13 +28,13 @@ from titanlite.config import Parallel
 
 def apply_shard(
     model: nn.Module,
-    blocks: list[nn.Module],
+    units: list[list[nn.Module]],
     config: Parallel,
     mesh: DeviceMesh,
     compute: torch.dtype,
     reduce: torch.dtype,
 ) -> None:
-    """Shards each block as a unit, and what is left (embedding, norm, output) with the model itself.
+    """Shards each unit of modules, in the order of the forward, and what is left with the model itself.
 
     Gradients are summed, never averaged: the loss is already divided by the global number of targets.
     """
@@ -46,10 +46,10 @@ def apply_shard(
         "mp_policy": policy,
     }
     mode = config.reshard_after_forward
-    for block in blocks:
-        # The backward begins where the forward ends: by default the last block and what the root holds stay gathered.
-        reshard = mode == "always" or (mode == "default" and block is not blocks[-1])
-        fully_shard(block, reshard_after_forward=reshard, **options)
+    for unit in units:
+        # The backward begins where the forward ends: by default the last unit stays gathered.
+        reshard = mode == "always" or (mode == "default" and unit is not units[-1])
+        fully_shard(unit, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=mode == "always", **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
