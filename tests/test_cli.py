@@ -71,7 +71,7 @@ def test_mistakes_are_one_line_and_exit_code_2(argv, expected, capsys, monkeypat
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--temperature=-1", "--top-k=x", "--max-new-tokens=0", "--device=tpu"])
+@pytest.mark.parametrize("option", ["--temperature=-1", "--top-k=x", "--max-new-tokens=-1", "--device=tpu"])
 def test_bad_options_of_generate(option, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["generate", "x", option])

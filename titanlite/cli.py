@@ -100,8 +100,9 @@ def _generate_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompt", default="def ", help="text to continue")
     parser.add_argument(
         "--max-new-tokens",
-        type=_at_least(int, 1, 10**6),
-        help="stop after so many; default: what the trained length leaves",
+        type=_at_least(int, 0, 10**6),
+        default=0,
+        help="stop after so many; 0: at the trained length",
     )
     parser.add_argument("--temperature", type=_at_least(float, 0), default=0.7, help="0: always the likeliest token")
     parser.add_argument(
