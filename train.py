@@ -63,7 +63,7 @@ def main(config: Config) -> int:
     dp_rank, dp_size = data_rank(mesh)
     global_sum = functools.partial(sum_over_data, mesh=mesh)
     folder = Path(config.run.folder, config.run.name)
-    lock = runtime.claim_folder(folder)
+    _lock = runtime.claim_folder(folder)  # until this function returns
     if rank == 0:
         log_to_file(folder / "log.txt")
 
@@ -184,7 +184,6 @@ def main(config: Config) -> int:
     else:
         logger.info(f"stopped after step {progress.step} of {training.steps}; the same command goes on from here")
     stop.restore()
-    lock.close() if lock else None
     return 0 if finished else EXIT_STOPPED
 
 

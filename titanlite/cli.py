@@ -97,7 +97,7 @@ def _generate_options(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="a run's folder (its newest checkpoint) or a step's folder")
-    parser.add_argument("--prompt", default="def ", help="text to continue")
+    parser.add_argument("--prompt", default="def", help="text to continue")
     parser.add_argument(
         "--max-new-tokens",
         type=_at_least(int, 0, 10**6),

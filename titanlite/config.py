@@ -40,7 +40,7 @@ class Run:
     seed: int = key(42, "seed of the initial weights and of the order of the data", min=0, max=2**63 - 1)
     device: str = key("auto", "where to compute; auto: CUDA if there is any", choices=("auto", "cpu", "cuda"))
     sample_tokens: int = key(0, "tokens of sample text to print when training ends; 0: none", min=0)
-    sample_prompt: str = key("def ", "text the sample at the end continues")
+    sample_prompt: str = key("def", "text the sample at the end continues")
 
 
 @dataclass(frozen=True)
