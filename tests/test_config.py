@@ -136,7 +136,8 @@ def test_files_are_kept_as_absolute_paths(monkeypatch, tmp_path):
 
 def test_files_that_cannot_be_read(toml, tmp_path):
     assert "no such file" in problems("x" * 300)[0]
-    assert "did you mean debug?" in problems("debgu")[0]
+    (problem,) = problems("debgu")
+    assert "did you mean debug?" in problem
     assert "no such file" in problems(str(tmp_path / "absent.toml"))[0]
     assert "line 1" in problems(toml("[training\n"))[0]
     loop = toml('base = "run.toml"\n')

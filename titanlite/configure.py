@@ -42,7 +42,7 @@ def load_config(argv: list[str]) -> Config:
     Raises ConfigError with every problem in the file, its bases and the command line at once.
     """
     problems: list[str] = []
-    positional, overrides = _split(argv, problems)
+    positional, overrides = _split(argv)
     if len(positional) > 1:
         problems.append(f"expected one config, found {len(positional)}: {', '.join(positional)}")
     path = _find(positional[0] if positional else "debug", problems)
@@ -52,8 +52,10 @@ def load_config(argv: list[str]) -> Config:
         values["run"].setdefault("name", path.stem)
     for name, text, origin in overrides:
         _set_from_text(name, text, origin, values, problems)
+    if problems:
+        raise ConfigError(problems)
     config = Config(**{name: cls(**values[name]) for name, cls in sections().items()})
-    if problems := problems + contradictions(config):
+    if problems := contradictions(config):
         raise ConfigError(problems)
     # A resolved config is run again from anywhere: its files are found by absolute paths.
     files = {
@@ -83,7 +85,7 @@ def contradictions(config: Config) -> list[str]:
     return problems
 
 
-def _split(argv: list[str], problems: list[str]) -> tuple[list[str], list[tuple[str, str | None, str]]]:
+def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None, str]]]:
     """Positional arguments, and (key, text or None, origin) for each option."""
     positional: list[str] = []
     overrides: list[tuple[str, str | None, str]] = []

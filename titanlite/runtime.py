@@ -88,7 +88,7 @@ def require_agreement(**facts: str) -> None:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, facts)
     if problems := [
-        f"rank {rank} has another {name} than rank 0: start every node with the same command, data and Python version"
+        f"rank {rank} has another {name} than rank 0: nodes need the same command, data, Python version and folder"
         for rank, other in enumerate(found)
         for name in facts
         if other[name] != found[0][name]
@@ -127,7 +127,7 @@ def claim_folder(folder: Path) -> Any:
     dist.broadcast_object_list(claim)
     if claim[1]:
         raise ConfigError(claim[1])
-    require_agreement(**{f"folder {folder}": _read_token(folder / ".lock", claim[0])})
+    require_agreement(folder=_read_token(folder / ".lock", claim[0]))
     return lock
 
 

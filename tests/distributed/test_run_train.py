@@ -251,3 +251,12 @@ def test_nodes_that_were_started_differently_are_refused(arguments, tmp_path):
     outcomes = [finish(node) for node in nodes]
     assert [code for code, _ in outcomes] == [2, 2], outcomes
     assert "rank 1 has another configuration than rank 0" in outcomes[0][1]
+
+
+def test_nodes_that_do_not_share_the_folder_are_refused(arguments, tmp_path):
+    shared = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(30000 + os.getpid() % 10000)}
+    nodes = [start([*arguments, f"--run.folder={tmp_path}/{rank}"], **shared, NODE_RANK=str(rank)) for rank in (0, 1)]
+    outcomes = [finish(node) for node in nodes]
+    assert [code for code, _ in outcomes] == [2, 2], outcomes
+    assert "rank 1 has another folder than rank 0" in outcomes[0][1]
+    assert "Traceback" not in outcomes[0][1] + outcomes[1][1]
