@@ -124,7 +124,7 @@ class Parallel:
     dp_shard: int = key(-1, "processes a replica's parameters are sharded over (FSDP2); -1: what is left", min=-1)
     reshard_after_forward: str = key(
         "default",
-        "free gathered weights after the forward (less memory, more traffic); default: in all blocks but the last",
+        "free gathered weights after the forward (less memory, more traffic); default: all but the last",
         choices=("default", "always", "never"),
     )
     reduce_every_microbatch: bool = key(

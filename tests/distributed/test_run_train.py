@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -235,28 +236,27 @@ def test_independent_problems_are_told_together(arguments):
     assert output.count("error:") == 4, output
 
 
+def two_nodes(*arguments: list[str]) -> list[tuple[int, str]]:
+    """Outcomes of two launchers on one machine, one process each, which find each other at MASTER_ADDR:MASTER_PORT."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    nodes = [start(own, **shared, NODE_RANK=str(rank)) for rank, own in enumerate(arguments)]
+    return [finish(node) for node in nodes]
+
+
 def test_two_nodes(arguments, tmp_path):
-    """Two launchers on one machine, one process each, find each other at MASTER_ADDR and MASTER_PORT."""
-    shared = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 10000)}
-    nodes = [start(arguments, **shared, NODE_RANK=str(rank)) for rank in (0, 1)]
-    outcomes = [finish(node) for node in nodes]
+    outcomes = two_nodes(arguments, arguments)
     assert [code for code, _ in outcomes] == [0, 0], outcomes
     assert "CPU x 2" in outcomes[0][1]
     assert len(curve(tmp_path / "debug")) == 6
 
 
-def test_nodes_that_were_started_differently_are_refused(arguments, tmp_path):
-    shared = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(10000 + os.getpid() % 10000)}
-    nodes = [start([*arguments, f"--optimizer.lr={rank + 1}"], **shared, NODE_RANK=str(rank)) for rank in (0, 1)]
-    outcomes = [finish(node) for node in nodes]
+@pytest.mark.parametrize(("option", "fact"), [("optimizer.lr=2", "configuration"), ("run.folder=other", "folder")])
+def test_nodes_that_do_not_fit_together_are_refused(arguments, tmp_path, monkeypatch, option, fact):
+    monkeypatch.chdir(tmp_path)
+    outcomes = two_nodes(arguments, [*arguments, f"--{option}"])
     assert [code for code, _ in outcomes] == [2, 2], outcomes
-    assert "rank 1 has another configuration than rank 0" in outcomes[0][1]
-
-
-def test_nodes_that_do_not_share_the_folder_are_refused(arguments, tmp_path):
-    shared = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(30000 + os.getpid() % 10000)}
-    nodes = [start([*arguments, f"--run.folder={tmp_path}/{rank}"], **shared, NODE_RANK=str(rank)) for rank in (0, 1)]
-    outcomes = [finish(node) for node in nodes]
-    assert [code for code, _ in outcomes] == [2, 2], outcomes
-    assert "rank 1 has another folder than rank 0" in outcomes[0][1]
+    assert f"rank 1 has another {fact} than rank 0" in outcomes[0][1]
     assert "Traceback" not in outcomes[0][1] + outcomes[1][1]

@@ -28,8 +28,7 @@ def setup_logging(rank: int) -> None:
 
 
 def log_to_file(path: Path) -> None:
-    """Adds a file, with times, after what is there already; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Adds a file, with times, after what is there already."""
     file = logging.FileHandler(path, encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(file)

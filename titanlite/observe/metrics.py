@@ -73,7 +73,6 @@ class Metrics:
         self.path = folder / "metrics.jsonl"
         self.writes = dist.get_rank() == 0
         if self.writes:
-            folder.mkdir(parents=True, exist_ok=True)
             _forget_after(self.path, progress.step or -1)
         self.start()
 
