@@ -5,7 +5,7 @@
     python train.py debug                             one process, no launcher
     torchrun --nproc-per-node 4 train.py llama3_8b    the same without our launcher
 
-Letters in shapes: B sequences of a microbatch, S tokens of a sequence.
+Letters in shapes: B sequences of a local batch, S tokens of a sequence.
 """
 
 import functools
@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 
 from titanlite import runtime
+from titanlite.checkpoint.load import load_model
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
-from titanlite.config import EXIT_CONFIG, EXIT_STOPPED, Config, ConfigError, check_world, portable
+from titanlite.checkpoint.storage import step_folder
+from titanlite.config import EXIT_CONFIG, EXIT_STOPPED, Config, ConfigError, portable
 from titanlite.configure import load_config, to_toml
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import Tokens, read_manifest
@@ -40,11 +42,12 @@ from titanlite.observe.validate import Validator
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
-from titanlite.parallel.mesh import build_mesh, data_rank, sum_over_data
-from titanlite.parallel.parallelize import compute_dtypes, parallelize
-from titanlite.parallel.shard import assign_shard, reduce_gradients_when
+from titanlite.parallel.mesh import DATA_AXES, LOSS_AXES, Mesh, data_rank, sum_over
+from titanlite.parallel.parallelize import compute_dtypes, split
+from titanlite.parallel.shard import assign_shard
 from titanlite.parallel.stages import Stages
 from titanlite.plan.flops import flops_per_token, peak_tflops
+from titanlite.plan.layout import check_layout
 from titanlite.runtime import to_device
 
 logger = logging.getLogger("titanlite")
@@ -57,18 +60,18 @@ def main(config: Config) -> int:
     device = runtime.start(config.run.device, config.comm.timeout_seconds, config.run.seed)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     setup_logging(rank)
-    dp_replicate, dp_shard = check_world(config, world_size)
-    timeout = config.comm.timeout_seconds
-    mesh = build_mesh(device.type, dp_replicate=dp_replicate, dp_shard=dp_shard, timeout_seconds=timeout)
+    tokenizer = Tokenizer(config.data.tokenizer)
+    llama = resolve_flavor(config.model, tokenizer.size)
+    degrees = check_layout(config, llama, world_size)
+    mesh = Mesh(device.type, degrees, config.comm.timeout_seconds)
     dp_rank, dp_size = data_rank(mesh)
-    global_sum = functools.partial(sum_over_data, mesh=mesh)
+    sum_counts, sum_losses = (functools.partial(sum_over, mesh=mesh, axes=axes) for axes in (DATA_AXES, LOSS_AXES))
     folder = Path(config.run.folder, config.run.name)
     _lock = runtime.claim_folder(folder)  # until this function returns
     if rank == 0:
         log_to_file(folder / "log.txt")
 
     # 2. Data: text, tokenised once; sample i of the stream is a function of (seed, i)
-    tokenizer = Tokenizer(config.data.tokenizer)
     prepared = prepare(config.data, tokenizer, logger.info)
     manifest = read_manifest(prepared)
     runtime.require_agreement(configuration=portable(config), data=manifest["fingerprint"])
@@ -83,21 +86,21 @@ def main(config: Config) -> int:
     )
 
     # 3. Model: without memory first, then split, then memory for this process's part only, then values
-    llama = resolve_flavor(config.model, tokenizer.size)
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
-    parallelize(model, config, mesh)
-    model.to_empty(device=device)
-    model.init_weights(config.run.seed, assign_shard)
-    stages = Stages(model)
+    parts = split(model, config, mesh)  # one, or the pipeline stages of this process
+    for part in parts:
+        part.to_empty(device="cpu" if config.parallel.cpu_offload else device)
+        part.init_weights(config.run.seed, assign_shard, device)
+    stages = Stages(parts, config, mesh, device)
 
     # 4. State: what changes while training, and where it is kept
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(parts, config.optimizer)
     schedule = Schedule(optimizer, config.schedule, config.optimizer.lr, training.steps)
     progress = Progress()
     states = {
-        "model": ModelState(model),
-        "optimizer": OptimizerState(model, optimizer),
+        "model": ModelState(parts),
+        "optimizer": OptimizerState(parts, optimizer),
         "schedule": schedule,
         "data": stream,
         "progress": progress,
@@ -118,7 +121,7 @@ def main(config: Config) -> int:
         folder,
         device,
         progress,
-        global_sum=global_sum,
+        sum_losses=sum_losses,
         total_steps=training.steps,
         tokens_per_step=training.global_batch_size * training.seq_len,
         flops_per_token=flops_per_token(llama, training.seq_len),
@@ -132,6 +135,7 @@ def main(config: Config) -> int:
         tokenizer.token_bytes,
         metrics,
         stages.evaluate,
+        sum_counts=sum_counts,
         batch_size=training.local_batch_size,
         rank=dp_rank,
         world=dp_size,
@@ -139,15 +143,16 @@ def main(config: Config) -> int:
     if rank == 0:
         (folder / "config.toml").write_text(to_toml(config))
     compute, reduce = compute_dtypes(config, device.type)
+    layout = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one process"
     logger.info(
         f"{config.model.flavor}: {llama.num_parameters:,} parameters, vocabulary {llama.vocab_size:,}; "
-        f"{runtime.device_name(device)} x {world_size} (dp_replicate {dp_replicate}, dp_shard {dp_shard}), "
-        f"compute {compute}, reduce {reduce}; {training.global_batch_size} sequences of {training.seq_len} per step, "
-        f"in {accumulation} microbatches of {training.local_batch_size} per process"
+        f"{runtime.device_name(device)} x {world_size} ({layout}), compute {compute}, reduce {reduce}; "
+        f"{training.global_batch_size} sequences of {training.seq_len} per step, "
+        f"in {accumulation} local batches of {training.local_batch_size}"
     )
 
     # 6. Loop: one optimizer step after the other
-    stop = runtime.StopFlag(timeout)
+    stop = runtime.StopFlag(config.comm.timeout_seconds)
     garbage = runtime.GarbageCollection(training.gc_freq)
     if progress.step == 0:
         validator.maybe_run(0, False, stop.agree)
@@ -155,13 +160,13 @@ def main(config: Config) -> int:
     with profiler(config.profiling, folder / "traces", rank, lambda: progress.step) as profile_step:
         while progress.step < training.steps and not stop.requested:
             progress.step += 1
-            batches = stream.next_step()  # microbatches of tokens and labels, each (B, S)
-            num_targets = global_sum(to_device(count_targets(batches), device))
+            batches = stream.next_step()  # local batches of tokens and labels, each (B, S)
+            num_targets = sum_counts(to_device(count_targets(batches), device))
             loss = torch.zeros((), device=device)
             for index, (tokens, labels) in enumerate(batches):
-                reduce_gradients_when(model, index == accumulation - 1, config.parallel)
-                loss += stages.forward_backward(to_device(tokens, device), to_device(labels, device), num_targets)
-            grad_norm = clip_grad_norm(model, training.max_norm)
+                x, y, last_batch = to_device(tokens, device), to_device(labels, device), index == accumulation - 1
+                loss += stages.forward_backward(x, y, num_targets, last_batch)
+            grad_norm = clip_grad_norm(parts, training.max_norm, device, stages.held_twice)
             lr = schedule.lr
             optimizer.step()
             optimizer.zero_grad()
@@ -180,31 +185,26 @@ def main(config: Config) -> int:
     garbage.close()
     finished = progress.step >= training.steps
     if finished:
-        say_what_was_made(config, folder, progress.step, model, tokenizer)
+        say_what_was_made(config, folder, progress.step, tokenizer)
     else:
         logger.info(f"stopped after step {progress.step} of {training.steps}; the same command goes on from here")
     stop.restore()
     return 0 if finished else EXIT_STOPPED
 
 
-def say_what_was_made(config: Config, folder: Path, step: int, model: Llama, tokenizer: Tokenizer) -> None:
-    """Prints the results, a sample and what to try next. All processes take part: each holds a piece of the model."""
+def say_what_was_made(config: Config, folder: Path, step: int, tokenizer: Tokenizer) -> None:
+    """Rank 0 prints the results, a sample from the checkpoint just written, and what to try next."""
+    if dist.get_rank() != 0:
+        return
     logger.info(f"\ndone: {step} steps. In {folder}:\n  checkpoints/step-{step}  metrics.jsonl  log.txt  config.toml")
-    prompt = [tokenizer.bos, *tokenizer.encode(config.run.sample_prompt)][: model.seq_len - 1]
-    room = min(config.run.sample_tokens, model.seq_len - len(prompt))
-    if room > 0:
-        with torch.compiler.set_stance("force_eager"):  # one token at a time would compile for every length
-            new = generate(
-                model,
-                prompt,
-                room,
-                stop=tokenizer.eos,
-                temperature=0.7,
-                top_k=50,
-                seed=config.run.seed,
-                agree=runtime.as_rank_0,
-            )
-            text = tokenizer.decode([*prompt[1:], *new])
+    seq_len = config.training.seq_len
+    prompt = [tokenizer.bos, *tokenizer.encode(config.run.sample_prompt)][: seq_len - 1]
+    room = min(config.run.sample_tokens, seq_len - len(prompt))
+    if room > 0:  # from the checkpoint: no process may hold the whole model, whose memory is the CPU's here
+        model = load_model(step_folder(folder / "checkpoints", step), torch.device("cpu"), seq_len)
+        seed = config.run.seed
+        new = generate(model, prompt, room, stop=tokenizer.eos, temperature=0.7, top_k=50, seed=seed)
+        text = tokenizer.decode([*prompt[1:], *new])
         quoted = "\n".join(f"  | {line}" for line in text.splitlines())
         logger.info("\na sample (temperature 0.7, top-k 50):\n%s", quoted)
     quoted_folder = shlex.quote(str(folder))

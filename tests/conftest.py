@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from pool import Pool
+
+from titanlite.verify.pool import Pool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["LOG_RANK"] = "none"
@@ -14,7 +15,7 @@ os.environ["LOG_RANK"] = "none"
 
 @pytest.fixture(scope="session")
 def pool():
-    workers = Pool()
+    workers = Pool(["train"])
     yield workers
     workers.close()
 

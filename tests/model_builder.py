@@ -1,11 +1,22 @@
-"""A small Llama with weights, for tests."""
+"""A small Llama with weights, for tests: whole, or the parts of it that a process of some layout holds."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import torch
 
+from titanlite.config import Config, Parallel, Training
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.parallelize import split
+from titanlite.parallel.shard import assign_shard
+from titanlite.parallel.stages import Stages
+from titanlite.plan.layout import AXES
 
 SMALL = LlamaConfig(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=101)
+EVEN = LlamaConfig(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=104)  # fits tp and pp
 
 
 def small_model(seq_len: int = 16, seed: int = 0, config: LlamaConfig = SMALL) -> Llama:
@@ -17,3 +28,18 @@ def small_model(seq_len: int = 16, seed: int = 0, config: LlamaConfig = SMALL) -
         torch.nn.init.constant_(tensor, float("nan"))
     model.init_weights(seed)
     return model
+
+
+def build_stages(parallel: dict[str, Any], seed: int = 0, llama: LlamaConfig = SMALL, **training: Any) -> Stages:
+    """This process's parts of the model in a layout: `parallel` is the section, `training` others of its keys."""
+    config = Config(
+        training=Training(**{"seq_len": 16, "local_batch_size": 2, **training}), parallel=Parallel(**parallel)
+    )
+    mesh = Mesh("cpu", {axis: parallel.get(axis, 1) for axis in AXES}, 77)
+    with torch.device("meta"):
+        model = Llama(llama, config.training.seq_len)
+    parts = split(model, config, mesh)
+    for part in parts:
+        part.to_empty(device="cpu")
+        part.init_weights(seed, assign_shard)
+    return Stages(parts, config, mesh, torch.device("cpu"))

@@ -13,7 +13,7 @@ FLOORS = [
     {"config", "configure", "spelling", "runtime"},
     {"model", "data", "optim"},
     {"plan", "parallel", "checkpoint", "observe"},
-    {"train", "launch", "cli", "__main__", "__init__"},
+    {"train", "launch", "cli", "verify", "__main__", "__init__"},
 ]
 
 

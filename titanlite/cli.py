@@ -20,6 +20,7 @@ USAGE = """usage: titanlite COMMAND ...
   train [CONFIG] [--section.key=value ...]       train (what ./run_train.sh calls); --help lists every key
   config [CONFIG] [--section.key=value ...]      check a configuration and print it in full, as TOML
   prepare [CONFIG] [--section.key=value ...]     tokenise the text of a configuration into the cache
+  verify [CONFIG] [--quick] [--processes N]      show that every parallel layout computes what one process computes
   generate RUN_OR_STEP_FOLDER [--prompt TEXT]    sample text from a checkpoint
   tokenizer train OUTPUT [--data-path PATH]      train a byte-pair encoding
 
@@ -35,7 +36,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still shows the text
-    commands = {"train": train, "config": config, "prepare": prepare, "generate": generate, "tokenizer": tokenizer}
+    commands: dict[str, Callable[[list[str]], int]]
+    commands = {"train": train, "config": config, "prepare": prepare, "verify": verify, "generate": generate}
+    commands["tokenizer"] = tokenizer
     try:
         if name not in commands:
             from titanlite.spelling import suggestion
@@ -88,6 +91,12 @@ def prepare(argv: list[str]) -> int:
     section = load_config(argv).data
     print(data.prepare(section, Tokenizer(section.tokenizer)))
     return 0
+
+
+def verify(argv: list[str]) -> int:
+    from titanlite.verify.command import verify as run
+
+    return run(argv)
 
 
 def _generate_options(argv: list[str]) -> argparse.Namespace:

@@ -14,6 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 EXIT_CONFIG, EXIT_STOPPED = 2, 75  # exit codes: wrong input; stopped by a signal after saving
+# Pipeline schedules, and how many stages each process holds by default
+PP_SCHEDULES = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "LoopedBFS": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
 
 
 class ConfigError(ValueError):
@@ -118,18 +128,44 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the processes share the work. The product of the degrees is the number of processes."""
+    """How the processes share the work. The product of the five degrees is the number of processes."""
 
+    pp: int = key(1, "pipeline stages' processes: each holds some of the layers; -1: what is left", min=-1)
     dp_replicate: int = key(1, "replicas of the model (HSDP when dp_shard > 1); -1: what is left", min=-1)
     dp_shard: int = key(-1, "processes a replica's parameters are sharded over (FSDP2); -1: what is left", min=-1)
+    cp: int = key(1, "context parallel: processes a sequence is cut over; -1: what is left", min=-1)
+    tp: int = key(1, "tensor parallel: processes a layer's matrices are cut over; -1: what is left", min=-1)
     reshard_after_forward: str = key(
         "default",
-        "free gathered weights after the forward (less memory, more traffic); default: all but the last",
-        choices=("default", "always", "never"),
+        "free gathered weights after the forward (less memory, more traffic): default (all but the last; never with "
+        "pp > 1), always, never, or a number: keep them sharded over so many processes",
     )
     reduce_every_microbatch: bool = key(
         True, "sum gradients over processes after each microbatch (less memory); false: once per step"
     )
+    cpu_offload: bool = key(False, "keep parameters, gradients and moments in CPU memory, computing on the GPU")
+    prefetch: int = key(0, "gather weights so many units ahead; 0: FSDP2's own choice, one", min=0, max=64)
+    async_tp: bool = key(False, "overlap tensor parallel's communication with its matmuls (CUDA, with compile)")
+    cp_method: str = key(
+        "all_gather",
+        "how attention sees all keys: all_gather (of keys and values), ulysses (all-to-all of heads), ring (CUDA)",
+        choices=("all_gather", "ulysses", "ring"),
+    )
+    pp_schedule: str = key("1F1B", "order of the microbatches in the pipeline", choices=tuple(PP_SCHEDULES))
+    pp_microbatch_size: int = key(1, "sequences of a microbatch; training.local_batch_size is cut into these", min=1)
+    pp_stages_per_process: int = key(0, "stages each process holds; 0: what the schedule needs, 1 or 2", min=0)
+    pp_split: str = key(
+        "", "where each stage but the first begins, as in `layers.2, layers.4`; empty: balanced by the work"
+    )
+
+    @property
+    def stages_per_process(self) -> int:
+        return self.pp_stages_per_process or PP_SCHEDULES[self.pp_schedule]
+
+    @property
+    def stage_starts(self) -> list[str]:
+        """The names in `pp_split`."""
+        return self.pp_split.replace(",", " ").split()
 
 
 @dataclass(frozen=True)
@@ -138,10 +174,14 @@ class Recompute:
 
     mode: str = key(
         "none",
-        "none; full: each block's input is kept; selective: attention and every second matmul too",
-        choices=("none", "full", "selective"),
+        "none; full: each block's input is kept; selective: costly results too (a list of operators); "
+        "memory_budget: the compiler keeps what fits in `budget`",
+        choices=("none", "full", "selective", "memory_budget"),
     )
-    every: int = key(1, "apply it to every n-th block only", min=1)
+    every: int = key(1, "full and selective: apply it to every n-th block only", min=1)
+    budget: float = key(
+        0.5, "memory_budget: part of the activations' memory to use; 1: recompute nothing", min=0, max=1
+    )
 
 
 @dataclass(frozen=True)
@@ -149,6 +189,7 @@ class Compile:
     """torch.compile, block by block."""
 
     enabled: bool = key(False, "compile each transformer block")
+    loss: bool = key(False, "compile the loss too")
     backend: str = key("inductor", "the compiler", choices=("inductor", "aot_eager", "eager"))
 
 
@@ -213,52 +254,9 @@ class Config:
     comm: Comm = Comm()
 
 
-def check_world(config: Config, world_size: int) -> tuple[int, int]:
-    """The data-parallel degrees (dp_replicate, dp_shard) for `world_size` processes, -1 resolved.
-
-    Raises ConfigError where degrees, batch sizes and processes do not fit, with the nearest that would.
-    """
-    replicate, shard = config.parallel.dp_replicate, config.parallel.dp_shard
-    names = {"parallel.dp_replicate": replicate, "parallel.dp_shard": shard}
-    if problems := [f"{name} = 0: expected -1 (what is left) or at least 1" for name, n in names.items() if n == 0]:
-        raise ConfigError(problems)
-    if replicate == shard == -1:
-        raise ConfigError("parallel.dp_replicate and parallel.dp_shard are both -1: only one can be what is left")
-    if -1 in (replicate, shard):
-        fixed = max(replicate, shard)
-        if world_size % fixed:
-            name = "parallel.dp_shard" if replicate == -1 else "parallel.dp_replicate"
-            raise ConfigError(
-                f"{name} = {fixed} does not divide the {world_size} processes; {_nearest(world_size, fixed)}"
-            )
-        replicate, shard = (world_size // fixed, shard) if replicate == -1 else (replicate, world_size // fixed)
-    if replicate * shard != world_size:
-        raise ConfigError(
-            f"parallel.dp_replicate = {replicate} times parallel.dp_shard = {shard} is {replicate * shard}, "
-            f"but there are {world_size} processes (NGPU x NNODES); set one of them to -1"
-        )
-    training = config.training
-    portion = training.local_batch_size * world_size
-    if training.global_batch_size % portion:
-        below = training.global_batch_size // portion * portion
-        allowed = " or ".join(str(n) for n in (below, below + portion) if n > 0)
-        raise ConfigError(
-            f"training.global_batch_size = {training.global_batch_size} is not a multiple of "
-            f"training.local_batch_size = {training.local_batch_size} times {world_size} data-parallel processes "
-            f"({portion}); nearest: {allowed}, or another local batch size"
-        )
-    return replicate, shard
-
-
 def portable(config: Config) -> str:
     """What must be the same on every node: all of it but where files lie on this one."""
     return repr(dataclasses.replace(config, data=Data(), run=dataclasses.replace(config.run, folder="")))
-
-
-def _nearest(whole: int, wanted: int) -> str:
-    """The divisors of `whole` next to `wanted`, in words."""
-    divisors = sorted((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: (abs(n - wanted), n))
-    return "nearest that do: " + ", ".join(str(n) for n in sorted(divisors[:3]))
 
 
 def sections() -> dict[str, type]:

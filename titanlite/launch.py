@@ -19,11 +19,12 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from titanlite.config import EXIT_CONFIG, EXIT_STOPPED, ConfigError, check_world
+from titanlite.config import EXIT_CONFIG, EXIT_STOPPED, ConfigError
 from titanlite.configure import load_config
 from titanlite.data.prepare import find_text, prepare
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.model.flavors import resolve_flavor
+from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.plan.layout import check_layout, resolve_degrees
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
@@ -38,12 +39,15 @@ def launch(argv: list[str]) -> int:
     here = _number("NGPU", 0) if os.environ.get("NGPU") else _default_processes(config.run.device)
     port = _number("MASTER_PORT", 29500, high=65535)
     tokenizer: list[Tokenizer] = []
+    llama: list[LlamaConfig] = []
     problems: list[str] = []
     for check in (  # what can be wrong independently of each other is told together
-        lambda: check_world(config, nodes * here),
-        lambda: tokenizer.append(Tokenizer(config.data.tokenizer)),
-        lambda: resolve_flavor(config.model, tokenizer[0].size if tokenizer else 1),
         lambda: find_text(config.data),
+        lambda: tokenizer.append(Tokenizer(config.data.tokenizer)),
+        lambda: llama.append(resolve_flavor(config.model, tokenizer[0].size if tokenizer else 1)),
+        lambda: (
+            check_layout(config, llama[0], nodes * here) if llama else resolve_degrees(config.parallel, nodes * here)
+        ),
     ):
         try:
             check()

@@ -50,7 +50,8 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
             options["device_id"] = device
         if "RANK" not in os.environ:
             options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group("nccl" if type == "cuda" else "gloo", **options)
+        # gloo beside NCCL, for what is in CPU memory: offloaded parameters, objects
+        dist.init_process_group("cpu:gloo,cuda:nccl" if type == "cuda" else "gloo", **options)
     random.seed(seed)
     torch.manual_seed(seed)
     return device
@@ -94,13 +95,6 @@ def require_agreement(**facts: str) -> None:
         if other[name] != found[0][name]
     ]:
         raise ConfigError(problems)
-
-
-def as_rank_0(number: int) -> int:
-    """Rank 0's number, on all processes."""
-    numbers = [number]
-    dist.broadcast_object_list(numbers)
-    return numbers[0]
 
 
 def claim_folder(folder: Path) -> Any:

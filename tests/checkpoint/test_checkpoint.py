@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import random
 from pathlib import Path
@@ -10,77 +12,97 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from model_builder import SMALL
+from model_builder import EVEN, SMALL, build_stages
 
 from titanlite.checkpoint.load import load_model, read_tokenizer
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import find_step_folder, list_steps, read_step, sweep, write_step
-from titanlite.config import Checkpoint, ConfigError, Optimizer, Parallel
-from titanlite.model.llama import Llama
-from titanlite.optim.loss import cross_entropy_sum
+from titanlite.config import Checkpoint, ConfigError, Optimizer
+from titanlite.model.flavors import LlamaConfig
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.mesh import build_mesh
-from titanlite.parallel.shard import apply_shard, assign_shard
+from titanlite.parallel.stages import Stages
 
-TOKENS = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(3))
-
-
-def build(dp_replicate: int, seed: int) -> tuple[Llama, torch.optim.Optimizer, dict]:
-    """A model sharded over all ranks, and its states."""
-    mesh = build_mesh(
-        "cpu", dp_replicate=dp_replicate, dp_shard=dist.get_world_size() // dp_replicate, timeout_seconds=77
-    )
-    with torch.device("meta"):
-        model = Llama(SMALL, 16)
-    apply_shard(model, [[block] for block in model.layers.values()], Parallel(), mesh, torch.float32, torch.float32)
-    model.to_empty(device="cpu")
-    model.init_weights(seed, assign_shard)
-    optimizer = build_optimizer(model, Optimizer())
-    return model, optimizer, {"model": ModelState(model), "optimizer": OptimizerState(model, optimizer)}
+TOKENS = torch.randint(101, (2, 17), generator=torch.Generator().manual_seed(3))
 
 
-def everything(model: Llama, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """All weights and moments, whole."""
-    whole = {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
-    for name, parameter in model.named_parameters():
+def build(parallel: dict, seed: int, llama: LlamaConfig) -> tuple[Stages, torch.optim.Optimizer, dict]:
+    """A model in some layout over all ranks, and its states."""
+    stages = build_stages(parallel, seed, llama)
+    optimizer = build_optimizer(stages.parts, Optimizer())
+    states = {"model": ModelState(stages.parts), "optimizer": OptimizerState(stages.parts, optimizer)}
+    return stages, optimizer, states
+
+
+def everything(stages: Stages, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All weights and moments that this rank has a part of, whole."""
+    named = [pair for part in stages.parts for pair in part.named_parameters()]
+    whole = {name: p.full_tensor().detach().clone() for name, p in named}
+    for name, parameter in named:
         for key, value in optimizer.state[parameter].items():
             whole[f"{name}.{key}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
     return whole
 
 
-def save_after_a_step(folder: Path, dp_replicate: int) -> dict[str, torch.Tensor]:
-    model, optimizer, states = build(dp_replicate, seed=0)
-    cross_entropy_sum(model(TOKENS[:, :-1]), TOKENS[:, 1:]).backward()
+def save_after_a_step(folder: Path, parallel: dict, llama: LlamaConfig) -> dict[str, torch.Tensor]:
+    stages, optimizer, states = build(parallel, 0, llama)
+    stages.forward_backward(TOKENS[:, :-1], TOKENS[:, 1:], torch.tensor(32))
     optimizer.step()
     optimizer.zero_grad()
     write_step(folder, 1, states, {"note.txt": b"hello"})
-    return everything(model, optimizer)
+    return everything(stages, optimizer)
 
 
-def load_into_other_weights(folder: Path, dp_replicate: int) -> dict[str, torch.Tensor]:
-    model, optimizer, states = build(dp_replicate, seed=1)
+def load_into_other_weights(folder: Path, parallel: dict, llama: LlamaConfig) -> dict[str, torch.Tensor]:
+    stages, optimizer, states = build(parallel, 1, llama)
     loaded = {name: state.state_dict() for name, state in states.items()}
     read_step(folder / "step-1", loaded)
     for name, state in states.items():
         state.load_state_dict(loaded[name])
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
-    return everything(model, optimizer)
+    return everything(stages, optimizer)
 
 
-@pytest.mark.parametrize(("before", "after"), [((3, 1), (1, 1)), ((1, 1), (4, 2)), ((4, 2), (3, 1)), ((2, 2), (4, 1))])
-def test_any_layout_loads_any_other_bit_by_bit(pool, tmp_path, before, after):
-    """(processes, replicas): 101 rows and 3 processes make uneven shards."""
-    saved = pool.run(before[0], save_after_a_step, tmp_path, before[1])[0]
-    assert len(saved) == 4 * 30  # weight, two moments and a step count each
-    for found in pool.run(after[0], load_into_other_weights, tmp_path, after[1]):
-        assert found.keys() == saved.keys()
-        for name in saved:
-            assert torch.equal(found[name], saved[name]), name
+def of_all_ranks(found: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """One mapping of what the ranks have; where two have the same it is the same."""
+    merged: dict[str, torch.Tensor] = {}
+    for mine in found:
+        for name, value in mine.items():
+            assert torch.equal(merged.setdefault(name, value), value), name
+    return merged
+
+
+TIED = dataclasses.replace(EVEN, tied_embeddings=True)
+LAYOUTS = [  # saved in the first, loaded in the second; with 3 processes 101 rows make uneven shards
+    (SMALL, {"dp_shard": 3}, {"dp_shard": 1}),
+    (SMALL, {"dp_shard": 1}, {"dp_replicate": 2, "dp_shard": 2}),
+    (SMALL, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 3}),
+    (SMALL, {"dp_shard": 2}, {"dp_shard": 4}),
+    (EVEN, {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}),
+    (EVEN, {"dp_shard": 2, "tp": 2}, {"dp_shard": 1}),
+    (EVEN, {"pp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}),
+    (EVEN, {"dp_shard": 2, "cp": 2}, {"tp": 2}),
+    (TIED, {"dp_shard": 1}, {"pp": 2, "tp": 2}),
+    (TIED, {"pp": 2, "pp_schedule": "ZBVZeroBubble"}, {"dp_shard": 2, "tp": 2}),
+    (TIED, {"pp": 2, "dp_shard": 2, "pp_schedule": "Interleaved1F1B"}, {"pp": 2}),
+]
+
+
+@pytest.mark.parametrize(("llama", "before", "after"), LAYOUTS)
+def test_any_layout_loads_any_other_bit_by_bit(pool, tmp_path, llama, before, after):
+    def size(layout):
+        return math.prod(degree for degree in layout.values() if isinstance(degree, int))
+
+    saved = of_all_ranks(pool.run(size(before), save_after_a_step, tmp_path, before, llama))
+    assert len(saved) == 4 * (9 * llama.num_layers + (2 if llama.tied_embeddings else 3))  # with two moments, a count
+    found = of_all_ranks(pool.run(size(after), load_into_other_weights, tmp_path, after, llama))
+    assert found.keys() == saved.keys()
+    for name in saved:
+        assert torch.equal(found[name], saved[name]), name
 
 
 def test_a_checkpoint_holds_tensors_only(pool, tmp_path):
-    pool.run(2, save_after_a_step, tmp_path, 1)
+    pool.run(2, save_after_a_step, tmp_path, {"dp_shard": 2}, SMALL)
     metadata = dcp.FileSystemReader(tmp_path / "step-1").read_metadata()
     kinds = {type(entry).__name__ for entry in metadata.state_dict_metadata.values()}
     assert kinds == {"TensorStorageMetadata"}
@@ -102,7 +124,7 @@ def fail_in_the_middle(folder: Path) -> list[int]:
     dcp.FileSystemWriter.write_data = write_data
     try:
         with pytest.raises(BaseException, match="disk full"):  # CheckpointException is no Exception
-            save_after_a_step(folder, 1)
+            save_after_a_step(folder, {"dp_shard": 2}, SMALL)
     finally:
         dcp.FileSystemWriter.write_data = original
     return list_steps(folder)
@@ -111,7 +133,7 @@ def fail_in_the_middle(folder: Path) -> list[int]:
 def test_a_failed_save_is_not_visible_and_can_be_repeated(pool, tmp_path):
     assert pool.run(2, fail_in_the_middle, tmp_path) == [[], []]
     assert (tmp_path / "step-1.tmp").exists()
-    pool.run(2, save_after_a_step, tmp_path, 1)
+    pool.run(2, save_after_a_step, tmp_path, {"dp_shard": 2}, SMALL)
     assert list_steps(tmp_path) == [1]
     assert not (tmp_path / "step-1.tmp").exists()
 

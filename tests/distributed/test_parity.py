@@ -1,4 +1,4 @@
-"""The same TOML gives the same losses on 1, 2 and 4 processes, in every data-parallel layout."""
+"""The same TOML gives the same losses on 1, 2 and 4 processes, in every kind of layout."""
 
 import pytest
 from runs import curve, train_run, validation
@@ -16,11 +16,22 @@ LAYOUTS = [
     (2, ["--recompute.mode=selective"]),
     (2, ["--compile.enabled", "--compile.backend=aot_eager"]),
     (2, ["--compile.enabled", "--compile.backend=aot_eager", "--recompute.mode=selective"]),
+    (2, ["--parallel.cpu_offload", "--parallel.prefetch=2"]),
+    (2, ["--parallel.tp=2"]),
+    (2, ["--parallel.cp=2"]),
+    (2, ["--parallel.cp=2", "--parallel.cp_method=ulysses"]),
+    (2, ["--parallel.pp=2"]),
+    (2, ["--parallel.pp=2", "--parallel.pp_microbatch_size=2", "--parallel.pp_schedule=GPipe"]),
+    (2, ["--parallel.pp=2", "--parallel.pp_schedule=ZBVZeroBubble", "--model.num_layers=4"]),
+    (4, ["--parallel.pp=2", "--parallel.dp_shard=2", "--parallel.pp_schedule=Interleaved1F1B", "--model.num_layers=4"]),
+    (4, ["--parallel.cp=2", "--parallel.tp=2", "--recompute.mode=selective"]),
+    (4, ["--parallel.pp=2", "--parallel.tp=2"]),
 ]
 
 
 @pytest.mark.parametrize(("processes", "layout"), LAYOUTS, ids=lambda value: str(value))
 def test_losses_and_norms_equal_one_process(pool, arguments, tmp_path, processes, layout):
+    arguments = [*arguments, *(option for option in layout if option.startswith("--model"))]
     assert pool.run(1, train_run, [*arguments, "--run.name=one"]) == [0]
     assert pool.run(processes, train_run, [*arguments, "--run.name=many", *layout], timeout=120) == [0] * processes
     one, many = curve(tmp_path / "one"), curve(tmp_path / "many")

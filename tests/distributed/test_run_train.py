@@ -213,7 +213,7 @@ def test_impossible_layout_is_one_error(arguments):
     code, output = finish(start([*arguments, "--parallel.dp_shard=3"], NGPU="2"))
     assert code == 2
     assert output.count("error:") == 1
-    assert "parallel.dp_replicate = 1 times parallel.dp_shard = 3 is 3, but there are 2 processes" in output
+    assert "parallel.dp_shard = 3, but there are 2 processes" in output
     code, output = finish(start(arguments, NGPU="two"))
     assert code == 2
     assert "NGPU = 'two' in the environment: expected an integer from 1" in output

@@ -82,15 +82,17 @@ def test_rope_is_a_complex_rotation():
     turned = torch.view_as_complex(x.double().view(2, 7, 3, 4, 2)) * torch.polar(torch.ones_like(angle), angle)[:, None]
     expected = torch.view_as_real(turned).flatten(-2)
     config = replace(SMALL, dim=32, num_heads=4)
-    torch.testing.assert_close(apply_rope(x, rope_table(config, 7)).double(), expected, atol=1e-6, rtol=1e-5)
-    assert apply_rope(x.bfloat16(), rope_table(config, 7)).dtype == torch.bfloat16
+    torch.testing.assert_close(
+        apply_rope(x, rope_table(config, torch.arange(7))).double(), expected, atol=1e-6, rtol=1e-5
+    )
+    assert apply_rope(x.bfloat16(), rope_table(config, torch.arange(7))).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_rope_scaling_slows_long_wavelengths_only(factor):
     """Piecewise, as the Llama 3.1 release describes it: by wavelength against the original context."""
     config = replace(FLAVORS["llama3_8b"], rope_scaling=RopeScaling(factor))
-    table = rope_table(config, 2).double()
+    table = rope_table(config, torch.arange(2)).double()
     found = torch.atan2(table[1, :, 1], table[1, :, 0])
     for i in range(config.head_dim // 2):
         frequency = 500000.0 ** (-2 * i / config.head_dim)

@@ -96,7 +96,7 @@ def test_clipping_equals_its_definition(max_norm):
             parameter.grad = torch.randn_like(parameter)
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     expected = math.sqrt(sum(float((g.double() ** 2).sum()) for g in grads))
-    norm = clip_grad_norm(model, max_norm)
+    norm = clip_grad_norm([model], max_norm, torch.device("cpu"))
     assert norm.dtype == torch.float32
     assert float(norm) == pytest.approx(expected, rel=1e-7)
     scale = min(1.0, max_norm / expected) if max_norm else 1.0
@@ -110,14 +110,16 @@ def test_norm_of_many_numbers_is_exact():
     parameter.grad = torch.randn(5_000_000, generator=torch.Generator().manual_seed(0)) * 1e-3
     module = nn.Module()
     module.weight = parameter
-    assert float(clip_grad_norm(module, 0.0)) == pytest.approx(float(parameter.grad.double().norm()), rel=1e-7)
+    assert float(clip_grad_norm([module], 0.0, torch.device("cpu"))) == pytest.approx(
+        float(parameter.grad.double().norm()), rel=1e-7
+    )
 
 
 def test_what_decays():
     model = small_model()
-    everything = build_optimizer(model, Optimizer())
+    everything = build_optimizer([model], Optimizer())
     assert [len(group["params"]) for group in everything.param_groups] == [30]
-    decayed, spared = build_optimizer(model, Optimizer(decayed="linear")).param_groups
+    decayed, spared = build_optimizer([model], Optimizer(decayed="linear")).param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
     names = {id(p): name for name, p in model.named_parameters()}
     assert {names[id(p)].split(".")[-2] for p in spared["params"]} == {
@@ -133,7 +135,7 @@ def test_what_decays():
 def test_implementations_give_the_same_step(implementation):
     def stepped(name: str) -> list[torch.Tensor]:
         model = small_model()
-        optimizer = build_optimizer(model, Optimizer(lr=0.1, implementation=name))
+        optimizer = build_optimizer([model], Optimizer(lr=0.1, implementation=name))
         for parameter in model.parameters():
             parameter.grad = torch.sin(parameter.detach() * 100) + 0.1
         optimizer.step()
@@ -144,5 +146,5 @@ def test_implementations_give_the_same_step(implementation):
 
 
 def test_auto_is_fused():
-    optimizer = build_optimizer(small_model(), Optimizer())
+    optimizer = build_optimizer([small_model()], Optimizer())
     assert optimizer.param_groups[0]["fused"] is True

@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from model_builder import SMALL, small_model
+from model_builder import build_stages, small_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.config import Compile, Parallel, Recompute
-from titanlite.model.llama import Llama
+from titanlite.config import Compile, Recompute
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.mesh import AXES, build_mesh, data_rank, sum_over_data
+from titanlite.parallel.mesh import LOSS_AXES, Mesh, data_rank, sum_over
 from titanlite.parallel.recompute import apply_recompute
-from titanlite.parallel.shard import apply_shard, assign_shard, reduce_gradients_when
+from titanlite.plan.layout import AXES
 
 TOKENS = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(3))
 
@@ -104,32 +103,21 @@ def test_compiled_blocks_give_the_same_gradients_and_compile_once(mode):
     torch._dynamo.utils.counters.clear()
     expected, model = gradients(small_model()), small_model()
     for index, block in enumerate(model.layers.values()):
-        apply_recompute(block, Recompute(mode=mode), index)
+        if mode != "full":
+            apply_recompute(block, Recompute(mode=mode), index)
         apply_compile(block, Compile(enabled=True, backend="aot_eager"))
+        if mode == "full":
+            apply_recompute(block, Recompute(mode=mode), index)
     assert_same(gradients(model), expected, rtol=1e-5, atol=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "three blocks, one graph"
 
 
-def sharded(parallel: dict, dtype=torch.float32) -> Llama:
-    """A small model sharded over all ranks."""
-    mesh = build_mesh(
-        "cpu", dp_replicate=parallel.pop("dp_replicate", 1), dp_shard=parallel.pop("dp_shard"), timeout_seconds=77
-    )
-    with torch.device("meta"):
-        model = Llama(SMALL, 16)
-    apply_shard(model, [[block] for block in model.layers.values()], Parallel(**parallel), mesh, dtype, torch.float32)
-    model.to_empty(device="cpu")
-    model.init_weights(0, assign_shard)
-    return model
-
-
 def sharded_gradients(parallel: dict) -> tuple[dict, dict]:
     """Full weights and gradients of a model sharded over all ranks, each rank with a row of its own."""
-    model = sharded(dict(parallel))
-    rank, size = dist.get_rank(), dist.get_world_size()
+    stages = build_stages(parallel)
+    model, rank, size = stages.parts[0], dist.get_rank(), dist.get_world_size()
     tokens = TOKENS.repeat(2, 1)[rank : rank + 1]
-    reduce_gradients_when(model, True, Parallel())
-    (cross_entropy_sum(model(tokens[:, :-1]), tokens[:, 1:]) / (11 * size)).backward()
+    stages.forward_backward(tokens[:, :-1], tokens[:, 1:], torch.tensor(11 * size))
     assert all(isinstance(p, DTensor) for p in model.parameters())
     weights = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
     return weights, {name: p.grad.full_tensor() for name, p in model.named_parameters()}
@@ -157,7 +145,7 @@ def test_weights_are_bit_equal_and_gradients_equal_in_every_layout(pool, world_s
 
 def rope_dtype_in_a_block() -> list[torch.dtype]:
     """dtypes that a bf16 block gets: its input, and the RoPE table."""
-    model = sharded({"dp_shard": 1}, torch.bfloat16)
+    model = build_stages({"dp_shard": 1}, compute_dtype="bfloat16").parts[0]
     seen = []
     model.layers["1"].register_forward_pre_hook(lambda module, args: seen.extend([args[0].dtype, args[1].dtype]))
     model(TOKENS)
@@ -168,17 +156,25 @@ def test_bf16_compute_leaves_the_rope_table_in_fp32(pool):
     assert pool.run(1, rope_dtype_in_a_block) == [[torch.bfloat16, torch.float32]]
 
 
-def mesh_facts(dp_replicate: int, dp_shard: int) -> tuple:
-    mesh = build_mesh("cpu", dp_replicate=dp_replicate, dp_shard=dp_shard, timeout_seconds=77)
-    groups = [mesh.get_group(axis) for axis in AXES]
+def mesh_facts(degrees: dict[str, int]) -> tuple:
+    mesh = Mesh("cpu", {axis: degrees.get(axis, 1) for axis in AXES}, 77)
+    groups = [mesh[axis].get_group() for axis in (*AXES, "dp_shard_cp")]
     timeouts = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
     assert timeouts == {77}
-    return mesh.mesh_dim_names, data_rank(mesh), int(sum_over_data(torch.tensor(10 ** dist.get_rank()), mesh))
+    ranks = tuple(mesh[axis].get_local_rank() for axis in (*AXES, "dp_shard_cp"))
+    return ranks, data_rank(mesh), int(sum_over(torch.tensor(10 ** dist.get_rank()), mesh, LOSS_AXES))
 
 
-def test_mesh_axes_ranks_and_sums(pool):
-    for degrees in ((1, 4), (2, 2), (4, 1)):
-        for rank, (names, data, total) in enumerate(pool.run(4, mesh_facts, *degrees)):
-            assert names == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-            assert data == (rank, 4)
-            assert total == 1111
+@pytest.mark.parametrize(
+    ("degrees", "ranks", "data", "total"),
+    [  # of the last process: its place on each axis and on dp_shard_cp; (rank, size) among readers; sum over LOSS_AXES
+        ({"dp_shard": 4}, (0, 0, 3, 0, 0, 3), (3, 4), 1111),
+        ({"dp_replicate": 2, "dp_shard": 2}, (0, 1, 1, 0, 0, 1), (3, 4), 1111),
+        ({"dp_replicate": 4}, (0, 3, 0, 0, 0, 0), (3, 4), 1111),
+        ({"dp_shard": 2, "cp": 2}, (0, 0, 1, 1, 0, 3), (1, 2), 1111),
+        ({"pp": 2, "tp": 2}, (1, 0, 0, 0, 1, 0), (0, 1), 1010),  # the two of a tp line hold the same loss
+        ({"cp": 2, "tp": 2}, (0, 0, 0, 1, 1, 1), (0, 1), 1010),
+    ],
+)
+def test_mesh_axes_ranks_and_sums(pool, degrees, ranks, data, total):
+    assert pool.run(4, mesh_facts, degrees)[3] == (ranks, data, total)

@@ -43,6 +43,6 @@ def load_model(folder: Path, device: torch.device, seq_len: int) -> Llama:
     with torch.device("meta"):
         model = Llama(read_model_config(folder), seq_len)
     model.to_empty(device=device)
-    model.reset_rope()
-    read_step(folder, {"model": model.state_dict()})
+    model.reset_rope(device)
+    read_step(folder, {"model": model.state_dict()}, alone=True)
     return model.eval()

@@ -13,27 +13,21 @@ import random
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch import Tensor
 
 
 class ModelState:
-    """Parameters by name."""
+    """Parameters by name, of all parts of the model that this process holds."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
 
     def state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self.model)
+        return {name: value for part in self.parts for name, value in part.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_model_state_dict(self.model, state)
+        for part in self.parts:
+            part.load_state_dict({name: state[name] for name in part.state_dict()})
 
 
 class OptimizerState:
@@ -42,19 +36,42 @@ class OptimizerState:
     Learning rate, betas and weight decay are the config's, and are not stored.
     """
 
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    def __init__(self, parts: list[Any], optimizer: torch.optim.Optimizer) -> None:
+        self.parts, self.optimizer = parts, optimizer
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def _all(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.model, self.optimizer, options=self.options)
+    def _parameters(self) -> list[tuple[str, Tensor]]:
+        return [named for part in self.parts for named in part.named_parameters()]
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in self._all().items() if isinstance(value, Tensor)}
+        if not self.optimizer.state:
+            self._make()
+        return {
+            f"state.{name}.{key}": value
+            for name, parameter in self._parameters()
+            for key, value in self.optimizer.state[parameter].items()
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self.model, self.optimizer, {**self._all(), **state}, options=self.options)
+        if not self.optimizer.state:
+            self._make()
+        for name, parameter in self._parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                value.copy_(state[f"state.{name}.{key}"])
+
+    @torch.no_grad()
+    def _make(self) -> None:
+        """An optimizer has its state from its first step on: so one step that moves nothing, to have what to fill."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        for _, parameter in self._parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for state in self.optimizer.state.values():
+            state["step"].zero_()
 
 
 class RandomState:

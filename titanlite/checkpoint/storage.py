@@ -74,14 +74,14 @@ def write_step(folder: Path, step: int, state: dict[str, Any], extra_files: dict
     return final
 
 
-def read_step(path: Path, state: dict[str, Any]) -> None:
-    """Fills `state` in place, whatever layout wrote it: all processes together, or one without a process group.
+def read_step(path: Path, state: dict[str, Any], alone: bool = False) -> None:
+    """Fills `state` in place, whatever layout wrote it: all processes together, or this one `alone`.
 
     Raises ConfigError where the folder is damaged or holds another model.
     """
     try:
-        with _alone() as alone:
-            dcp.load(state, storage_reader=FileSystemReader(path), no_dist=alone)
+        with _alone() as single:
+            dcp.load(state, storage_reader=FileSystemReader(path), no_dist=alone or single)
     except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
         reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
         raise ConfigError(

@@ -7,7 +7,7 @@ What it costs: the prompt once, then 2 FLOPs per parameter and token; the cache 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -55,12 +55,10 @@ def generate(
     temperature: float,
     top_k: int,
     seed: int,
-    agree: Callable[[int], int] = int,
 ) -> Iterator[int]:
     """Yields new token ids until `stop` (not yielded) or `max_new_tokens`.
 
-    The prompt has at least one id, and prompt + new tokens fit the model's `seq_len`. Where the model is sharded,
-    every process calls this with the same arguments, and `agree` gives them all the same token.
+    The prompt has at least one id, and prompt + new tokens fit the model's `seq_len`.
     """
     total = len(prompt) + max_new_tokens
     if not prompt or total > model.seq_len:
@@ -74,7 +72,7 @@ def generate(
     for _ in range(max_new_tokens):
         logits = model(torch.tensor([new], device=device), caches, start)
         start += len(new)
-        token = agree(sample_token(logits[0, -1], temperature, top_k, generator))
+        token = sample_token(logits[0, -1], temperature, top_k, generator)
         if token == stop:
             return
         yield token

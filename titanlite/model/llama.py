@@ -32,27 +32,28 @@ class LayerCache(Protocol):
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-def rope_table(config: LlamaConfig, seq_len: int, device: torch.device | None = None) -> Tensor:
-    """cos and sin of every angle, fp32: (seq_len, Dh / 2, 2).
+def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
+    """cos and sin of every angle at these positions (S,), fp32: (S, Dh / 2, 2).
 
     Pair i of a head turns by position / theta^(2i/Dh). Llama 3.1 slows the long wavelengths by `factor`, keeps
     the short ones and blends between (the 3.1 release's `apply_scaling`).
     """
     half = config.head_dim // 2
-    frequency = config.rope_theta ** -(torch.arange(half, dtype=torch.float32, device=device) / half)
+    frequency = config.rope_theta ** -(torch.arange(half, dtype=torch.float32, device=positions.device) / half)
     if scaling := config.rope_scaling:
         turns = scaling.original_context * frequency / (2 * math.pi)  # full turns over the original context
         blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         frequency = torch.lerp(frequency / scaling.factor, frequency, blend.clamp(0, 1))
-    angle = torch.outer(torch.arange(seq_len, dtype=torch.float32, device=device), frequency)
+    angle = torch.outer(positions.float(), frequency)
     return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
 
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
-    """Turns neighbouring pairs of each head, in fp32. x: (B, S, heads, Dh), rope: (S, Dh / 2, 2).
+    """Turns neighbouring pairs of each head, in fp32. x: (B, S, heads, Dh), rope: (S or more, Dh / 2, 2).
 
     Real arithmetic: complex kernels are not fused by the compiler.
     """
+    rope = rope[: x.shape[1]]
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # each (B, S, heads, Dh / 2)
     cos, sin = rope[:, None].unbind(-1)  # each (S, 1, Dh / 2)
     return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).type_as(x)
@@ -70,6 +71,15 @@ def truncated_normal(weight: Tensor, std: float, cut: float, generator: torch.Ge
     return weight
 
 
+class CausalAttention(nn.Module):
+    """Each query sees the keys up to its own position. A module, so that it can be replaced; it has no weights."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (B, H, S, Dh), k and v (B, K, S, Dh) -> (B, H, S, Dh). A single query sees all keys."""
+        causal = q.shape[2] > 1
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
 class Attention(nn.Module):
     """Causal self-attention; H query heads share K key/value heads."""
 
@@ -81,6 +91,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.attend = CausalAttention()
 
     def forward(self, x: Tensor, rope: Tensor, cache: LayerCache | None = None) -> Tensor:
         # Heads are counted from the tensor, so a layer that holds only a part of them works unchanged.
@@ -89,9 +100,7 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, S, Dh)
         if cache is not None:
             k, v = cache.append(k, v)  # S grows to all positions so far
-        causal = q.shape[2] > 1  # a single new position sees every key
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
-        return self.wo(out.transpose(1, 2).flatten(2))  # (B, S, D)
+        return self.wo(self.attend(q, k, v).transpose(1, 2).flatten(2))  # (B, S, D)
 
 
 class FeedForward(nn.Module):
@@ -122,6 +131,19 @@ class TransformerBlock(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+class TiedOutput(nn.Module):
+    """The output projection where its weight is the embedding's: has no parameter of its own."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple, so that it is no submodule of two
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self._embedding[0].weight
+        assert isinstance(weight, Tensor)
+        return F.linear(x, weight)
+
+
 class Llama(nn.Module):
     """tokens (B, S) -> logits (B, S, V).
 
@@ -134,25 +156,33 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig, seq_len: int) -> None:
         super().__init__()
         self.config, self.seq_len = config, seq_len
+        self.positions = torch.arange(seq_len, device="cpu")  # which position each row of the RoPE table is
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.num_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = None if config.tied_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied_embeddings:
+            self.output: nn.Module = TiedOutput(self.tok_embeddings)
+        else:
+            self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         # Always rebuilt, never saved: a table in a checkpoint ties it to one length.
-        self.register_buffer("rope", rope_table(config, seq_len), persistent=False)
+        self.register_buffer("rope", rope_table(config, torch.arange(seq_len)), persistent=False)
 
     def forward(self, tokens: Tensor, caches: list[LayerCache] | None = None, start: int = 0) -> Tensor:
         """Logits (B, S, V) of `tokens` (B, S), which stand at positions start, start + 1, ..."""
-        rope = self.rope[start : start + tokens.shape[1]]
+        rope = self.rope[start:]
         x = self.tok_embeddings(tokens)  # (B, S, D)
         for i, layer in enumerate(self.layers.values()):
             x = layer(x, rope, caches[i] if caches else None)
-        x = self.norm(x)
-        return F.linear(x, self.tok_embeddings.weight) if self.output is None else self.output(x)
+        return self.output(self.norm(x))
 
     @torch.no_grad()
-    def init_weights(self, seed: int, assign: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
-        """Draws every parameter and rebuilds the RoPE table.
+    def init_weights(
+        self,
+        seed: int,
+        assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
+        rope_device: torch.device | None = None,
+    ) -> None:
+        """Draws every parameter and rebuilds the RoPE table, on `rope_device` if that is another than now.
 
         Each parameter has a generator of its own, seeded by its name, and is drawn whole, so the weights do not
         depend on how or over how many processes it is stored: `assign(parameter, full_value)` puts it there.
@@ -161,11 +191,11 @@ class Llama(nn.Module):
             generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()) ^ seed)
             full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
             assign(parameter, self._draw(name, full, generator))
-        self.reset_rope()
+        self.reset_rope(rope_device or self.rope.device)
 
-    def reset_rope(self) -> None:
-        """Fills the RoPE table, the only thing of the model that no checkpoint holds."""
-        self.rope.copy_(rope_table(self.config, self.seq_len, self.rope.device))
+    def reset_rope(self, device: torch.device) -> None:
+        """Makes the RoPE table, the only thing of the model that no checkpoint holds."""
+        self.rope = rope_table(self.config, self.positions.to(device))
 
     def _draw(self, name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
         """One parameter's initial value (torchtitan's rules; its 0.02, not Llama's unpublished ones).
@@ -175,7 +205,7 @@ class Llama(nn.Module):
         """
         if name.endswith("norm.weight"):
             return weight.fill_(1.0)
-        if name == "tok_embeddings.weight" and self.output is not None:
+        if name == "tok_embeddings.weight" and not self.config.tied_embeddings:
             return weight.normal_(generator=generator)
         if name == "tok_embeddings.weight":
             return truncated_normal(weight, 0.02, 0.06, generator)

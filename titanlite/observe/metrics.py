@@ -56,7 +56,7 @@ class Metrics:
         device: torch.device,
         progress: Progress,
         *,
-        global_sum: Callable[[Tensor], Tensor],
+        sum_losses: Callable[[Tensor], Tensor],
         total_steps: int,
         tokens_per_step: int,
         flops_per_token: int,
@@ -64,10 +64,10 @@ class Metrics:
     ) -> None:
         """`folder` is the run's. Lines beyond `progress`, left by a run that died, are removed; all of them at step 0.
 
-        `global_sum` adds a tensor up, in place, over the processes that read different data.
+        `sum_losses` adds a tensor up, in place, over the processes that hold different parts of the loss.
         """
         self.config, self.device, self.progress = config, device, progress
-        self.global_sum, self.num_devices = global_sum, dist.get_world_size()
+        self.sum_losses, self.num_devices = sum_losses, dist.get_world_size()
         self.total_steps, self.tokens_per_step, self.flops_per_token = total_steps, tokens_per_step, flops_per_token
         self.peak = peak_tflops
         self.path = folder / "metrics.jsonl"
@@ -95,7 +95,7 @@ class Metrics:
         if not (progress.step % self.config.log_freq == 0 or progress.step == 1 or last):
             return
         self.require_finite(grad_norm)
-        values = torch.stack([self.global_sum(loss).float(), grad_norm.float()]).tolist()  # waits for the device
+        values = torch.stack([self.sum_losses(loss).float(), grad_norm.float()]).tolist()  # waits for the device
         self._tick()
         elapsed, steps = progress.seconds - self._since, self._steps
         self.start()

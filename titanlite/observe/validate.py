@@ -31,14 +31,17 @@ class Validator:
         metrics: Metrics,
         evaluate: Callable[[Tensor, Tensor], Tensor],
         *,
+        sum_counts: Callable[[Tensor], Tensor],
         batch_size: int,
         rank: int,
         world: int,
     ) -> None:
         """`windows` may be absent where validation is never due; `token_bytes` is the length of each id's text;
-        `evaluate` gives the summed loss of tokens and labels (B, S)."""
+        `evaluate` gives this process's part of the summed loss of tokens and labels (B, S); `sum_counts` adds a
+        tensor up over the processes that read different data."""
         self.config, self.windows, self.name, self.metrics, self.evaluate = config, windows, name, metrics, evaluate
         self.batch_size, self.rank, self.world = batch_size, rank, world
+        self.sum_counts = sum_counts
         self.token_bytes = torch.tensor(token_bytes)
 
     def due(self, step: int, last: bool) -> bool:
@@ -60,6 +63,6 @@ class Validator:
             targets = labels[labels != IGNORED]
             counts += torch.stack([torch.tensor(len(targets)), self.token_bytes[targets].sum()])
             loss += self.evaluate(to_device(tokens, device), to_device(labels, device))
-        num_targets, num_bytes = self.metrics.global_sum(counts.to(device)).tolist()
-        total = float(self.metrics.global_sum(loss))
+        num_targets, num_bytes = self.sum_counts(counts.to(device)).tolist()
+        total = float(self.metrics.sum_losses(loss))
         self.metrics.validation(self.name, total / num_targets, total / math.log(2) / num_bytes)

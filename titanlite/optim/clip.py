@@ -2,31 +2,51 @@
 
 What it is: the 2-norm over *all* gradients, whatever process holds which part, and their scaling to at most
 `max_norm` (arXiv 1211.5063). The norm returned is the one before clipping.
+Each process adds the squares of what it holds. What several processes hold (replicas; norms under tensor parallel; a
+tied embedding under pipeline parallel) counts for each of them with its share, so one sum over all processes is right
+in every layout.
 Why not `torch.nn.utils.get_total_norm`: on CPU torch 2.13 adds up the squares of an fp32 norm one after the other,
 so its result depends on how the tensor is cut: 9e-6 off for a million numbers, 4e-4 for ten million. Squares are
 added in float64 here, and the norm is the same on any number of processes.
-What it costs: each process reads its gradients once; one all-reduce of 8 bytes per mesh axis that shards them.
+What it costs: each process reads its gradients once; one all-reduce of 8 bytes.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 @torch.no_grad()
-def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales gradients in place (not if `max_norm` is 0) and returns their global norm before that, an fp32 scalar.
+def clip_grad_norm(parts: list[Any], max_norm: float, device: torch.device, twice: Collection[Tensor] = ()) -> Tensor:
+    """Scales the parts' gradients in place (not if `max_norm` is 0) and returns their global norm before that.
 
-    The norm stays on the device: reading it is the caller's decision, since that waits for the device.
+    The norm is an fp32 scalar that stays on the device: reading it is the caller's decision, since that waits.
+    `twice`: parameters that two stages of a pipeline hold.
     """
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in parameters if p.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()  # the shards' norms, combined over the mesh
-    norm = norm.float()
+    parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for parameter in parameters:
+        local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        norm = torch.linalg.vector_norm(local, dtype=torch.float64).to(device, non_blocking=True)
+        total += norm.square() / (_holders(parameter) * (2 if any(parameter is p for p in twice) else 1))
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    norm = total.sqrt().float()
     if max_norm > 0:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
     return norm
+
+
+def _holders(parameter: Tensor) -> int:
+    """How many processes hold the same shard of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return math.prod(mesh.size(i) for i, placement in enumerate(parameter.placements) if placement == Replicate())

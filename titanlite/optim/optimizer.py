@@ -10,6 +10,7 @@ embeddings, as GPT-2 and nanoGPT do.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,12 +20,12 @@ from titanlite.config import Optimizer as OptimizerSection
 logger = logging.getLogger("titanlite")
 
 
-def build_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW with one parameter group, or two where only the linear layers decay."""
+def build_optimizer(parts: list[Any], config: OptimizerSection) -> torch.optim.AdamW:
+    """AdamW over the parts of a model, with one parameter group, or two where only the linear layers decay."""
     implementation = "fused" if config.implementation == "auto" else config.implementation
     decayed: list[nn.Parameter] = []
     spared: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in (named for part in parts for named in part.named_parameters()):
         linear = parameter.ndim == 2 and not name.startswith("tok_embeddings")
         (decayed if linear or config.decayed == "all" else spared).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": spared, "weight_decay": 0.0}]

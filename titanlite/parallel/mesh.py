@@ -1,13 +1,22 @@
 """The processes as a grid: one axis per kind of parallelism.
 
-What it is: a DeviceMesh with five named axes, outermost first: pp (pipeline), dp_replicate (copies of the model),
-dp_shard (FSDP), cp (context), tp (tensor). Inner axes talk most, so they map to neighbouring processes of a node.
-An axis that is not used has size 1: code that works along an axis needs no case for its absence. The rooms of
-pp, cp and tp are not furnished yet; their size is always 1.
+What it is: a grid with five named axes, outermost first. Inner axes talk most, so they map to neighbouring
+processes of a node. An axis that is not used has size 1: code that works along an axis needs no case for its absence.
+
+    axis          what differs along it              what is the same
+    pp            the layers held                    the batch
+    dp_replicate  the sequences read                 the shard of the weights held
+    dp_shard      the sequences read, the shard      the weights computed with
+    cp            the part of each sequence, shard   the sequences, the weights computed with
+    tp            the part of each matrix            the sequences
+
+Context parallel processes compute with the same weights on different tokens, as data parallel ones do. So weights are
+sharded over both: `dp_shard_cp` is dp_shard and cp as one axis.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -16,32 +25,47 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-DATA_AXES = ("dp_replicate", "dp_shard")
+DATA_AXES = ("dp_replicate", "dp_shard")  # along these, processes read different sequences
+LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp")  # along these, they hold different parts of the loss
 
 
-def build_mesh(device_type: str, *, dp_replicate: int, dp_shard: int, timeout_seconds: int) -> DeviceMesh:
-    """The mesh of all processes; the product of the degrees is the world size."""
-    mesh = init_device_mesh(device_type, (1, dp_replicate, dp_shard, 1, 1), mesh_dim_names=AXES)
-    for axis in AXES:
-        # A mesh gives its groups torch's default time-out, and no public way to another (torch 2.11 to 2.13).
-        _set_pg_timeout(timedelta(seconds=timeout_seconds), mesh.get_group(axis))
-    return mesh
+class Mesh:
+    """The grid by axis: `mesh["tp"]` is this process's line of it, `mesh["dp_replicate", "dp_shard_cp"]` its plane.
+
+    Two DeviceMeshes of the same processes: FSDP2 and tensor parallel need one mesh that has both their axes, and a
+    DeviceMesh offers no public way to join two of its axes (torch 2.11 to 2.13).
+    """
+
+    def __init__(self, device_type: str, degrees: Mapping[str, int], timeout_seconds: int) -> None:
+        """`degrees`: axis -> size, outermost first; the product is the world size."""
+        self.device_type = device_type
+        sizes = {"pp": degrees["pp"], "dp_replicate": degrees["dp_replicate"]}
+        sizes |= {"dp_shard_cp": degrees["dp_shard"] * degrees["cp"], "tp": degrees["tp"]}
+        self._weights, self._tokens = (
+            init_device_mesh(device_type, tuple(s.values()), mesh_dim_names=tuple(s)) for s in (sizes, degrees)
+        )
+        for group in (*self._weights.get_all_groups(), *self._tokens.get_all_groups()):
+            # A mesh gives its groups torch's default time-out, and no public way to another (torch 2.11 to 2.13).
+            _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        names = {axes} if isinstance(axes, str) else set(axes)
+        return (self._weights if names <= set(self._weights.mesh_dim_names or ()) else self._tokens)[axes]
 
 
-def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
+def data_rank(mesh: Mesh) -> tuple[int, int]:
     """(rank, size) over the axes that read different data."""
     rank, size = 0, 1
     for axis in DATA_AXES:
-        rank = rank * mesh[axis].size() + mesh.get_local_rank(axis)
+        rank = rank * mesh[axis].size() + mesh[axis].get_local_rank()
         size *= mesh[axis].size()
     return rank, size
 
 
 @torch.no_grad()
-def sum_over_data(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of a tensor over all processes that read different data, in place: one all-reduce per axis in use."""
-    for axis in DATA_AXES:
+def sum_over(value: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+    """The sum of a tensor over the processes along these axes, in place: one all-reduce per axis in use."""
+    for axis in axes:
         if mesh[axis].size() > 1:
-            dist.all_reduce(value, group=mesh.get_group(axis))
+            dist.all_reduce(value, group=mesh[axis].get_group())
     return value

@@ -1,7 +1,8 @@
 """The order in which techniques are applied to an untouched model.
 
-Each is a function that changes modules in place. The order matters: recomputation wraps a block's forward,
-the compiler then sees both as one graph, and sharding's hooks stay outside of it.
+Each is a function that changes modules in place. The order matters: tensor parallel replaces weights and hooks the
+modules they are in, recomputation wraps the block's forward with all that in it, the compiler then sees both as one
+graph, and sharding's hooks stay outside of it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config import Config
 from titanlite.parallel.compile import apply_compile
+from titanlite.parallel.context import apply_context
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.pipeline import cut
 from titanlite.parallel.recompute import apply_recompute
 from titanlite.parallel.shard import apply_shard
+from titanlite.parallel.tensor import apply_tensor
 
 
 def compute_dtypes(config: Config, device_type: str) -> tuple[torch.dtype, torch.dtype]:
@@ -26,15 +29,23 @@ def compute_dtypes(config: Config, device_type: str) -> tuple[torch.dtype, torch
     return getattr(torch, name), getattr(torch, config.training.reduce_dtype)
 
 
-def parallelize(model: Any, config: Config, mesh: DeviceMesh) -> None:
-    """Recompute -> compile -> shard. The model is a Llama on the meta device, known by its modules' names."""
-    assert isinstance(model.layers, nn.ModuleDict)
-    blocks = list(model.layers.values())
-    for index, block in enumerate(blocks):
-        apply_recompute(block, config.recompute, index)
-        apply_compile(block, config.compile)
-    units = [[block] for block in blocks]
-    if model.output is not None:  # a tied embedding is used at both ends: it stays with the model
-        units = [[model.tok_embeddings], *units, [model.norm, model.output]]
-    compute, reduce = compute_dtypes(config, mesh.device_type)
-    apply_shard(model, units, config.parallel, mesh, compute, reduce)
+def split(model: Any, config: Config, mesh: Mesh) -> list[Any]:
+    """The parts of an untouched model on the meta device that this process holds, each parallelised."""
+    parts = cut(model, config.parallel, mesh["pp"])
+    for part in parts:
+        parallelize(part, config, mesh)
+    return parts
+
+
+def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
+    """Tensor -> context -> recompute -> compile -> shard. The model is a Llama, known by its modules' names."""
+    apply_tensor(model, mesh["tp"], config.parallel.async_tp)
+    apply_context(model, mesh["cp"], config.parallel.cp_method)
+    for name, block in model.layers.items():
+        if config.recompute.mode == "full":  # outside of the compiled block, of which nothing is kept
+            apply_compile(block, config.compile)
+            apply_recompute(block, config.recompute, int(name))
+        else:
+            apply_recompute(block, config.recompute, int(name))
+            apply_compile(block, config.compile)
+    apply_shard(model, config.parallel, mesh, *compute_dtypes(config, mesh.device_type))

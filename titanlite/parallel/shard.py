@@ -19,43 +19,61 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.config import Parallel
+from titanlite.parallel.mesh import Mesh
 
 
-def apply_shard(
-    model: nn.Module,
-    units: list[list[nn.Module]],
-    config: Parallel,
-    mesh: DeviceMesh,
-    compute: torch.dtype,
-    reduce: torch.dtype,
-) -> None:
-    """Shards each unit of modules, in the order of the forward, and what is left with the model itself.
+def units_of(model: Any) -> list[list[nn.Module]]:
+    """What is gathered together, in the order of the forward. A tied embedding, used at both ends, is in none."""
+    ends: list[nn.Module] = [] if model.config.tied_embeddings else [model.tok_embeddings, model.norm, model.output]
+    here = [[end] if any(True for _ in end.parameters()) else [] for end in ends]
+    first, norm, output = here if here else ([], [], [])
+    return [unit for unit in (first, *([block] for block in model.layers.values()), norm + output) if unit]
+
+
+def apply_shard(model: Any, config: Parallel, mesh: Mesh, compute: torch.dtype, reduce: torch.dtype) -> None:
+    """Shards each unit, and what is left with the model itself.
 
     Gradients are summed, never averaged: the loss is already divided by the global number of targets.
     """
     replicated = mesh["dp_replicate"].size() > 1
-    # Inputs are not cast: the embedding's output has the compute dtype, and the RoPE table must stay fp32.
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
     options: dict[str, Any] = {
-        "mesh": mesh["dp_replicate", "dp_shard"] if replicated else mesh["dp_shard"],
-        "mp_policy": policy,
+        "mesh": mesh["dp_replicate", "dp_shard_cp"] if replicated else mesh["dp_shard_cp"],
+        # Inputs are not cast: the embedding's output has the compute dtype, and the RoPE table must stay fp32.
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False),
     }
-    mode = config.reshard_after_forward
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    units = units_of(model)
     for unit in units:
-        # The backward begins where the forward ends: by default the last unit stays gathered.
-        reshard = mode == "always" or (mode == "default" and unit is not units[-1])
-        fully_shard(unit, reshard_after_forward=reshard, **options)
-    fully_shard(model, reshard_after_forward=mode == "always", **options)
+        fully_shard(unit, reshard_after_forward=_reshard(config, mesh, last=unit is units[-1]), **options)
+    fully_shard(model, reshard_after_forward=_reshard(config, mesh, last=True), **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # A divisor of 1 alone would need PREMUL_SUM, which gloo lacks: ask for a plain sum as well.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    _prefetch([unit[0] for unit in units], config.prefetch)
+
+
+def _reshard(config: Parallel, mesh: Mesh, last: bool) -> bool | int:
+    """Whether a unit frees its gathered weights after the forward, or over how many processes it keeps them."""
+    mode = config.reshard_after_forward
+    if mode == "default":
+        # The backward begins where the forward ends, and a pipeline would gather anew for each microbatch.
+        return not last and mesh["pp"].size() == 1
+    return int(mode) if mode.isdecimal() else mode == "always"
+
+
+def _prefetch(units: list[Any], depth: int) -> None:
+    """Each unit starts the gathering of the next `depth`, in the forward and in the backward; 0 changes nothing."""
+    if depth:
+        for i, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + depth])
+            unit.set_modules_to_backward_prefetch(units[max(0, i - depth) : i][::-1])
 
 
 def reduce_gradients_when(model: nn.Module, last: bool, config: Parallel) -> None:

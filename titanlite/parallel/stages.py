@@ -1,30 +1,107 @@
-"""Forward and backward through the part of the model that this process holds.
+"""Forward and backward through the parts of the model that this process holds.
 
-What it is: the two calls the training loop makes, `forward_backward` for a microbatch and `evaluate` for a
-validation batch. Without pipeline parallel the part is the whole model.
+What it is: the two calls the training loop makes, `forward_backward` for a local batch and `evaluate` for a
+validation batch, and what must happen to gradients before the update. Without pipeline parallel there is one part,
+the whole model.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from titanlite.config import Config
 from titanlite.optim.loss import cross_entropy_sum
+from titanlite.parallel.context import cut_sequences
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.parallelize import compute_dtypes
+from titanlite.parallel.pipeline import Pipeline, add_tied_gradients
+from titanlite.parallel.shard import reduce_gradients_when
+from titanlite.parallel.tensor import loss_context, vocabulary_cut_cross_entropy_sum
 
 
-class Stages:
-    """What computes a loss from a batch of tokens and labels, both (B, S)."""
+class Whole:
+    """All layers in one process."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: Any, loss: Any) -> None:
+        self.model, self.loss = model, loss
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor) -> Tensor:
-        """Adds to the gradients; returns this microbatch's summed loss over the step's global target count."""
-        loss = cross_entropy_sum(self.model(tokens), labels) / num_targets
+        loss = self.loss(self.model(tokens), labels) / num_targets
         loss.backward()
         return loss.detach()
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The summed loss of a batch."""
-        return cross_entropy_sum(self.model(tokens), labels)
+        return self.loss(self.model(tokens), labels)
+
+
+class Stages:
+    """What computes a loss from a batch of tokens and labels, both (B, S), the same on all of pp, cp and tp.
+
+    A loss is this process's part: the sum over `LOSS_AXES` is the whole.
+    """
+
+    def __init__(self, parts: list[Any], config: Config, mesh: Mesh, device: torch.device) -> None:
+        """`parts` are parallelised and have their weights."""
+        self.parts, self.config, self.mesh = parts, config, mesh
+        loss: Any = cross_entropy_sum
+        if mesh["tp"].size() > 1:
+            loss = functools.partial(vocabulary_cut_cross_entropy_sum, mesh=mesh["tp"])
+        if config.compile.loss:
+            loss = torch.compile(loss, backend=config.compile.backend)
+        self.runner: Whole | Pipeline
+        if mesh["pp"].size() == 1:
+            self.runner = Whole(parts[0], loss)
+        else:
+            self.runner = self._pipeline(loss, device)
+        tied = parts[0].config.tied_embeddings and mesh["pp"].size() > 1
+        # Both ends of a pipeline hold a tied embedding: parameters that count twice.
+        self.held_twice = [
+            part.tok_embeddings.weight for part in parts if tied and hasattr(part.tok_embeddings, "weight")
+        ]
+
+    def _pipeline(self, loss: Any, device: torch.device) -> Pipeline:
+        training, parallel, llama = self.config.training, self.config.parallel, self.parts[0].config
+        cp, tp, size = self.mesh["cp"].size(), self.mesh["tp"].size(), parallel.pp_microbatch_size
+        compute, _ = compute_dtypes(self.config, device.type)
+        here = training.seq_len // cp
+        return Pipeline(
+            self.parts,
+            loss,
+            self.mesh["pp"],
+            device,
+            schedule=parallel.pp_schedule,
+            microbatches=training.local_batch_size // size,
+            hidden=torch.empty(size, here // tp, llama.dim, dtype=compute, device="meta", requires_grad=True),
+            logits=torch.empty(size, here, llama.vocab_size // tp, dtype=compute, device="meta", requires_grad=True),
+            tokens=torch.empty(size, here, dtype=torch.int64, device="meta"),
+        )
+
+    def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor, last: bool = True) -> Tensor:
+        """Adds to the gradients; returns this part of the summed loss over the step's global target count.
+
+        `last`: no other batch of this step follows.
+        """
+        for part in self.parts:
+            reduce_gradients_when(part, last, self.config.parallel)
+        with (
+            cut_sequences(tokens, labels, self.parts, self.mesh["cp"], self.config.parallel.cp_method) as (x, y),
+            loss_context(self.mesh["tp"]),
+        ):
+            loss = self.runner.forward_backward(x, y, num_targets)
+        if last:
+            add_tied_gradients(self.held_twice, self.mesh["pp"])
+        return loss
+
+    def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """This part of the summed loss of a batch."""
+        with (
+            torch.no_grad(),
+            cut_sequences(tokens, labels, self.parts, self.mesh["cp"], self.config.parallel.cp_method) as (x, y),
+            loss_context(self.mesh["tp"]),
+        ):
+            return self.runner.evaluate(x, y)

@@ -1,0 +1,216 @@
+"""Which layouts fit: degrees against processes, and the model's and the batch's sizes against degrees.
+
+What it is: arithmetic on the config, done before torch is imported. A layout gives each of the five mesh axes its
+degree; the product is the number of processes. Every rule that some technique puts on the sizes it cuts is here, and
+each broken one is told with the keys, what was found and the nearest that would fit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+
+from titanlite.config import PP_SCHEDULES, Config, ConfigError, Parallel
+from titanlite.model.flavors import LlamaConfig
+from titanlite.spelling import suggestion
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: inner axes talk most
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # weights' gradients apart from inputs'
+
+
+def resolve_degrees(parallel: Parallel, world_size: int) -> dict[str, int]:
+    """Axis -> degree for `world_size` processes, -1 resolved. Raises ConfigError where the product is another."""
+    degrees = {axis: getattr(parallel, axis) for axis in AXES}
+    if zeros := [axis for axis in AXES if degrees[axis] == 0]:
+        raise ConfigError([f"parallel.{axis} = 0: expected -1 (what is left) or at least 1" for axis in zeros])
+    open_axes = [axis for axis in AXES if degrees[axis] == -1]
+    if len(open_axes) > 1:
+        names = " and ".join(f"parallel.{axis}" for axis in open_axes)
+        raise ConfigError(f"{names} are both -1: only one can be what is left")
+    fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
+    product = math.prod(fixed.values())
+    used = {axis: degree for axis, degree in fixed.items() if degree > 1} or {"dp_shard": 1}
+    told = " times ".join(f"parallel.{axis} = {degree}" for axis, degree in used.items())
+    is_product = f" is {product}, which" if len(used) > 1 else ""
+    if open_axes and world_size % product:
+        remedies = []
+        for axis, degree in used.items():
+            others = product // degree
+            fitting = nearest(degree, functools.partial(_divides, world_size, others), world_size)
+            remedies += [f"parallel.{axis} = {fitting}"] if fitting else []
+        near = f"; nearest that do: {', or '.join(remedies)}" if remedies else ""
+        raise ConfigError(f"{told}{is_product} does not divide the {world_size} processes{near}")
+    if not open_axes and product != world_size:
+        is_product = f" is {product}" if len(used) > 1 else ""
+        raise ConfigError(
+            f"{told}{is_product}, but there are {world_size} processes (NGPU x NNODES); "
+            f"start {product}, or set one degree to -1 (what is left)"
+        )
+    return {axis: world_size // product if degree == -1 else degree for axis, degree in degrees.items()}
+
+
+def _divides(whole: int, others: int, n: int) -> bool:
+    return whole % (others * n) == 0
+
+
+def nearest(wanted: int, fits: Callable[[int], bool], limit: int) -> str:
+    """The three numbers from 1 to `limit` next to `wanted` that fit, in words; empty if none does."""
+    fitting = sorted((n for n in range(1, limit + 1) if fits(n)), key=lambda n: (abs(n - wanted), n))[:3]
+    return " or ".join(str(n) for n in sorted(fitting))
+
+
+def check_layout(config: Config, llama: LlamaConfig, world_size: int) -> dict[str, int]:
+    """Axis -> degree. Raises ConfigError with everything that does not fit."""
+    degrees = resolve_degrees(config.parallel, world_size)
+    checks = (_batch, _sharding, _tensor, _context, _pipeline, _compiler)
+    if problems := [problem for check in checks for problem in check(config, llama, degrees)]:
+        raise ConfigError(problems)
+    return degrees
+
+
+def _batch(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
+    """Sequences over data-parallel processes."""
+    training = config.training
+    readers = degrees["dp_replicate"] * degrees["dp_shard"]
+    portion = training.local_batch_size * readers
+    if training.global_batch_size % portion:
+        below = training.global_batch_size // portion * portion
+        allowed = " or ".join(str(n) for n in (below, below + portion) if n > 0)
+        yield (
+            f"training.global_batch_size = {training.global_batch_size} is not a multiple of "
+            f"training.local_batch_size = {training.local_batch_size} times {readers} data-parallel processes "
+            f"({portion}); nearest: {allowed}, or another local batch size"
+        )
+
+
+def _sharding(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
+    """FSDP2's options."""
+    mode, size = config.parallel.reshard_after_forward, degrees["dp_shard"] * degrees["cp"]
+    if mode in ("default", "always", "never"):
+        return
+    groups = [n for n in range(2, size) if size % n == 0]
+    if not mode.isdecimal():
+        near = suggestion(mode, ["default", "always", "never"])
+        yield f'parallel.reshard_after_forward = "{mode}": expected default, always, never or a number{near}'
+    elif int(mode) not in groups:
+        allowed = ", ".join(map(str, groups)) or f"none for {size}, so use default, always or never"
+        yield (
+            f'parallel.reshard_after_forward = "{mode}": expected a number of processes that divides '
+            f"parallel.dp_shard x parallel.cp = {size} and is neither 1 nor all of them; allowed: {allowed}"
+        )
+
+
+def _tensor(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
+    """Heads, hidden width and vocabulary are cut over tp, and between the layers the sequence is."""
+    tp, cp = degrees["tp"], degrees["cp"]
+    sizes = {
+        "model.num_heads": llama.num_heads,
+        "model.num_kv_heads": llama.num_kv_heads,
+        "model.ffn_dim": llama.ffn_dim,
+        "model.vocab_size": llama.vocab_size,
+        "training.seq_len / parallel.cp" if cp > 1 else "training.seq_len": config.training.seq_len // cp,
+    }
+    if broken := [f"{name} = {size}" for name, size in sizes.items() if size % tp]:
+        near = nearest(tp, lambda n: all(size % n == 0 for size in sizes.values()), llama.num_heads)
+        yield f"parallel.tp = {tp} does not divide {' and '.join(broken)}; nearest that divide all: {near}"
+    if config.parallel.async_tp and not (tp > 1 and config.compile.enabled):
+        yield "parallel.async_tp = true: the compiler overlaps it; expected compile.enabled = true and parallel.tp > 1"
+
+
+def _context(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
+    """The sequence is cut over cp: into a head and a tail chunk each, or, for Ulysses, heads are cut as well."""
+    cp, tp, method, seq_len = degrees["cp"], degrees["tp"], config.parallel.cp_method, config.training.seq_len
+    if cp == 1:
+        return
+    if method != "ulysses":
+        if seq_len % (2 * cp):
+            near = nearest(cp, lambda n: seq_len % (2 * n) == 0, seq_len)
+            yield (
+                f"training.seq_len = {seq_len} is not a multiple of 2 x parallel.cp = {2 * cp} (each process has a "
+                f"chunk from the head and one from the tail); nearest parallel.cp: {near or 'only 1'}"
+            )
+        return
+    sizes = {
+        "training.seq_len": seq_len,
+        "model.num_heads / parallel.tp": llama.num_heads // tp,
+        "model.num_kv_heads / parallel.tp": llama.num_kv_heads // tp,
+    }
+    if broken := [f"{name} = {size}" for name, size in sizes.items() if size % cp]:
+        near = nearest(cp, lambda n: all(size % n == 0 for size in sizes.values()), llama.num_heads)
+        yield (
+            f"parallel.cp = {cp} with parallel.cp_method = ulysses does not divide {' and '.join(broken)}; "
+            f"nearest that divide all: {near}; all_gather needs no heads to divide"
+        )
+
+
+def _pipeline(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
+    """Layers over stages, and microbatches as each schedule wants them."""
+    parallel, pp, name = config.parallel, degrees["pp"], config.parallel.pp_schedule
+    if pp == 1:
+        return
+    per, usual = parallel.stages_per_process, PP_SCHEDULES[name]
+    stages = pp * per
+    if per != usual and (usual == 1 or name in ("ZBVZeroBubble", "DualPipeV")):
+        yield f"parallel.pp_stages_per_process = {per}: {name} needs {usual} (or 0)"
+    if llama.num_layers < stages:
+        near = nearest(pp, lambda n: n * per <= llama.num_layers, llama.num_layers)
+        yield (
+            f"parallel.pp = {pp} with {per} stages each ({name}) needs at least {stages} layers; model.num_layers = "
+            f"{llama.num_layers}; nearest parallel.pp: {near or 'only 1'}"
+        )
+    yield from _split(parallel, stages, llama.num_layers)
+    if not parallel.reduce_every_microbatch:
+        yield "parallel.reduce_every_microbatch = false: a pipeline sums gradients once per local batch; leave it true"
+    batch, size = config.training.local_batch_size, parallel.pp_microbatch_size
+    if batch % size:
+        near = nearest(size, lambda n: batch % n == 0, batch)
+        yield (
+            f"parallel.pp_microbatch_size = {size} does not divide training.local_batch_size = {batch}; "
+            f"nearest that do: {near}"
+        )
+    elif not _fits_schedule(name, batch // size, pp, stages):
+        near = nearest(batch // size, lambda n: _fits_schedule(name, n, pp, stages), batch // size + stages + pp)
+        yield (
+            f"training.local_batch_size = {batch} in microbatches of parallel.pp_microbatch_size = {size} makes "
+            f"{batch // size}; parallel.pp_schedule = {name} with {pp} processes and {stages} stages takes {near}, ..."
+        )
+
+
+def _fits_schedule(name: str, microbatches: int, pp: int, stages: int) -> bool:
+    """Whether torch's schedule of that name runs so many microbatches."""
+    if name in ("1F1B", "DualPipeV"):
+        return microbatches >= stages
+    if name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        return microbatches % max(1, microbatches // pp) == 0
+    return True
+
+
+def _split(parallel: Parallel, stages: int, num_layers: int) -> Iterable[str]:
+    """The explicit cut: one name for each stage but the first, in the model's order."""
+    names, text = parallel.stage_starts, parallel.pp_split
+    if not names:
+        return
+    order = [*(f"layers.{i}" for i in range(num_layers)), "norm", "output"]
+    for name in names:
+        if name not in order:
+            yield f"parallel.pp_split: no module {name!r}{suggestion(name, order)}; allowed: layers.N, norm, output"
+    if len(names) != stages - 1:
+        yield f"parallel.pp_split = {text!r} names {len(names)}; expected {stages - 1}, one per later stage"
+    positions = [order.index(name) for name in names if name in order]
+    if positions != sorted(set(positions)):
+        yield f"parallel.pp_split = {text!r}: expected each name once and in the model's order"
+
+
+def _compiler(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
+    """What torch.compile is needed for, and what it cannot do."""
+    compile, parallel = config.compile, config.parallel
+    if config.recompute.mode == "memory_budget" and (not compile.enabled or compile.backend == "eager"):
+        yield "recompute.mode = memory_budget is the compiler's; expected compile.enabled = true and not backend eager"
+    if degrees["pp"] > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
+        others = ", ".join(name for name in PP_SCHEDULES if name not in SPLIT_BACKWARD)
+        why = f"parallel.pp_schedule = {parallel.pp_schedule} computes a layer's two gradients apart, which"
+        if compile.enabled:
+            yield f"{why} compiled blocks cannot; with compile.enabled = true use one of {others}"
+        if config.recompute.mode == "selective":
+            yield f"{why} recompute.mode = selective cannot; use recompute.mode = full, or one of {others}"

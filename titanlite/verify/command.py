@@ -1,0 +1,169 @@
+"""`titanlite verify`: every layout computes what one process computes.
+
+What it is: runs the ladder on a pool of workers, against a reference made once for each model shape, prints a table
+and judges. The tolerances are those of the number format: in fp32 a layout may differ by the order in which it adds.
+What it costs: a laptop's minutes for the default config; the gradients and parameters of the model once on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from titanlite.config import Config, ConfigError
+from titanlite.configure import load_config
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.verify.ladder import Case, ladder, make_case, misfit, parse_layout
+
+FIGURES = ("loss", "grad_norm", "gradient", "parameters")
+TOLERANCES = {  # the largest relative differences that pass
+    "float32": {"loss": 1e-5, "grad_norm": 1e-5, "gradient": 1e-5, "parameters": 1e-5},
+    "bfloat16": {"loss": 1e-2, "grad_norm": 5e-2, "gradient": 5e-2, "parameters": 5e-2},
+}
+EPILOG = """The config's own degrees, batch sizes and recomputation do not matter: each layout brings its own.
+Columns: the largest relative differences from one process of the loss and the gradient norm over 5 steps, of any
+parameter's gradient at step 1 and of any parameter after step 5 (norm of the difference over norm)."""
+
+
+def verify(argv: list[str]) -> int:
+    """Runs the command; 0 if every layout passed, 1 if any failed. Raises ConfigError."""
+    options, rest = _options(argv)
+    device = _device(load_config(rest).run.device)
+    processes = options.processes or (_count(device) if device == "cuda" else 4)
+    if device == "cuda" and processes > _count(device):
+        raise ConfigError(f"--processes {processes}: there are {_count(device)} CUDA devices; or --run.device=cpu")
+    if options.layout:
+        cases = [make_case(rest, parse_layout(text), device) for text in options.layout]
+    else:
+        compiler = "inductor" if device == "cuda" else "aot_eager"
+        cases = [make_case(rest, pairs, device) for pairs in ladder(processes, options.quick, compiler)]
+    fitting: list[tuple[Case, LlamaConfig]] = []
+    skipped: list[str] = []
+    for case in cases:
+        llama = resolve_flavor(case.config.model, Tokenizer(case.config.data.tokenizer).size)
+        if problem := misfit(case, llama):
+            if options.layout:
+                raise ConfigError(f"--layout {case.name}: {problem}")
+            skipped.append(f"{case.name}: {problem}")
+        else:
+            fitting.append((case, llama))
+    rows = run_cases(fitting, device, options.timeout)
+    print("".join(f"\ndoes not fit: {text}" for text in skipped).lstrip("\n"))
+    failed = [row["layout"] for row in rows if not row["passed"]]
+    print(
+        f"{len(rows) - len(failed)} of {len(rows)} layouts equal one process"
+        + "".join(f"\nFAILED: {n}" for n in failed)
+    )
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 1 if failed else 0
+
+
+def run_cases(cases: list[tuple[Case, LlamaConfig]], device: str, timeout: float) -> list[dict[str, Any]]:
+    """Measures and judges each case, printing its row; a reference is made for each model shape."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # workers share the cores
+    from titanlite.verify.compare import measure, reference
+    from titanlite.verify.pool import Pool, WorkerError
+
+    pool = Pool(["titanlite.verify.compare"], device, quiet=True)
+    rows: list[dict[str, Any]] = []
+    references: dict[Any, Path] = {}
+    width = max([len(case.name) for case, _ in cases], default=6)
+    print(
+        f"{'layout':{width}}  processes  {'  '.join(f'{name:>10}' for name in FIGURES)}  seconds  verdict", flush=True
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for case, llama in cases:
+                key = (llama, case.config.training.global_batch_size, case.config.training.seq_len)
+                if key not in references:
+                    path = Path(folder, f"{len(references)}.pt")
+                    pool.run(1, reference, case.config, llama, path, timeout=timeout)
+                    references[key] = path
+                started = time.monotonic()
+                found, error = dict.fromkeys(FIGURES, float("nan")), ""
+                try:
+                    ranks = pool.run(case.processes, measure, case.config, llama, references[key], timeout=timeout)
+                    found = {name: _largest([rank[name] for rank in ranks]) for name in FIGURES}
+                except WorkerError as problem:
+                    error = str(problem)
+                rows.append(judge(case, found, time.monotonic() - started, device))
+                _show(rows[-1], width, error)
+        finally:
+            pool.close()
+    return rows
+
+
+def judge(case: Case, found: dict[str, float], seconds: float, device: str) -> dict[str, Any]:
+    """A row of the result. What is no number has not passed."""
+    tolerances = TOLERANCES[compute_format(case.config, device)]
+    passed = all(found[name] <= tolerances[name] for name in FIGURES)
+    figures = {name: found[name] if found[name] == found[name] else None for name in FIGURES}
+    return {"layout": case.name, "processes": case.processes, **figures, "seconds": seconds, "passed": passed}
+
+
+def compute_format(config: Config, device: str) -> str:
+    """The format that forward and backward compute in."""
+    name = config.training.compute_dtype
+    return ("bfloat16" if device == "cuda" else "float32") if name == "auto" else name
+
+
+def _show(row: dict[str, Any], width: int, error: str) -> None:
+    figures = "  ".join(f"{row[name]:10.1e}" if row[name] is not None else f"{'-':>10}" for name in FIGURES)
+    verdict = "passed" if row["passed"] else "FAILED"
+    print(f"{row['layout']:{width}}  {row['processes']:9}  {figures}  {row['seconds']:7.1f}  {verdict}", flush=True)
+    if error:
+        print("\n".join(f"    {line}" for line in error.strip().splitlines()), file=sys.stderr, flush=True)
+
+
+def _largest(values: list[float]) -> float:
+    """The largest; what is no number is larger than any."""
+    return next((value for value in values if value != value), max(values))
+
+
+def _device(name: str) -> str:
+    if name == "cpu":
+        return name
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device = cuda: torch finds no CUDA device; allowed: auto, cpu")
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _count(device: str) -> int:
+    import torch
+
+    return torch.cuda.device_count() if device == "cuda" else 4
+
+
+def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own options, and the config's."""
+    parser = argparse.ArgumentParser(
+        prog="titanlite verify",
+        usage="titanlite verify [CONFIG] [--section.key=value ...] [options]",
+        description="Show that every layout computes what one process computes.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--processes", type=int, default=0, help="how many at most; default: 4, or the CUDA devices")
+    parser.add_argument("--layout", action="append", help="this one only, as in dp_shard=2,tp=2; may be repeated")
+    parser.add_argument(
+        "--quick", action="store_true", help="a part of the ladder: each axis, each pair, each technique"
+    )
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds that one layout may take (default 300)")
+    options, rest = parser.parse_known_args(argv)
+    if options.processes < 0 or options.processes > 64:
+        raise ConfigError(f"--processes {options.processes}: expected 1 to 64")
+    if options.json and not options.json.parent.is_dir():
+        raise ConfigError(f"--json {options.json}: {options.json.parent} is no folder")
+    return options, rest

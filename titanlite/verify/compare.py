@@ -1,0 +1,150 @@
+"""One layout against one process: the same weights, the same data, the same numbers?
+
+What it is: `reference` trains the plain model in one process, with a plain PyTorch loop that uses nothing of
+`parallel/`, `optim/clip.py` or `optim/loss.py`. `measure` trains in a layout, built of the very parts that train.py is
+built of, and compares: the loss and the gradient norm of each step, each parameter's whole gradient at the first step,
+and the parameters after the last.
+
+The data is made to catch what even data hides: every sequence has another number of targets, so a mean of means
+differs from the mean; tokens are uniform, so all of the vocabulary takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titanlite import runtime
+from titanlite.config import Config
+from titanlite.data.stream import IGNORED, Batch, count_targets
+from titanlite.model.flavors import LlamaConfig
+from titanlite.model.llama import Llama
+from titanlite.optim.clip import clip_grad_norm
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel.mesh import DATA_AXES, LOSS_AXES, Mesh, data_rank, sum_over
+from titanlite.parallel.parallelize import split
+from titanlite.parallel.shard import assign_shard
+from titanlite.parallel.stages import Stages
+from titanlite.plan.layout import check_layout
+
+STEPS = 5
+FIGURES = ("loss", "grad_norm", "gradient", "parameters")
+
+
+def make_batch(step: int, sequences: int, seq_len: int, vocab_size: int) -> Batch:
+    """The whole batch of a step, (sequences, seq_len); the first sequences have the most targets."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(vocab_size, (sequences, seq_len + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    for i in range(sequences):
+        labels[i, : i * seq_len // (2 * sequences)] = IGNORED
+    return Batch(tokens[:, :-1], labels)
+
+
+def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
+    """Trains in this process alone and writes what it found to `path`."""
+    device, training, options = _device(config), config.training, config.optimizer
+    with torch.device("meta"):
+        model = Llama(llama, training.seq_len)
+    model.to_empty(device=device)
+    model.init_weights(config.run.seed)
+    # fp32 whatever the layouts compute in: they are compared with what is meant
+    optimizer = torch.optim.AdamW(
+        model.parameters(), options.lr, options.betas, options.eps, weight_decay=options.weight_decay
+    )
+    losses, norms, gradients = [], [], {}
+    for step in range(STEPS):
+        batch = make_batch(step, training.global_batch_size, training.seq_len, llama.vocab_size)
+        count = int((batch.labels != IGNORED).sum())
+        total = 0.0
+        for tokens, labels in zip(*(part.to(device).split(1) for part in batch), strict=True):
+            logits = model(tokens)
+            loss = F.cross_entropy(logits[0], labels[0], ignore_index=IGNORED, reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        norms.append(
+            sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+        )
+        if step == 0:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        for p in model.parameters():
+            if p.grad is not None and norms[-1] > training.max_norm > 0:
+                p.grad *= training.max_norm / norms[-1]
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {"loss": losses, "grad_norm": norms, "gradient": gradients, "parameters": dict(model.named_parameters())}
+    torch.save(found, path)
+
+
+def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
+    """Trains in this layout, all processes together; the largest relative differences from the reference.
+
+    Of the loss and the gradient norm: over all steps. Of gradients and parameters: the norm of the difference over the
+    norm of the reference's tensor, over all tensors and processes.
+    """
+    torch.compiler.reset()  # another layout's compiled blocks are not these
+    device, training = _device(config), config.training
+    degrees = check_layout(config, llama, dist.get_world_size())
+    mesh = Mesh(device.type, degrees, config.comm.timeout_seconds)
+    rank, world = data_rank(mesh)
+    with torch.device("meta"):
+        model = Llama(llama, training.seq_len)
+    parts = split(model, config, mesh)
+    for part in parts:
+        part.to_empty(device="cpu" if config.parallel.cpu_offload else device)
+        part.init_weights(config.run.seed, assign_shard, device)
+    stages = Stages(parts, config, mesh, device)
+    optimizer = build_optimizer(parts, config.optimizer)
+    expected = torch.load(path, map_location="cpu", mmap=True)
+    found = dict.fromkeys(FIGURES, 0.0)
+    for step in range(STEPS):
+        whole = make_batch(step, training.global_batch_size, training.seq_len, llama.vocab_size)
+        local = [Batch(*pair) for pair in zip(*(part.split(training.local_batch_size) for part in whole), strict=True)]
+        batches = local[rank::world]
+        num_targets = sum_over(count_targets(batches).to(device), mesh, DATA_AXES)
+        loss = torch.zeros((), device=device)
+        for i, (tokens, labels) in enumerate(batches):
+            loss += stages.forward_backward(tokens.to(device), labels.to(device), num_targets, i == len(batches) - 1)
+        if step == 0:
+            gradients = ((name, p.grad) for part in parts for name, p in part.named_parameters())
+            found["gradient"] = _largest(gradients, expected["gradient"])
+        norm = clip_grad_norm(parts, training.max_norm, device, stages.held_twice)
+        loss = sum_over(loss, mesh, LOSS_AXES)
+        for name, value in (("loss", loss), ("grad_norm", norm)):
+            found[name] = _worse(found[name], abs(float(value) / expected[name][step] - 1))
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = (named for part in parts for named in part.named_parameters())
+    found["parameters"] = _largest(parameters, expected["parameters"])
+    return found
+
+
+def _device(config: Config) -> torch.device:
+    """The device of the worker, whose process group exists."""
+    return runtime.start(config.run.device, config.comm.timeout_seconds, config.run.seed)
+
+
+def _largest(found: Iterable[tuple[str, Any]], expected: dict[str, Tensor]) -> float:
+    """The largest relative difference of any tensor; infinite if one is absent."""
+    largest = 0.0
+    for name, tensor in found:
+        if tensor is None:
+            return float("inf")
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        right = expected[name].detach().double()
+        difference = torch.linalg.vector_norm(whole.detach().cpu().double() - right) / torch.linalg.vector_norm(right)
+        largest = _worse(largest, float(difference))
+    return largest
+
+
+def _worse(a: float, b: float) -> float:
+    """The larger; what is no number is worst."""
+    return max(a, b) if a == a and b == b else float("nan")
