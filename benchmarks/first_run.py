@@ -8,11 +8,8 @@ Needs the environment run_train.sh uses, and ten minutes on two cores.
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -20,7 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+import report
+
+ROOT = report.ROOT
 Curve = dict[int, tuple[float, float]]
 
 
@@ -131,13 +130,6 @@ def mistakes(folder: Path) -> list[tuple[str, str]]:
     return [("a mistyped key: time to the error", f"{typo:.2f} s"), ("--help", f"{usage:.2f} s")]
 
 
-def cpu() -> str:
-    """The processor's name where Linux tells it."""
-    info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
-
-
 def main() -> None:
     lines: list[tuple[str, str]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -145,21 +137,8 @@ def main() -> None:
             for what, found in part(Path(name)):
                 print(f"{what}: {found}", flush=True)
                 lines.append((what, found))
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    head = {
-        "date": datetime.date.today().isoformat(),
-        "machine": cpu(),
-        "python": platform.python_version(),
-        "torch": importlib.metadata.version("torch"),
-        "command": "python benchmarks/first_run.py",
-        "commit": commit.strip(),
-    }
-    target = ROOT / "benchmarks/results" / f"{head['date']}-first_run"
-    target.with_suffix(".json").write_text(json.dumps({**head, "results": dict(lines)}, indent=1) + "\n")
-    table = [f"- {key}: {value}" for key, value in head.items()] + ["", "| what | found |", "|---|---|"]
-    table += [f"| {what} | {found} |" for what, found in lines]
-    target.with_suffix(".md").write_text("# First run\n\n" + "\n".join(table) + "\n")
-    print(f"wrote {target}.md and .json")
+    table = ["| what | found |", "|---|---|", *(f"| {what} | {found} |" for what, found in lines)]
+    report.write("first_run", "First run", table, dict(lines))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ os.environ["LOG_RANK"] = "none"
 
 @pytest.fixture(scope="session")
 def pool():
-    workers = Pool(["train"])
-    yield workers
-    workers.close()
+    return Pool(["train"])
 
 
 @pytest.fixture(scope="session", autouse=True)

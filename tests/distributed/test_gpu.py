@@ -30,6 +30,21 @@ def test_options_follow_plain_bf16(pool, arguments, tmp_path, option):
         assert curve(tmp_path / "other")[step] == pytest.approx(values, rel=2e-2)
 
 
+def test_verify_on_one_gpu(tmp_path):
+    """Reference in fp32, layouts in bf16, compiled with inductor; several GPUs need `titanlite verify` itself."""
+    from titanlite.verify.command import verify
+
+    assert verify(["debug", "--run.device=cuda", "--processes=1"]) == 0
+
+
+def test_cpu_offload_follows_plain_training(pool, arguments, tmp_path):
+    run = [*arguments, "--run.device=cuda", "--training.compute_dtype=float32"]
+    assert pool.run(1, train_run, [*run, "--run.name=plain"], timeout=120) == [0]
+    assert pool.run(1, train_run, [*run, "--run.name=offloaded", "--parallel.cpu_offload"], timeout=120) == [0]
+    for step, values in curve(tmp_path / "plain").items():
+        assert curve(tmp_path / "offloaded")[step] == pytest.approx(values, rel=1e-3)
+
+
 def test_resume_on_the_gpu(pool, arguments, tmp_path):
     run = [*arguments, "--run.device=cuda"]
     assert pool.run(1, train_run, [*run, "--run.name=whole"], timeout=120) == [0]

@@ -19,16 +19,39 @@ def test_sigterm_and_resume_is_bit_identical(pool, arguments, tmp_path, processe
     assert [sorted(row) for row in rows(tmp_path / "stopped")] == keys
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (4, 2)])
-def test_resume_on_another_number_of_processes(pool, arguments, tmp_path, before, after):
+@pytest.mark.parametrize(
+    ("before", "layout_before", "after", "layout_after"),
+    [
+        (4, [], 1, []),
+        (1, [], 4, []),
+        (4, [], 2, []),
+        (4, ["tp=2", "dp_shard=2"], 4, ["pp=2", "dp_shard=2"]),
+        (2, ["pp=2"], 1, []),
+        (2, ["cp=2"], 2, ["tp=2"]),
+    ],
+)
+def test_resume_in_another_layout(pool, arguments, tmp_path, before, layout_before, after, layout_after):
     assert pool.run(1, train_run, [*arguments, "--run.name=whole"]) == [0]
-    run = [*arguments, "--run.name=stopped", "--parallel.dp_replicate=1"]
-    assert pool.run(before, train_until, 3, run) == [75] * before
-    assert pool.run(after, train_run, run) == [0] * after
+    run = [*arguments, "--run.name=stopped"]
+    first, second = ([f"--parallel.{option}" for option in layout] for layout in (layout_before, layout_after))
+    assert pool.run(before, train_until, 3, [*run, *first]) == [75] * before
+    assert pool.run(after, train_run, [*run, *second]) == [0] * after
     whole, stopped = curve(tmp_path / "whole"), curve(tmp_path / "stopped")
     assert sorted(whole) == sorted(stopped)
     for step in whole:
         assert stopped[step] == pytest.approx(whole[step], rel=1e-5)
+
+
+def test_a_run_with_a_pipeline_ends_with_a_sample(pool, arguments, tmp_path):
+    """No process holds the whole model: it comes from the checkpoint, and is what a run on one process ends with."""
+    texts = []
+    for processes, layout in ((1, []), (2, ["--parallel.pp=2"])):
+        run = [*arguments, f"--run.name={processes}", "--run.sample_tokens=20", "--training.steps=2", *layout]
+        assert pool.run(processes, train_run, run) == [0] * processes
+        log = (tmp_path / str(processes) / "log.txt").read_text()
+        texts.append([line for line in log.splitlines() if line.startswith("  | ")])
+    assert texts[0] == texts[1]
+    assert texts[0][0].startswith("  | def")
 
 
 def samples_of_a_run(arguments: list[str], stop_after: int) -> tuple[list[int], list[int]]:

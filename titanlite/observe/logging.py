@@ -20,6 +20,8 @@ def setup_logging(rank: int) -> None:
     logging.raiseExceptions = False  # a closed console (`| head`) is no reason for a stack trace per line
     logger.handlers.clear()
     logger.propagate = False
+    # DTensor tells that gloo has no all-to-all and that it gathers instead: no concern of the user's.
+    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     logger.setLevel(logging.INFO)
     console = logging.StreamHandler(sys.stdout)
     console.setFormatter(logging.Formatter(f"{prefix}%(message)s"))

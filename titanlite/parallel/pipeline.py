@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from titanlite.config import Parallel
 
+logger = logging.getLogger("titanlite")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
@@ -86,6 +88,8 @@ def cut(model: Any, config: Parallel, mesh: DeviceMesh) -> list[Any]:
     if size == 1:
         return [model]
     stages = stage_modules(model, size * per_process, config.stage_starts)
+    for i, names in enumerate(stages):
+        logger.info(f"stage {i}: {names[0]}" + (f" to {names[-1]}" if names[1:] else ""))
     return [_keep(model, stages[i]) for i in stage_numbers(rank, size, per_process, config.pp_schedule)]
 
 
@@ -116,10 +120,13 @@ def _keep(model: Any, names: list[str]) -> Any:
 
 
 class Stage(PipelineStage):
-    """A stage that hands no gradient to its neighbour on the same process while only forwards run.
+    """A stage whose neighbour may be on the same process, as where a V turns: torch's own fails there, twice."""
 
-    torch's `eval` still does, and fails for V-shaped schedules (2.11 to 2.13).
-    """
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # A stage greets its neighbours (torch 2.11; 2.13 does otherwise). gloo cannot greet the process itself.
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    # `eval` runs forwards only, and yet hands gradients, which there are none, to the neighbour (2.11 to 2.13).
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
@@ -175,7 +182,8 @@ class Pipeline:
 
     def _run(self, run: Callable[..., Any], tokens: Tensor, labels: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        run(*[tokens] * self.first, target=labels if self.last else None, losses=losses)
+        # contiguous: a stage of torch 2.11 checks strides
+        run(*[tokens.contiguous()] * self.first, target=labels if self.last else None, losses=losses)
         return torch.stack(losses).sum().detach() if losses else torch.zeros_like(self.num_targets)
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor) -> Tensor:
@@ -184,6 +192,7 @@ class Pipeline:
         return self._run(self.schedule.step, tokens, labels)
 
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """The summed loss, likewise. Between optimizer steps only: torch drops the gradients there are."""
         self.num_targets = torch.ones_like(self.num_targets)
         return self._run(self.schedule.eval, tokens, labels)
 

@@ -1,13 +1,22 @@
 """Fully sharded data parallel (FSDP2; ZeRO-3, arXiv 1910.02054; arXiv 2304.11277).
 
 What it is: `fully_shard` on the embedding, each block, the output, and the model for what is left. Every process
-stores 1/N of each parameter, its gradient and its optimizer state (N = dp_shard). Before a unit computes, its
-parameters are all-gathered; after, they are freed; in the backward they are gathered again and the gradients are
-reduce-scattered. With dp_replicate > 1 (HSDP) the shards' gradients are also all-reduced over the replicas.
+stores 1/N of each parameter, its gradient and its optimizer state, N = dp_shard * cp (processes that compute with the
+same weights on different tokens). Before a unit computes, its parameters are all-gathered; after, they are freed; in
+the backward they are gathered again and the gradients are reduce-scattered. With dp_replicate = R > 1 (HSDP) the
+shards' gradients are also all-reduced over the replicas; with N = 1 that is plain data parallel.
 
-What it costs, per process, microbatch and parameter, with b bytes per number of the compute dtype and r of the
-reduce dtype: all-gather b (N-1)/N, twice when resharding after the forward; reduce-scatter r (N-1)/N;
-with R replicas an all-reduce of 2 r/N (R-1)/R. Memory: fp32 parameters, gradients and moments are 16/N bytes.
+What it costs, per process and microbatch, for P parameters (those left by tp and pp), with b bytes per number of the
+compute dtype and r of the reduce dtype: all-gather b P (N-1)/N, twice when resharding after the forward;
+reduce-scatter r P (N-1)/N; with R replicas an all-reduce of 2 r P/N (R-1)/R. It is hidden behind the computation of
+the unit before. Memory: fp32 parameters, gradients and moments are 16 P/N bytes, and the units gathered b each.
+
+The trades, as keys of [parallel]:
+* `reshard_after_forward`: never saves the second all-gather and keeps all b P gathered; a number n keeps them sharded
+  over n processes (of one node, say), and the second all-gather stays among these.
+* `reduce_every_microbatch = false` saves all reduce-scatters but the step's last, and keeps gradients whole: r P bytes.
+* `prefetch` gathers more units ahead, at b per parameter of each.
+* `cpu_offload` keeps the 16 P/N bytes in CPU memory, at the price of a copy each way and of AdamW on the CPU.
 
 It wraps the model also at N = 1, so there is one dtype path everywhere: fp32 parameters, compute in
 `training.compute_dtype`, gradients summed in `training.reduce_dtype`.

@@ -25,7 +25,7 @@ from titanlite.verify.ladder import Case, ladder, make_case, misfit, parse_layou
 FIGURES = ("loss", "grad_norm", "gradient", "parameters")
 TOLERANCES = {  # the largest relative differences that pass
     "float32": {"loss": 1e-5, "grad_norm": 1e-5, "gradient": 1e-5, "parameters": 1e-5},
-    "bfloat16": {"loss": 1e-2, "grad_norm": 5e-2, "gradient": 5e-2, "parameters": 5e-2},
+    "bfloat16": {"loss": 1e-3, "grad_norm": 2e-2, "gradient": 5e-2, "parameters": 5e-2},
 }
 EPILOG = """The config's own degrees, batch sizes and recomputation do not matter: each layout brings its own.
 Columns: the largest relative differences from one process of the loss and the gradient norm over 5 steps, of any
@@ -80,39 +80,38 @@ def run_cases(cases: list[tuple[Case, LlamaConfig]], device: str, timeout: float
         f"{'layout':{width}}  processes  {'  '.join(f'{name:>10}' for name in FIGURES)}  seconds  verdict", flush=True
     )
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            for case, llama in cases:
-                key = (llama, case.config.training.global_batch_size, case.config.training.seq_len)
-                if key not in references:
-                    path = Path(folder, f"{len(references)}.pt")
-                    pool.run(1, reference, case.config, llama, path, timeout=timeout)
-                    references[key] = path
-                started = time.monotonic()
-                found, error = dict.fromkeys(FIGURES, float("nan")), ""
-                try:
-                    ranks = pool.run(case.processes, measure, case.config, llama, references[key], timeout=timeout)
-                    found = {name: _largest([rank[name] for rank in ranks]) for name in FIGURES}
-                except WorkerError as problem:
-                    error = str(problem)
-                rows.append(judge(case, found, time.monotonic() - started, device))
-                _show(rows[-1], width, error)
-        finally:
-            pool.close()
+        for case, llama in cases:
+            key = (llama, case.config.training.global_batch_size, case.config.training.seq_len)
+            if key not in references:
+                path = Path(folder, f"{len(references)}.pt")
+                pool.run(1, reference, case.config, llama, path, timeout=timeout)
+                references[key] = path
+            started = time.monotonic()
+            found, error = dict.fromkeys(FIGURES, float("nan")), ""
+            try:
+                ranks = pool.run(case.processes, measure, case.config, llama, references[key], timeout=timeout)
+                found = {name: _largest([rank[name] for rank in ranks]) for name in FIGURES}
+            except WorkerError as problem:
+                error = str(problem)
+            rows.append(judge(case, found, time.monotonic() - started, device))
+            _show(rows[-1], width, error)
     return rows
 
 
 def judge(case: Case, found: dict[str, float], seconds: float, device: str) -> dict[str, Any]:
     """A row of the result. What is no number has not passed."""
-    tolerances = TOLERANCES[compute_format(case.config, device)]
+    tolerances = TOLERANCES[coarsest_format(case.config, device)]
     passed = all(found[name] <= tolerances[name] for name in FIGURES)
     figures = {name: found[name] if found[name] == found[name] else None for name in FIGURES}
     return {"layout": case.name, "processes": case.processes, **figures, "seconds": seconds, "passed": passed}
 
 
-def compute_format(config: Config, device: str) -> str:
-    """The format that forward and backward compute in."""
-    name = config.training.compute_dtype
-    return ("bfloat16" if device == "cuda" else "float32") if name == "auto" else name
+def coarsest_format(config: Config, device: str) -> str:
+    """The coarser one of the formats that forward and backward compute in and gradients are summed in."""
+    compute = config.training.compute_dtype
+    if compute == "auto":
+        compute = "bfloat16" if device == "cuda" else "float32"
+    return "bfloat16" if "bfloat16" in (compute, config.training.reduce_dtype) else compute
 
 
 def _show(row: dict[str, Any], width: int, error: str) -> None:

@@ -90,7 +90,6 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     Of the loss and the gradient norm: over all steps. Of gradients and parameters: the norm of the difference over the
     norm of the reference's tensor, over all tensors and processes.
     """
-    torch.compiler.reset()  # another layout's compiled blocks are not these
     device, training = _device(config), config.training
     degrees = check_layout(config, llama, dist.get_world_size())
     mesh = Mesh(device.type, degrees, config.comm.timeout_seconds)

@@ -24,7 +24,7 @@ QUICK = 4  # degrees up to which --quick goes
 
 @dataclass(frozen=True)
 class Case:
-    """One layout: its name is its options, `key=value` with the section left out where it is `parallel`."""
+    """One layout. Its name is what `--layout` takes: its options, the section left out where it is `parallel`."""
 
     name: str
     processes: int
@@ -62,7 +62,8 @@ def make_case(arguments: list[str], pairs: list[tuple[str, str]], device: str) -
     # last bit move a weight by the whole learning rate; 1e-5 holds such weights still, and in the reference as well.
     options |= {"optimizer.eps": "1e-5", "optimizer.decayed": "all", "run.device": device, **given}
     config = load_config([*arguments, *(f"--{key}={value}" for key, value in options.items())])
-    name = ", ".join(f"{key.removeprefix('parallel.')}={value}" for key, value in pairs) or "one process"
+    words = (key.removeprefix("parallel.") + ("" if value == "true" else f"={value}") for key, value in pairs)
+    name = ",".join(words) or "one process"
     return Case(name, processes, config)
 
 
@@ -78,6 +79,7 @@ def ladder(processes: int, quick: bool, compiler: str) -> Iterator[list[tuple[st
         for schedule in ("Interleaved1F1B", *SPLIT_BACKWARD):
             yield [("parallel.pp", "2"), ("parallel.dp_shard", "2"), ("parallel.pp_schedule", schedule)]
             yield [("parallel.pp", "2"), ("parallel.tp", "2"), ("parallel.pp_schedule", schedule)]
+            yield [("parallel.pp", "2"), ("parallel.pp_schedule", schedule), ("recompute.mode", "full")]
     bases = [[("parallel.dp_shard", "2")], [("parallel.tp", "2")], [("parallel.cp", "2")], [("parallel.pp", "2")]]
     if two:
         yield [("parallel.cp", "2"), ("parallel.cp_method", "ulysses")]
@@ -89,6 +91,7 @@ def ladder(processes: int, quick: bool, compiler: str) -> Iterator[list[tuple[st
     for option in ("reshard_after_forward=always", "reshard_after_forward=never", "cpu_offload=true", "prefetch=2"):
         yield [*sharded, (f"parallel.{option.partition('=')[0]}", option.partition("=")[2])]
     yield [*sharded, ("parallel.reduce_every_microbatch", "false"), ("training.local_batch_size", "1")]
+    yield [*sharded, ("training.compute_dtype", "bfloat16")]
     for base in bases if two else [[]]:
         modes = ("full", "selective") if base in bases[:2] or not quick else ("full",)
         yield from ([*base, ("recompute.mode", mode)] for mode in modes)

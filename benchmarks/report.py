@@ -1,0 +1,39 @@
+"""Where a benchmark's results go: benchmarks/results/<date>-<name>, as Markdown and as JSON, with what they hang on."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def cpu() -> str:
+    """The processor's name where Linux tells it."""
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def write(name: str, title: str, body: list[str], results: Any) -> None:
+    """Writes the lines of `body` as Markdown and `results` as JSON."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    head = {
+        "date": datetime.date.today().isoformat(),
+        "machine": cpu(),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "command": f"python benchmarks/{name}.py",
+        "commit": commit.strip(),
+    }
+    target = ROOT / "benchmarks/results" / f"{head['date']}-{name}"
+    target.with_suffix(".json").write_text(json.dumps({**head, "results": results}, indent=1) + "\n")
+    lines = [f"# {title}", "", *(f"- {key}: {value}" for key, value in head.items()), "", *body]
+    target.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    print(f"wrote {target}.md and .json")
