@@ -17,8 +17,9 @@ every r. Ulysses has whole sequences, so contiguous parts are as good.
     C = 2, 8 tokens     process 0: 0 1 6 7     process 1: 2 3 4 5
 
 What it costs, per process, block and microbatch, with b bytes per number and Dh the width of a head: all_gather and
-ring move 2 b B S K Dh (C-1)/C in the forward (keys and values), and as much in the backward (their gradients' sum);
-ulysses b B S (2H + 2K) Dh (C-1)/C^2 each way. Activations are 1/C; weights are sharded over C by FSDP as over dp_shard.
+ring move 2 b B S K Dh (C-1)/C in the forward (keys and values), and as much in the backward (the sum of their
+gradients); ulysses b B S (2H + 2K) Dh (C-1)/C^2 each way. Activations are 1/C; weights are sharded over C by FSDP, as
+over dp_shard. (gloo has no all-to-all for DTensor, which gathers and cuts there instead: more bytes, equal numbers.)
 
 Positions: the RoPE table's rows are those of the tokens that a process has. Labels are cut like tokens.
 """

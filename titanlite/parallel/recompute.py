@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+import torch.distributed.tensor  # registers its operators
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -29,14 +30,14 @@ from torch.utils.checkpoint import (
 
 from titanlite.config import Recompute
 
-aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+aten = torch.ops.aten
 SAVED = {  # by `selective`, besides every second aten.mm
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
-    collectives.reduce_scatter_tensor.default,  # tensor parallel: else it would be sent again
-    collectives.all_to_all_single.default,  # Ulysses
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # tensor parallel: else it would be sent again
+    torch.ops._dtensor.shard_dim_alltoall.default,  # Ulysses
 }
 
 

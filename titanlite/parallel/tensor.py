@@ -11,10 +11,9 @@ cut too, at both ends, and the loss is computed on the cut logits: loss parallel
                                                                       --reduce-scatter--> (B, S/T, D)
 
 What it costs, per process, block and microbatch, with b bytes per number: 2 all-gathers and 2 reduce-scatters in the
-forward and as many in the backward, each b B S D (T-1)/T, and the gathers once more where the backward needs
-their results: about 10 b B S D (T-1)/T. They are waited for, so T stays within a node. Memory: matrices, gradients,
-moments and activations are all 1/T. Embedding and loss add one reduce-scatter, one all-gather and three
-all-reduces of B S numbers.
+forward and as many in the backward, 8 b B S D (T-1)/T in all, and 2 all-reduces of D numbers for the norms. They are
+waited for, so T stays within a node. The two ends add as much as half a block, and the loss 3 all-reduces of B S
+numbers. Memory: matrices, gradients, moments and activations are 1/T (norms are whole).
 
 How it is made: the table below names each module and what happens to its input, its weight and its output.
 `parallelize_module` turns weights into DTensors on the tp axis. Every parameter is in the table, so the gradient norm
