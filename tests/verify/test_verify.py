@@ -228,6 +228,14 @@ def test_the_ladder_has_each_axis_each_pair_and_the_triples():
     assert len(set(names)) == len(names)
 
 
+def test_the_table_in_the_docs_is_the_quick_ladder():
+    text = (Path(__file__).parents[2] / "docs/parallelism.md").read_text().partition("layout      ")[2]
+    rows = [line.split() for line in text.partition("\n\n")[0].splitlines()[1:]]
+    names = [make_case(SMALL, pairs, "cpu").name for pairs in ladder(4, True, "aot_eager")]
+    assert [" ".join(row[:-7]) for row in rows] == names
+    assert {row[-1] for row in rows} == {"passed"}
+
+
 def test_batches_have_uneven_targets():
     counts = [int((labels >= 0).sum()) for labels in make_batch(0, 8, 32, 101).labels]
     assert len(set(counts)) > 4
