@@ -13,13 +13,13 @@ from titanlite.configure import load_config
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.verify.command import FIGURES, judge, verify
 from titanlite.verify.compare import make_batch, measure, reference
-from titanlite.verify.ladder import Case, ladder, layouts, make_case, parse_layout
+from titanlite.verify.ladder import Case, ladder, layouts, make_case
 
 SMALL = ["debug", "--model.dim=32", "--model.ffn_dim=64", "--training.seq_len=32"]
 
 
 def case(layout: str) -> tuple[Case, LlamaConfig]:
-    made = make_case(SMALL, parse_layout(layout), "cpu")
+    made = make_case(SMALL, layout, "cpu")
     return made, resolve_flavor(made.config.model, 4112)
 
 
@@ -221,17 +221,19 @@ def test_the_ladder_has_each_axis_each_pair_and_the_triples():
         ("cp", "pp", "tp"),
     ):
         assert {(axis, 2) for axis in triple} in eight
-    schedules = {dict(pairs).get("parallel.pp_schedule") for pairs in ladder(2, True, "aot_eager")}
-    assert len(schedules - {None}) == 6  # and 1F1B, the default
-    assert not any("pp" in dict(pairs) for pairs in ladder(1, False, "aot_eager"))
-    names = [make_case(SMALL, pairs, "cpu").name for pairs in ladder(8, False, "aot_eager")]
-    assert len(set(names)) == len(names)
+    schedules = {text.partition("pp_schedule=")[2].partition(",")[0] for text in ladder(2, True, "aot_eager")}
+    assert len(schedules - {""}) == 6  # and 1F1B, the default
+    for processes in (1, 2, 3, 4, 8):
+        for quick in (False, True):
+            cases = [make_case(SMALL, text, "cpu") for text in ladder(processes, quick, "aot_eager")]
+            assert len({case.name for case in cases}) == len(cases)
+            assert max(case.processes for case in cases) <= processes
 
 
 def test_the_table_in_the_docs_is_the_quick_ladder():
     text = (Path(__file__).parents[2] / "docs/parallelism.md").read_text().partition("layout      ")[2]
     rows = [line.split() for line in text.partition("\n\n")[0].splitlines()[1:]]
-    names = [make_case(SMALL, pairs, "cpu").name for pairs in ladder(4, True, "aot_eager")]
+    names = [make_case(SMALL, layout, "cpu").name for layout in ladder(4, True, "aot_eager")]
     assert [" ".join(row[:-7]) for row in rows] == names
     assert {row[-1] for row in rows} == {"passed"}
 
@@ -245,5 +247,12 @@ def test_batches_have_uneven_targets():
 def test_the_config_brings_model_and_optimizer_but_no_layout():
     made, llama = case("dp_shard=2")
     assert llama.dim == 32
+    other = [
+        "--parallel.tp=2",
+        "--parallel.reduce_every_microbatch=false",
+        "--recompute.mode=full",
+        "--compile.enabled",
+    ]
+    assert make_case([*SMALL, *other], "dp_shard=2", "cpu").config == made.config
     assert load_config(SMALL).optimizer.lr == made.config.optimizer.lr
     assert (made.processes, made.config.training.global_batch_size, made.config.training.local_batch_size) == (2, 8, 4)

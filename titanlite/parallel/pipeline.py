@@ -154,47 +154,52 @@ class Pipeline:
     ) -> None:
         """`hidden`, `logits` and `tokens` are examples, on meta, of what a microbatch is between, after and before
         the stages; `loss` gives the summed loss of logits and labels."""
-        rank, size = mesh.get_local_rank(), mesh.size()
-        numbers, total = stage_numbers(rank, size, len(parts), schedule), size * len(parts)
+        numbers = stage_numbers(mesh.get_local_rank(), mesh.size(), len(parts), schedule)
+        total = mesh.size() * len(parts)
         self.first, self.last = 0 in numbers, total - 1 in numbers
         self.loss, self.num_targets = loss, torch.ones((), device=device)
-        stages = [
-            Stage(
-                part,
-                number,
-                total,
-                device,
-                input_args=tokens if number == 0 else hidden,
-                output_args=logits if number == total - 1 else hidden,
-                group=mesh.get_group(),
+
+        def build() -> Any:
+            stages = [
+                Stage(
+                    part,
+                    number,
+                    total,
+                    device,
+                    input_args=tokens if number == 0 else hidden,
+                    output_args=logits if number == total - 1 else hidden,
+                    group=mesh.get_group(),
+                )
+                for part, number in zip(parts, numbers, strict=True)
+            ]
+            cls: Any = get_schedule_class(schedule)
+            single = schedule in ("GPipe", "1F1B")
+            # Losses are sums over a global count: gradients must not be divided by the number of microbatches.
+            return cls(
+                stages[0] if single else stages, n_microbatches=microbatches, loss_fn=self._loss, scale_grads=False
             )
-            for part, number in zip(parts, numbers, strict=True)
-        ]
-        cls: Any = get_schedule_class(schedule)
-        single = schedule in ("GPipe", "1F1B")
-        # Losses are sums over a global count, so torch must not divide gradients by the number of microbatches.
-        self.schedule = cls(
-            stages[0] if single else stages, n_microbatches=microbatches, loss_fn=self._loss, scale_grads=False
-        )
+
+        # One for each use: a stage whose first batch is evaluated cannot train (2.11), or starts anew and drops the
+        # gradients there are (2.13).
+        self.training, self.evaluation = build(), build()
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self.loss(logits, labels) / self.num_targets
 
-    def _run(self, run: Callable[..., Any], tokens: Tensor, labels: Tensor) -> Tensor:
+    def _run(self, run: Callable[..., Any], tokens: Tensor, labels: Tensor, num_targets: Tensor) -> Tensor:
+        self.num_targets = num_targets
         losses: list[Tensor] = []
         # contiguous: a stage of torch 2.11 checks strides
         run(*[tokens.contiguous()] * self.first, target=labels if self.last else None, losses=losses)
-        return torch.stack(losses).sum().detach() if losses else torch.zeros_like(self.num_targets)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=num_targets.device)
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor) -> Tensor:
         """Adds to the gradients; the loss on the process with the last stage, zero on the others."""
-        self.num_targets = num_targets.float()
-        return self._run(self.schedule.step, tokens, labels)
+        return self._run(self.training.step, tokens, labels, num_targets)
 
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The summed loss, likewise. Between optimizer steps only: torch drops the gradients there are."""
-        self.num_targets = torch.ones_like(self.num_targets)
-        return self._run(self.schedule.eval, tokens, labels)
+        """The summed loss, likewise."""
+        return self._run(self.evaluation.eval, tokens, labels, torch.ones_like(self.num_targets))
 
 
 @torch.no_grad()

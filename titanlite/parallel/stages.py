@@ -34,7 +34,6 @@ class Whole:
         loss.backward()
         return loss.detach()
 
-    @torch.no_grad()
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
         return self.loss(self.model(tokens), labels)
 

@@ -20,7 +20,7 @@ from titanlite.config import Config, ConfigError
 from titanlite.configure import load_config
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
-from titanlite.verify.ladder import Case, ladder, make_case, misfit, parse_layout
+from titanlite.verify.ladder import Case, ladder, make_case, misfit
 
 FIGURES = ("loss", "grad_norm", "gradient", "parameters")
 TOLERANCES = {  # the largest relative differences that pass
@@ -40,10 +40,10 @@ def verify(argv: list[str]) -> int:
     if device == "cuda" and processes > _count(device):
         raise ConfigError(f"--processes {processes}: there are {_count(device)} CUDA devices; or --run.device=cpu")
     if options.layout:
-        cases = [make_case(rest, parse_layout(text), device) for text in options.layout]
+        cases = [make_case(rest, text, device) for text in options.layout]
     else:
         compiler = "inductor" if device == "cuda" else "aot_eager"
-        cases = [make_case(rest, pairs, device) for pairs in ladder(processes, options.quick, compiler)]
+        cases = [make_case(rest, text, device) for text in ladder(processes, options.quick, compiler)]
     fitting: list[tuple[Case, LlamaConfig]] = []
     skipped: list[str] = []
     for case in cases:

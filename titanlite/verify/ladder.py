@@ -7,24 +7,28 @@ No torch here: the ladder can be printed, and a layout that does not fit the mod
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from titanlite.config import PP_SCHEDULES, Config, ConfigError
+from titanlite.config import PP_SCHEDULES, Config, ConfigError, sections
 from titanlite.configure import all_keys, load_config
 from titanlite.model.flavors import LlamaConfig
 from titanlite.plan.layout import AXES, SPLIT_BACKWARD, check_layout
 from titanlite.spelling import suggestion
 
 SEQUENCES = 8  # per step, over all processes; more where there are more processes
-QUICK = 4  # degrees up to which --quick goes
+QUICK = 4  # processes up to which --quick goes
+LAYOUT = ("parallel", "recompute", "compile")  # the sections of the config that a layout is
+RECOMPUTE_MODES = ("full", "selective", "memory_budget")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layout. Its name is what `--layout` takes: its options, the section left out where it is `parallel`."""
+    """One layout. Its name is what `--layout` takes: options, with the section left out where it is `parallel`."""
 
     name: str
     processes: int
@@ -32,9 +36,9 @@ class Case:
 
 
 def parse_layout(text: str) -> list[tuple[str, str]]:
-    """`dp_shard=2,tp=2` -> [(parallel.dp_shard, 2), (parallel.tp, 2)]. Raises ConfigError."""
+    """`dp_shard=2,recompute.mode=full` -> [(parallel.dp_shard, 2), (recompute.mode, full)]. Raises ConfigError."""
     pairs = []
-    for word in text.split(","):
+    for word in filter(None, text.split(",")):
         name, equals, value = word.strip().partition("=")
         name = name if "." in name else f"parallel.{name}"
         if name not in all_keys():
@@ -45,63 +49,54 @@ def parse_layout(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def make_case(arguments: list[str], pairs: list[tuple[str, str]], device: str) -> Case:
-    """The config of a layout: what `arguments` say, those options, degree 1 on all other axes, batches that divide."""
-    given = dict(pairs)
+def make_case(arguments: list[str], layout: str, device: str) -> Case:
+    """The config of a layout: model, data and optimizer of `arguments`, these options, batches that divide."""
+    given = dict(parse_layout(layout))
     degrees = {axis: int(given[f"parallel.{axis}"]) for axis in AXES if given.get(f"parallel.{axis}", "x").isdecimal()}
     processes = math.prod(degrees.values())
     readers = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
     sequences = max(SEQUENCES, readers)
     local = min(4, sequences // readers)  # two accumulation steps where there is one reader of eight sequences
-    if degrees.get("pp", 1) > 1:
-        stages = degrees["pp"] * PP_SCHEDULES[given.get("parallel.pp_schedule", "1F1B")]
-        local = max(local, min(stages, sequences // readers))
-    options = {f"parallel.{axis}": "1" for axis in AXES}
+    # Nothing of the arguments' own layout is left, and degrees that are not given are 1.
+    own = {f"{s}.{f.name}": f.default for s in LAYOUT for f in dataclasses.fields(sections()[s])}
+    options = {key: json.dumps(value).strip('"') for key, value in own.items()}
+    options |= {f"parallel.{axis}": "1" for axis in AXES}
     options |= {"training.global_batch_size": str(sequences), "training.local_batch_size": str(local)}
     # AdamW divides a gradient by its size. Where that is rounding alone, the usual eps of 1e-8 lets a difference in the
     # last bit move a weight by the whole learning rate; 1e-5 holds such weights still, and in the reference as well.
     options |= {"optimizer.eps": "1e-5", "optimizer.decayed": "all", "run.device": device, **given}
     config = load_config([*arguments, *(f"--{key}={value}" for key, value in options.items())])
-    words = (key.removeprefix("parallel.") + ("" if value == "true" else f"={value}") for key, value in pairs)
-    name = ",".join(words) or "one process"
-    return Case(name, processes, config)
+    return Case(layout or "one process", processes, config)
 
 
-def ladder(processes: int, quick: bool, compiler: str) -> Iterator[list[tuple[str, str]]]:
-    """The options of each case for up to so many processes."""
+def ladder(processes: int, quick: bool, compiler: str) -> Iterator[str]:
+    """The layouts for up to so many processes, as `--layout` takes them."""
     for degrees in layouts(processes, quick):
-        yield [(f"parallel.{axis}", str(degree)) for axis, degree in degrees.items()]
-    two = processes >= 2
-    for schedule in (name for name in PP_SCHEDULES if name != "1F1B" and two):
-        yield [("parallel.pp", "2"), ("parallel.pp_schedule", schedule)]
-    if processes >= 4 and not quick:
-        yield [("parallel.pp", "4"), ("parallel.pp_schedule", "Interleaved1F1B"), ("model.num_layers", "8")]
-        for schedule in ("Interleaved1F1B", *SPLIT_BACKWARD):
-            yield [("parallel.pp", "2"), ("parallel.dp_shard", "2"), ("parallel.pp_schedule", schedule)]
-            yield [("parallel.pp", "2"), ("parallel.tp", "2"), ("parallel.pp_schedule", schedule)]
-            yield [("parallel.pp", "2"), ("parallel.pp_schedule", schedule), ("recompute.mode", "full")]
-    bases = [[("parallel.dp_shard", "2")], [("parallel.tp", "2")], [("parallel.cp", "2")], [("parallel.pp", "2")]]
-    if two:
-        yield [("parallel.cp", "2"), ("parallel.cp_method", "ulysses")]
+        yield ",".join(f"{axis}={degree}" for axis, degree in degrees.items())
+    options = ["reshard_after_forward=always", "reshard_after_forward=never", "cpu_offload", "prefetch=2"]
+    options += ["reduce_every_microbatch=false,training.local_batch_size=1", "training.compute_dtype=bfloat16"]
+    recompute = ["recompute.mode=full", "recompute.mode=selective"]
+    compiled = ["compile.enabled", *(f"recompute.mode={m},compile.enabled" for m in RECOMPUTE_MODES if not quick)]
+    compiled = [f"{option},compile.backend={compiler}" for option in compiled]
+    if processes == 1:
+        yield from (*options, *recompute, *compiled)
+        return
+    yield from (f"pp=2,pp_schedule={schedule}" for schedule in PP_SCHEDULES if schedule != "1F1B")
+    yield "cp=2,cp_method=ulysses"
     if processes >= 4:
-        for axis in ("dp_shard", *(() if quick else ("pp",))):
-            yield [(f"parallel.{axis}", "2"), ("parallel.cp", "2"), ("parallel.cp_method", "ulysses")]
-        yield [("parallel.dp_shard", "4"), ("parallel.reshard_after_forward", "2")]
-    sharded = bases[0] if two else []
-    for option in ("reshard_after_forward=always", "reshard_after_forward=never", "cpu_offload=true", "prefetch=2"):
-        yield [*sharded, (f"parallel.{option.partition('=')[0]}", option.partition("=")[2])]
-    yield [*sharded, ("parallel.reduce_every_microbatch", "false"), ("training.local_batch_size", "1")]
-    yield [*sharded, ("training.compute_dtype", "bfloat16")]
-    for base in bases if two else [[]]:
-        modes = ("full", "selective") if base in bases[:2] or not quick else ("full",)
-        yield from ([*base, ("recompute.mode", mode)] for mode in modes)
-    compiled = [("compile.enabled", "true"), ("compile.backend", compiler)]
-    for base in (bases[:2] if quick else bases) if two else [[]]:
-        yield [*base, *compiled]
-        for mode in () if quick else ("full", "selective", "memory_budget"):
-            yield [*base, ("recompute.mode", mode), *compiled]
-    if two:
-        yield [("parallel.tp", "2"), ("compile.loss", "true"), ("compile.backend", compiler)]
+        yield "dp_shard=2,cp=2,cp_method=ulysses"
+        yield "dp_shard=4,reshard_after_forward=2"
+    if processes >= 4 and not quick:
+        yield "pp=2,cp=2,cp_method=ulysses"
+        yield "pp=4,pp_schedule=Interleaved1F1B,model.num_layers=8"
+        for schedule in ("Interleaved1F1B", *SPLIT_BACKWARD):
+            yield from (f"pp=2,{also},pp_schedule={schedule}" for also in ("dp_shard=2", "tp=2", "recompute.mode=full"))
+    yield from (f"dp_shard=2,{option}" for option in options)
+    for axis in ("dp_shard", "tp", "cp", "pp"):
+        yield from (f"{axis}=2,{option}" for option in (recompute[:1] if quick and axis in ("cp", "pp") else recompute))
+    for axis in ("dp_shard", "tp") if quick else ("dp_shard", "tp", "cp", "pp"):
+        yield from (f"{axis}=2,{option}" for option in compiled)
+    yield f"tp=2,compile.loss,compile.backend={compiler}"
 
 
 def layouts(processes: int, quick: bool) -> Iterator[dict[str, int]]:
