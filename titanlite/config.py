@@ -67,6 +67,11 @@ class Model:
     num_heads: int = key(0, "query heads", min=0, max=2**14)
     num_kv_heads: int = key(0, "key and value heads (grouped-query attention)", min=0, max=2**14)
     ffn_dim: int = key(0, "hidden width of the feed-forward", min=0, max=2**22)
+    embeddings: str = key(
+        "flavor",
+        "whether the output projection is the embedding's weight (tied) or has its own (untied)",
+        choices=("flavor", "tied", "untied"),
+    )
     vocab_size: int = key(
         0, "token ids; at least the tokenizer's. 0: the flavor's, or else the tokenizer's", min=0, max=2**24
     )

@@ -112,6 +112,20 @@ def test_a_checkpoint_holds_tensors_only(pool, tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+def entries_after_an_evaluation() -> tuple[int, int]:
+    """How many tensors the optimizer's state has before and after weights are left gathered."""
+    stages, optimizer, states = build({"dp_shard": 2}, 0, SMALL)
+    stages.forward_backward(TOKENS[:, :-1], TOKENS[:, 1:], torch.tensor(32))
+    optimizer.step()
+    before = len(states["optimizer"].state_dict())
+    stages.evaluate(TOKENS[:, :-1], TOKENS[:, 1:])
+    return before, len(states["optimizer"].state_dict())
+
+
+def test_an_evaluation_before_saving_loses_no_state(pool):
+    assert pool.run(2, entries_after_an_evaluation) == [(90, 90)] * 2
+
+
 def fail_in_the_middle(folder: Path) -> list[int]:
     """Rank 1 fails while it writes; returns the steps that are visible afterwards."""
     original = dcp.FileSystemWriter.write_data

@@ -31,7 +31,7 @@ def test_options_follow_plain_bf16(pool, arguments, tmp_path, option):
 
 
 def test_verify_on_one_gpu(tmp_path):
-    """Reference in fp32, layouts in bf16, compiled with inductor; several GPUs need `titanlite verify` itself."""
+    """Layouts of one process, in fp32 and bf16, compiled with inductor; several GPUs need `titanlite verify` itself."""
     from titanlite.verify.command import verify
 
     assert verify(["debug", "--run.device=cuda", "--processes=1"]) == 0

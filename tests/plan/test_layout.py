@@ -59,15 +59,16 @@ def test_degrees_resolve_to_the_world_size(world_size, arguments, expected):
         (16, [], "nearest: 32, or another local batch size"),
         # tensor parallel
         (4, ["parallel.tp=4"], "parallel.tp = 4 does not divide model.num_kv_heads = 2; nearest that divide all: 1 or 2"),
-        (3, ["parallel.tp=3"], "does not divide model.num_heads = 4 and model.num_kv_heads = 2 and model.ffn_dim = 352 and model.vocab_size = 4112 and training.seq_len = 128; nearest that divide all: 1 or 2"),
+        (3, ["parallel.tp=3"], "does not divide model.num_heads = 4 and model.num_kv_heads = 2 and model.ffn_dim = 352 and model.vocab_size = 4112 and training.seq_len = 128; nearest that divide all: 1"),
         (2, ["parallel.tp=2", "training.seq_len=127"], "parallel.tp = 2 does not divide training.seq_len = 127; nearest that divide all: 1"),
-        (2, ["parallel.async_tp", "compile.enabled"], "parallel.async_tp = true: the compiler overlaps it; expected compile.enabled = true and parallel.tp > 1"),
+        (2, ["parallel.async_tp", "compile.enabled"], "parallel.async_tp = true: the compiler overlaps it on GPUs; expected parallel.tp > 1, compile.enabled = true, compile.backend = inductor and not run.device = cpu"),
         # context parallel
-        (2, ["parallel.cp=2", "training.seq_len=130"], "training.seq_len = 130 is not a multiple of 2 x parallel.cp = 4 (each process has a chunk from the head and one from the tail); nearest parallel.cp: 1 or 5 or 13"),
+        (2, ["parallel.cp=2", "training.seq_len=130"], "training.seq_len = 130 is not a multiple of 2 x parallel.cp = 4 (each process has a chunk from the head and one from the tail); nearest parallel.cp: 1"),
         (4, ["parallel.cp=4", "parallel.cp_method=ulysses"], "parallel.cp = 4 with parallel.cp_method = ulysses does not divide model.num_kv_heads / parallel.tp = 2; nearest that divide all: 1 or 2; all_gather needs no heads to divide"),
         (4, ["parallel.cp=2", "parallel.tp=2", "parallel.cp_method=ulysses"], "does not divide model.num_kv_heads / parallel.tp = 1"),
+        (2, ["parallel.cp=2", "parallel.cp_method=ring", "run.device=cpu"], "parallel.cp_method = ring needs CUDA devices; with run.device = cpu: all_gather or ulysses"),
         # pipeline parallel
-        (8, ["parallel.pp=8"], "parallel.pp = 8 with 1 stages each (1F1B) needs at least 8 layers; model.num_layers = 4; nearest parallel.pp: 2 or 3 or 4"),
+        (8, ["parallel.pp=8"], "parallel.pp = 8 with 1 stages each (1F1B) needs at least 8 layers; model.num_layers = 4; nearest parallel.pp: 1 or 2 or 4"),
         (4, ["parallel.pp=4", "parallel.pp_schedule=DualPipeV"], "parallel.pp = 4 with 2 stages each (DualPipeV) needs at least 8 layers; model.num_layers = 4; nearest parallel.pp: 1 or 2"),
         (2, ["parallel.pp=2", "parallel.pp_stages_per_process=2"], "parallel.pp_stages_per_process = 2: 1F1B needs 1 (or 0)"),
         (2, ["parallel.pp=2", "parallel.pp_stages_per_process=1", "parallel.pp_schedule=ZBVZeroBubble"], "ZBVZeroBubble needs 2"),
@@ -83,6 +84,7 @@ def test_degrees_resolve_to_the_world_size(world_size, arguments, expected):
         (2, ["parallel.pp=2", "parallel.pp_schedule=ZBVZeroBubble", "compile.enabled"], "with compile.enabled = true use one of GPipe, 1F1B, Interleaved1F1B, LoopedBFS"),
         (2, ["parallel.pp=2", "parallel.pp_schedule=DualPipeV", "training.local_batch_size=4", "recompute.mode=selective"], "which recompute.mode = selective cannot; use recompute.mode = full, or one of GPipe"),
         # sharding and recomputation
+        (8, ["parallel.reshard_after_forward=2", "parallel.tp=2"], "a number works without parallel.pp and parallel.tp only; with them use default, always or never"),
         (4, ["parallel.reshard_after_forward=3"], 'parallel.reshard_after_forward = "3": expected a number of processes that divides parallel.dp_shard x parallel.cp = 4 and is neither 1 nor all of them; allowed: 2'),
         (2, ["parallel.reshard_after_forward=2"], "allowed: none for 2, so use default, always or never"),
         (2, ["parallel.reshard_after_forward=allways"], 'parallel.reshard_after_forward = "allways": expected default, always, never or a number; did you mean always?'),

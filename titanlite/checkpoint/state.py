@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 
 class ModelState:
@@ -40,23 +41,20 @@ class OptimizerState:
         self.parts, self.optimizer = parts, optimizer
 
     def _parameters(self) -> list[tuple[str, Tensor]]:
+        for module in (module for part in self.parts for module in part.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation may have left it gathered: other tensors, which have no state
         return [named for part in self.parts for named in part.named_parameters()]
 
     def state_dict(self) -> dict[str, Any]:
         if not self.optimizer.state:
             self._make()
-        return {
-            f"state.{name}.{key}": value
-            for name, parameter in self._parameters()
-            for key, value in self.optimizer.state[parameter].items()
-        }
+        state = dict(self.optimizer.state)  # not a defaultdict: a parameter without state is an error
+        return {f"state.{name}.{key}": value for name, p in self._parameters() for key, value in state[p].items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.optimizer.state:
-            self._make()
-        for name, parameter in self._parameters():
-            for key, value in self.optimizer.state[parameter].items():
-                value.copy_(state[f"state.{name}.{key}"])
+        for name, value in self.state_dict().items():
+            value.copy_(state[name])
 
     @torch.no_grad()
     def _make(self) -> None:

@@ -78,6 +78,8 @@ def resolve_flavor(section: ModelSection, tokenizer_size: int) -> LlamaConfig:
     names = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
     given = {name: getattr(section, name) for name in names if getattr(section, name)}
     config = replace(FLAVORS[section.flavor], **given)
+    if section.embeddings != "flavor":
+        config = replace(config, tied_embeddings=section.embeddings == "tied")
     if not config.vocab_size:
         config = replace(config, vocab_size=tokenizer_size)
     problems = []

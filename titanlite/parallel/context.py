@@ -8,7 +8,7 @@ needs the keys and values of all earlier tokens, and there are three ways to the
 * `ulysses` (DeepSpeed-Ulysses, arXiv 2309.14509): an all-to-all turns "all heads, S/C tokens" into "H/C heads, all
   tokens", plain attention follows, and another all-to-all turns it back. H and K must divide by C.
 * `ring` (arXiv 2310.01889): keys and values go round in C - 1 steps, each beside the attention to the last ones.
-  torch's own, through `context_parallel`, and for CUDA only.
+  torch's own, through `context_parallel`, and for CUDA only. It knows no GQA, so heads are repeated before.
 
 A causal mask makes late tokens cost more than early ones. So with all_gather and ring the sequence is cut into 2C
 chunks, and process r has chunks r (from the head) and 2C-1-r (from the tail): r+1 + 2C-r = 2C+1 chunks to look at, for
@@ -16,10 +16,11 @@ every r. Ulysses has whole sequences, so contiguous parts are as good.
 
     C = 2, 8 tokens     process 0: 0 1 6 7     process 1: 2 3 4 5
 
-What it costs, per process, block and microbatch, with b bytes per number and Dh the width of a head: all_gather and
-ring move 2 b B S K Dh (C-1)/C in the forward (keys and values), and as much in the backward (the sum of their
-gradients); ulysses b B S (2H + 2K) Dh (C-1)/C^2 each way. Activations are 1/C; weights are sharded over C by FSDP, as
-over dp_shard. (gloo has no all-to-all for DTensor, which gathers and cuts there instead: more bytes, equal numbers.)
+What it costs, per process, block and microbatch, with b bytes per number, Dh the width of a head, and H and K those
+that tp leaves: all_gather moves 2 b B S K Dh (C-1)/C in the forward (keys and values), and as much in the backward (the
+sum of their gradients); ulysses b B S (2H + 2K) Dh (C-1)/C^2 each way; ring 2 b B S H Dh (C-1)/C in the forward, and in
+the backward that again and their gradients. Activations are 1/C; weights are sharded over C by FSDP, as over dp_shard.
+(gloo has no all-to-all for DTensor, which gathers and cuts there instead: more bytes, equal numbers.)
 
 Positions: the RoPE table's rows are those of the tokens that a process has. Labels are cut like tokens.
 """
@@ -59,6 +60,9 @@ def apply_context(model: Any, mesh: DeviceMesh, method: str) -> None:
     if method == "ring":
         if mesh.device_type != "cuda":
             raise ConfigError("parallel.cp_method = ring needs CUDA devices; allowed here: all_gather, ulysses")
+        from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+        set_rotate_method("alltoall")  # one step after the other; torch's default gathers all at once (2.11 to 2.13)
         attend: Any = ring_attention
     else:
         model.positions = local_positions(model.seq_len, mesh, method)
@@ -69,23 +73,29 @@ def apply_context(model: Any, mesh: DeviceMesh, method: str) -> None:
         block.attention.attend.forward = attend
 
 
-@contextlib.contextmanager
-def cut_sequences(
-    tokens: Tensor, labels: Tensor, models: list[Any], mesh: DeviceMesh, method: str
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """This process's part (B, S/C) of tokens and labels (B, S); within it attention sees the whole sequence."""
-    if mesh.size() == 1:
-        yield tokens, labels
-    elif method == "ring":
-        from torch.distributed.tensor.experimental import context_parallel
+class Sequences:
+    """Cuts batches for this process of the cp axis."""
 
-        buffers = [tokens, labels, *(model.rope for model in models)]  # cut in place, and the tables put back
-        dims = [1, 1, *(0 for _ in models)]
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers={tokens, labels}):
+    def __init__(self, models: list[Any], mesh: DeviceMesh, method: str, device: torch.device) -> None:
+        """`models`: the parts of the model here, whose RoPE tables a ring cuts along."""
+        self.models, self.mesh, self.method = models, mesh, method
+        self.here = local_positions(models[0].seq_len, mesh, method).to(device)
+
+    @contextlib.contextmanager
+    def cut(self, tokens: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """This process's part (B, S/C) of tokens and labels (B, S); within it attention sees the whole sequence."""
+        if self.mesh.size() == 1:
             yield tokens, labels
-    else:
-        here = local_positions(tokens.shape[1], mesh, method).to(tokens.device)
-        yield tokens[:, here], labels[:, here]
+        elif self.method == "ring":
+            from torch.distributed.tensor.experimental import context_parallel
+
+            buffers = [tokens, labels, *(model.rope for model in self.models)]  # cut in place; the tables are put back
+            dims = [1, 1, *(0 for _ in self.models)]
+            own = {tokens, labels}
+            with context_parallel(self.mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=own):
+                yield tokens, labels
+        else:
+            yield tokens[:, self.here], labels[:, self.here]
 
 
 def head_and_tail_masks(seq_len: int, mesh: DeviceMesh) -> list[CausalBias]:
@@ -107,9 +117,8 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, masks:
     both = torch.stack((k, v))  # (2, B, K, S/C, Dh): one gather for both
     gathered = DTensor.from_local(both, mesh, [Shard(3)]).redistribute(placements=[Replicate()])
     # Each process uses the keys for its own queries only, so their gradients are parts of a sum.
-    chunks = gathered.to_local(grad_placements=[Partial()]).chunk(
-        2 * size, dim=3
-    )  # in process order: 0 2C-1 1 2C-2 ...
+    # In process order: chunks 0, 2C-1, 1, 2C-2, ...
+    chunks = gathered.to_local(grad_placements=[Partial()]).chunk(2 * size, dim=3)
     order = [2 * i if i < size else 2 * (2 * size - 1 - i) + 1 for i in range(2 * size)]
     outputs = []
     for chunk, index, mask in zip(q.chunk(2, dim=2), (rank, 2 * size - 1 - rank), masks, strict=True):

@@ -33,7 +33,8 @@ class Mesh:
     """The grid by axis: `mesh["tp"]` is this process's line of it, `mesh["dp_replicate", "dp_shard_cp"]` its plane.
 
     Two DeviceMeshes of the same processes: FSDP2 and tensor parallel need one mesh that has both their axes, and a
-    DeviceMesh offers no public way to join two of its axes (torch 2.11 to 2.13).
+    DeviceMesh offers no public way to join two of its axes (torch 2.11 to 2.13). The cost: pp, dp_replicate and tp have
+    two process groups each, of which one is used.
     """
 
     def __init__(self, device_type: str, degrees: Mapping[str, int], timeout_seconds: int) -> None:

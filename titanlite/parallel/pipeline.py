@@ -10,11 +10,13 @@ computes: `torch.distributed.pipelining` has them all, and they compute the same
     Interleaved1F1B          V     (P-1)/(V M+P-1), V times the messages (arXiv 2104.04473)
     LoopedBFS                V     as GPipe over V rounds (arXiv 2211.05953)
     InterleavedZeroBubble    V     weights' gradients fill the bubble (arXiv 2401.10241)
-    ZBVZeroBubble            2     the same in a V: process 0 has the first and the last stage (arXiv 2405.15362)
-    DualPipeV                2     a V whose forwards and backwards overlap (DeepSeek-V3, arXiv 2412.19437)
+    ZBVZeroBubble            2     the same in a V: process 0 has the first and the last stage (section 6 there)
+    DualPipeV                2     a V that pairs forwards with backwards (DeepSeek-V3, arXiv 2412.19437); torch runs
+                                   a pair one after the other
 
 What it costs: a message of b B S D / (cp tp) bytes per microbatch and boundary, each way: the least traffic of all
-axes, so it spans nodes. The bubble; and the loss lives on one process only. Weights, gradients and moments are 1/P.
+axes, so it spans nodes. The bubble; and the loss lives on one process only. Weights, gradients and moments are 1/P, but
+FSDP sums gradients over processes after the last microbatch only, and until then keeps them whole.
 
 The cut: a block's parameters are its work and its memory; so are the output's. The embedding multiplies nothing, but
 takes memory where most activations are kept: half its size counts. The heaviest stage is made as light as possible.
@@ -190,7 +192,8 @@ class Pipeline:
         self.num_targets = num_targets
         losses: list[Tensor] = []
         # contiguous: a stage of torch 2.11 checks strides
-        run(*[tokens.contiguous()] * self.first, target=labels if self.last else None, losses=losses)
+        inputs, target = [tokens.contiguous()] * self.first, labels if self.last else None
+        run(*inputs, target=target, losses=losses, return_outputs=False)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=num_targets.device)
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titanlite.config import Config
 from titanlite.optim.loss import cross_entropy_sum
-from titanlite.parallel.context import cut_sequences
+from titanlite.parallel.context import Sequences
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import compute_dtypes
 from titanlite.parallel.pipeline import Pipeline, add_tied_gradients
@@ -46,7 +46,8 @@ class Stages:
 
     def __init__(self, parts: list[Any], config: Config, mesh: Mesh, device: torch.device) -> None:
         """`parts` are parallelised and have their weights."""
-        self.parts, self.config, self.mesh = parts, config, mesh
+        self.parts, self.parallel, self.mesh = parts, config.parallel, mesh
+        self.sequences = Sequences(parts, mesh["cp"], config.parallel.cp_method, device)
         loss: Any = cross_entropy_sum
         if mesh["tp"].size() > 1:
             loss = functools.partial(vocabulary_cut_cross_entropy_sum, mesh=mesh["tp"])
@@ -56,18 +57,17 @@ class Stages:
         if mesh["pp"].size() == 1:
             self.runner = Whole(parts[0], loss)
         else:
-            self.runner = self._pipeline(loss, device)
+            self.runner = self._pipeline(loss, config, device)
         tied = parts[0].config.tied_embeddings and mesh["pp"].size() > 1
         # Both ends of a pipeline hold a tied embedding: parameters that count twice.
         self.held_twice = [
             part.tok_embeddings.weight for part in parts if tied and hasattr(part.tok_embeddings, "weight")
         ]
 
-    def _pipeline(self, loss: Any, device: torch.device) -> Pipeline:
-        training, parallel, llama = self.config.training, self.config.parallel, self.parts[0].config
-        cp, tp, size = self.mesh["cp"].size(), self.mesh["tp"].size(), parallel.pp_microbatch_size
-        compute, _ = compute_dtypes(self.config, device.type)
-        here = training.seq_len // cp
+    def _pipeline(self, loss: Any, config: Config, device: torch.device) -> Pipeline:
+        training, parallel, llama = config.training, config.parallel, self.parts[0].config
+        here, tp, size = len(self.sequences.here), self.mesh["tp"].size(), parallel.pp_microbatch_size
+        compute, _ = compute_dtypes(config, device.type)
         return Pipeline(
             self.parts,
             loss,
@@ -86,11 +86,8 @@ class Stages:
         `last`: no other batch of this step follows.
         """
         for part in self.parts:
-            reduce_gradients_when(part, last, self.config.parallel)
-        with (
-            cut_sequences(tokens, labels, self.parts, self.mesh["cp"], self.config.parallel.cp_method) as (x, y),
-            loss_context(self.mesh["tp"]),
-        ):
+            reduce_gradients_when(part, last, self.parallel)
+        with self.sequences.cut(tokens, labels) as (x, y), loss_context(self.mesh["tp"]):
             loss = self.runner.forward_backward(x, y, num_targets)
         if last:
             add_tied_gradients(self.held_twice, self.mesh["pp"])
@@ -98,9 +95,5 @@ class Stages:
 
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """This part of the summed loss of a batch."""
-        with (
-            torch.no_grad(),
-            cut_sequences(tokens, labels, self.parts, self.mesh["cp"], self.config.parallel.cp_method) as (x, y),
-            loss_context(self.mesh["tp"]),
-        ):
+        with torch.no_grad(), self.sequences.cut(tokens, labels) as (x, y), loss_context(self.mesh["tp"]):
             return self.runner.evaluate(x, y)

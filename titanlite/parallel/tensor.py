@@ -10,10 +10,10 @@ cut too, at both ends, and the loss is computed on the cut logits: loss parallel
     x (B, S/T, D) --all-gather--> (B, S, D) --wq, wk, wv--> (B, S, H/T heads) --wo--> partial (B, S, D)
                                                                       --reduce-scatter--> (B, S/T, D)
 
-What it costs, per process, block and microbatch, with b bytes per number: 2 all-gathers and 2 reduce-scatters in the
-forward and as many in the backward, 8 b B S D (T-1)/T in all, and 2 all-reduces of D numbers for the norms. They are
-waited for, so T stays within a node. The two ends add as much as half a block, and the loss 3 all-reduces of B S
-numbers. Memory: matrices, gradients, moments and activations are 1/T (norms are whole).
+What it costs, per process, block and microbatch, with b bytes per number and S the tokens that cp leaves: 2 all-gathers
+and 2 reduce-scatters in the forward and as many in the backward, 8 b B S D (T-1)/T in all, and 2 all-reduces of D
+numbers for the norms. They are waited for, so T stays within a node. The two ends add as much as half a block, and
+the loss 3 all-reduces of B S numbers. Memory: matrices, gradients, moments and activations are 1/T (norms are whole).
 
 How it is made: the table below names each module and what happens to its input, its weight and its output.
 `parallelize_module` turns weights into DTensors on the tp axis. Every parameter is in the table, so the gradient norm
@@ -72,7 +72,8 @@ def ends_plan(model: Any) -> dict[str, Any]:
     if isinstance(model.tok_embeddings, nn.Embedding):
         plan["tok_embeddings"] = RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE)
     if isinstance(model.norm, nn.RMSNorm):
-        plan["norm"] = SequenceParallel()
+        # A pipeline may be cut between norm and output: what is sent is a plain tensor.
+        plan["norm"] = SequenceParallel(use_local_output=isinstance(model.output, nn.Identity))
     if isinstance(model.output, nn.Linear):
         plan["output"] = ColwiseParallel(input_layouts=SEQUENCE, output_layouts=VOCABULARY)
     elif not isinstance(model.output, nn.Identity):  # tied: the embedding's weight, whose vocabulary is cut already
@@ -113,8 +114,12 @@ def _enable_async_tp(mesh: DeviceMesh) -> None:
             "later, linked with NVLink; set it to false"
         )
     from torch._inductor import config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     inductor._micro_pipeline_tp = True  # no public switch in torch 2.11 to 2.13
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it says that this is not needed, but the compiler asks for it
+        enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def vocabulary_cut_cross_entropy_sum(logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:

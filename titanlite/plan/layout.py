@@ -50,6 +50,10 @@ def resolve_degrees(parallel: Parallel, world_size: int) -> dict[str, int]:
     return {axis: world_size // product if degree == -1 else degree for axis, degree in degrees.items()}
 
 
+def _world(degrees: dict[str, int]) -> int:
+    return math.prod(degrees.values())
+
+
 def _divides(whole: int, others: int, n: int) -> bool:
     return whole % (others * n) == 0
 
@@ -89,6 +93,13 @@ def _sharding(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> It
     mode, size = config.parallel.reshard_after_forward, degrees["dp_shard"] * degrees["cp"]
     if mode in ("default", "always", "never"):
         return
+    if mode.isdecimal() and degrees["pp"] * degrees["tp"] > 1:
+        # FSDP2 makes the groups of each line of the mesh without telling the other lines: all would wait for ever.
+        yield (
+            f'parallel.reshard_after_forward = "{mode}": a number works without parallel.pp and parallel.tp only; '
+            "with them use default, always or never"
+        )
+        return
     groups = [n for n in range(2, size) if size % n == 0]
     if not mode.isdecimal():
         near = suggestion(mode, ["default", "always", "never"])
@@ -112,10 +123,14 @@ def _tensor(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iter
         "training.seq_len / parallel.cp" if cp > 1 else "training.seq_len": config.training.seq_len // cp,
     }
     if broken := [f"{name} = {size}" for name, size in sizes.items() if size % tp]:
-        near = nearest(tp, lambda n: all(size % n == 0 for size in sizes.values()), llama.num_heads)
+        near = nearest(tp, lambda n: all(size % n == 0 for size in [*sizes.values(), _world(degrees)]), llama.num_heads)
         yield f"parallel.tp = {tp} does not divide {' and '.join(broken)}; nearest that divide all: {near}"
-    if config.parallel.async_tp and not (tp > 1 and config.compile.enabled):
-        yield "parallel.async_tp = true: the compiler overlaps it; expected compile.enabled = true and parallel.tp > 1"
+    inductor = config.compile.enabled and config.compile.backend == "inductor" and config.run.device != "cpu"
+    if config.parallel.async_tp and not (tp > 1 and inductor):
+        yield (
+            "parallel.async_tp = true: the compiler overlaps it on GPUs; expected parallel.tp > 1, "
+            "compile.enabled = true, compile.backend = inductor and not run.device = cpu"
+        )
 
 
 def _context(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
@@ -123,9 +138,11 @@ def _context(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Ite
     cp, tp, method, seq_len = degrees["cp"], degrees["tp"], config.parallel.cp_method, config.training.seq_len
     if cp == 1:
         return
+    if method == "ring" and config.run.device == "cpu":
+        yield "parallel.cp_method = ring needs CUDA devices; with run.device = cpu: all_gather or ulysses"
     if method != "ulysses":
         if seq_len % (2 * cp):
-            near = nearest(cp, lambda n: seq_len % (2 * n) == 0, seq_len)
+            near = nearest(cp, lambda n: seq_len % (2 * n) == 0 and _world(degrees) % n == 0, _world(degrees))
             yield (
                 f"training.seq_len = {seq_len} is not a multiple of 2 x parallel.cp = {2 * cp} (each process has a "
                 f"chunk from the head and one from the tail); nearest parallel.cp: {near or 'only 1'}"
@@ -137,7 +154,7 @@ def _context(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Ite
         "model.num_kv_heads / parallel.tp": llama.num_kv_heads // tp,
     }
     if broken := [f"{name} = {size}" for name, size in sizes.items() if size % cp]:
-        near = nearest(cp, lambda n: all(size % n == 0 for size in sizes.values()), llama.num_heads)
+        near = nearest(cp, lambda n: all(size % n == 0 for size in [*sizes.values(), _world(degrees)]), llama.num_heads)
         yield (
             f"parallel.cp = {cp} with parallel.cp_method = ulysses does not divide {' and '.join(broken)}; "
             f"nearest that divide all: {near}; all_gather needs no heads to divide"
@@ -154,7 +171,7 @@ def _pipeline(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> It
     if per != usual and (usual == 1 or name in ("ZBVZeroBubble", "DualPipeV")):
         yield f"parallel.pp_stages_per_process = {per}: {name} needs {usual} (or 0)"
     if llama.num_layers < stages:
-        near = nearest(pp, lambda n: n * per <= llama.num_layers, llama.num_layers)
+        near = nearest(pp, lambda n: n * per <= llama.num_layers and _world(degrees) % n == 0, llama.num_layers)
         yield (
             f"parallel.pp = {pp} with {per} stages each ({name}) needs at least {stages} layers; model.num_layers = "
             f"{llama.num_layers}; nearest parallel.pp: {near or 'only 1'}"

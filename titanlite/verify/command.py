@@ -2,12 +2,14 @@
 
 What it is: runs the ladder on a pool of workers, against a reference made once for each model shape, prints a table
 and judges. The tolerances are those of the number format: in fp32 a layout may differ by the order in which it adds.
+Layouts compute in fp32, on GPUs too, but for those that say bf16: its rounding hides small mistakes.
 What it costs: a laptop's minutes for the default config; the gradients and parameters of the model once on disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -25,7 +27,7 @@ from titanlite.verify.ladder import Case, ladder, make_case, misfit
 FIGURES = ("loss", "grad_norm", "gradient", "parameters")
 TOLERANCES = {  # the largest relative differences that pass
     "float32": {"loss": 1e-5, "grad_norm": 1e-5, "gradient": 1e-5, "parameters": 1e-5},
-    "bfloat16": {"loss": 1e-3, "grad_norm": 2e-2, "gradient": 5e-2, "parameters": 5e-2},
+    "bfloat16": {"loss": 1e-3, "grad_norm": 1e-2, "gradient": 3e-2, "parameters": 3e-2},
 }
 EPILOG = """The config's own degrees, batch sizes and recomputation do not matter: each layout brings its own.
 Columns: the largest relative differences from one process of the loss and the gradient norm over 5 steps, of any
@@ -39,28 +41,30 @@ def verify(argv: list[str]) -> int:
     processes = options.processes or (_count(device) if device == "cuda" else 4)
     if device == "cuda" and processes > _count(device):
         raise ConfigError(f"--processes {processes}: there are {_count(device)} CUDA devices; or --run.device=cpu")
-    if options.layout:
-        cases = [make_case(rest, text, device) for text in options.layout]
-    else:
-        compiler = "inductor" if device == "cuda" else "aot_eager"
-        cases = [make_case(rest, text, device) for text in ladder(processes, options.quick, compiler)]
+    texts = options.layout or ladder(processes, options.quick, device)
+    tokenizer = Tokenizer(load_config(rest).data.tokenizer)
     fitting: list[tuple[Case, LlamaConfig]] = []
     skipped: list[str] = []
-    for case in cases:
-        llama = resolve_flavor(case.config.model, Tokenizer(case.config.data.tokenizer).size)
-        if problem := misfit(case, llama):
-            if options.layout:
-                raise ConfigError(f"--layout {case.name}: {problem}")
-            skipped.append(f"{case.name}: {problem}")
-        else:
+    for case in (make_case(rest, text, device) for text in texts):
+        llama = resolve_flavor(case.config.model, tokenizer.size)
+        problem = misfit(case, llama)
+        if device == "cuda" and case.processes > _count(device):
+            problem = f"{case.processes} processes, but there are {_count(device)} CUDA devices; or --run.device=cpu"
+        if not problem:
             fitting.append((case, llama))
+        elif options.layout:
+            raise ConfigError(f"--layout {case.name}: {problem}")
+        else:
+            skipped.append(f"{case.name}: {problem}")
+    if not fitting:
+        raise ConfigError([f"no layout of up to {processes} processes fits; {text}" for text in skipped])
     rows = run_cases(fitting, device, options.timeout)
     print("".join(f"\ndoes not fit: {text}" for text in skipped).lstrip("\n"))
     failed = [row["layout"] for row in rows if not row["passed"]]
-    print(
-        f"{len(rows) - len(failed)} of {len(rows)} layouts equal one process"
-        + "".join(f"\nFAILED: {n}" for n in failed)
-    )
+    beyond = f"; {len(skipped)} do not fit this model" if skipped else ""
+    print(f"{len(rows) - len(failed)} of {len(rows)} layouts equal one process{beyond}")
+    for name in failed:
+        print(f"FAILED: {name}")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 1 if failed else 0
@@ -81,37 +85,36 @@ def run_cases(cases: list[tuple[Case, LlamaConfig]], device: str, timeout: float
     )
     with tempfile.TemporaryDirectory() as folder:
         for case, llama in cases:
-            key = (llama, case.config.training.global_batch_size, case.config.training.seq_len)
-            if key not in references:
-                path = Path(folder, f"{len(references)}.pt")
-                pool.run(1, reference, case.config, llama, path, timeout=timeout)
-                references[key] = path
+            key = _same_reference(case.config, llama)
             started = time.monotonic()
             found, error = dict.fromkeys(FIGURES, float("nan")), ""
             try:
+                if key not in references:
+                    path = Path(folder, f"{len(references)}.pt")
+                    pool.run(1, reference, case.config, llama, path, timeout=timeout)
+                    references[key], started = path, time.monotonic()
                 ranks = pool.run(case.processes, measure, case.config, llama, references[key], timeout=timeout)
                 found = {name: _largest([rank[name] for rank in ranks]) for name in FIGURES}
             except WorkerError as problem:
                 error = str(problem)
-            rows.append(judge(case, found, time.monotonic() - started, device))
+            rows.append(judge(case, found, time.monotonic() - started))
             _show(rows[-1], width, error)
     return rows
 
 
-def judge(case: Case, found: dict[str, float], seconds: float, device: str) -> dict[str, Any]:
+def _same_reference(config: Config, llama: LlamaConfig) -> Any:
+    """What the numbers of one process depend on."""
+    training = dataclasses.replace(config.training, local_batch_size=1, compute_dtype="", reduce_dtype="")
+    return llama, training, config.optimizer, config.run.seed
+
+
+def judge(case: Case, found: dict[str, float], seconds: float) -> dict[str, Any]:
     """A row of the result. What is no number has not passed."""
-    tolerances = TOLERANCES[coarsest_format(case.config, device)]
+    training = case.config.training
+    tolerances = TOLERANCES["bfloat16" if "bfloat16" in (training.compute_dtype, training.reduce_dtype) else "float32"]
     passed = all(found[name] <= tolerances[name] for name in FIGURES)
     figures = {name: found[name] if found[name] == found[name] else None for name in FIGURES}
     return {"layout": case.name, "processes": case.processes, **figures, "seconds": seconds, "passed": passed}
-
-
-def coarsest_format(config: Config, device: str) -> str:
-    """The coarser one of the formats that forward and backward compute in and gradients are summed in."""
-    compute = config.training.compute_dtype
-    if compute == "auto":
-        compute = "bfloat16" if device == "cuda" else "float32"
-    return "bfloat16" if "bfloat16" in (compute, config.training.reduce_dtype) else compute
 
 
 def _show(row: dict[str, Any], width: int, error: str) -> None:

@@ -35,7 +35,6 @@ from titanlite.parallel.stages import Stages
 from titanlite.plan.layout import check_layout
 
 STEPS = 5
-FIGURES = ("loss", "grad_norm", "gradient", "parameters")
 
 
 def make_batch(step: int, sequences: int, seq_len: int, vocab_size: int) -> Batch:
@@ -103,7 +102,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     stages = Stages(parts, config, mesh, device)
     optimizer = build_optimizer(parts, config.optimizer)
     expected = torch.load(path, map_location="cpu", mmap=True)
-    found = dict.fromkeys(FIGURES, 0.0)
+    found = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "parameters": 0.0}
     for step in range(STEPS):
         whole = make_batch(step, training.global_batch_size, training.seq_len, llama.vocab_size)
         local = [Batch(*pair) for pair in zip(*(part.split(training.local_batch_size) for part in whole), strict=True)]
@@ -114,7 +113,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
             loss += stages.forward_backward(tokens.to(device), labels.to(device), num_targets, i == len(batches) - 1)
         if step == 0:
             gradients = ((name, p.grad) for part in parts for name, p in part.named_parameters())
-            found["gradient"] = _largest(gradients, expected["gradient"])
+            found["gradient"] = _farthest(gradients, expected["gradient"])
         norm = clip_grad_norm(parts, training.max_norm, device, stages.held_twice)
         loss = sum_over(loss, mesh, LOSS_AXES)
         for name, value in (("loss", loss), ("grad_norm", norm)):
@@ -122,7 +121,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
     parameters = (named for part in parts for named in part.named_parameters())
-    found["parameters"] = _largest(parameters, expected["parameters"])
+    found["parameters"] = _farthest(parameters, expected["parameters"])
     return found
 
 
@@ -131,7 +130,7 @@ def _device(config: Config) -> torch.device:
     return runtime.start(config.run.device, config.comm.timeout_seconds, config.run.seed)
 
 
-def _largest(found: Iterable[tuple[str, Any]], expected: dict[str, Tensor]) -> float:
+def _farthest(found: Iterable[tuple[str, Any]], expected: dict[str, Tensor]) -> float:
     """The largest relative difference of any tensor; infinite if one is absent."""
     largest = 0.0
     for name, tensor in found:

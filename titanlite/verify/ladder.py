@@ -52,25 +52,30 @@ def parse_layout(text: str) -> list[tuple[str, str]]:
 def make_case(arguments: list[str], layout: str, device: str) -> Case:
     """The config of a layout: model, data and optimizer of `arguments`, these options, batches that divide."""
     given = dict(parse_layout(layout))
-    degrees = {axis: int(given[f"parallel.{axis}"]) for axis in AXES if given.get(f"parallel.{axis}", "x").isdecimal()}
-    processes = math.prod(degrees.values())
-    readers = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
-    sequences = max(SEQUENCES, readers)
-    local = min(4, sequences // readers)  # two accumulation steps where there is one reader of eight sequences
-    # Nothing of the arguments' own layout is left, and degrees that are not given are 1.
+    degrees = {axis: given.get(f"parallel.{axis}", "1") for axis in AXES}
+    for axis, degree in degrees.items():
+        if not degree.isdecimal() or degree == "0":
+            raise ConfigError(f"--layout {layout}: {axis} = {degree}: expected an integer, at least 1")
+    processes = math.prod(int(degree) for degree in degrees.values())
+    readers = int(degrees["dp_replicate"]) * int(degrees["dp_shard"])
+    local = max(1, min(4, SEQUENCES // readers))
+    sequences = -(-SEQUENCES // (local * readers)) * local * readers  # one reader of eight accumulates twice
+    # Nothing of the arguments' own layout is left.
     own = {f"{s}.{f.name}": f.default for s in LAYOUT for f in dataclasses.fields(sections()[s])}
     options = {key: json.dumps(value).strip('"') for key, value in own.items()}
-    options |= {f"parallel.{axis}": "1" for axis in AXES}
+    options |= {f"parallel.{axis}": degree for axis, degree in degrees.items()}
     options |= {"training.global_batch_size": str(sequences), "training.local_batch_size": str(local)}
     # AdamW divides a gradient by its size. Where that is rounding alone, the usual eps of 1e-8 lets a difference in the
     # last bit move a weight by the whole learning rate; 1e-5 holds such weights still, and in the reference as well.
-    options |= {"optimizer.eps": "1e-5", "optimizer.decayed": "all", "run.device": device, **given}
+    options |= {"optimizer.eps": "1e-5", "optimizer.decayed": "all", "run.device": device}
+    options |= {"training.compute_dtype": "float32", "training.reduce_dtype": "float32", **given}
     config = load_config([*arguments, *(f"--{key}={value}" for key, value in options.items())])
     return Case(layout or "one process", processes, config)
 
 
-def ladder(processes: int, quick: bool, compiler: str) -> Iterator[str]:
+def ladder(processes: int, quick: bool, device: str) -> Iterator[str]:
     """The layouts for up to so many processes, as `--layout` takes them."""
+    compiler = "inductor" if device == "cuda" else "aot_eager"  # on CPU inductor compiles for minutes
     for degrees in layouts(processes, quick):
         yield ",".join(f"{axis}={degree}" for axis, degree in degrees.items())
     options = ["reshard_after_forward=always", "reshard_after_forward=never", "cpu_offload", "prefetch=2"]
@@ -97,6 +102,14 @@ def ladder(processes: int, quick: bool, compiler: str) -> Iterator[str]:
     for axis in ("dp_shard", "tp") if quick else ("dp_shard", "tp", "cp", "pp"):
         yield from (f"{axis}=2,{option}" for option in compiled)
     yield f"tp=2,compile.loss,compile.backend={compiler}"
+    for axis in ("tp", "pp") if quick else ("dp_shard", "tp", "cp", "pp"):
+        yield f"{axis}=2,model.embeddings=untied"
+    for axis in () if quick else ("tp", "cp", "pp"):
+        yield f"{axis}=2,training.compute_dtype=bfloat16"
+    if processes >= 4 and not quick:
+        yield "pp=2,tp=2,pp_split=output"
+    if device == "cuda":
+        yield from ("cp=2,cp_method=ring", "tp=2,async_tp,compile.enabled")
 
 
 def layouts(processes: int, quick: bool) -> Iterator[dict[str, int]]:
