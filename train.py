@@ -47,7 +47,7 @@ from titanlite.parallel.parallelize import compute_dtypes, split
 from titanlite.parallel.shard import assign_shard
 from titanlite.parallel.stages import Stages
 from titanlite.plan.flops import flops_per_token, peak_tflops
-from titanlite.plan.layout import check_layout
+from titanlite.plan.layout import check_layout, without_effect
 from titanlite.runtime import to_device
 
 logger = logging.getLogger("titanlite")
@@ -142,6 +142,8 @@ def main(config: Config) -> int:
     )
     if rank == 0:
         (folder / "config.toml").write_text(to_toml(config))
+    for note in without_effect(config, degrees):
+        logger.info(note)
     compute, reduce = compute_dtypes(config, device.type)
     layout = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one process"
     logger.info(
@@ -156,6 +158,8 @@ def main(config: Config) -> int:
     garbage = runtime.GarbageCollection(training.gc_freq)
     if progress.step == 0:
         validator.maybe_run(0, False, stop.agree)
+    if progress.step >= training.steps:
+        logger.info(f"nothing left to train: the run is at step {progress.step}, and training.steps = {training.steps}")
     metrics.start()
     with profiler(config.profiling, folder / "traces", rank, lambda: progress.step) as profile_step:
         while progress.step < training.steps and not stop.requested:

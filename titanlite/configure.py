@@ -70,9 +70,11 @@ def contradictions(config: Config) -> list[str]:
     """What no single key can show: values that do not fit together."""
     problems = []
     if config.training.global_batch_size % config.training.local_batch_size:
+        whole, local = config.training.global_batch_size, config.training.local_batch_size
+        nearest = " or ".join(str(n) for n in (whole // local * local, (whole // local + 1) * local) if n)
         problems.append(
-            f"training.global_batch_size = {config.training.global_batch_size} is not a multiple of "
-            f"training.local_batch_size = {config.training.local_batch_size}"
+            f"training.global_batch_size = {whole} is not a multiple of training.local_batch_size = {local}; "
+            f"nearest: {nearest}"
         )
     profiling = config.profiling
     if profiling.warmup_steps + profiling.active_steps > profiling.freq:

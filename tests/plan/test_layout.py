@@ -9,7 +9,7 @@ import pytest
 from titanlite.config import Config, ConfigError
 from titanlite.configure import load_config
 from titanlite.model.flavors import FLAVORS, LlamaConfig, resolve_flavor
-from titanlite.plan.layout import AXES, check_layout, nearest
+from titanlite.plan.layout import AXES, check_layout, nearest, without_effect
 
 DEBUG = dataclasses.replace(FLAVORS["debug"], vocab_size=4112)  # 4 layers, 4 heads, 2 key/value heads
 
@@ -63,7 +63,7 @@ def test_degrees_resolve_to_the_world_size(world_size, arguments, expected):
         (2, ["parallel.tp=2", "training.seq_len=127"], "parallel.tp = 2 does not divide training.seq_len = 127; nearest that divide all: 1"),
         (2, ["parallel.async_tp", "compile.enabled"], "parallel.async_tp = true: the compiler overlaps it on GPUs; expected parallel.tp > 1, compile.enabled = true, compile.backend = inductor and not run.device = cpu"),
         # context parallel
-        (2, ["parallel.cp=2", "training.seq_len=130"], "training.seq_len = 130 is not a multiple of 2 x parallel.cp = 4 (each process has a chunk from the head and one from the tail); nearest parallel.cp: 1"),
+        (2, ["parallel.cp=2", "training.seq_len=130"], "training.seq_len = 130 is not a multiple of 2 x parallel.cp = 4 (each process has a chunk from the head and one from the tail); nearest: 128 or 132, or parallel.cp = 1"),
         (4, ["parallel.cp=4", "parallel.cp_method=ulysses"], "parallel.cp = 4 with parallel.cp_method = ulysses does not divide model.num_kv_heads / parallel.tp = 2; nearest that divide all: 1 or 2; all_gather needs no heads to divide"),
         (4, ["parallel.cp=2", "parallel.tp=2", "parallel.cp_method=ulysses"], "does not divide model.num_kv_heads / parallel.tp = 1"),
         (2, ["parallel.cp=2", "parallel.cp_method=ring", "run.device=cpu"], "parallel.cp_method = ring needs CUDA devices; with run.device = cpu: all_gather or ulysses"),
@@ -73,8 +73,8 @@ def test_degrees_resolve_to_the_world_size(world_size, arguments, expected):
         (2, ["parallel.pp=2", "parallel.pp_stages_per_process=2"], "parallel.pp_stages_per_process = 2: 1F1B needs 1 (or 0)"),
         (2, ["parallel.pp=2", "parallel.pp_stages_per_process=1", "parallel.pp_schedule=ZBVZeroBubble"], "ZBVZeroBubble needs 2"),
         (2, ["parallel.pp=2", "parallel.pp_microbatch_size=4", "training.local_batch_size=6"], "parallel.pp_microbatch_size = 4 does not divide training.local_batch_size = 6; nearest that do: 2 or 3 or 6"),
-        (4, ["parallel.pp=4"], "training.local_batch_size = 2 in microbatches of parallel.pp_microbatch_size = 1 makes 2; parallel.pp_schedule = 1F1B with 4 processes and 4 stages takes 4 or 5 or 6, ..."),
-        (2, ["parallel.pp=2", "training.local_batch_size=3", "parallel.pp_schedule=DualPipeV"], "with 2 processes and 4 stages takes 4 or 5 or 6"),
+        (4, ["parallel.pp=4"], "training.local_batch_size = 2 is 2 microbatches of parallel.pp_microbatch_size = 1, which parallel.pp_schedule = 1F1B with 4 processes and 4 stages does not take; nearest that do: 4 or 6 or 8"),
+        (2, ["parallel.pp=2", "training.local_batch_size=3", "parallel.pp_schedule=DualPipeV"], "with 2 processes and 4 stages does not take; nearest that do: 4 or 6 or 8"),
         (4, ["parallel.pp=4", "training.local_batch_size=6", "parallel.pp_schedule=Interleaved1F1B", "model.num_layers=8"], ""),
         (2, ["parallel.pp=2", "training.local_batch_size=3", "parallel.pp_schedule=Interleaved1F1B"], ""),
         (2, ["parallel.pp=2", "parallel.pp_split=layer.2"], "parallel.pp_split: no module 'layer.2'; did you mean layers.2"),
@@ -104,6 +104,28 @@ def test_everything_that_does_not_fit_is_told_at_once():
     with pytest.raises(ConfigError) as caught:
         degrees(8, "parallel.tp=4", "parallel.cp=2", "training.seq_len=126", "parallel.async_tp")
     assert len(caught.value.problems) == 3
+
+
+def test_one_mistake_is_one_error():
+    for arguments in (
+        ["parallel.pp=2", "parallel.pp_stages_per_process=3"],
+        ["parallel.pp=2", "parallel.pp_split=layers.2,layers.2"],
+        ["parallel.cp=2", "training.seq_len=127"],
+    ):
+        with pytest.raises(ConfigError) as caught:
+            degrees(2, *arguments)
+        assert len(caught.value.problems) == 1, caught.value.problems
+
+
+def test_keys_of_techniques_that_are_not_used_are_named():
+    given = config("parallel.pp_split=layers.2", "parallel.cp_method=ulysses", "recompute.every=2")
+    found = without_effect(given, dict.fromkeys(AXES, 1))
+    assert found == [
+        "parallel.pp_split = layers.2 has no effect: parallel.pp = 1",
+        "parallel.cp_method = ulysses has no effect: parallel.cp = 1",
+        "recompute.every = 2 has no effect: recompute.mode = none",
+    ]
+    assert without_effect(config("recompute.mode=full", "recompute.every=2"), dict.fromkeys(AXES, 2)) == []
 
 
 def test_nearest_lists_three_in_order():

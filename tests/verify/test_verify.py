@@ -14,7 +14,7 @@ from titanlite.configure import load_config
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.verify.command import FIGURES, judge, verify
 from titanlite.verify.compare import make_batch, measure, reference
-from titanlite.verify.ladder import Case, ladder, layouts, make_case
+from titanlite.verify.ladder import Case, ladder, layouts, make_case, parse_layout
 
 SMALL = ["debug", "--model.dim=32", "--model.ffn_dim=64", "--training.seq_len=32"]
 
@@ -222,9 +222,18 @@ def test_a_layout_that_hangs_is_a_failure_not_the_end(monkeypatch, tmp_path, cap
         (["--layout", "dp_shard=-1"], "dp_shard = -1: expected an integer, at least 1"),
         (["--layout", "pp=2,pp_schedule=foo"], 'parallel.pp_schedule = "foo": expected one of GPipe'),
         (["--training.seq_len=7", "--model.num_kv_heads=3"], "does not divide"),
-        (["--processes", "-1"], "--processes -1: expected 1 to 64"),
-        (["--json", "/nowhere/rows.json"], "--json /nowhere/rows.json: /nowhere is no folder"),
-        (["--qiuck"], "unknown key qiuck"),
+        (["--processes", "-1"], "--processes -1: expected 1 to 64, or 0 for the default"),
+        (
+            ["--json", "/nowhere/rows.json"],
+            "--json /nowhere/rows.json: No such file or directory; expected a file to write",
+        ),
+        (["--json", "/tmp"], "--json /tmp: Is a directory"),
+        (["--timeout", "0"], "--timeout 0: expected more than 0 seconds"),
+        (["--qiuck"], "unknown option --qiuck; did you mean --quick?"),
+        (["--layout", "tp=2,tp=4"], "parallel.tp is given twice"),
+        (["--layout", ","], "unknown key parallel."),
+        (["--layout", "dp_shard=1000"], "1000 processes; expected at most 64"),
+        (["--layout", "cp=2,cp_method=ring", "--run.device=cpu"], "parallel.cp_method = ring needs CUDA devices"),
         (["nonsense"], "config 'nonsense': no such file"),
     ],
 )
@@ -260,6 +269,12 @@ def test_the_table_in_the_docs_is_the_quick_ladder():
     names = [make_case(SMALL, layout, "cpu").name for layout in ladder(4, True, "cpu")]
     assert [" ".join(row[:-7]) for row in rows] == names
     assert {row[-1] for row in rows} == {"passed"}
+
+
+def test_a_cut_by_names_may_have_commas():
+    pairs = parse_layout("pp=4,pp_split=layers.1,layers.2, output,tp=2")
+    assert dict(pairs)["parallel.pp_split"] == "layers.1 layers.2 output"
+    assert dict(pairs)["parallel.tp"] == "2"
 
 
 def test_batches_have_uneven_targets():

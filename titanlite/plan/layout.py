@@ -50,6 +50,12 @@ def resolve_degrees(parallel: Parallel, world_size: int) -> dict[str, int]:
     return {axis: world_size // product if degree == -1 else degree for axis, degree in degrees.items()}
 
 
+def _multiples(value: int, of: int) -> str:
+    """The multiples of `of` next to `value`, in words."""
+    below = value // of * of
+    return " or ".join(str(n) for n in (below, below + of) if n > 0)
+
+
 def _world(degrees: dict[str, int]) -> int:
     return math.prod(degrees.values())
 
@@ -79,12 +85,10 @@ def _batch(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Itera
     readers = degrees["dp_replicate"] * degrees["dp_shard"]
     portion = training.local_batch_size * readers
     if training.global_batch_size % portion:
-        below = training.global_batch_size // portion * portion
-        allowed = " or ".join(str(n) for n in (below, below + portion) if n > 0)
         yield (
             f"training.global_batch_size = {training.global_batch_size} is not a multiple of "
             f"training.local_batch_size = {training.local_batch_size} times {readers} data-parallel processes "
-            f"({portion}); nearest: {allowed}, or another local batch size"
+            f"({portion}); nearest: {_multiples(training.global_batch_size, portion)}, or another local batch size"
         )
 
 
@@ -120,8 +124,10 @@ def _tensor(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iter
         "model.num_kv_heads": llama.num_kv_heads,
         "model.ffn_dim": llama.ffn_dim,
         "model.vocab_size": llama.vocab_size,
-        "training.seq_len / parallel.cp" if cp > 1 else "training.seq_len": config.training.seq_len // cp,
     }
+    if config.training.seq_len % cp == 0:  # else that is the mistake
+        name = "training.seq_len / parallel.cp" if cp > 1 else "training.seq_len"
+        sizes[name] = config.training.seq_len // cp
     if broken := [f"{name} = {size}" for name, size in sizes.items() if size % tp]:
         near = nearest(tp, lambda n: all(size % n == 0 for size in [*sizes.values(), _world(degrees)]), llama.num_heads)
         yield f"parallel.tp = {tp} does not divide {' and '.join(broken)}; nearest that divide all: {near}"
@@ -145,7 +151,8 @@ def _context(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Ite
             near = nearest(cp, lambda n: seq_len % (2 * n) == 0 and _world(degrees) % n == 0, _world(degrees))
             yield (
                 f"training.seq_len = {seq_len} is not a multiple of 2 x parallel.cp = {2 * cp} (each process has a "
-                f"chunk from the head and one from the tail); nearest parallel.cp: {near or 'only 1'}"
+                f"chunk from the head and one from the tail); nearest: {_multiples(seq_len, 2 * cp)}, "
+                f"or parallel.cp = {near}"
             )
         return
     sizes = {
@@ -170,6 +177,7 @@ def _pipeline(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> It
     stages = pp * per
     if per != usual and (usual == 1 or name in ("ZBVZeroBubble", "DualPipeV")):
         yield f"parallel.pp_stages_per_process = {per}: {name} needs {usual} (or 0)"
+        return
     if llama.num_layers < stages:
         near = nearest(pp, lambda n: n * per <= llama.num_layers and _world(degrees) % n == 0, llama.num_layers)
         yield (
@@ -187,10 +195,16 @@ def _pipeline(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> It
             f"nearest that do: {near}"
         )
     elif not _fits_schedule(name, batch // size, pp, stages):
-        near = nearest(batch // size, lambda n: _fits_schedule(name, n, pp, stages), batch // size + stages + pp)
+        whole = config.training.global_batch_size // (degrees["dp_replicate"] * degrees["dp_shard"])
+        near = nearest(
+            batch,
+            lambda n: n % size == 0 and whole % n == 0 and _fits_schedule(name, n // size, pp, stages),
+            whole,
+        )
         yield (
-            f"training.local_batch_size = {batch} in microbatches of parallel.pp_microbatch_size = {size} makes "
-            f"{batch // size}; parallel.pp_schedule = {name} with {pp} processes and {stages} stages takes {near}, ..."
+            f"training.local_batch_size = {batch} is {batch // size} microbatches of parallel.pp_microbatch_size = "
+            f"{size}, which parallel.pp_schedule = {name} with {pp} processes and {stages} stages does not take; "
+            f"nearest that do: {near or 'none with this training.global_batch_size, raise it'}"
         )
 
 
@@ -212,11 +226,35 @@ def _split(parallel: Parallel, stages: int, num_layers: int) -> Iterable[str]:
     for name in names:
         if name not in order:
             yield f"parallel.pp_split: no module {name!r}{suggestion(name, order)}; allowed: layers.N, norm, output"
+            return
     if len(names) != stages - 1:
         yield f"parallel.pp_split = {text!r} names {len(names)}; expected {stages - 1}, one per later stage"
+        return
     positions = [order.index(name) for name in names if name in order]
     if positions != sorted(set(positions)):
         yield f"parallel.pp_split = {text!r}: expected each name once and in the model's order"
+
+
+def without_effect(config: Config, degrees: dict[str, int]) -> list[str]:
+    """Keys that were set and belong to a technique that is not in use, in words."""
+    techniques = {  # what switches it on, whether it is, its keys
+        "parallel.pp = 1": (degrees["pp"] > 1, [f"parallel.{n}" for n in vars(config.parallel) if n.startswith("pp_")]),
+        "parallel.cp = 1": (degrees["cp"] > 1, ["parallel.cp_method"]),
+        f"recompute.mode = {config.recompute.mode}": (
+            config.recompute.mode in ("full", "selective"),
+            ["recompute.every"],
+        ),
+        "recompute.mode is not memory_budget": (config.recompute.mode == "memory_budget", ["recompute.budget"]),
+    }
+    default = Config()
+    notes = []
+    for why, (used, keys) in techniques.items():
+        for key in keys if not used else ():
+            section, _, name = key.partition(".")
+            value = getattr(getattr(config, section), name)
+            if value != getattr(getattr(default, section), name):
+                notes.append(f"{key} = {value} has no effect: {why}")
+    return notes
 
 
 def _compiler(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:

@@ -22,7 +22,8 @@ from titanlite.config import Config, ConfigError
 from titanlite.configure import load_config
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
-from titanlite.verify.ladder import Case, ladder, make_case, misfit
+from titanlite.spelling import suggestion
+from titanlite.verify.ladder import MOST, Case, ladder, make_case, misfit
 
 FIGURES = ("loss", "grad_norm", "gradient", "parameters")
 TOLERANCES = {  # the largest relative differences that pass
@@ -58,26 +59,28 @@ def verify(argv: list[str]) -> int:
             skipped.append(f"{case.name}: {problem}")
     if not fitting:
         raise ConfigError([f"no layout of up to {processes} processes fits; {text}" for text in skipped])
-    rows = run_cases(fitting, device, options.timeout)
+    rows: list[dict[str, Any]] = []
+    try:
+        run_cases(fitting, device, options.timeout, rows)
+    finally:  # also what there is when interrupted
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
     print("".join(f"\ndoes not fit: {text}" for text in skipped).lstrip("\n"))
     failed = [row["layout"] for row in rows if not row["passed"]]
     beyond = f"; {len(skipped)} do not fit this model" if skipped else ""
     print(f"{len(rows) - len(failed)} of {len(rows)} layouts equal one process{beyond}")
     for name in failed:
         print(f"FAILED: {name}")
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 1 if failed else 0
 
 
-def run_cases(cases: list[tuple[Case, LlamaConfig]], device: str, timeout: float) -> list[dict[str, Any]]:
-    """Measures and judges each case, printing its row; a reference is made for each model shape."""
+def run_cases(cases: list[tuple[Case, LlamaConfig]], device: str, timeout: float, rows: list[dict[str, Any]]) -> None:
+    """Measures and judges each case, printing its row and adding it to `rows`; one reference for each model shape."""
     os.environ["OMP_NUM_THREADS"] = "1"  # workers share the cores
     from titanlite.verify.compare import measure, reference
     from titanlite.verify.pool import Pool, WorkerError
 
     pool = Pool(["titanlite.verify.compare"], device, quiet=True)
-    rows: list[dict[str, Any]] = []
     references: dict[Any, Path] = {}
     width = max([len(case.name) for case, _ in cases], default=6)
     print(
@@ -99,7 +102,6 @@ def run_cases(cases: list[tuple[Case, LlamaConfig]], device: str, timeout: float
                 error = str(problem)
             rows.append(judge(case, found, time.monotonic() - started))
             _show(rows[-1], width, error)
-    return rows
 
 
 def _same_reference(config: Config, llama: LlamaConfig) -> Any:
@@ -157,15 +159,24 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--processes", type=int, default=0, help="how many at most; default: 4, or the CUDA devices")
-    parser.add_argument("--layout", action="append", help="this one only, as in dp_shard=2,tp=2; may be repeated")
+    layout = "this one only, as in dp_shard=2,tp=2 or pp=2,recompute.mode=full; may be repeated"
+    parser.add_argument("--layout", action="append", help=layout)
     parser.add_argument(
         "--quick", action="store_true", help="a part of the ladder: each axis, each pair, each technique"
     )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--timeout", type=float, default=300, help="seconds that one layout may take (default 300)")
     options, rest = parser.parse_known_args(argv)
-    if options.processes < 0 or options.processes > 64:
-        raise ConfigError(f"--processes {options.processes}: expected 1 to 64")
-    if options.json and not options.json.parent.is_dir():
-        raise ConfigError(f"--json {options.json}: {options.json.parent} is no folder")
+    own = [f"--{name}" for name in vars(options)]
+    if unknown := [word for word in rest if word.startswith("--") and "." not in word.partition("=")[0]]:
+        raise ConfigError([f"unknown option {word}{suggestion(word, own)}; see --help" for word in unknown])
+    if not 0 <= options.processes <= MOST:
+        raise ConfigError(f"--processes {options.processes}: expected 1 to {MOST}, or 0 for the default")
+    if not options.timeout > 0:
+        raise ConfigError(f"--timeout {options.timeout:g}: expected more than 0 seconds")
+    if options.json:
+        try:
+            options.json.open("a").close()
+        except OSError as error:
+            raise ConfigError(f"--json {options.json}: {error.strerror}; expected a file to write") from None
     return options, rest

@@ -21,6 +21,7 @@ from titanlite.plan.layout import AXES, SPLIT_BACKWARD, check_layout
 from titanlite.spelling import suggestion
 
 SEQUENCES = 8  # per step, over all processes; more where there are more processes
+MOST = 64  # processes
 QUICK = 4  # processes up to which --quick goes
 LAYOUT = ("parallel", "recompute", "compile")  # the sections of the config that a layout is
 RECOMPUTE_MODES = ("full", "selective", "memory_budget")
@@ -37,14 +38,21 @@ class Case:
 
 def parse_layout(text: str) -> list[tuple[str, str]]:
     """`dp_shard=2,recompute.mode=full` -> [(parallel.dp_shard, 2), (recompute.mode, full)]. Raises ConfigError."""
-    pairs = []
-    for word in filter(None, text.split(",")):
-        name, equals, value = word.strip().partition("=")
+    pairs: list[tuple[str, str]] = []
+    for word in (word.strip() for word in text.split(",") if text):
+        name, equals, value = word.partition("=")
+        if pairs and pairs[-1][0] == "parallel.pp_split" and not equals:  # which has commas of its own
+            pairs[-1] = ("parallel.pp_split", f"{pairs[-1][1]} {word}")
+            continue
         name = name if "." in name else f"parallel.{name}"
         if name not in all_keys():
             names = [key.removeprefix("parallel.") for key in all_keys()]
             near = suggestion(name.removeprefix("parallel."), names)
             raise ConfigError(f"--layout {text}: unknown key {name}{near}; expected key=value, with commas between")
+        if name in dict(pairs):
+            raise ConfigError(f"--layout {text}: {name} is given twice")
+        if name.startswith("run."):
+            raise ConfigError(f"--layout {text}: {name} belongs to no layout; give it as --{name}")
         pairs.append((name, value if equals else "true"))
     return pairs
 
@@ -57,6 +65,8 @@ def make_case(arguments: list[str], layout: str, device: str) -> Case:
         if not degree.isdecimal() or degree == "0":
             raise ConfigError(f"--layout {layout}: {axis} = {degree}: expected an integer, at least 1")
     processes = math.prod(int(degree) for degree in degrees.values())
+    if processes > MOST:
+        raise ConfigError(f"--layout {layout}: {processes} processes; expected at most {MOST}")
     readers = int(degrees["dp_replicate"]) * int(degrees["dp_shard"])
     local = max(1, min(4, SEQUENCES // readers))
     sequences = -(-SEQUENCES // (local * readers)) * local * readers  # one reader of eight accumulates twice
@@ -113,8 +123,9 @@ def ladder(processes: int, quick: bool, device: str) -> Iterator[str]:
 
 
 def layouts(processes: int, quick: bool) -> Iterator[dict[str, int]]:
-    """Axis -> degree: every product of at most three axes that divides `processes`, fewest processes first."""
-    sizes = [n for n in range(1, processes + 1) if processes % n == 0 and not (quick and n > QUICK)]
+    """Axis -> degree: every product of at most three axes that is a power of two or divides `processes`."""
+    most = min(processes, QUICK) if quick else processes
+    sizes = [n for n in range(1, most + 1) if processes % n == 0 or n.bit_count() == 1]
     for size in sizes:
         for used in range(size > 1, 4):
             for axes in itertools.combinations(AXES, used):
