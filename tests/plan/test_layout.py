@@ -64,6 +64,7 @@ def test_degrees_resolve_to_the_world_size(world_size, arguments, expected):
         (2, ["parallel.async_tp", "compile.enabled"], "parallel.async_tp = true: the compiler overlaps it on GPUs; expected parallel.tp > 1, compile.enabled = true, compile.backend = inductor and not run.device = cpu"),
         # context parallel
         (2, ["parallel.cp=2", "training.seq_len=130"], "training.seq_len = 130 is not a multiple of 2 x parallel.cp = 4 (each process has a chunk from the head and one from the tail); nearest: 128 or 132, or parallel.cp = 1"),
+        (2, ["parallel.cp=2", "training.seq_len=127"], "nearest: 124 or 128, or parallel.cp = 1"),
         (4, ["parallel.cp=4", "parallel.cp_method=ulysses"], "parallel.cp = 4 with parallel.cp_method = ulysses does not divide model.num_kv_heads / parallel.tp = 2; nearest that divide all: 1 or 2; all_gather needs no heads to divide"),
         (4, ["parallel.cp=2", "parallel.tp=2", "parallel.cp_method=ulysses"], "does not divide model.num_kv_heads / parallel.tp = 1"),
         (2, ["parallel.cp=2", "parallel.cp_method=ring", "run.device=cpu"], "parallel.cp_method = ring needs CUDA devices; with run.device = cpu: all_gather or ulysses"),

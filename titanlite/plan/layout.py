@@ -148,7 +148,9 @@ def _context(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Ite
         yield "parallel.cp_method = ring needs CUDA devices; with run.device = cpu: all_gather or ulysses"
     if method != "ulysses":
         if seq_len % (2 * cp):
-            near = nearest(cp, lambda n: seq_len % (2 * n) == 0 and _world(degrees) % n == 0, _world(degrees))
+            near = nearest(
+                cp, lambda n: n == 1 or (seq_len % (2 * n) == 0 and _world(degrees) % n == 0), _world(degrees)
+            )
             yield (
                 f"training.seq_len = {seq_len} is not a multiple of 2 x parallel.cp = {2 * cp} (each process has a "
                 f"chunk from the head and one from the tail); nearest: {_multiples(seq_len, 2 * cp)}, "
