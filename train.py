@@ -63,6 +63,7 @@ def main(config: Config) -> int:
     tokenizer = Tokenizer(config.data.tokenizer)
     llama = resolve_flavor(config.model, tokenizer.size)
     degrees = check_layout(config, llama, world_size)
+    runtime.require_agreement(configuration=portable(config))
     mesh = Mesh(device.type, degrees, config.comm.timeout_seconds)
     dp_rank, dp_size = data_rank(mesh)
     sum_counts, sum_losses = (functools.partial(sum_over, mesh=mesh, axes=axes) for axes in (DATA_AXES, LOSS_AXES))
@@ -74,7 +75,7 @@ def main(config: Config) -> int:
     # 2. Data: text, tokenised once; sample i of the stream is a function of (seed, i)
     prepared = prepare(config.data, tokenizer, logger.info)
     manifest = read_manifest(prepared)
-    runtime.require_agreement(configuration=portable(config), data=manifest["fingerprint"])
+    runtime.require_agreement(data=manifest["fingerprint"])
     accumulation = training.global_batch_size // (training.local_batch_size * dp_size)
     stream = TrainStream(
         Windows(Tokens(prepared, manifest, "train"), training.seq_len, "training"),

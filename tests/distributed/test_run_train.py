@@ -253,7 +253,10 @@ def test_two_nodes(arguments, tmp_path):
     assert len(curve(tmp_path / "debug")) == 6
 
 
-@pytest.mark.parametrize(("option", "fact"), [("optimizer.lr=2", "configuration"), ("run.folder=other", "folder")])
+@pytest.mark.parametrize(
+    ("option", "fact"),
+    [("optimizer.lr=2", "configuration"), ("parallel.tp=2", "configuration"), ("run.folder=other", "folder")],
+)
 def test_nodes_that_do_not_fit_together_are_refused(arguments, tmp_path, monkeypatch, option, fact):
     monkeypatch.chdir(tmp_path)
     outcomes = two_nodes(arguments, [*arguments, f"--{option}"])
