@@ -30,6 +30,18 @@ from titanlite.config import EXIT_STOPPED, ConfigError
 logger = logging.getLogger("titanlite")
 
 
+def device_type(name: str) -> str:
+    """What `run.device` means here: cuda or cpu. Raises ConfigError for cuda where there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device = cuda: torch finds no CUDA device; allowed: auto, cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def backend(type: str) -> str:
+    """The process group's backend. gloo beside NCCL, for what is in CPU memory: offloaded parameters, objects."""
+    return "cpu:gloo,cuda:nccl" if type == "cuda" else "gloo"
+
+
 def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
     """Joins the process group (NCCL on CUDA, gloo on CPU) and returns this process's device.
 
@@ -37,9 +49,7 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
     already initialised a process group keeps it. Every process gets the same seed: what differs between them is
     the data they read, never a random number.
     """
-    type = ("cuda" if torch.cuda.is_available() else "cpu") if device_name == "auto" else device_name
-    if type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device = cuda: torch finds no CUDA device; allowed: auto, cpu")
+    type = device_type(device_name)
     device = torch.device("cpu")
     if type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -50,8 +60,7 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
             options["device_id"] = device
         if "RANK" not in os.environ:
             options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        # gloo beside NCCL, for what is in CPU memory: offloaded parameters, objects
-        dist.init_process_group("cpu:gloo,cuda:nccl" if type == "cuda" else "gloo", **options)
+        dist.init_process_group(backend(type), **options)
     random.seed(seed)
     torch.manual_seed(seed)
     return device

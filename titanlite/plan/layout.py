@@ -232,7 +232,7 @@ def _split(parallel: Parallel, stages: int, num_layers: int) -> Iterable[str]:
     if len(names) != stages - 1:
         yield f"parallel.pp_split = {text!r} names {len(names)}; expected {stages - 1}, one per later stage"
         return
-    positions = [order.index(name) for name in names if name in order]
+    positions = [order.index(name) for name in names]
     if positions != sorted(set(positions)):
         yield f"parallel.pp_split = {text!r}: expected each name once and in the model's order"
 

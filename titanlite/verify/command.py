@@ -39,9 +39,9 @@ def verify(argv: list[str]) -> int:
     """Runs the command; 0 if every layout passed, 1 if any failed. Raises ConfigError."""
     options, rest = _options(argv)
     device = _device(load_config(rest).run.device)
-    processes = options.processes or (_count(device) if device == "cuda" else 4)
-    if device == "cuda" and processes > _count(device):
-        raise ConfigError(f"--processes {processes}: there are {_count(device)} CUDA devices; or --run.device=cpu")
+    processes = options.processes or (_cuda_devices() if device == "cuda" else 4)
+    if device == "cuda" and processes > _cuda_devices():
+        raise ConfigError(f"--processes {processes}: there are {_cuda_devices()} CUDA devices; or --run.device=cpu")
     texts = options.layout or ladder(processes, options.quick, device)
     tokenizer = Tokenizer(load_config(rest).data.tokenizer)
     fitting: list[tuple[Case, LlamaConfig]] = []
@@ -49,8 +49,8 @@ def verify(argv: list[str]) -> int:
     for case in (make_case(rest, text, device) for text in texts):
         llama = resolve_flavor(case.config.model, tokenizer.size)
         problem = misfit(case, llama)
-        if device == "cuda" and case.processes > _count(device):
-            problem = f"{case.processes} processes, but there are {_count(device)} CUDA devices; or --run.device=cpu"
+        if device == "cuda" and case.processes > _cuda_devices():
+            problem = f"{case.processes} processes, but there are {_cuda_devices()} CUDA devices; or --run.device=cpu"
         if not problem:
             fitting.append((case, llama))
         elif options.layout:
@@ -133,19 +133,17 @@ def _largest(values: list[float]) -> float:
 
 
 def _device(name: str) -> str:
-    if name == "cpu":
+    if name == "cpu":  # known without torch
         return name
+    from titanlite.runtime import device_type
+
+    return device_type(name)
+
+
+def _cuda_devices() -> int:
     import torch
 
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device = cuda: torch finds no CUDA device; allowed: auto, cpu")
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _count(device: str) -> int:
-    import torch
-
-    return torch.cuda.device_count() if device == "cuda" else 4
+    return torch.cuda.device_count()
 
 
 def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

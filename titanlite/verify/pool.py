@@ -37,6 +37,8 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
     import torch
     import torch.distributed as dist
 
+    from titanlite.runtime import backend
+
     torch.set_num_threads(1)
     sys.path[:], rank, world_size, store, function, arguments = connection.recv()
     outcome: Outcome
@@ -44,8 +46,8 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
         if device == "cuda":
             torch.cuda.set_device(rank)
             os.environ["LOCAL_RANK"] = str(rank)
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+        files = dist.FileStore(store, world_size)
+        dist.init_process_group(backend(device), store=files, rank=rank, world_size=world_size)
         outcome = (time.monotonic(), None, function(*arguments))
         dist.barrier()  # nobody leaves while another still talks to it
     except BaseException:
