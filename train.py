@@ -8,6 +8,7 @@
 Letters in shapes: B sequences of a local batch, S tokens of a sequence.
 """
 
+import dataclasses
 import functools
 import logging
 import os
@@ -24,8 +25,9 @@ import torch.distributed as dist
 from titanlite import runtime
 from titanlite.checkpoint.load import load_model
 from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manifest import Facts
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
-from titanlite.checkpoint.storage import step_folder
+from titanlite.checkpoint.storage import SaveError, step_folder
 from titanlite.config import EXIT_CONFIG, EXIT_STOPPED, Config, ConfigError, portable
 from titanlite.configure import load_config, to_toml
 from titanlite.data.prepare import prepare
@@ -49,6 +51,7 @@ from titanlite.parallel.stages import Stages
 from titanlite.plan.flops import flops_per_token, peak_tflops
 from titanlite.plan.layout import check_layout, without_effect
 from titanlite.runtime import to_device
+from titanlite.signals import Requests
 
 logger = logging.getLogger("titanlite")
 
@@ -113,7 +116,9 @@ def main(config: Config) -> int:
         "tokenizer.model": tokenizer.path.read_bytes(),
         "model.json": llama.to_json().encode(),
     }
-    checkpoint = Checkpointer(config.checkpoint, folder, states, extra_files)
+    facts = Facts(degrees, dataclasses.asdict(config), manifest["fingerprint"])
+    timeout = config.comm.timeout_seconds
+    checkpoint = Checkpointer(config.checkpoint, folder, states, extra_files, facts, device, timeout)
     checkpoint.load()
 
     # 5. What is told: the step's numbers, the loss on held-out text
@@ -155,15 +160,15 @@ def main(config: Config) -> int:
     )
 
     # 6. Loop: one optimizer step after the other
-    stop = runtime.StopFlag(config.comm.timeout_seconds)
+    requests = Requests(timeout)
     garbage = runtime.GarbageCollection(training.gc_freq)
     if progress.step == 0:
-        validator.maybe_run(0, False, stop.agree)
+        validator.maybe_run(0, False, requests.agree_to_stop)
     if progress.step >= training.steps:
         logger.info(f"nothing left to train: the run is at step {progress.step}, and training.steps = {training.steps}")
     metrics.start()
     with profiler(config.profiling, folder / "traces", rank, lambda: progress.step) as profile_step:
-        while progress.step < training.steps and not stop.requested:
+        while progress.step < training.steps and not requests.stop:
             progress.step += 1
             batches = stream.next_step()  # local batches of tokens and labels, each (B, S)
             num_targets = sum_counts(to_device(count_targets(batches), device))
@@ -173,18 +178,22 @@ def main(config: Config) -> int:
                 loss += stages.forward_backward(x, y, num_targets, last_batch)
             grad_norm = clip_grad_norm(parts, training.max_norm, device, stages.held_twice)
             lr = schedule.lr
+            checkpoint.wait_for_staging()  # weights and moments are about to change
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
 
             finished = progress.step == training.steps
-            last = stop.agree() or finished
+            agreed = requests.agree(save=checkpoint.wants_save(), failed=checkpoint.failed)
+            last = agreed.stop or finished
             metrics.step(loss, grad_norm, lr, stream.epochs, last)
-            if validator.due(progress.step, finished) or checkpoint.due(progress.step, last):
-                metrics.require_finite(grad_norm)
+            if agreed.failed:
+                checkpoint.close()  # raises what went wrong
+            if validator.due(progress.step, finished) or checkpoint.due(progress.step, last, agreed.save):
+                metrics.require_finite(grad_norm, before_raising=checkpoint.close)
                 with metrics.paused():
-                    validator.maybe_run(progress.step, finished, stop.agree)
-                    checkpoint.maybe_save(progress.step, last or stop.requested)
+                    held_out_loss = validator.maybe_run(progress.step, finished, requests.agree_to_stop)
+                    checkpoint.maybe_save(progress.step, last or requests.stop, agreed.save, held_out_loss)
             garbage.step(progress.step)
             profile_step()
     garbage.close()
@@ -193,7 +202,7 @@ def main(config: Config) -> int:
         say_what_was_made(config, folder, progress.step, tokenizer)
     else:
         logger.info(f"stopped after step {progress.step} of {training.steps}; the same command goes on from here")
-    stop.restore()
+    requests.restore()
     return 0 if finished else EXIT_STOPPED
 
 
@@ -226,7 +235,7 @@ def run(argv: list[str]) -> int:
     """`main` with errors turned into messages and exit codes."""
     try:
         return main(load_config(argv))
-    except (ConfigError, NonFinite) as error:
+    except (ConfigError, NonFinite, SaveError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each node says it
             print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1

@@ -25,6 +25,18 @@ PP_SCHEDULES = {
     "DualPipeV": 2,
 }
 
+# What makes a run that run and may yet be changed on resuming, if `checkpoint.accept` names it
+ACCEPTABLE = (
+    "run.seed",
+    "data",
+    "training.seq_len",
+    "optimizer.lr",
+    "optimizer.betas",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+    "optimizer.decayed",
+)
+
 
 class ConfigError(ValueError):
     """The user's input is wrong. Carries every problem found, one string each."""
@@ -200,13 +212,31 @@ class Compile:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Resumable state in the run's folder. A run whose folder holds a checkpoint resumes from the newest."""
+    """Resumable state in the run's folder. A run whose folder holds a checkpoint resumes from the newest whole one."""
 
     freq: int = key(500, "save every so many steps; 0: only at the end", min=0)
+    freq_minutes: float = key(0.0, "save too when the last save is so many minutes ago; 0: steps alone decide", min=0)
+    async_mode: str = key(
+        "disabled",
+        "disabled: training waits for a save; async: it goes on while a copy is written; async_pinned: a copy in "
+        "pinned memory (CUDA)",
+        choices=("disabled", "async", "async_pinned"),
+    )
+    retries: int = key(2, "try a save that failed so many times again before the run ends", min=0, max=10)
     keep: int = key(3, "keep the newest so many; 0: all", min=0)
+    keep_every: int = key(0, "keep every so many-th step for good; 0: none", min=0)
+    keep_best: int = key(0, "keep so many with the lowest validation loss", min=0)
     load: str = key(
         "auto", "auto: resume if there is a checkpoint; never: refuse a used folder", choices=("auto", "never")
     )
+    load_step: int = key(0, "go back to this step; later ones are set aside. 0: the newest", min=0)
+    initial_load: str = key("", "a run without a checkpoint begins with the weights found here")
+    accept: str = key("", "changes to accept on resuming, as in `run.seed, optimizer.lr`: " + ", ".join(ACCEPTABLE))
+
+    @property
+    def accepted(self) -> list[str]:
+        """The keys in `accept`."""
+        return self.accept.replace(",", " ").split()
 
 
 @dataclass(frozen=True)

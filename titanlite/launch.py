@@ -106,7 +106,7 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
     """Hands a signal to the training processes, which run in sessions of their own; without any, ends.
 
     They get SIGTERM, also for Ctrl-C: where they do not handle it yet it ends them without a stack trace. What follows
-    within a second is the same request (see runtime.StopFlag); a later one kills, since a process that waits in a
+    within a second is the same request (see signals.Requests); a later one kills, since a process that waits in a
     collective handles nothing.
     """
     now = time.monotonic()

@@ -1,4 +1,4 @@
-"""The process: device, process group, signals, garbage collection, and how it ends.
+"""The process: device, process group, garbage collection, and how it ends.
 
 What it is: what a training process needs from its surroundings before any model exists.
 """
@@ -13,12 +13,10 @@ import os
 import random
 import resource
 import secrets
-import signal
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -144,49 +142,6 @@ def _read_token(path: Path, token: str) -> str:
         if time.monotonic() > deadline:
             return "absent"
         time.sleep(0.1)
-
-
-class StopFlag:
-    """Set by SIGINT or SIGTERM on any process, or when the launcher is gone; seen by all after the same step.
-
-    Schedulers signal every process of a job and the launcher passes its own on, so what follows within a second is
-    the same request. After that a signal kills.
-    """
-
-    def __init__(self, timeout_seconds: int) -> None:
-        self.requested = False  # agreed by all processes
-        self._seen = 0.0  # when this process was signalled
-        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        # A CPU group: asking every step must not wait for the GPU.
-        timeout = timedelta(seconds=timeout_seconds)
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
-        self._previous = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        # No message from here: the signal may have interrupted another one.
-        if not self._seen:
-            self._seen = time.monotonic()
-        elif time.monotonic() > self._seen + 1:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    def restore(self) -> None:
-        """Gives the signals back to whoever handled them before."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def agree(self) -> bool:
-        """Whether any process was asked to stop: one small all-reduce, called by all together."""
-        if self.requested:
-            return True
-        orphaned = self._launcher is not None and os.getppid() != self._launcher
-        flag = torch.tensor(int(bool(self._seen) or orphaned))
-        if self._group is not None:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
-        self.requested = bool(flag)
-        if self.requested:
-            logger.info("asked to stop: saving, then leaving (a second signal leaves at once)")
-        return self.requested
 
 
 class GarbageCollection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
 import random
@@ -11,13 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from model_builder import EVEN, SMALL, build_stages
+from safetensors.torch import load_file
 
+import titanlite.checkpoint.storage as storage
+from titanlite.checkpoint import shard_file
 from titanlite.checkpoint.load import load_model, read_tokenizer
 from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manifest import Facts, read_manifest
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
-from titanlite.checkpoint.storage import find_step_folder, list_steps, read_step, sweep, write_step
+from titanlite.checkpoint.storage import SaveError, find_step_folder, list_steps, read_step, sweep, write_step
 from titanlite.config import Checkpoint, ConfigError, Optimizer
 from titanlite.model.flavors import LlamaConfig
 from titanlite.optim.optimizer import build_optimizer
@@ -49,7 +53,8 @@ def save_after_a_step(folder: Path, parallel: dict, llama: LlamaConfig) -> dict[
     stages.forward_backward(TOKENS[:, :-1], TOKENS[:, 1:], torch.tensor(32))
     optimizer.step()
     optimizer.zero_grad()
-    write_step(folder, 1, states, {"note.txt": b"hello"})
+    state = {name: part.state_dict() for name, part in states.items()}
+    write_step(folder, 1, state, {"note.txt": b"hello"}, Facts({}, {}, ""))
     return everything(stages, optimizer)
 
 
@@ -101,15 +106,31 @@ def test_any_layout_loads_any_other_bit_by_bit(pool, tmp_path, llama, before, af
         assert torch.equal(found[name], saved[name]), name
 
 
-def test_a_checkpoint_holds_tensors_only(pool, tmp_path):
-    pool.run(2, save_after_a_step, tmp_path, {"dp_shard": 2}, SMALL)
-    metadata = dcp.FileSystemReader(tmp_path / "step-1").read_metadata()
-    kinds = {type(entry).__name__ for entry in metadata.state_dict_metadata.values()}
-    assert kinds == {"TensorStorageMetadata"}
-    assert "model.layers.0.attention.wq.weight" in metadata.state_dict_metadata
-    assert "optimizer.state.layers.0.attention.wq.weight.exp_avg" in metadata.state_dict_metadata
-    assert (tmp_path / "step-1/note.txt").read_bytes() == b"hello"
-    assert not list(tmp_path.glob("*.tmp"))
+def test_any_safetensors_tool_can_look_inside(pool, tmp_path):
+    saved = of_all_ranks(pool.run(2, save_after_a_step, tmp_path, {"dp_shard": 2}, SMALL))
+    folder, found = tmp_path / "step-1", {}
+    files = {"model-00000", "model-00001", "training-00000", "training-00001"}
+    assert {path.stem for path in folder.glob("*.safetensors")} == files
+    assert {path.name for path in folder.iterdir()} - {f"{name}.safetensors" for name in files} == {
+        "manifest.json",
+        "note.txt",
+    }
+    assert (folder / "note.txt").read_bytes() == b"hello"
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    name = "layers.0.feed_forward.w1.weight"
+    rows, columns = saved[name].shape
+    half = (rows + 1) // 2
+    parts = [f"model.{name}[{begin}:{end}, 0:{columns}]" for begin, end in ((0, half), (half, rows))]
+    assert torch.equal(torch.cat([found[part] for part in parts]), saved[name])
+    assert found[f"optimizer.state.{name}.step"] == 1
+    manifest = read_manifest(folder)
+    assert manifest.step == 1
+    assert manifest.finite
+    assert manifest.tensors[f"model.{name}"].shape == [rows, columns]
+    for path in folder.glob("*.safetensors"):
+        assert manifest.files[path.name] == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+    assert not list(tmp_path.glob("*.tmp*"))
 
 
 def entries_after_an_evaluation() -> tuple[int, int]:
@@ -128,76 +149,108 @@ def test_an_evaluation_before_saving_loses_no_state(pool):
 
 def fail_in_the_middle(folder: Path) -> list[int]:
     """Rank 1 fails while it writes; returns the steps that are visible afterwards."""
-    original = dcp.FileSystemWriter.write_data
 
-    def write_data(self, *args, **kwargs):
-        if dist.get_rank() == 1:
-            raise OSError("disk full")
-        return original(self, *args, **kwargs)
+    def write(path, parts):
+        path.write_bytes(parts[0][:5])
+        raise OSError(28, "No space left on device")
 
-    dcp.FileSystemWriter.write_data = write_data
-    try:
-        with pytest.raises(BaseException, match="disk full"):  # CheckpointException is no Exception
-            save_after_a_step(folder, {"dp_shard": 2}, SMALL)
-    finally:
-        dcp.FileSystemWriter.write_data = original
+    if dist.get_rank() == 1:
+        shard_file._write = write
+    with pytest.raises(SaveError, match=r"step 1 could not be saved in .*: \[Errno 28\] No space left on device"):
+        save_after_a_step(folder, {"dp_shard": 2}, SMALL)
     return list_steps(folder)
 
 
-def test_a_failed_save_is_not_visible_and_can_be_repeated(pool, tmp_path):
+def test_a_failed_save_leaves_nothing_and_can_be_repeated(pool, tmp_path):
     assert pool.run(2, fail_in_the_middle, tmp_path) == [[], []]
-    assert (tmp_path / "step-1.tmp").exists()
+    assert not list(tmp_path.iterdir())
     pool.run(2, save_after_a_step, tmp_path, {"dp_shard": 2}, SMALL)
     assert list_steps(tmp_path) == [1]
-    assert not (tmp_path / "step-1.tmp").exists()
 
 
 def fake_step(folder: Path, step: int, name: str = "") -> None:
     path = folder / (name or f"step-{step}")
     path.mkdir(parents=True)
-    (path / ".metadata").write_bytes(b"")
+    (path / "manifest.json").write_bytes(b"")
 
 
 def test_steps_are_numbers_and_only_complete_ones_count(tmp_path):
     for step in (9000, 10000, 200):
         fake_step(tmp_path, step)
-    for name in ("step-20000.tmp", "step-30000.deleted", "step-x", "other"):
+    for name in ("step-20000.tmp-1a", "step-30000.deleted", "step-50000.damaged", "step-x", "other"):
         fake_step(tmp_path, 0, name)
-    (tmp_path / "step-40000").mkdir()
+    (tmp_path / "step-40000").write_text("a file")
     assert list_steps(tmp_path) == [200, 9000, 10000]
 
 
 def test_leftovers_are_swept_and_nothing_else(tmp_path):
     fake_step(tmp_path, 7)
-    for name in ("step-8.tmp", "step-6.deleted", "step-x", "other"):
+    for name in ("step-8.tmp-0f", "step-6.deleted", "step-5.damaged", "step-x", "other"):
         fake_step(tmp_path, 0, name)
     sweep(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-7", "step-x", "other"}
+    assert {path.name for path in tmp_path.iterdir()} == {"step-7", "step-5.damaged", "step-x", "other"}
 
 
+def test_setting_aside_twice_loses_nothing(tmp_path):
+    for name in ("step-5.damaged", "step-5.damaged-2", "step-5"):
+        fake_step(tmp_path, 0, name)
+    assert storage.set_aside(tmp_path / "step-5", "damaged").name == "step-5.damaged-3"
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+SHARD = "model-00000.safetensors"
 DAMAGES = {
-    "a shard is gone": lambda folder: next(folder.glob("*.distcp")).unlink(),
-    "a shard is cut short": lambda folder: os.truncate(next(folder.glob("*.distcp")), 1000),
-    "the index is empty": lambda folder: (folder / ".metadata").write_bytes(b""),
-    "the index is cut short": lambda folder: os.truncate(folder / ".metadata", 500),
+    "a shard is gone": lambda folder: (folder / SHARD).unlink(),
+    "a shard is cut short": lambda folder: os.truncate(folder / SHARD, 1000),
+    "a shard is longer": lambda folder: os.truncate(folder / SHARD, (folder / SHARD).stat().st_size + 1),
+    "a bit of a shard flipped": lambda folder: flip(folder / SHARD, 12345),
+    "the manifest is gone": lambda folder: (folder / "manifest.json").unlink(),
+    "the manifest is empty": lambda folder: (folder / "manifest.json").write_bytes(b""),
+    "the manifest is cut short": lambda folder: os.truncate(folder / "manifest.json", 500),
     "the shape is gone": lambda folder: (folder / "model.json").unlink(),
     "the shape is another": lambda folder: (folder / "model.json").write_text('{"dim": 3}'),
     "the tokenizer is gone": lambda folder: (folder / "tokenizer.model").unlink(),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_checkpoint_is_one_error_that_names_it(pool, arguments, tmp_path, damage):
-    from runs import train_run
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 16
+    path.write_bytes(content)
 
-    assert pool.run(1, train_run, [*arguments, "--training.steps=1"]) == [0]
-    folder = find_step_folder(tmp_path / "debug")
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(pool, arguments, tmp_path, damage):
+    from runs import curve, train_run
+
+    run = [*arguments, "--checkpoint.freq=1", "--training.steps=3"]
+    assert pool.run(1, train_run, run) == [0]
+    before, folder = curve(tmp_path / "debug"), tmp_path / "debug/checkpoints/step-3"
     damage(folder)
-    with pytest.raises(ConfigError, match="step-1"):
-        load_model(folder, torch.device("cpu"), read_tokenizer(folder).size)
-    if (folder / "tokenizer.model").exists():
-        with pytest.raises(AssertionError, match=r"ConfigError: .*step-1"):
-            pool.run(2, train_run, [*arguments, "--training.steps=2"])
+    with pytest.raises(ConfigError, match="step-3"):
+        load_model(folder, torch.device("cpu"), 4112)
+    assert pool.run(2, train_run, run) == [0, 0]
+    log = (tmp_path / "debug/log.txt").read_text()
+    assert "damaged: " in log
+    assert f"set aside as {folder}.damaged" in log
+    assert "resumed from" in log.split("set aside")[1]
+    assert "step-2 (saved by one process)" in log
+    assert list_steps(folder.parent) == [2, 3]
+    after = curve(tmp_path / "debug")
+    assert {step: pytest.approx(row, rel=1e-5) for step, row in before.items()} == after
+
+
+def test_without_a_whole_checkpoint_nothing_is_started_over(pool, arguments, tmp_path):
+    from runs import curve, train_run
+
+    assert pool.run(1, train_run, [*arguments, "--training.steps=2"]) == [0]
+    before = curve(tmp_path / "debug")
+    flip(tmp_path / f"debug/checkpoints/step-2/{SHARD}", 5000)
+    for _ in range(2):  # also when it has been set aside already
+        with pytest.raises(AssertionError, match=r"ConfigError: .*no checkpoint left that is whole"):
+            pool.run(2, train_run, arguments)
+    assert curve(tmp_path / "debug") == before
+    assert [path.name for path in (tmp_path / "debug/checkpoints").iterdir()] == ["step-2.damaged"]
 
 
 def test_a_path_means_a_step_or_the_newest_of_a_run(tmp_path):
@@ -210,16 +263,16 @@ def test_a_path_means_a_step_or_the_newest_of_a_run(tmp_path):
         find_step_folder(tmp_path)
 
 
-def test_when_saving_is_due(tmp_path):
-    def due(freq: int, last: bool = False, newest: int = 0) -> list[int]:
-        checkpointer = Checkpointer(Checkpoint(freq=freq), tmp_path, {}, {})
-        checkpointer.newest = newest
-        return [step for step in range(1, 7) if checkpointer.due(step, last and step == 6)]
+def due_steps(folder: Path, freq: int, last: bool = False, newest: int = 0, asked: int = 0) -> list[int]:
+    checkpointer = Checkpointer(Checkpoint(freq=freq), folder, {}, {}, Facts({}, {}, ""), torch.device("cpu"), 5)
+    checkpointer.newest = newest
+    return [step for step in range(1, 7) if checkpointer.due(step, last and step == 6, step == asked)]
 
-    assert due(0) == []
-    assert due(0, last=True) == [6]
-    assert due(3) == due(3, last=True) == [3, 6]
-    assert due(3, newest=3) == [6]
+
+def test_when_saving_is_due(pool, tmp_path):
+    cases = {(0,): [], (0, True): [6], (3,): [3, 6], (3, True): [3, 6], (3, False, 3): [6], (3, False, 0, 4): [3, 4, 6]}
+    for case, steps in cases.items():
+        assert pool.run(1, due_steps, tmp_path, *case) == [steps], case
 
 
 def test_random_state_round_trips():
@@ -232,19 +285,20 @@ def test_random_state_round_trips():
     assert (random.random(), torch.rand(3).tolist()) == expected
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_one_process_reads_a_run_back(pool, arguments, tmp_path):
     """What `titanlite generate` loads is what a sharded run saved, without a process group."""
     from runs import train_run
 
     assert pool.run(2, train_run, arguments) == [0, 0]
     folder = find_step_folder(tmp_path / "debug")
-    assert {"config.toml", "data.json", "tokenizer.model", ".metadata"} <= {path.name for path in folder.iterdir()}
+    assert {"config.toml", "data.json", "tokenizer.model", "manifest.json"} <= {path.name for path in folder.iterdir()}
     model = load_model(folder, torch.device("cpu"), seq_len=100)
     assert model.rope.shape[0] == 100
     assert read_tokenizer(folder).size == model.config.vocab_size
-    raw = {name: torch.empty_like(p) for name, p in model.named_parameters()}
-    dcp.load({"model": raw}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    raw: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("model-*")):
+        raw |= load_file(path)
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, raw[name])
+        parts = [value for key, value in raw.items() if key.split("[")[0] == f"model.{name}"]
+        assert torch.equal(parameter, torch.cat(parts))
         assert torch.isfinite(parameter).all()

@@ -115,11 +115,23 @@ def test_config_that_contradicts_the_checkpoint_names_the_keys(pool, arguments, 
         pool.run(1, train_run, changed)
     assert "model.dim was 32 and is 16" in str(caught.value)
     assert "run.seed was 42 and is 7" in str(caught.value)
+    assert "model.dim: cannot change in a run; start a new run" in str(caught.value)
     assert "steps" not in str(caught.value).split("ConfigError:")[1]
     other = tmp_path / "other.txt"
     other.write_text("x = 1\n" * 20_000)
-    with pytest.raises(AssertionError, match=r"the data .* was numbers, .* and is other"):
+    with pytest.raises(AssertionError, match=r"the data .* was numbers .* and is other .*\n.*checkpoint.accept=data"):
         pool.run(1, train_run, [*arguments, f"--data.path={other}"])
+
+
+def test_changes_are_accepted_by_name_and_then_are_the_runs_own(pool, arguments, tmp_path):
+    changed = [*arguments, "--run.seed=7", "--optimizer.lr=1e-4", "--optimizer.betas=[0.8, 0.9]", "--training.steps=8"]
+    assert pool.run(1, train_run, arguments) == [0]
+    offer = "--checkpoint.accept=optimizer.betas,optimizer.lr,run.seed"
+    with pytest.raises(AssertionError, match=rf"optimizer.betas was \[0.9, 0.95\] and is .*\n.*{offer}"):
+        pool.run(1, train_run, changed)
+    assert pool.run(1, train_run, [*changed, offer]) == [0]
+    assert rows(tmp_path / "debug")[-1]["step"] == 8
+    assert pool.run(1, train_run, [*changed, "--training.steps=9"]) == [0]
 
 
 def test_divergence_stops_without_saving(pool, arguments, tmp_path):

@@ -2,7 +2,7 @@
 
 What it is: what `titanlite generate` and other tools start from. The step folder is complete on its own: it holds
 the model's shape, the resolved config and the tokenizer beside the weights.
-What it costs: the parameters in fp32 once; each is read straight into its place.
+What it costs: the parameters in fp32 once; their files are read twice, first to see that they are what was written.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from titanlite.checkpoint.storage import read_step
+from titanlite.checkpoint.manifest import Damaged, read_manifest
+from titanlite.checkpoint.storage import read_step, verify_files
 from titanlite.config import ConfigError
 from titanlite.configure import load_config
 from titanlite.data.tokenizer import Tokenizer
@@ -40,6 +41,10 @@ def trained_length(folder: Path) -> int:
 
 def load_model(folder: Path, device: torch.device, seq_len: int) -> Llama:
     """The model of a step folder, for sequences of up to `seq_len` tokens."""
+    manifest = read_manifest(folder)
+    needed = [name for name in manifest.files if name.startswith("model")]
+    if problems := verify_files(folder, manifest, needed):
+        raise Damaged(problems)
     with torch.device("meta"):
         model = Llama(read_model_config(folder), seq_len)
     model.to_empty(device=device)

@@ -1,28 +1,38 @@
-"""When to save, what to keep, and what to go on from.
+"""When to save, what to go on from, and what to tell of both.
 
-What it is: the policy over `storage.py`. A run whose folder holds a checkpoint goes on from the newest; a config
-that contradicts that checkpoint is an error that names the keys. Nothing is saved that is not finite, so keeping
-the newest few never throws the last good one away.
+What it is: the policy over `storage.py`. A run whose folder holds a checkpoint goes on from the newest that is whole; a
+damaged one is named, set aside and passed over. A save is due every so many steps or minutes, at the end, on a signal,
+and when somebody makes a file named SAVE in the run's folder.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import functools
 import logging
-import sys
+import math
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.storage import delete_step, list_steps, read_step, size_gb, step_folder, sweep, write_step
+from titanlite.checkpoint.background import Saver, State
+from titanlite.checkpoint.identity import require_same_run
+from titanlite.checkpoint.manifest import Facts, read_manifest
+from titanlite.checkpoint.retention import Known, expendable
+from titanlite.checkpoint.storage import (
+    delete_step,
+    list_steps,
+    read_step,
+    set_aside,
+    step_folder,
+    sweep,
+    verify_together,
+    write_step,
+)
 from titanlite.config import Checkpoint, ConfigError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 logger = logging.getLogger("titanlite")
 
@@ -30,76 +40,148 @@ logger = logging.getLogger("titanlite")
 class Checkpointer:
     """Saves and loads `states`, a name -> Stateful mapping, in `<run folder>/checkpoints`."""
 
-    def __init__(self, config: Checkpoint, folder: Path, states: dict[str, Any], extra_files: dict[str, bytes]) -> None:
+    def __init__(
+        self,
+        config: Checkpoint,
+        folder: Path,
+        states: dict[str, Any],
+        extra_files: dict[str, bytes],
+        facts: Facts,
+        device: torch.device,
+        timeout_seconds: int,
+    ) -> None:
         """`extra_files` (name -> content) go into each checkpoint, config.toml, model.json and data.json among them."""
-        self.config, self.folder, self.states, self.extra_files = config, folder / "checkpoints", states, extra_files
+        self.config, self.states, self.extra_files, self.facts = config, states, extra_files, facts
+        self.run_folder, self.folder = folder, folder / "checkpoints"
+        self.saver = Saver(config.async_mode, config.retries, device, timeout_seconds)
+        self.known = Known(self.folder)
         self.newest = 0
+        self._saved_at = self._looked_at = time.monotonic()
 
     def load(self) -> None:
-        """Goes on from the newest checkpoint, if there is one.
+        """Goes on from a checkpoint of this run, if there is one.
 
-        Raises ConfigError where the folder is used and must not be, or holds another run.
+        Raises ConfigError where the folder is used and must not be, holds another run, or nothing whole.
         """
-        used = [path for path in (self.folder, self.folder.parent / "metrics.jsonl") if path.exists()]
+        used = [path for path in (self.folder, self.run_folder / "metrics.jsonl") if path.exists()]
         if self.config.load == "never" and used:
             raise ConfigError(
                 f"checkpoint.load = never, but {used[0]} exists; choose another run.name or delete the run's folder"
             )
         if dist.get_rank() == 0:
             sweep(self.folder)
-        newest = [max(list_steps(self.folder), default=0)]
-        dist.broadcast_object_list(newest)  # on a network file system not all processes see a new folder at once
-        self.newest = newest[0]
-        if not self.newest:
-            logger.info("no checkpoint in %s: starting with new weights", self.folder)
-            return
-        path = step_folder(self.folder, self.newest)
-        if problems := _contradictions(path, self.extra_files):
-            raise ConfigError([f"{path} was written by another run: {problem}" for problem in problems])
-        started = time.monotonic()
-        state = {name: part.state_dict() for name, part in self.states.items()}
-        read_step(path, state)
-        for name, part in self.states.items():
-            part.load_state_dict(state[name])
-        logger.info("resumed from %s in %.1f s", path, time.monotonic() - started)
+        steps: list[int] = _from_first(lambda: list_steps(self.folder))
+        if (back_to := self.config.load_step) and back_to not in steps:
+            allowed = ", ".join(map(str, steps)) or "none, the run has no checkpoint"
+            raise ConfigError(f"checkpoint.load_step = {back_to}: not in {self.folder}; allowed: {allowed}")
+        candidates = _from_first(lambda: self._since(back_to, steps)) if back_to else steps
+        for step in reversed(candidates):
+            if self._try(step_folder(self.folder, step)):
+                self.newest = step
+                if candidates == [back_to] and dist.get_rank() == 0:
+                    for later in steps[steps.index(step) + 1 :]:
+                        aside = set_aside(step_folder(self.folder, later), "superseded")
+                        logger.info("step %d is of the future that is given up: set aside as %s", later, aside)
+                return
+        if steps or _from_first(lambda: list(map(str, self.folder.glob("step-*.damaged*")))):
+            raise ConfigError(f"{self.folder}: no checkpoint left that is whole and finite; choose another run.name")
+        logger.info("no checkpoint in %s: starting with new weights", self.folder)
 
-    def due(self, step: int, last: bool) -> bool:
-        """Whether `maybe_save` would save after this step."""
-        return step != self.newest and (last or (self.config.freq > 0 and step % self.config.freq == 0))
+    def _since(self, step: int, steps: list[int]) -> list[int]:
+        """The step to go back to, and those that were made after going back: the same command goes on from these."""
+        later = [manifest for s in steps if s > step and (manifest := self.known.read(s))]
+        return [step, *(m.step for m in later if m.config["checkpoint"].get("load_step") == step)]
 
-    def maybe_save(self, step: int, last: bool) -> None:
-        """Saves when it is due, then deletes what is beyond `keep`. All processes call it together."""
-        if not self.due(step, last):
-            return
+    def _try(self, path: Path) -> bool:
+        """Loads a checkpoint, or says why not, sets it aside and returns False."""
         started = time.monotonic()
-        path = write_step(self.folder, step, self.states, self.extra_files)
-        self.newest = step
+        problems = verify_together(path)
+        if not problems:
+            manifest = read_manifest(path)
+            require_same_run(path, manifest, self.facts.config, self.extra_files, self.config)
+            if not manifest.finite:
+                logger.info("%s holds numbers that are not finite: passed over", path)
+                return False
+            verified = time.monotonic()
+            state = self._state()
+            read_step(path, state)
+            for name, part in self.states.items():
+                part.load_state_dict(state[name])
+            layout = ", ".join(f"{axis} {degree}" for axis, degree in manifest.layout.items() if degree > 1)
+            logger.info(
+                f"resumed from {path} (saved by {layout or 'one process'}): {manifest.size / 1e9:.3f} GB, "
+                f"verified in {verified - started:.2f} s, loaded in {time.monotonic() - verified:.2f} s"
+            )
+            return True
         if dist.get_rank() == 0:
-            seconds, size = time.monotonic() - started, size_gb(path)
-            logger.info(f"saved {path}: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s")
-            steps = list_steps(self.folder)
-            for old in steps[: -self.config.keep] if self.config.keep else []:
-                delete_step(self.folder, old)
+            for problem in problems:
+                logger.warning("damaged: %s", problem)
+            logger.warning("%s is set aside as %s; the one before it is used", path, set_aside(path, "damaged"))
+        return False
+
+    def _state(self) -> State:
+        return {name: part.state_dict() for name, part in self.states.items()}
+
+    def wants_save(self) -> bool:
+        """Whether this process asks for a save now: rank 0 does, for the clock and for the file SAVE."""
+        now = time.monotonic()
+        if dist.get_rank() != 0 or now < self._looked_at + 1:  # a look at a network file system has its price
+            return False
+        self._looked_at = now
+        with contextlib.suppress(OSError):
+            (self.run_folder / "SAVE").unlink()
+            return True
+        return 0 < self.config.freq_minutes * 60 <= now - self._saved_at
+
+    def wait_for_staging(self) -> None:
+        """Returns when weights and moments may change."""
+        self.saver.wait_for_staging()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background has failed on this process."""
+        return self.saver.failed
+
+    def due(self, step: int, last: bool, asked: bool = False) -> bool:
+        """Whether `maybe_save` would save after this step; `asked` is what all have agreed on."""
+        regular = self.config.freq > 0 and step % self.config.freq == 0
+        return step != self.newest and (last or asked or regular)
+
+    def maybe_save(self, step: int, last: bool, asked: bool = False, validation_loss: float | None = None) -> None:
+        """Saves when it is due, then deletes what need not be kept. All processes call it together.
+
+        In the background if so configured, but for the last one. Raises SaveError.
+        """
+        if not self.due(step, last, asked):
+            return
+        self.newest, self._saved_at = step, time.monotonic()
+        loss = validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None
+        facts = self.facts._replace(validation_loss=loss)
+        self.saver.save(self._state(), functools.partial(self._write, step, facts, time.monotonic()))
+        if last:
+            self.close()
+
+    def close(self) -> None:
+        """Waits for the save under way, on all processes. Raises SaveError."""
+        self.saver.wait()
         dist.barrier()  # who goes on may end the run, and with it the process that is still deleting
 
+    def _write(self, step: int, facts: Facts, started: float, state: State, group: Any) -> None:
+        manifest = write_step(self.folder, step, state, self.extra_files, facts, group)
+        if manifest is None:
+            return
+        seconds, size = time.monotonic() - started, manifest.size / 1e9
+        waited = self.saver.waited if self.saver.background else seconds
+        logger.info(
+            f"saved {step_folder(self.folder, step)}: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s, "
+            f"training waited {waited:.3f} s"
+        )
+        for old in expendable(self.known.good(), self.config.keep, self.config.keep_every, self.config.keep_best):
+            delete_step(self.folder, old)
 
-def _contradictions(path: Path, current: dict[str, bytes]) -> list[str]:
-    """What may not change within a run: the model's shape, the data and the order it is read in."""
-    try:
-        saved = {name: (path / name).read_bytes().decode() for name in ("config.toml", "model.json", "data.json")}
-        was = _identity(saved)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path}: {error!r}; the checkpoint is not whole") from None
-    now = _identity({name: current[name].decode() for name in saved})
-    return [f"{key} was {was.get(key)} and is {now[key]}" for key in now if was.get(key) != now[key]]
 
-
-def _identity(files: dict[str, str]) -> dict[str, Any]:
-    """Key -> value of what makes a run that run."""
-    config, data = tomllib.loads(files["config.toml"]), json.loads(files["data.json"])
-    identity = {f"model.{name}": value for name, value in json.loads(files["model.json"]).items()}
-    identity["training.seq_len"] = config["training"]["seq_len"]
-    identity["run.seed"] = config["run"]["seed"]
-    text = f"{data['name']}, {data['bytes']} bytes, fingerprint {data['fingerprint'][:8]}"
-    identity["the data (data.path, data.pattern, data.tokenizer, the Python version)"] = text
-    return identity
+def _from_first(find: Any) -> Any:
+    """What `find` returns on rank 0, on all: on a network file system not all see a new folder at once."""
+    found = [find() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]

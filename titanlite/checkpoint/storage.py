@@ -1,9 +1,16 @@
-"""Where checkpoints lie on disk and how one becomes visible.
+"""Where checkpoints lie on disk, and the protocol by which one is complete or absent.
 
-What it is: `checkpoints/step-N/` holds one DCP file per process, DCP's `.metadata` index, and the small files that
-make the folder complete on its own (resolved config, model shape, tokenizer, data manifest). It is written as
-`step-N.tmp` and renamed when every process has written its part, so a folder with a step's name is a complete one.
-What it costs: each process writes its own shards once, fp32: 12 bytes per parameter with the optimizer, over all.
+What it is: `checkpoints/step-N/` holds two safetensors files per process, the small files that make the folder complete
+on its own (resolved config, model shape, tokenizer, data manifest) and `manifest.json`. A save
+
+    1. makes `step-N.tmp-<id>`, with an id that no save before had;
+    2. lets each process write its files there and sync them to the disk;
+    3. writes the small files and the manifest, with the size and SHA-256 of all, and syncs them and the folder;
+    4. renames the folder to `step-N`, and syncs the parent.
+
+So a folder with a step's name was complete when it got that name, whatever died when; nothing is ever written into it
+again. Deleting goes the other way: first the name, then the files. A damaged one is renamed, never deleted.
+What it costs: each process writes its own shards once: 12 bytes per parameter in fp32 with the optimizer, over all.
 """
 
 from __future__ import annotations
@@ -11,18 +18,31 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
 import warnings
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.dcp import Contents, Reader, Writer
+from titanlite.checkpoint.manifest import Damaged, Facts, FileEntry, Manifest, file_problems, read_manifest
+from titanlite.checkpoint.shard_file import DTYPE_NAMES, digest_of
 from titanlite.config import ConfigError
+
+# DCP says this of every save and load of a single process. Set here and not around them: filters are not for threads.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; those before it are as they were."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -30,15 +50,15 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def list_steps(folder: Path) -> list[int]:
-    """Steps of the complete checkpoints in a `checkpoints` folder, ascending."""
-    found = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*") if (path / ".metadata").is_file())
-    return sorted(int(match[1]) for match in found if match)
+    """Steps of the committed checkpoints in a `checkpoints` folder, ascending."""
+    found = ((path, re.fullmatch(r"step-(\d{1,18})", path.name)) for path in folder.glob("step-*"))
+    return sorted(int(match[1]) for path, match in found if match and path.is_dir())
 
 
 def find_step_folder(path: Path) -> Path:
     """The checkpoint a user's path means: a step folder, or the newest of a run. Raises ConfigError if none."""
     with contextlib.suppress(OSError):  # a name too long, say
-        if (path / ".metadata").is_file():
+        if (path / manifests.NAME).is_file():
             return path
         for folder in (path / "checkpoints", path):
             if steps := list_steps(folder):
@@ -48,71 +68,164 @@ def find_step_folder(path: Path) -> Path:
     )
 
 
-def write_step(folder: Path, step: int, state: dict[str, Any], extra_files: dict[str, bytes]) -> Path:
-    """Writes a checkpoint; all processes call it together. The step is not there yet."""
-    final = step_folder(folder, step)
-    temporary = final.with_name(f"{final.name}.tmp")
-    first = dist.get_rank() == 0
-    if first:
-        shutil.rmtree(temporary, ignore_errors=True)  # left by a save that was interrupted
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    # One thread: with more, an error in a writer thread is lost (pytorch#191391).
-    writer = FileSystemWriter(temporary, single_file_per_rank=True, thread_count=1, sync_files=True)
-    with _alone() as alone:
-        dcp.save(state, storage_writer=writer, no_dist=alone)
-    if first:
-        for name, content in extra_files.items():
-            with (temporary / name).open("wb") as file:
-                file.write(content)
-                os.fsync(file.fileno())
-        temporary.rename(final)
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)  # the rename itself reaches the disk
-        os.close(descriptor)
-    dist.barrier()
-    return final
+def write_step(
+    folder: Path,
+    step: int,
+    state: dict[str, Any],
+    extra_files: dict[str, bytes],
+    facts: Facts,
+    group: Any = None,
+) -> Manifest | None:
+    """Writes and commits a checkpoint of CPU tensors; all processes of `group` call it together.
+
+    Returns the manifest on rank 0. Raises SaveError on all processes where one of them fails; nothing is visible then.
+    """
+    committed: list[Manifest] = []
+
+    def commit(temporary: Path, contents: Contents) -> None:
+        _write_small_files(temporary, extra_files, contents)
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        manifest = Manifest(
+            step=step,
+            finite=contents.finite,
+            created=now,
+            torch=torch.__version__,
+            files=contents.files,
+            tensors=dict(contents),
+            **facts._asdict(),
+        )
+        _write_manifest(temporary, manifest)
+        _publish(temporary, step_folder(folder, step))
+        committed.append(manifest)
+
+    try:
+        writer = Writer(folder, lambda: _begin(folder, step), commit)
+        dcp.save(state, storage_writer=writer, no_dist=_alone(), process_group=group)
+    except (OSError, CheckpointException) as error:  # the latter is a BaseException
+        for rest in folder.glob(f"step-{step}.tmp-*") if dist.get_rank() == 0 else ():
+            shutil.rmtree(rest, ignore_errors=True)  # a full disk needs the room
+        raise SaveError(f"step {step} could not be saved in {folder}: {_reason(error)}") from error
+    return committed[0] if committed else None
 
 
-def read_step(path: Path, state: dict[str, Any], alone: bool = False) -> None:
+def _begin(folder: Path, step: int) -> Path:
+    temporary = folder / f"step-{step}.tmp-{secrets.token_hex(4)}"
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def _write_small_files(temporary: Path, files: dict[str, bytes], contents: Contents) -> None:
+    for name, content in files.items():
+        _write(temporary / name, content)
+        contents.files[name] = FileEntry(len(content), digest_of(temporary / name))
+
+
+def _write_manifest(temporary: Path, manifest: Manifest) -> None:
+    _write(temporary / manifests.NAME, manifests.to_text(manifest).encode())
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    _sync_folder(temporary)
+    temporary.rename(final)
+    _sync_folder(final.parent)  # the rename itself reaches the disk
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def verify_files(folder: Path, manifest: Manifest, names: list[str] | None = None) -> list[str]:
+    """What is wrong with a checkpoint's files (or some of them): all of their bytes are read, by several threads."""
+    wanted = manifest.files if names is None else {name: manifest.files[name] for name in names}
+    if problems := file_problems(folder, manifest):
+        return problems
+    try:
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+            digests = list(threads.map(digest_of, (folder / name for name in wanted)))
+    except OSError as error:
+        return [f"{error.filename}: {error.strerror}"]
+    pairs = zip(wanted.items(), digests, strict=True)
+    return [f"{folder / name}: its SHA-256 has changed" for (name, entry), digest in pairs if digest != entry.sha256]
+
+
+def verify_together(folder: Path) -> list[str]:
+    """Like reading the manifest and `verify_files`, with the files dealt out to all processes; the same on each."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        manifest = read_manifest(folder)
+        problems = verify_files(folder, manifest, sorted(manifest.files)[rank::world])
+    except Damaged as error:
+        problems = error.problems
+    found: list[list[str]] = [problems] * world
+    if not _alone():
+        dist.all_gather_object(found, problems)
+    return sorted({problem for own in found for problem in own})
+
+
+def read_step(folder: Path, state: dict[str, Any], alone: bool = False) -> Manifest:
     """Fills `state` in place, whatever layout wrote it: all processes together, or this one `alone`.
 
-    Raises ConfigError where the folder is damaged or holds another model.
+    Raises ConfigError where it holds other tensors (nothing has been filled then), Damaged where it is not whole.
     """
+    manifest = read_manifest(folder)
+    flat = {f"{part}.{name}": value for part, values in state.items() for name, value in values.items()}
+    problems = []
+    for name, value in flat.items():
+        if (entry := manifest.tensors.get(name)) is None:
+            problems.append(f"{folder}: holds no {name}")
+        elif (was := (entry.dtype, entry.shape)) != (now := (DTYPE_NAMES.get(value.dtype), list(value.shape))):
+            problems.append(f"{folder}: {name} is {was[0]} {was[1]}, and {now[0]} {now[1]} in this model")
+    if problems:
+        more = [f"and {len(problems) - 5} more like these"] if len(problems) > 6 else []
+        raise ConfigError(problems[: 5 if more else 6] + more)
     try:
-        with _alone() as single:
-            dcp.load(state, storage_reader=FileSystemReader(path), no_dist=alone or single)
-    except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
-        reason = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-        raise ConfigError(
-            f"{path}: cannot be read ({reason.strip()}); it is damaged or another model's. "
-            "Move it away, and the checkpoint before it is used"
-        ) from error
+        dcp.load(state, storage_reader=Reader(folder, manifest), no_dist=alone or _alone())
+    except (Exception, CheckpointException) as error:
+        raise Damaged(f"{folder}: cannot be read: {_reason(error)}") from error
+    return manifest
 
 
-@contextlib.contextmanager
-def _alone() -> Iterator[bool]:
-    """Whether this is the only process, which reads and writes without collectives (and without a warning of that).
+def _reason(error: BaseException) -> str:
+    """The first cause in one line: DCP's exceptions carry those of all processes, as stack traces."""
+    failures = getattr(error, "failures", None)
+    cause = next(iter(failures.values()))[0] if failures else error
+    return str(cause).strip().splitlines()[-1] if str(cause).strip() else type(cause).__name__
+
+
+def _alone() -> bool:
+    """Whether this is the only process, which reads and writes without collectives.
 
     Not only because it can: DCP's gather makes gloo's threads start OpenMP teams of their own. Then there are more
     threads than cores, libgomp lets them all wait asleep, and training on CPU is 30 % slower from there on.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        yield not dist.is_initialized() or dist.get_world_size() == 1
+    return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def sweep(folder: Path) -> None:
     """Removes what an interrupted save or deletion has left behind. One process calls it, while no other writes."""
-    for path in (*folder.glob("step-*.tmp"), *folder.glob("step-*.deleted")):
+    for path in (*folder.glob("step-*.tmp-*"), *folder.glob("step-*.deleted")):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Renames a step folder to `step-N.<why>`, so that it is no step any more and nothing of it is lost."""
+    for count in range(1, 1000):
+        aside = path.with_name(f"{path.name}.{why}" + (f"-{count}" if count > 1 else ""))
+        if not aside.exists():
+            return path.rename(aside)
+    raise ConfigError(f"{path}: there are too many folders named {path.name}.{why}; remove some")
 
 
 def delete_step(folder: Path, step: int) -> None:
     """Removes a checkpoint; renamed first, so a partly deleted one is never taken for a complete one."""
     doomed = step_folder(folder, step).rename(folder / f"step-{step}.deleted")
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def size_gb(path: Path) -> float:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e9

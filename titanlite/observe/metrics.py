@@ -132,9 +132,10 @@ class Metrics:
         logger.info(f"step {self.progress.step:>{len(str(self.total_steps))}}/{self.total_steps}  "
                     f"validation/{name}  loss {loss:.4f}  bits_per_byte {bits_per_byte:.4f}")  # fmt: skip
 
-    def require_finite(self, grad_norm: Tensor) -> None:
+    def require_finite(self, grad_norm: Tensor, before_raising: Callable[[], None] = lambda: None) -> None:
         """Raises NonFinite on all processes alike: the norm is global, and no loss that is NaN leaves it finite."""
         if not math.isfinite(float(grad_norm)):
+            before_raising()
             raise NonFinite(
                 f"step {self.progress.step}: the gradient norm is {float(grad_norm)}: training has diverged"
             )

@@ -47,10 +47,10 @@ class Validator:
     def due(self, step: int, last: bool) -> bool:
         return self.config.freq > 0 and (last or step % self.config.freq == 0)
 
-    def maybe_run(self, step: int, last: bool, stop: Callable[[], bool]) -> None:
-        """All processes call it together. Given up without a result once `stop` says so to all of them."""
+    def maybe_run(self, step: int, last: bool, stop: Callable[[], bool]) -> float | None:
+        """The loss, if it was due. All processes call it together; given up once `stop` says so to all of them."""
         if not self.due(step, last):
-            return
+            return None
         assert self.windows is not None
         device = self.metrics.device
         loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -59,10 +59,11 @@ class Validator:
             self.windows, self.config.samples, self.batch_size, self.rank, self.world
         ):
             if stop():
-                return
+                return None
             targets = labels[labels != IGNORED]
             counts += torch.stack([torch.tensor(len(targets)), self.token_bytes[targets].sum()])
             loss += self.evaluate(to_device(tokens, device), to_device(labels, device))
         num_targets, num_bytes = self.sum_counts(counts.to(device)).tolist()
         total = float(self.metrics.sum_losses(loss))
         self.metrics.validation(self.name, total / num_targets, total / math.log(2) / num_bytes)
+        return total / num_targets

@@ -1,0 +1,182 @@
+"""Saving behind training: what is written is the step's state, and what fails is noticed by all."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from runs import curve, train_run
+from safetensors.torch import load_file
+
+from titanlite.checkpoint import background, dcp, manager, shard_file
+from titanlite.checkpoint.background import Saver
+from titanlite.checkpoint.manifest import Facts, read_manifest
+from titanlite.checkpoint.storage import SaveError, list_steps, verify_files, write_step
+
+CPU = torch.device("cpu")
+
+
+def change_after_staging(folder: Path, mode: str) -> float:
+    """The state changes as soon as it may, and is written after that; returns how long training waited."""
+    changed = threading.Event()
+    weight = torch.full((100, 100), float(dist.get_rank()))
+    saver = Saver(mode, 0, CPU, 20)
+
+    def write(state, group):
+        assert mode == "disabled" or changed.wait(10)
+        write_step(folder, 1, state, {}, Facts({}, {}, ""), group)
+
+    saver.save({"model": {f"weight.{dist.get_rank()}": weight}}, write)
+    saver.wait_for_staging()
+    weight.fill_(7.0)
+    changed.set()
+    saver.wait()
+    return saver.waited
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_pinned"])
+def test_what_is_saved_is_the_state_of_the_call(pool, tmp_path, mode):
+    assert all(waited < 1 for waited in pool.run(2, change_after_staging, tmp_path, mode))
+    for rank in range(2):
+        saved = load_file(tmp_path / f"step-1/model-{rank:05}.safetensors")
+        assert saved.keys() == {f"model.weight.{rank}"}
+        assert torch.equal(saved[f"model.weight.{rank}"], torch.full((100, 100), float(rank)))
+
+
+def train_with_failures(arguments: list[str], times: int, step: int) -> str:
+    """A run in which rank 1 finds the disk full, so many times, from the save of a step on; returns how it ended."""
+    write_file, write_checkpoint, failed = shard_file._write, manager.write_step, []
+
+    def write(path, parts):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    def write_step(folder, at, *rest):
+        failing = dist.get_rank() == 1 and at >= step and len(failed) < times
+        failed.extend([at] * failing)
+        shard_file._write = write if failing else write_file
+        return write_checkpoint(folder, at, *rest)
+
+    background.time.sleep = lambda seconds: None  # between the tries
+    manager.write_step = write_step
+    try:
+        return str(train_run(arguments))
+    except SaveError as error:
+        return f"SaveError: {error}"
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_failed_save_is_tried_again(pool, arguments, tmp_path, mode):
+    run = [*arguments, f"--checkpoint.async_mode={mode}", "--checkpoint.freq=2", "--checkpoint.keep=0"]
+    assert pool.run(2, train_with_failures, run, 2, 4) == ["0", "0"]
+    log = (tmp_path / "debug/log.txt").read_text()
+    assert "step 4 could not be saved" in log
+    assert "trying again in 2 s (2 of 2)" in log
+    assert list_steps(tmp_path / "debug/checkpoints") == [2, 4, 6]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_save_that_fails_for_good_ends_the_run_on_all_processes(pool, arguments, tmp_path, mode):
+    run = [*arguments, f"--checkpoint.async_mode={mode}", "--checkpoint.freq=2", "--training.steps=40"]
+    outcomes = pool.run(2, train_with_failures, [*run, "--checkpoint.retries=1"], 99, 4)
+    assert len(set(outcomes)) == 1
+    assert outcomes[0].startswith("SaveError: step 4 could not be saved in ")
+    assert outcomes[0].endswith("No space left on device")
+    folder = tmp_path / "debug/checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step-2"]
+    assert not verify_files(folder / "step-2", read_manifest(folder / "step-2"))
+    assert max(curve(tmp_path / "debug")) <= 30  # noticed while it went on, not at the end
+
+
+def train_with_slow_writes(arguments: list[str], seconds: float) -> tuple[int, list[tuple[float, float]]]:
+    """Exit code, and begin and end of each save's writing."""
+    original, times = shard_file.write_files, []
+
+    def write_files(files):
+        times.append([time.monotonic()])
+        time.sleep(seconds)
+        written = original(files)
+        times[-1].append(time.monotonic())
+        return written
+
+    dcp.write_files = write_files
+    return train_run(arguments), times
+
+
+def test_one_save_at_a_time_and_the_end_waits_for_the_last(pool, arguments, tmp_path):
+    run = [*arguments, "--checkpoint.async_mode=async", "--checkpoint.freq=1", "--checkpoint.keep=0"]
+    (code, times), _ = pool.run(2, train_with_slow_writes, run, 0.3)
+    assert code == 0
+    assert len(times) == 6
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(times))
+    assert list_steps(tmp_path / "debug/checkpoints") == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_saving_in_the_background_changes_no_loss_and_resumes_exactly(pool, arguments, tmp_path, processes):
+    saving = ["--checkpoint.async_mode=async", "--checkpoint.freq=1"]
+    assert pool.run(processes, train_run, [*arguments, "--run.name=whole"]) == [0] * processes
+    first = [*arguments, *saving, "--run.name=parts", "--training.steps=6"]
+    assert pool.run(processes, train_run, [*first, "--checkpoint.keep=0"]) == [0] * processes
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert pool.run(processes, train_run, [*first, "--checkpoint.load_step=3"]) == [0] * processes
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert "training waited" in (tmp_path / "parts/log.txt").read_text()
+
+
+def train_and_ask(arguments: list[str], folder: Path) -> int:
+    """A run in which somebody makes the file SAVE while it is at step 3."""
+    from titanlite.checkpoint.manager import Checkpointer
+    from titanlite.data.stream import TrainStream
+
+    original, steps = TrainStream.next_step, iter(range(1, 1000))
+
+    def next_step(stream):
+        if next(steps) == 3 and dist.get_rank() == 0:
+            (folder / "SAVE").touch()
+            Checkpointer._looked_at = 0.0
+        return original(stream)
+
+    TrainStream.next_step = next_step
+    looked = Checkpointer.wants_save
+
+    def wants_save(self):
+        self._looked_at = 0.0  # it looks once a second, and these steps take milliseconds
+        return looked(self)
+
+    Checkpointer.wants_save = wants_save
+    return train_run(arguments)
+
+
+def test_a_file_named_save_asks_for_a_checkpoint(pool, arguments, tmp_path):
+    assert pool.run(2, train_and_ask, arguments, tmp_path / "debug") == [0, 0]
+    assert list_steps(tmp_path / "debug/checkpoints") == [3, 6]
+    assert not (tmp_path / "debug/SAVE").exists()
+
+
+class Clock:
+    """Rank 0's clock goes on ten seconds at each look, and rank 1's stands still."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 10 * (dist.get_rank() == 0)
+        return self.now
+
+
+def train_with_a_clock(arguments: list[str]) -> int:
+    manager.time = Clock()
+    return train_run(arguments)
+
+
+def test_minutes_are_counted_by_one_clock(pool, arguments, tmp_path):
+    run = [*arguments, "--checkpoint.freq_minutes=1", "--training.steps=20", "--validation.freq=0"]
+    assert pool.run(2, train_with_a_clock, [*run, "--checkpoint.keep=0"]) == [0, 0]
+    steps = list_steps(tmp_path / "debug/checkpoints")
+    assert len(steps) >= 3
+    assert all(4 <= later - earlier <= 7 for earlier, later in itertools.pairwise(steps[:-1]))

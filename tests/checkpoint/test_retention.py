@@ -1,0 +1,87 @@
+"""Which checkpoints stay: the newest, every n-th, the best; only whole and finite ones count, or go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from runs import train_run
+
+from titanlite.checkpoint.manifest import Facts, Manifest
+from titanlite.checkpoint.retention import Known, expendable
+from titanlite.checkpoint.storage import list_steps, write_step
+
+
+def manifest(step: int, loss: float | None = None) -> Manifest:
+    return Manifest(step, True, "", "", {}, {}, "", loss, {}, {})
+
+
+def left(steps: dict[int, float | None], *rule: int) -> list[int]:
+    gone = expendable([manifest(step, loss) for step, loss in steps.items()], *rule)
+    return [step for step in steps if step not in gone]
+
+
+LOSSES = {10: 3.0, 20: 1.0, 30: None, 40: 1.0, 50: 2.0, 60: None}
+
+
+@pytest.mark.parametrize(
+    ("rule", "steps"),
+    [
+        ((0, 0, 0), [10, 20, 30, 40, 50, 60]),
+        ((1, 0, 0), [60]),
+        ((2, 0, 0), [50, 60]),
+        ((9, 0, 0), [10, 20, 30, 40, 50, 60]),
+        ((1, 20, 0), [20, 40, 60]),
+        ((1, 0, 1), [40, 60]),  # of equals the newer
+        ((1, 0, 3), [20, 40, 50, 60]),
+        ((1, 30, 2), [20, 30, 40, 60]),
+    ],
+)
+def test_the_rule(rule, steps):
+    assert left(LOSSES, *rule) == steps
+
+
+def test_there_is_always_one():
+    assert left({5: None}, 1, 0, 0) == [5]
+    assert expendable([], 1, 0, 0) == []
+
+
+def write_some(folder: Path) -> list[int]:
+    """Steps 1 to 4, of which 3 holds a NaN and 2 loses a byte afterwards; returns what counts."""
+    for step in range(1, 5):
+        weight = torch.tensor([1.0, float("nan") if step == 3 else 2.0])
+        write_step(folder, step, {"model": {"weight": weight}}, {}, Facts({}, {}, ""))
+    shard = folder / "step-2/model-00000.safetensors"
+    os.truncate(shard, shard.stat().st_size - 1)
+    return [found.step for found in Known(folder).good()]
+
+
+def test_only_whole_and_finite_ones_count(pool, tmp_path):
+    assert pool.run(1, write_some, tmp_path) == [[1, 4]]
+    assert list_steps(tmp_path) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_a_number_that_is_not_finite_is_found(dtype, value):
+    from titanlite.checkpoint.shard_file import is_finite
+
+    tensor = torch.linspace(-60000, 60000, 1001).to(dtype)
+    assert is_finite(tensor)
+    tensor[500] = value
+    assert not is_finite(tensor)
+    assert is_finite(torch.empty(0, dtype=dtype))
+    assert is_finite(torch.tensor([1, 2]))
+
+
+def test_a_run_keeps_the_newest_every_nth_and_the_best(pool, arguments, tmp_path):
+    keeping = ["--checkpoint.freq=1", "--checkpoint.keep=1", "--checkpoint.keep_every=4", "--checkpoint.keep_best=1"]
+    run = [*arguments, *keeping, "--validation.freq=1", "--training.steps=9", "--schedule.warmup_steps=1"]
+    assert pool.run(2, train_run, run) == [0, 0]
+    from runs import validation
+
+    losses = validation(tmp_path / "debug")
+    best = min((loss, -step) for step, loss in losses.items() if step > 0)
+    assert list_steps(tmp_path / "debug/checkpoints") == sorted({4, 8, 9, -best[1]})

@@ -1,0 +1,150 @@
+"""DCP's two extension points, over safetensors and JSON: no pickle is written, and none is read.
+
+What it is: torch.distributed.checkpoint plans which process writes which piece of which tensor (of replicas, one does)
+and which saved pieces overlap with what a process of another layout needs. `Writer` and `Reader` are where the pieces
+go and come from: `model-R.safetensors` with the weights of process R, `training-R.safetensors` with all else that
+going on takes, and the manifest. Weights have files of their own because most readers want nothing more.
+What it costs: the plans are gathered and scattered once a save; every process reads the manifest once a load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import Metadata, StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from titanlite.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
+from titanlite.checkpoint.shard_file import DTYPE_NAMES, DTYPES, ShardFile, Written, write_files
+
+
+class Contents(dict[str, TensorEntry]):
+    """Name -> tensor of a whole checkpoint, with the files that hold them."""
+
+    files: dict[str, FileEntry]
+    finite: bool
+
+
+class Writer(StorageWriter):
+    """One save. `begin` makes the folder on rank 0; `commit` gets folder and contents there when all have written."""
+
+    def __init__(self, parent: Path, begin: Callable[[], Path], commit: Callable[[Path, Contents], None]) -> None:
+        self.parent, self.begin, self.commit = parent, begin, commit
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                raise TypeError(f"{item.index.fqn}: a checkpoint holds tensors only")
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.folder = self.begin()
+        where = [(self.folder.name, rank) for rank in range(len(plans))]  # the parent may be mounted elsewhere
+        return [dataclasses.replace(plan, storage_data=own) for plan, own in zip(plans, where, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name, rank = plan.storage_data
+        files: dict[Path, dict[str, torch.Tensor]] = {}
+        chunks: list[tuple[MetadataIndex, Path, TensorEntry]] = []
+        for item in plan.items:
+            data, tensor = item.tensor_data, planner.resolve_data(item)
+            assert data is not None
+            assert isinstance(tensor, torch.Tensor)
+            shape = list(data.size)
+            chunk = Chunk("", list(data.chunk.offsets), list(data.chunk.sizes))
+            if 0 in chunk.sizes and 0 not in shape:
+                continue  # a process without a part of this tensor
+            kind = "model" if item.index.fqn.startswith("model.") else "training"
+            path = self.parent / name / f"{kind}-{rank:05}.safetensors"
+            entry = TensorEntry(DTYPE_NAMES[data.properties.dtype], shape, [chunk._replace(file=path.name)])
+            files.setdefault(path, {})[entry.key(item.index.fqn, chunk)] = tensor.detach()
+            chunks.append((item.index, path, entry))
+        written = write_files(files)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(
+            [WriteResult(index, written[path].entry.size, (entry, written[path])) for index, path, entry in chunks]
+        )
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        contents = Contents()
+        contents.files, contents.finite = {}, True
+        for result in (result for of_process in results for result in of_process):
+            entry: TensorEntry
+            written: Written
+            entry, written = result.storage_data
+            known = contents.setdefault(result.index.fqn, entry._replace(chunks=[]))
+            known.chunks.extend(entry.chunks)
+            contents.files[entry.chunks[0].file] = written.entry
+            contents.finite &= written.finite
+        self.commit(self.folder, contents)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False  # there is none: the folder is given
+
+
+class Reader(StorageReader):
+    """Pieces of a step folder. Raises Damaged where a file does not hold what the manifest says."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        found: dict[str, Any] = {}
+        for name, entry in self.manifest.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+            properties = TensorProperties(dtype=DTYPES[entry.dtype])
+            found[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+        return Metadata(found)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        files: dict[str, ShardFile] = {}
+        for item in plan.items:
+            name = item.storage_index.fqn
+            entry = self.manifest.tensors[name]
+            chunk = next(c for c in entry.chunks if torch.Size(c.offsets) == item.storage_index.offset)
+            if chunk.file not in files:
+                files[chunk.file] = ShardFile(self.folder / chunk.file)
+            place = planner.resolve_tensor(item).detach()
+            offsets, sizes = list(item.storage_offsets), list(item.lengths)
+            key = entry.key(name, chunk)
+            place.copy_(files[chunk.file].read(key, entry.dtype, tuple(chunk.sizes), offsets, sizes))
+            planner.commit_tensor(item, place)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False

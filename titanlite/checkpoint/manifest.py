@@ -1,0 +1,190 @@
+"""manifest.json: what a checkpoint consists of, and how one finds out that it still does.
+
+What it is: format, step, layout, config and origin of a checkpoint; size and SHA-256 of each of its files; shape, dtype
+and place of each tensor; and last, the SHA-256 of all the text before. A bit that flips anywhere in the folder is
+found: in a file by its hash, in the manifest by its own.
+Why JSON: reading it can build numbers, strings and lists, nothing else. What it says is checked before it is used,
+names of files above all: whoever made the checkpoint may not be a friend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanlite.config import ConfigError
+
+FORMAT = 1
+NAME = "manifest.json"
+LARGEST = 1 << 30  # bytes of a manifest: 512 processes of a 405B model need a fifth of it
+WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+SEAL = ',\n"sha256": "'
+
+
+class Damaged(ConfigError):
+    """A checkpoint is not what was written: a file is gone, cut or changed, or its manifest makes no sense."""
+
+
+class FileEntry(NamedTuple):
+    size: int  # bytes
+    sha256: str
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor, and the file that holds it."""
+
+    file: str
+    offsets: list[int]
+    sizes: list[int]
+
+
+class TensorEntry(NamedTuple):
+    dtype: str  # as safetensors names it
+    shape: list[int]
+    chunks: list[Chunk]
+
+    def key(self, name: str, chunk: Chunk) -> str:
+        """What the chunk is called in its file: the tensor's name, and which part where it is not the whole."""
+        if chunk.sizes == self.shape:
+            return name
+        box = ", ".join(f"{start}:{start + size}" for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        return f"{name}[{box}]"
+
+
+class Facts(NamedTuple):
+    """What the run knows of a checkpoint, and its files do not."""
+
+    layout: dict[str, int]  # axis -> degree
+    config: dict[str, dict[str, Any]]  # section -> key -> value
+    data: str  # fingerprint of the prepared data
+    validation_loss: float | None = None  # at this step
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    finite: bool  # no NaN and no infinity in any tensor
+    created: str  # ISO 8601, UTC
+    torch: str
+    layout: dict[str, int]  # axis -> degree
+    config: dict[str, dict[str, Any]]  # section -> key -> value
+    data: str  # fingerprint of the prepared data
+    validation_loss: float | None  # at this step
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(entry.size for entry in self.files.values())
+
+
+def to_text(manifest: Manifest) -> str:
+    """The manifest's file: JSON with a line for each file, section and tensor, sealed with its own SHA-256."""
+    fields: dict[str, Any] = {"format": FORMAT} | {
+        f.name: getattr(manifest, f.name) for f in dataclasses.fields(manifest)
+    }
+    blocks = {
+        "config": manifest.config,
+        "files": {name: entry._asdict() for name, entry in manifest.files.items()},
+        "tensors": {name: entry._asdict() for name, entry in manifest.tensors.items()},
+    }
+    for name, block in blocks.items():
+        fields.pop(name)
+        fields[name] = block
+    lines = []
+    for name, value in fields.items():
+        text = json.dumps(value, allow_nan=False)
+        if name in blocks:
+            text = (
+                "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()) + "\n}"
+            )
+        lines.append(f"{json.dumps(name)}: {text}")
+    body = "{\n" + ",\n".join(lines)
+    return body + SEAL + hashlib.sha256(body.encode()).hexdigest() + '"}\n'
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a step folder, checked as far as that goes without its files. Raises Damaged."""
+    path = folder / NAME
+    try:
+        if not stat.S_ISREG((status := path.lstat()).st_mode) or status.st_size > LARGEST:
+            raise Damaged(f"{path}: expected a regular file of at most {LARGEST} bytes")
+        text = path.read_text()
+        body, seal, tail = text.rpartition(SEAL)
+        if not seal or tail != hashlib.sha256(body.encode()).hexdigest() + '"}\n':
+            raise Damaged(f"{path}: its SHA-256 is not the one it ends with")
+        fields = json.loads(body + "}")
+        if (version := fields.pop("format")) != FORMAT:
+            raise ConfigError(f"{path}: format {version!r} of another titanlite; this one reads format {FORMAT}")
+        return _checked(fields)
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise Damaged(f"{path}: makes no sense ({type(error).__name__}: {str(error)[:200]})") from None
+
+
+def _checked(fields: dict[str, Any]) -> Manifest:
+    """The fields as a Manifest. Raises ValueError, TypeError or KeyError where they cannot be one."""
+    files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
+    for name, entry in files.items():
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", name) or name == NAME:
+            raise ValueError(f"file name {name!r}")
+        _require(_is_count(entry.size) and re.fullmatch("[0-9a-f]{64}", entry.sha256), f"file {name}: {entry}")
+    tensors = {}
+    for name, fields_of_tensor in fields.pop("tensors").items():
+        tensor = TensorEntry(**fields_of_tensor)
+        tensors[name] = tensor._replace(chunks=[Chunk(*chunk) for chunk in tensor.chunks])
+        _check_tensor(name, tensors[name], files)
+    manifest = Manifest(**fields, files=files, tensors=tensors)
+    _require(_is_count(manifest.step) and isinstance(manifest.finite, bool), "step or finite")
+    _require(all(map(_is_count, manifest.layout.values())), "layout")
+    _require(all(isinstance(section, dict) for section in manifest.config.values()), "config")
+    _require(isinstance(manifest.created, str) and isinstance(manifest.torch, str), "created or torch")
+    _require(manifest.validation_loss is None or isinstance(manifest.validation_loss, float), "validation_loss")
+    return manifest
+
+
+def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
+    _require(entry.dtype in WIDTHS and all(map(_is_count, entry.shape)), f"tensor {name!r}: {entry.dtype}")
+    for chunk in entry.chunks:
+        box = list(zip(chunk.offsets, chunk.sizes, entry.shape, strict=True))
+        inside = all(_is_count(start) and _is_count(size) and start + size <= end for start, size, end in box)
+        fits = chunk.file in files and math.prod(chunk.sizes) * WIDTHS[entry.dtype] <= files[chunk.file].size
+        _require(inside and fits, f"tensor {name!r}: its part {chunk} is not inside {entry.shape} or not in a file")
+    held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+    _require(held == math.prod(entry.shape), f"tensor {name!r}: its parts hold {held} numbers of {entry.shape}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _require(condition: Any, what: str) -> None:
+    if not condition:
+        raise ValueError(what)
+
+
+def file_problems(folder: Path, manifest: Manifest) -> list[str]:
+    """Files that are absent, of another size, or no regular files: what costs no reading."""
+    problems = []
+    for name, entry in manifest.files.items():
+        path = folder / name
+        try:
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                problems.append(f"{path}: expected a regular file, no link or folder")
+            elif status.st_size != entry.size:
+                problems.append(f"{path}: {status.st_size} bytes, and {entry.size} when it was written")
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+    return problems
