@@ -192,7 +192,7 @@ def _places(folder: Path, metadata: Metadata) -> dict[MetadataIndex, Place]:
 
 
 def _file_length(folder: Path, name: str) -> int:
-    if name in ("", ".", "..") or set(name) & set("/\\\0"):
+    if name in ("", ".", "..") or len(name) > 255 or set(name) & set("/\\\0"):
         raise ConfigError(f"{folder / '.metadata'}: sends to {name[:200]!r}; only files of the folder itself are read")
     return _regular_file(folder / name)
 

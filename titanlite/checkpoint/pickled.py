@@ -35,6 +35,8 @@ class Made:
 class Pairs(list[Any]):
     """A dict as (key, value) pairs. Keys come from the file: hashing them can take any time, and any stack."""
 
+    __slots__ = ()
+
 
 class UnsafeName(pickle.UnpicklingError):
     """The pickle asks for a name that is not listed."""
