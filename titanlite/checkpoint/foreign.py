@@ -105,6 +105,7 @@ class StockReader(FileSystemReader):
             target = planner.resolve_tensor(item).detach()
             target.copy_(tensor)
             planner.commit_tensor(item, target)
+            del tensor  # before the next one is made
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -165,9 +166,6 @@ class _Slice(io.RawIOBase):
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
 
-    def readable(self) -> bool:
-        return True
-
     def seekable(self) -> bool:
         return True
 
@@ -177,12 +175,12 @@ class _Slice(io.RawIOBase):
             raise ValueError("it is cut short")
         return self._at
 
-    def readinto(self, buffer: Any) -> int:
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
         self._file.seek(self._start + self._at)
-        piece = self._file.read(max(0, min(len(buffer), self._length - self._at)))
-        buffer[: len(piece)] = piece
+        piece = self._file.read(left if count < 0 else min(count, left))
         self._at += len(piece)
-        return len(piece)
+        return piece
 
 
 def _read_tensor(file: BinaryIO, place: Place) -> Tensor:
