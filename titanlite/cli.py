@@ -22,6 +22,7 @@ USAGE = """usage: titanlite COMMAND ...
   prepare [CONFIG] [--section.key=value ...]     tokenise the text of a configuration into the cache
   verify [CONFIG] [--quick] [--processes N]      show that every parallel layout computes what one process computes
   generate RUN_OR_STEP_FOLDER [--prompt TEXT]    sample text from a checkpoint
+  checkpoint list|verify|show|diff|prune ...     what lies in a run's folder, and whether it is whole
   tokenizer train OUTPUT [--data-path PATH]      train a byte-pair encoding
 
 `titanlite COMMAND --help` tells more."""
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still shows the text
     commands: dict[str, Callable[[list[str]], int]]
     commands = {"train": train, "config": config, "prepare": prepare, "verify": verify, "generate": generate}
-    commands["tokenizer"] = tokenizer
+    commands |= {"checkpoint": checkpoint, "tokenizer": tokenizer}
     try:
         if name not in commands:
             from titanlite.spelling import suggestion
@@ -166,6 +167,12 @@ def generate(argv: list[str]) -> int:
             shown = text
     print(encoder.decode(ids)[len(shown) :])
     return 0
+
+
+def checkpoint(argv: list[str]) -> int:
+    from titanlite.checkpoint.command import run
+
+    return run(argv)
 
 
 def tokenizer(argv: list[str]) -> int:

@@ -25,18 +25,6 @@ PP_SCHEDULES = {
     "DualPipeV": 2,
 }
 
-# What makes a run that run and may yet be changed on resuming, if `checkpoint.accept` names it
-ACCEPTABLE = (
-    "run.seed",
-    "data",
-    "training.seq_len",
-    "optimizer.lr",
-    "optimizer.betas",
-    "optimizer.eps",
-    "optimizer.weight_decay",
-    "optimizer.decayed",
-)
-
 
 class ConfigError(ValueError):
     """The user's input is wrong. Carries every problem found, one string each."""
@@ -230,8 +218,11 @@ class Checkpoint:
         "auto", "auto: resume if there is a checkpoint; never: refuse a used folder", choices=("auto", "never")
     )
     load_step: int = key(0, "go back to this step; later ones are set aside. 0: the newest", min=0)
-    initial_load: str = key("", "a run without a checkpoint begins with the weights found here")
-    accept: str = key("", "changes to accept on resuming, as in `run.seed, optimizer.lr`: " + ", ".join(ACCEPTABLE))
+    initial_load: str = key(
+        "", "a run without a checkpoint begins with these weights: a run's or step's folder, or a stock DCP folder"
+    )
+    trust_pickle: bool = key(False, "unpickle the index of a stock DCP folder: whoever made it can run code here")
+    accept: str = key("", "changes to accept on resuming, as in `run.seed, optimizer.lr`")
 
     @property
     def accepted(self) -> list[str]:

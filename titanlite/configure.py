@@ -20,6 +20,18 @@ from titanlite.config import Config, ConfigError, sections
 from titanlite.spelling import suggestion
 
 CONFIGS = Path(__file__).resolve().parent.parent / "train_configs"
+FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
+# What makes a run that run and may yet be changed on resuming, if `checkpoint.accept` names it
+ACCEPTABLE = (
+    "run.seed",
+    "data",
+    "training.seq_len",
+    "optimizer.lr",
+    "optimizer.betas",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+    "optimizer.decayed",
+)
 TYPE_NAMES = {
     int: "an integer",
     float: "a number",
@@ -58,12 +70,11 @@ def load_config(argv: list[str]) -> Config:
     if problems := contradictions(config):
         raise ConfigError(problems)
     # A resolved config is run again from anywhere: its files are found by absolute paths.
-    files = {
-        name: str(Path(given).absolute())
-        for name in ("path", "tokenizer", "cache")
-        if (given := values["data"].get(name))
-    }
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **files))
+    for name in FILE_KEYS:
+        section, _, entry = name.partition(".")
+        if given := values[section].get(entry):
+            values[section][entry] = str(Path(given).absolute())
+    return Config(**{name: cls(**values[name]) for name, cls in sections().items()})
 
 
 def contradictions(config: Config) -> list[str]:
@@ -82,6 +93,10 @@ def contradictions(config: Config) -> list[str]:
             f"profiling.warmup_steps + profiling.active_steps = {profiling.warmup_steps + profiling.active_steps} "
             f"is more than profiling.freq = {profiling.freq}"
         )
+    for accepted in config.checkpoint.accepted:
+        if accepted not in ACCEPTABLE:
+            near = suggestion(accepted, list(ACCEPTABLE))
+            problems.append(f"checkpoint.accept: {accepted}: expected some of {', '.join(ACCEPTABLE)}{near}")
     if not config.run.name or Path(config.run.name).name != config.run.name or config.run.name.startswith("."):
         problems.append(f"run.name = {config.run.name!r}: expected a plain folder name")
     return problems

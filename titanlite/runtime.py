@@ -111,15 +111,14 @@ def claim_folder(folder: Path) -> Any:
     another folder of that name (checkpoints need one that all nodes share).
     """
     claim: list[Any] = [None, ""]  # a token that only this run knows, or what is wrong
-    lock = None
+    held = None
     if dist.get_rank() == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = (folder / ".lock").open("a+")
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lock.truncate(0)
-            lock.write(token := secrets.token_hex(8))
-            lock.flush()
+            held = lock(folder / ".lock")
+            held.truncate(0)
+            held.write(token := secrets.token_hex(8))
+            held.flush()
             claim[0] = token
         except BlockingIOError:
             claim[1] = f"{folder}: another process is training here; wait for it or choose another run.name"
@@ -129,7 +128,14 @@ def claim_folder(folder: Path) -> Any:
     if claim[1]:
         raise ConfigError(claim[1])
     require_agreement(folder=_read_token(folder / ".lock", claim[0]))
-    return lock
+    return held
+
+
+def lock(path: Path) -> Any:
+    """Locks a file, making it if need be, for as long as the object returned lives. Raises BlockingIOError."""
+    file = path.open("a+")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
 
 
 def _read_token(path: Path, token: str) -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.manifest import Damaged, Manifest
-from titanlite.config import ACCEPTABLE, Checkpoint, ConfigError
+from titanlite.config import Checkpoint, ConfigError
+from titanlite.configure import ACCEPTABLE
 
 
 def require_same_run(

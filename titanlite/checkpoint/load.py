@@ -1,18 +1,22 @@
-"""A checkpoint -> a model in one process, without a process group.
+"""Weights out of a checkpoint: into a new run, or into a model in one process.
 
-What it is: what `titanlite generate` and other tools start from. The step folder is complete on its own: it holds
-the model's shape, the resolved config and the tokenizer beside the weights.
+What it is: what `checkpoint.initial_load`, `titanlite generate` and other tools start from. A step folder is complete
+on its own: it holds the model's shape, the resolved config and the tokenizer beside the weights.
 What it costs: the parameters in fp32 once; their files are read twice, first to see that they are what was written.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from titanlite.checkpoint.manifest import Damaged, read_manifest
-from titanlite.checkpoint.storage import read_step, verify_files
+from titanlite.checkpoint.foreign import is_stock_dcp, read_stock
+from titanlite.checkpoint.manifest import Damaged, Manifest, read_manifest
+from titanlite.checkpoint.shard_file import DTYPES, ShardFile
+from titanlite.checkpoint.storage import find_step_folder, read_step, verify_files, verify_together
 from titanlite.config import ConfigError
 from titanlite.configure import load_config
 from titanlite.data.tokenizer import Tokenizer
@@ -37,6 +41,32 @@ def read_model_config(folder: Path) -> LlamaConfig:
 def trained_length(folder: Path) -> int:
     """The sequence length the model was trained on."""
     return load_config([str(folder / "config.toml")]).training.seq_len
+
+
+def load_weights(path: Path, state: dict[str, Any], trust_pickle: bool) -> None:
+    """Fills `state` (parameter name -> tensor or DTensor) from a step folder, a run's newest, or a stock DCP folder.
+
+    All processes call it together, in any layout. Raises ConfigError where it is damaged or another model's.
+    """
+    if is_stock_dcp(path):
+        read_stock(path, state, trust_pickle=trust_pickle)
+        return
+    folder = find_step_folder(path)
+    if problems := verify_together(folder, "model"):
+        raise Damaged(problems)
+    read_step(folder, {"model": state})
+
+
+def read_tensor(folder: Path, manifest: Manifest, name: str) -> Tensor:
+    """A whole tensor of a step folder, put together from its parts. Raises Damaged."""
+    entry = manifest.tensors[name]
+    whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    for chunk in entry.chunks:
+        place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        zeros = [0] * len(chunk.sizes)
+        file = ShardFile(folder / chunk.file)
+        whole[place] = file.read(entry.key(name, chunk), entry.dtype, tuple(chunk.sizes), zeros, chunk.sizes)
+    return whole
 
 
 def load_model(folder: Path, device: torch.device, seq_len: int) -> Llama:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.background import Saver, State
 from titanlite.checkpoint.identity import require_same_run
+from titanlite.checkpoint.load import load_weights
 from titanlite.checkpoint.manifest import Facts, read_manifest
 from titanlite.checkpoint.retention import Known, expendable
 from titanlite.checkpoint.storage import (
@@ -85,7 +86,13 @@ class Checkpointer:
                 return
         if steps or _from_first(lambda: list(map(str, self.folder.glob("step-*.damaged*")))):
             raise ConfigError(f"{self.folder}: no checkpoint left that is whole and finite; choose another run.name")
-        logger.info("no checkpoint in %s: starting with new weights", self.folder)
+        if not (source := self.config.initial_load):
+            logger.info("no checkpoint in %s: starting with new weights", self.folder)
+            return
+        weights = self.states["model"].state_dict()
+        load_weights(Path(source), weights, self.config.trust_pickle)
+        self.states["model"].load_state_dict(weights)
+        logger.info("no checkpoint in %s: starting with the weights of %s", self.folder, source)
 
     def _since(self, step: int, steps: list[int]) -> list[int]:
         """The step to go back to, and those that were made after going back: the same command goes on from these."""

@@ -157,12 +157,13 @@ def verify_files(folder: Path, manifest: Manifest, names: list[str] | None = Non
     return [f"{folder / name}: its SHA-256 has changed" for (name, entry), digest in pairs if digest != entry.sha256]
 
 
-def verify_together(folder: Path) -> list[str]:
-    """Like reading the manifest and `verify_files`, with the files dealt out to all processes; the same on each."""
+def verify_together(folder: Path, prefix: str = "") -> list[str]:
+    """Reads the manifest and `verify_files` whose name begins so, dealt out to all processes; the same on each."""
     rank, world = dist.get_rank(), dist.get_world_size()
     try:
         manifest = read_manifest(folder)
-        problems = verify_files(folder, manifest, sorted(manifest.files)[rank::world])
+        wanted = sorted(name for name in manifest.files if name.startswith(prefix))
+        problems = verify_files(folder, manifest, wanted[rank::world])
     except Damaged as error:
         problems = error.problems
     found: list[list[str]] = [problems] * world

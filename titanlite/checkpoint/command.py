@@ -1,0 +1,211 @@
+"""`titanlite checkpoint list | verify | show | diff | prune`: what lies in a run's folder, and whether it is whole.
+
+What it is: reading for people. One process, no process group, tensor by tensor: memory for the two largest tensors.
+Nothing is changed but by `prune`, which deletes by the run's own rule and never beside a run that is training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from titanlite.checkpoint.foreign import is_stock_dcp, stock_tensors
+from titanlite.checkpoint.load import read_tensor
+from titanlite.checkpoint.manifest import Damaged, Manifest, file_problems, read_manifest
+from titanlite.checkpoint.retention import Known, expendable
+from titanlite.checkpoint.storage import delete_step, find_step_folder, list_steps, step_folder, sweep, verify_files
+from titanlite.config import ConfigError
+from titanlite.runtime import lock
+
+EXIT_DAMAGED = 1  # also: they differ
+
+
+def run(argv: list[str]) -> int:
+    """The command; returns its exit code: 0, or 1 where a checkpoint is damaged or two differ."""
+    parser = argparse.ArgumentParser(prog="titanlite checkpoint", description="Checkpoints of a run.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    listing = commands.add_parser("list", help="every checkpoint of a run, and what is wrong with it")
+    listing.add_argument("run", type=Path, help="a run's folder, outputs/<run>")
+    verifying = commands.add_parser("verify", help="read all bytes and compare them with the hashes")
+    verifying.add_argument("path", type=Path, help="a run's folder (all its checkpoints) or a step's")
+    showing = commands.add_parser("show", help="where a checkpoint comes from, and its tensors")
+    showing.add_argument("path", type=Path, help="a step's folder, a run's (the newest), or a stock DCP folder")
+    showing.add_argument(
+        "--trust-pickle", action="store_true", help="unpickle a stock DCP folder's index: runs its code"
+    )
+    differing = commands.add_parser("diff", help="how far the tensors of two checkpoints are apart")
+    differing.add_argument("a", type=Path, help="a step's folder, or a run's (the newest)")
+    differing.add_argument("b", type=Path, help="the same")
+    differing.add_argument("--all", action="store_true", help="list the tensors that are equal too")
+    pruning = commands.add_parser(
+        "prune", help="delete checkpoints by the rule of checkpoint.keep, keep_every, keep_best"
+    )
+    pruning.add_argument("run", type=Path, help="a run's folder")
+    for name, what in (("keep", "the newest so many"), ("keep-every", "every n-th step"), ("keep-best", "the best n")):
+        pruning.add_argument(f"--{name}", type=_count, default=0, required=name == "keep", help=f"keep {what}")
+    pruning.add_argument("--dry-run", action="store_true", help="only say what would go")
+    options = parser.parse_args(argv)
+    if options.command == "list":
+        return list_run(options.run)
+    if options.command == "verify":
+        return verify(options.path)
+    if options.command == "show":
+        return show(options.path, options.trust_pickle)
+    if options.command == "diff":
+        return diff(find_step_folder(options.a), find_step_folder(options.b), options.all)
+    return prune(options.run, options.keep, options.keep_every, options.keep_best, options.dry_run)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 0")
+    return int(text)
+
+
+def _folder(run_folder: Path) -> Path:
+    """The `checkpoints` folder of a run. Raises ConfigError if there is none."""
+    for folder in (run_folder / "checkpoints", run_folder):
+        if list_steps(folder) or any(folder.glob("step-*")):
+            return folder
+    raise ConfigError(f"{run_folder}: no checkpoints; expected a run's folder (outputs/<run>)")
+
+
+def _layout(manifest: Manifest) -> str:
+    return " ".join(f"{axis}={degree}" for axis, degree in manifest.layout.items() if degree > 1) or "one process"
+
+
+def list_run(run_folder: Path) -> int:
+    """One line for each folder, by step: steps first, then what is incomplete or set aside."""
+    folder = _folder(run_folder)
+    rows = [("step", "saved (UTC)", "GB", "layout", "validation loss", "state")]
+    for step in list_steps(folder):
+        path = step_folder(folder, step)
+        try:
+            manifest = read_manifest(path)
+        except Damaged as error:
+            rows.append((str(step), "", "", "", "", f"damaged: {error}"))
+            continue
+        problems = file_problems(path, manifest) or ([] if manifest.finite else ["holds NaN or infinity"])
+        loss = "" if manifest.validation_loss is None else f"{manifest.validation_loss:.4f}"
+        when, size = manifest.created[:19].replace("T", " "), f"{manifest.size / 1e9:.3f}"
+        rows.append((str(step), when, size, _layout(manifest), loss, "; ".join(problems) or "whole"))
+    for path in sorted(folder.glob("step-*.*")):
+        kind = "incomplete" if ".tmp-" in path.name else "half deleted" if path.suffix == ".deleted" else "set aside"
+        rows.append((path.name, "", "", "", "", kind))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def verify(path: Path) -> int:
+    """Hashes every file of a checkpoint, or of all of a run. 1 if any is damaged."""
+    folders = [path] if (path / "manifest.json").exists() or re.fullmatch(r"step-\d+", path.name) else []
+    folders = folders or [step_folder(folder, step) for folder in [_folder(path)] for step in list_steps(folder)]
+    damaged = False
+    for folder in folders:
+        started = time.monotonic()
+        try:
+            manifest = read_manifest(folder)
+            problems = verify_files(folder, manifest)
+        except Damaged as error:
+            problems = error.problems
+        for problem in problems:
+            print(f"damaged: {problem}")
+        damaged |= bool(problems)
+        if not problems:
+            seconds, note = time.monotonic() - started, "" if manifest.finite else ", but holds NaN or infinity"
+            gb, count = manifest.size / 1e9, len(manifest.files)
+            print(f"{folder}: {count} files, {gb:.3f} GB, whole{note} ({seconds:.2f} s, {gb / seconds:.2f} GB/s)")
+    return EXIT_DAMAGED if damaged else 0
+
+
+def show(path: Path, trust_pickle: bool) -> int:
+    """What the manifest says, and every tensor."""
+    if is_stock_dcp(path):
+        print(f"{path}: a stock DCP folder")
+        for name, entry in stock_tensors(path, trust_pickle).items():
+            print(f"  {name}  {str(entry.properties.dtype).removeprefix('torch.')}  {list(entry.size)}")
+        return 0
+    folder = find_step_folder(path)
+    manifest = read_manifest(folder)
+    numbers = sum(torch.Size(t.shape).numel() for name, t in manifest.tensors.items() if name.startswith("model."))
+    print(f"{folder}\n  step {manifest.step}, saved {manifest.created} by torch {manifest.torch}, {_layout(manifest)}")
+    print(f"  {numbers:,} parameters, {manifest.size / 1e9:.3f} GB{'' if manifest.finite else ', NOT FINITE'}")
+    print(f"  data {manifest.data[:8]}, validation loss {manifest.validation_loss}, config:")
+    for section, entries in manifest.config.items():
+        print(f"    [{section}] " + ", ".join(f"{key} = {value}" for key, value in entries.items()))
+    print("  files:")
+    for name, file in manifest.files.items():
+        print(f"    {name}  {file.size:,} bytes  sha256 {file.sha256}")
+    print("  tensors:")
+    for name, tensor in manifest.tensors.items():
+        parts = f"  in {len(tensor.chunks)} parts" if len(tensor.chunks) > 1 else ""
+        print(f"    {name}  {tensor.dtype}  {tensor.shape}{parts}")
+    return 0
+
+
+def diff(a: Path, b: Path, everything: bool) -> int:
+    """Differences per tensor: the largest, and the norm of the difference over that of `a`. 1 if there are any."""
+    first, second = read_manifest(a), read_manifest(b)
+    print(f"a: {a} (step {first.step})\nb: {b} (step {second.step})")
+    for line in _config_differences(first, second):
+        print(line)
+    equal, names = 0, sorted({*first.tensors, *second.tensors})
+    for name in names:
+        if name not in first.tensors or name not in second.tensors:
+            print(f"{name}: only in {'a' if name in first.tensors else 'b'}")
+            continue
+        was, now = (manifest.tensors[name] for manifest in (first, second))
+        if (was.dtype, was.shape) != (now.dtype, now.shape):
+            print(f"{name}: {was.dtype} {was.shape} in a, {now.dtype} {now.shape} in b")
+            continue
+        x, y = read_tensor(a, first, name), read_tensor(b, second, name)
+        if torch.equal(x, y):
+            equal += 1
+            if everything:
+                print(f"{name}: equal")
+            continue
+        x, y = x.double(), y.double()
+        changed, largest = int((x != y).sum()), float((x - y).abs().max())
+        relative = float((x - y).norm() / x.norm().clamp(min=1e-300))
+        print(f"{name}: {changed:,} of {x.numel():,} differ, by up to {largest:.3g}; relative norm {relative:.3g}")
+    print(f"{equal} of {len(names)} tensors are equal")
+    return 0 if equal == len(names) else EXIT_DAMAGED
+
+
+def _config_differences(a: Manifest, b: Manifest) -> Iterator[str]:
+    for section in {**a.config, **b.config}:
+        was, now = a.config.get(section, {}), b.config.get(section, {})
+        for key in {**was, **now}:
+            if was.get(key) != now.get(key):
+                yield f"{section}.{key}: {was.get(key)} in a, {now.get(key)} in b"
+
+
+def prune(run_folder: Path, keep: int, keep_every: int, keep_best: int, dry_run: bool) -> int:
+    """Deletes what the rule lets go, and what interrupted saves have left."""
+    if not keep:
+        raise ConfigError("--keep 0: expected at least 1; the newest checkpoint always stays")
+    folder = _folder(run_folder)
+    try:
+        _lock = lock(folder.parent / ".lock")
+    except BlockingIOError:
+        raise ConfigError(f"{run_folder}: a run is training here, and deletes by its own rule") from None
+    good = Known(folder).good()
+    gone = expendable(good, keep, keep_every, keep_best)
+    leftovers = [path.name for kind in ("tmp-*", "deleted") for path in folder.glob(f"step-*.{kind}")]
+    freed = sum(manifest.size for manifest in good if manifest.step in gone) / 1e9
+    stay = ", ".join(str(manifest.step) for manifest in good if manifest.step not in gone) or "none"
+    for step in [] if dry_run else gone:
+        delete_step(folder, step)
+    if not dry_run:
+        sweep(folder)
+    verb = "would delete" if dry_run else "deleted"
+    print(f"{verb} steps {', '.join(map(str, gone)) or 'none'} ({freed:.3f} GB)" + "".join(f", {n}" for n in leftovers))
+    print(f"whole checkpoints that stay: {stay}")
+    return 0
