@@ -123,6 +123,6 @@ def test_a_run_begins_with_the_weights_of_another(pool, arguments, run_folder, t
         assert "optimizer.state.norm.weight.exp_avg" in out
     with pytest.raises(AssertionError, match=r"ConfigError: .*no checkpoint; expected a run's folder"):
         pool.run(1, train_run, [*base, "--run.name=none", f"--checkpoint.initial_load={tmp_path}/none"])
-    with pytest.raises(AssertionError, match=r"ConfigError: .*tok_embeddings.weight is F32 \[4112, 32\], and F32 \[4112, 16\]"):
+    with pytest.raises(AssertionError, match=r"ConfigError: .*tok_embeddings.weight is F32 \[4112, 32\], and F32 "):
         other = ["--run.name=other", "--model.dim=16", f"--checkpoint.initial_load={run_folder}"]
         pool.run(1, train_run, [*base, *other])

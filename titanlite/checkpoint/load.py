@@ -16,9 +16,8 @@ from torch import Tensor
 from titanlite.checkpoint.foreign import is_stock_dcp, read_stock
 from titanlite.checkpoint.manifest import Damaged, Manifest, read_manifest
 from titanlite.checkpoint.shard_file import DTYPES, ShardFile
-from titanlite.checkpoint.storage import find_step_folder, read_step, verify_files, verify_together
+from titanlite.checkpoint.storage import find_step_folder, read_step, require_fit, verify_files, verify_together
 from titanlite.config import ConfigError
-from titanlite.configure import load_config
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
@@ -39,8 +38,11 @@ def read_model_config(folder: Path) -> LlamaConfig:
 
 
 def trained_length(folder: Path) -> int:
-    """The sequence length the model was trained on."""
-    return load_config([str(folder / "config.toml")]).training.seq_len
+    """The sequence length the model was trained on. Raises Damaged where the manifest does not tell."""
+    length = read_manifest(folder).config.get("training", {}).get("seq_len")
+    if type(length) is not int or length < 1:
+        raise Damaged(f"{folder}: training.seq_len = {length!r} in its manifest")
+    return length
 
 
 def load_weights(path: Path, state: dict[str, Any], trust_pickle: bool) -> None:
@@ -70,13 +72,16 @@ def read_tensor(folder: Path, manifest: Manifest, name: str) -> Tensor:
 
 
 def load_model(folder: Path, device: torch.device, seq_len: int) -> Llama:
-    """The model of a step folder, for sequences of up to `seq_len` tokens."""
+    """The model of a step folder, for sequences of up to `seq_len` tokens. Raises Damaged or ConfigError."""
     manifest = read_manifest(folder)
-    needed = [name for name in manifest.files if name.startswith("model")]
-    if problems := verify_files(folder, manifest, needed):
+    if problems := verify_files(folder, manifest, [name for name in manifest.files if name.startswith("model")]):
         raise Damaged(problems)
+    config = read_model_config(folder)
+    if f"model.layers.{config.num_layers - 1}.attention.wq.weight" not in manifest.tensors:  # before a million are made
+        raise Damaged(f"{folder}: holds no {config.num_layers} layers, as model.json says")
     with torch.device("meta"):
-        model = Llama(read_model_config(folder), seq_len)
+        model = Llama(config, seq_len)
+    require_fit(folder, manifest, {"model": model.state_dict()})  # before there is memory for what it says it is
     model.to_empty(device=device)
     model.reset_rope(device)
     read_step(folder, {"model": model.state_dict()}, alone=True)

@@ -172,15 +172,10 @@ def verify_together(folder: Path, prefix: str = "") -> list[str]:
     return sorted({problem for own in found for problem in own})
 
 
-def read_step(folder: Path, state: dict[str, Any], alone: bool = False) -> Manifest:
-    """Fills `state` in place, whatever layout wrote it: all processes together, or this one `alone`.
-
-    Raises ConfigError where it holds other tensors (nothing has been filled then), Damaged where it is not whole.
-    """
-    manifest = read_manifest(folder)
-    flat = {f"{part}.{name}": value for part, values in state.items() for name, value in values.items()}
+def require_fit(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
+    """Raises ConfigError where the checkpoint has not all tensors of `state` in their shapes and dtypes."""
     problems = []
-    for name, value in flat.items():
+    for name, value in ((f"{part}.{name}", value) for part, values in state.items() for name, value in values.items()):
         if (entry := manifest.tensors.get(name)) is None:
             problems.append(f"{folder}: holds no {name}")
         elif (was := (entry.dtype, entry.shape)) != (now := (DTYPE_NAMES.get(value.dtype), list(value.shape))):
@@ -188,6 +183,15 @@ def read_step(folder: Path, state: dict[str, Any], alone: bool = False) -> Manif
     if problems:
         more = [f"and {len(problems) - 5} more like these"] if len(problems) > 6 else []
         raise ConfigError(problems[: 5 if more else 6] + more)
+
+
+def read_step(folder: Path, state: dict[str, Any], alone: bool = False) -> Manifest:
+    """Fills `state` in place, whatever layout wrote it: all processes together, or this one `alone`.
+
+    Raises ConfigError where it holds other tensors (nothing has been filled then), Damaged where it is not whole.
+    """
+    manifest = read_manifest(folder)
+    require_fit(folder, manifest, state)
     try:
         dcp.load(state, storage_reader=Reader(folder, manifest), no_dist=alone or _alone())
     except (Exception, CheckpointException) as error:

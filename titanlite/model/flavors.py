@@ -59,7 +59,20 @@ class LlamaConfig:
         """What `to_json` wrote. Raises ValueError, TypeError or KeyError for anything else."""
         fields = json.loads(text)
         scaling = fields.pop("rope_scaling")
-        return cls(**fields, rope_scaling=RopeScaling(**scaling) if scaling else None)
+        config = cls(**fields, rope_scaling=RopeScaling(**scaling) if scaling else None)
+        sizes = (
+            config.dim,
+            config.num_layers,
+            config.num_heads,
+            config.num_kv_heads,
+            config.ffn_dim,
+            config.vocab_size,
+        )
+        if not all(type(size) is int and 0 < size < 1 << 24 for size in sizes):  # a file may say anything
+            raise ValueError(f"sizes {sizes}: expected integers from 1 to 2**24")
+        if config.dim % config.num_heads or config.head_dim % 2 or config.num_heads % config.num_kv_heads:
+            raise ValueError(f"{config.dim} over {config.num_heads} heads, {config.num_kv_heads} for keys and values")
+        return config
 
 
 FLAVORS: dict[str, LlamaConfig] = {

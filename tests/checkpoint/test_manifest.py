@@ -1,0 +1,265 @@
+"""Damage and malice: every flipped byte is found, and no manifest or shard makes us do more than say no."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import train_run
+
+from titanlite.checkpoint.load import load_model, load_weights
+from titanlite.checkpoint.manifest import NAME, SEAL, Damaged, Facts, read_manifest
+from titanlite.checkpoint.storage import read_step, verify_files, write_step
+from titanlite.cli import main
+from titanlite.config import ConfigError
+
+MODEL = "model-00000.safetensors"
+
+
+def small_checkpoint(folder: Path) -> None:
+    """Step 1, with two weights, moments, and small files."""
+    state = {
+        "model": {"a": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5, dtype=torch.bfloat16)},
+        "training": {"count": torch.tensor(7), "random": torch.arange(9, dtype=torch.uint8)},
+    }
+    files = {"model.json": b"{}", "tokenizer.model": bytes(range(256))}
+    write_step(folder, 1, state, files, Facts({"dp_shard": 1}, {"run": {"name": "x"}}, "f" * 64, 1.5))
+
+
+@pytest.fixture
+def step(pool, tmp_path) -> Path:
+    pool.run(1, small_checkpoint, tmp_path)
+    return tmp_path / "step-1"
+
+
+def problems(step: Path) -> list[str]:
+    try:
+        return verify_files(step, read_manifest(step))
+    except Damaged as error:
+        return error.problems
+
+
+def state() -> dict[str, Any]:
+    return {"model": {"a": torch.zeros(3, 4), "b": torch.zeros(5, dtype=torch.bfloat16)}}
+
+
+def test_it_reads_back(step):
+    manifest, found = read_manifest(step), state()
+    assert not verify_files(step, manifest)
+    assert read_step(step, found, alone=True) == manifest
+    assert torch.equal(found["model"]["a"], torch.arange(12.0).reshape(3, 4))
+    assert (manifest.step, manifest.finite, manifest.validation_loss) == (1, True, 1.5)
+    assert set(json.loads((step / NAME).read_text())) > {"format", "layout", "config", "torch", "files", "tensors"}
+
+
+def test_every_flipped_byte_is_found(step):
+    chance, files = random.Random(0), sorted(step.iterdir())
+    sizes = [path.stat().st_size for path in files]
+    for _ in range(1000):
+        path = chance.choices(files, sizes)[0]
+        content = path.read_bytes()
+        place, bit = chance.randrange(len(content)), 1 << chance.randrange(8)
+        path.write_bytes(content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :])
+        found = problems(step)
+        assert found, f"{path.name}: bit {bit} of byte {place}"
+        assert path.name in found[0]
+        path.write_bytes(content)
+    assert not problems(step)
+
+
+def test_every_truncation_is_found(step):
+    chance = random.Random(0)
+    for _ in range(20):
+        path = chance.choice(sorted(step.iterdir()))
+        content = path.read_bytes()
+        os.truncate(path, chance.randrange(len(content)))
+        assert path.name in problems(step)[0]
+        path.write_bytes(content)
+    assert not problems(step)
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def tensor(**fields: Any) -> Change:
+    return lambda manifest: manifest["tensors"]["model.a"].update(fields)
+
+
+def file(name: str) -> Change:
+    """A file of another name, which holds a tensor."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["files"][name] = manifest["files"].pop(MODEL)
+        for entry in manifest["tensors"].values():
+            entry["chunks"] = [[name if c[0] == MODEL else c[0], *c[1:]] for c in entry["chunks"]]
+
+    return change
+
+
+def deep(manifest: dict[str, Any]) -> None:
+    manifest["config"] = {"a": json.loads("[" * 900 + "]" * 900)}
+
+
+HOSTILE: dict[str, Change] = {  # a manifest whose own hash is right, but not what it says
+    "a file above": file("../../canary"),
+    "an absolute file": file("/etc/passwd"),
+    "a file in a folder": file("a/b"),
+    "a hidden file": file(".bashrc"),
+    "a name with a zero": file("model\0x"),
+    "a very long name": file("m" * 5000),
+    "no name": file(""),
+    "the manifest itself": file(NAME),
+    "a negative size": tensor(shape=[-3, 4]),
+    "an absurd shape": tensor(shape=[1 << 40, 1 << 40], chunks=[[MODEL, [0, 0], [1 << 40, 1 << 40]]]),
+    "a shape beyond 64 bits": tensor(shape=[10**4000]),
+    "a shape of fractions": tensor(shape=[3.0, 4.0]),
+    "a shape of truths": tensor(shape=[True, 12]),
+    "a part outside": tensor(chunks=[[MODEL, [1, 0], [3, 4]]]),
+    "a negative offset": tensor(chunks=[[MODEL, [-1, 0], [3, 4]]]),
+    "parts that are too many": tensor(chunks=[[MODEL, [0, 0], [3, 4]]] * 2),
+    "no parts": tensor(chunks=[]),
+    "an unknown dtype": tensor(dtype="os.system"),
+    "a dtype that is none": tensor(dtype=["F32"]),
+    "a tensor that is a list": lambda manifest: manifest["tensors"].update({"model.a": [1, 2]}),
+    "tensors that are a number": lambda manifest: manifest.update(tensors=7),
+    "an extra field": lambda manifest: manifest.update(__class__="x"),
+    "no files": lambda manifest: manifest.pop("files"),
+    "a size that is text": lambda manifest: manifest["files"][MODEL].update(size="100"),
+    "a hash that is none": lambda manifest: manifest["files"][MODEL].update(sha256="../x"),
+    "a part with other sizes than the shard's": tensor(shape=[4, 3], chunks=[[MODEL, [0, 0], [4, 3]]]),
+    "another dtype than the shard's": tensor(dtype="I32"),
+}
+
+
+def reseal(step: Path, change: Change) -> None:
+    """Writes a changed manifest with a right hash, as an attacker would."""
+    fields = json.loads((step / NAME).read_text())
+    fields.pop("sha256")
+    change(fields)
+    body = json.dumps(fields)[:-1]
+    (step / NAME).write_text(body + SEAL + hashlib.sha256(body.encode()).hexdigest() + '"}\n')
+
+
+def outside(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_manifest_is_refused(step, change):
+    (step.parent / "canary").write_text("mine")
+    reseal(step, change)
+    before, started = outside(step.parent), time.monotonic()
+    with pytest.raises(ConfigError):
+        read_step(step, state(), alone=True)
+    with pytest.raises(ConfigError):
+        load_model(step, torch.device("cpu"), 8)
+    assert main(["checkpoint", "list", str(step.parent)]) == 0
+    assert main(["checkpoint", "show", str(step)]) in (0, 2)
+    assert outside(step.parent) == before
+    assert time.monotonic() - started < 5
+
+
+def test_deep_nesting_is_refused(step):
+    body = (step / NAME).read_text().rpartition(SEAL)[0].replace('"f' + "f" * 63 + '"', "[" * 100_000 + "]" * 100_000)
+    (step / NAME).write_text(body + SEAL + hashlib.sha256(body.encode()).hexdigest() + '"}\n')
+    with pytest.raises(Damaged, match="RecursionError"):
+        read_manifest(step)
+
+
+def test_another_format_is_told_from_damage(step):
+    reseal(step, lambda manifest: manifest.update(format=2))
+    with pytest.raises(ConfigError, match="format 2 of another titanlite") as caught:
+        read_manifest(step)
+    assert not isinstance(caught.value, Damaged)
+
+
+def linked(step: Path, name: str) -> None:
+    target = step.parent / "elsewhere"
+    shutil.move(step / name, target)
+    (step / name).symlink_to(target)
+
+
+@pytest.mark.parametrize("name", [MODEL, NAME, "tokenizer.model"])
+def test_links_and_devices_are_no_files(step, name):
+    linked(step, name)
+    assert "expected a regular file" in problems(step)[0]
+    (step / name).unlink()
+    os.mkfifo(step / name)  # opening one would wait for ever
+    assert "expected a regular file" in problems(step)[0]
+
+
+HEADERS = {
+    "longer than the file": struct.pack("<Q", 1 << 40),
+    "negative": b"\xff" * 8,
+    "not JSON": struct.pack("<Q", 8) + b"os.exit!",
+    "deep": struct.pack("<Q", 90_000) + b"[" * 90_000,
+    "offsets outside": b"",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_a_hostile_shard_is_refused(step, kind):
+    """Its size and hash are in the manifest as they are, as if the author had meant it."""
+    shard = step / MODEL
+    content = HEADERS[kind]
+    if kind == "offsets outside":
+        header = json.dumps({"model.a": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 1 << 50]}}).encode()
+        content = struct.pack("<Q", len(header)) + header
+    content += b"\0" * (len(shard.read_bytes()) - len(content)) if kind != "empty" else b""
+    shard.write_bytes(content)
+    entry = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    reseal(step, lambda manifest: manifest["files"].update({MODEL: entry}))
+    with pytest.raises(ConfigError, match="step-1"):
+        read_step(step, state(), alone=True)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{"dim": 1 << 40}, {"num_layers": 1 << 40}, {"vocab_size": -1}, {"num_heads": 0}, {"dim": "x"}, {"ffn_dim": 1e9}],
+    ids=str,
+)
+def test_a_hostile_model_shape_takes_no_memory(pool, arguments, tmp_path, shape):
+    assert pool.run(1, train_run, [*arguments, "--training.steps=1", "--validation.freq=0"]) == [0]
+    folder = tmp_path / "debug/checkpoints/step-1"
+    content = json.dumps(json.loads((folder / "model.json").read_text()) | shape).encode()
+    (folder / "model.json").write_bytes(content)
+    entry = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    reseal(folder, lambda manifest: manifest["files"].update({"model.json": entry}))
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match="step-1"):
+        load_model(folder, torch.device("cpu"), 8)
+    assert time.monotonic() - started < 5
+
+
+def test_what_does_not_fit_is_listed_by_name(step):
+    other = {"model": {"a": torch.zeros(4, 3), "b": torch.zeros(5), "c": torch.zeros(1)}}
+    with pytest.raises(ConfigError) as caught:
+        read_step(step, other, alone=True)
+    assert [problem.split(": ", 1)[1] for problem in caught.value.problems] == [
+        "model.a is F32 [3, 4], and F32 [4, 3] in this model",
+        "model.b is BF16 [5], and F32 [5] in this model",
+        "holds no model.c",
+    ]
+
+
+def load_together(folder: Path) -> None:
+    with pytest.raises(Damaged, match="SHA-256 has changed"):
+        load_weights(folder, state()["model"], False)
+
+
+def test_damage_is_seen_by_all_processes(pool, step):
+    content = bytearray((step / MODEL).read_bytes())
+    content[-1] ^= 1
+    (step / MODEL).write_bytes(content)
+    pool.run(2, load_together, step)
