@@ -106,6 +106,28 @@ def test_any_layout_loads_any_other_bit_by_bit(pool, tmp_path, llama, before, af
         assert torch.equal(found[name], saved[name]), name
 
 
+PAIRED = [
+    {"dp_shard": 4},
+    {"dp_replicate": 2, "dp_shard": 2},
+    {"dp_shard": 2, "tp": 2},
+    {"dp_shard": 2, "cp": 2},
+    {"pp": 2, "dp_shard": 2},
+    {"pp": 2, "tp": 2},
+    {"cp": 2, "tp": 2},
+    {"dp_shard": 1},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", PAIRED, ids=str)
+def test_each_of_eight_layouts_loads_each_bit_by_bit(pool, tmp_path, before):
+    saved = of_all_ranks(pool.run(math.prod(before.values()), save_after_a_step, tmp_path, before, EVEN))
+    for after in PAIRED:
+        found = of_all_ranks(pool.run(math.prod(after.values()), load_into_other_weights, tmp_path, after, EVEN))
+        assert found.keys() == saved.keys()
+        assert all(torch.equal(found[name], saved[name]) for name in saved), after
+
+
 def test_any_safetensors_tool_can_look_inside(pool, tmp_path):
     saved = of_all_ranks(pool.run(2, save_after_a_step, tmp_path, {"dp_shard": 2}, SMALL))
     folder, found = tmp_path / "step-1", {}
