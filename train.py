@@ -34,7 +34,7 @@ from titanlite.data.prepare import prepare
 from titanlite.data.shards import Tokens, read_manifest
 from titanlite.data.stream import TrainStream, Windows, count_targets
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.model.flavors import resolve_flavor
+from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.generate import generate
 from titanlite.model.llama import Llama
 from titanlite.observe.logging import log_to_file, setup_logging
@@ -52,6 +52,7 @@ from titanlite.plan.flops import flops_per_token, peak_tflops
 from titanlite.plan.layout import check_layout, without_effect
 from titanlite.runtime import to_device
 from titanlite.signals import Requests
+from titanlite.watchdog import Watchdog
 
 logger = logging.getLogger("titanlite")
 
@@ -60,20 +61,21 @@ def main(config: Config) -> int:
     """Trains until `training.steps` or a signal. Returns the exit code: 0 finished, 75 stopped after saving."""
     # 1. World: who takes part, and how the processes are arranged
     training = config.training
-    device = runtime.start(config.run.device, config.comm.timeout_seconds, config.run.seed)
+    device = runtime.start(config.run.device, config.comm.group_timeout_seconds, config.run.seed)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     setup_logging(rank)
     tokenizer = Tokenizer(config.data.tokenizer)
     llama = resolve_flavor(config.model, tokenizer.size)
     degrees = check_layout(config, llama, world_size)
     runtime.require_agreement(configuration=portable(config))
-    mesh = Mesh(device.type, degrees, config.comm.timeout_seconds)
+    mesh = Mesh(device.type, degrees, config.comm.group_timeout_seconds)
     dp_rank, dp_size = data_rank(mesh)
     sum_counts, sum_losses = (functools.partial(sum_over, mesh=mesh, axes=axes) for axes in (DATA_AXES, LOSS_AXES))
     folder = Path(config.run.folder, config.run.name)
     _lock = runtime.claim_folder(folder)  # until this function returns
     if rank == 0:
         log_to_file(folder / "log.txt")
+    watchdog = Watchdog(config.comm, folder, device.type == "cpu")  # names the process for which all others wait
 
     # 2. Data: text, tokenised once; sample i of the stream is a function of (seed, i)
     prepared = prepare(config.data, tokenizer, logger.info)
@@ -90,6 +92,7 @@ def main(config: Config) -> int:
     )
 
     # 3. Model: without memory first, then split, then memory for this process's part only, then values
+    watchdog.phase("building the model")
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
     parts = split(model, config, mesh)  # one, or the pipeline stages of this process
@@ -117,8 +120,9 @@ def main(config: Config) -> int:
         "model.json": llama.to_json().encode(),
     }
     facts = Facts(degrees, dataclasses.asdict(config), manifest["fingerprint"])
-    timeout = config.comm.timeout_seconds
+    timeout = config.comm.group_timeout_seconds
     checkpoint = Checkpointer(config.checkpoint, folder, states, extra_files, facts, device, timeout)
+    watchdog.phase("loading")
     checkpoint.load()
 
     # 5. What is told: the step's numbers, the loss on held-out text
@@ -148,34 +152,29 @@ def main(config: Config) -> int:
     )
     if rank == 0:
         (folder / "config.toml").write_text(to_toml(config))
-    for note in without_effect(config, degrees):
-        logger.info(note)
-    compute, reduce = compute_dtypes(config, device.type)
-    layout = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one process"
-    logger.info(
-        f"{config.model.flavor}: {llama.num_parameters:,} parameters, vocabulary {llama.vocab_size:,}; "
-        f"{runtime.device_name(device)} x {world_size} ({layout}), compute {compute}, reduce {reduce}; "
-        f"{training.global_batch_size} sequences of {training.seq_len} per step, "
-        f"in {accumulation} local batches of {training.local_batch_size}"
-    )
+    say_what_runs(config, llama, degrees, accumulation, device)
 
     # 6. Loop: one optimizer step after the other
     requests = Requests(timeout)
+    stop_validation = watchdog.marking("validation", requests.agree_to_stop)
     garbage = runtime.GarbageCollection(training.gc_freq)
     if progress.step == 0:
-        validator.maybe_run(0, False, requests.agree_to_stop)
+        validator.maybe_run(0, False, stop_validation)
     if progress.step >= training.steps:
         logger.info(f"nothing left to train: the run is at step {progress.step}, and training.steps = {training.steps}")
     metrics.start()
     with profiler(config.profiling, folder / "traces", rank, lambda: progress.step) as profile_step:
         while progress.step < training.steps and not requests.stop:
             progress.step += 1
+            watchdog.phase("reading data", progress.step)
             batches = stream.next_step()  # local batches of tokens and labels, each (B, S)
             num_targets = sum_counts(to_device(count_targets(batches), device))
             loss = torch.zeros((), device=device)
             for index, (tokens, labels) in enumerate(batches):
+                watchdog.phase("forward and backward", progress.step)
                 x, y, last_batch = to_device(tokens, device), to_device(labels, device), index == accumulation - 1
                 loss += stages.forward_backward(x, y, num_targets, last_batch)
+            watchdog.phase("update", progress.step)
             grad_norm = clip_grad_norm(parts, training.max_norm, device, stages.held_twice)
             lr = schedule.lr
             checkpoint.wait_for_staging()  # weights and moments are about to change
@@ -192,10 +191,13 @@ def main(config: Config) -> int:
             if validator.due(progress.step, finished) or checkpoint.due(progress.step, last, agreed.save):
                 metrics.require_finite(grad_norm, before_raising=checkpoint.close)
                 with metrics.paused():
-                    held_out_loss = validator.maybe_run(progress.step, finished, requests.agree_to_stop)
+                    held_out_loss = validator.maybe_run(progress.step, finished, stop_validation)
+                    watchdog.phase("saving")
                     checkpoint.maybe_save(progress.step, last or requests.stop, agreed.save, held_out_loss)
+            watchdog.phase("tidying up and profiling")
             garbage.step(progress.step)
             profile_step()
+    watchdog.close()
     garbage.close()
     finished = progress.step >= training.steps
     if finished:
@@ -204,6 +206,23 @@ def main(config: Config) -> int:
         logger.info(f"stopped after step {progress.step} of {training.steps}; the same command goes on from here")
     requests.restore()
     return 0 if finished else EXIT_STOPPED
+
+
+def say_what_runs(
+    config: Config, llama: LlamaConfig, degrees: dict[str, int], accumulation: int, device: torch.device
+) -> None:
+    """Rank 0 prints the model, the processes and the batch, and which settings change nothing."""
+    for note in without_effect(config, degrees):
+        logger.info(note)
+    training = config.training
+    compute, reduce = compute_dtypes(config, device.type)
+    layout = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one process"
+    logger.info(
+        f"{config.model.flavor}: {llama.num_parameters:,} parameters, vocabulary {llama.vocab_size:,}; "
+        f"{runtime.device_name(device)} x {dist.get_world_size()} ({layout}), compute {compute}, reduce {reduce}; "
+        f"{training.global_batch_size} sequences of {training.seq_len} per step, "
+        f"in {accumulation} local batches of {training.local_batch_size}"
+    )
 
 
 def say_what_was_made(config: Config, folder: Path, step: int, tokenizer: Tokenizer) -> None:

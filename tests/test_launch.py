@@ -49,6 +49,7 @@ def test_a_signal_is_passed_on_once_a_second_and_then_kills(monkeypatch):
         ({0: 75, 1: 75}, 75, ""),
         ({0: 75, 1: -signal.SIGTERM}, 75, ""),
         ({1: 2}, 2, ""),
+        ({0: 124, 1: -signal.SIGKILL}, 124, ""),
         ({0: 1, 1: -signal.SIGKILL}, 137, "rank 1 was killed by SIGKILL"),
         ({0: -signal.SIGTERM, 3: 1}, 1, "rank 3 failed with exit code 1"),
         ({0: -signal.SIGTERM}, 143, "rank 0 was killed by SIGTERM"),

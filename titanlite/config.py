@@ -13,7 +13,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-EXIT_CONFIG, EXIT_STOPPED = 2, 75  # exit codes: wrong input; stopped by a signal after saving
+# Exit codes: wrong input; stopped by a signal after saving; ended by the watchdog because a process hangs
+EXIT_CONFIG, EXIT_STOPPED, EXIT_HUNG = 2, 75, 124
 # Pipeline schedules, and how many stages each process holds by default
 PP_SCHEDULES = {
     "GPipe": 1,
@@ -257,9 +258,19 @@ class Profiling:
 
 @dataclass(frozen=True)
 class Comm:
-    """The process group."""
+    """How long a process may keep the others waiting."""
 
-    timeout_seconds: int = key(300, "a collective that takes longer ends the run", min=1, max=604800)
+    timeout_seconds: int = key(
+        300, "a process that stands still for so long ends the run, which names it", min=1, max=604800
+    )
+    step_timeout_seconds: int = key(
+        100, "the same within a training step, from the second on, if that is less", min=1, max=604800
+    )
+
+    @property
+    def group_timeout_seconds(self) -> int:
+        """A collective's own time-out: after the watchdog's, which knows whom the others wait for."""
+        return self.timeout_seconds + 10
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from titanlite.config import EXIT_CONFIG, EXIT_STOPPED, ConfigError
+from titanlite.config import EXIT_CONFIG, EXIT_HUNG, EXIT_STOPPED, ConfigError
 from titanlite.configure import load_config
 from titanlite.data.prepare import find_text, prepare
 from titanlite.data.tokenizer import Tokenizer
@@ -86,6 +86,8 @@ def _torchrun(arguments: list[str]) -> int:
 
 def _explain(codes: dict[int, int]) -> int:
     """The run's exit code from its processes' (rank -> code), with a message where they have not given one."""
+    if EXIT_HUNG in codes.values():
+        return EXIT_HUNG  # the watchdog has named the process, and killed it if need be
     # A process that was killed is the cause, the errors of those it left are not; torchrun itself sends SIGTERM.
     killed = [rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]
     rank = (killed or [rank for rank, code in codes.items() if code > 0] or list(codes))[0]

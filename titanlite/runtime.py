@@ -53,6 +53,7 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives kept for the watchdog's report
         options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
         if type == "cuda":
             options["device_id"] = device
