@@ -2,9 +2,10 @@
 
 What it is: `titanlite train`, which run_train.sh calls: it checks the config and prepares the data before torch is
 imported, so that a mistake is reported at once, then starts NGPU processes of train.py through torchrun.
-Why it is not torchrun alone: torchrun answers every worker's exit code with 1 and a stack trace, and on a signal
-gives them 30 seconds. Here a signal is passed on to the workers, which save and leave in their own time, and their
-exit code is ours.
+Why it is not torchrun alone: torchrun answers every worker's exit code with 1 and a stack trace, restarts those that
+have stopped on purpose, and on a signal gives them 30 seconds. Here a signal (SIGTERM, Ctrl-C, or the SIGUSR1 of a
+scheduler) is passed on to the workers, which save and leave in their own time, their exit code is ours, and what has
+failed is started again up to MAX_RESTARTS times, from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def launch(argv: list[str]) -> int:
     node = _number("NODE_RANK", 0, low=0, high=nodes - 1)
     here = _number("NGPU", 0) if os.environ.get("NGPU") else _default_processes(config.run.device)
     port = _number("MASTER_PORT", 29500, high=65535)
+    restarts = _number("MAX_RESTARTS", 0, low=0)
     tokenizer: list[Tokenizer] = []
     llama: list[LlamaConfig] = []
     problems: list[str] = []
@@ -61,11 +63,17 @@ def launch(argv: list[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // here)))
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a restart must not see old keys (pytorch#135712)
     arguments = ["--nproc-per-node", str(here), "--nnodes", str(nodes), "--node-rank", str(node)]
-    if nodes > 1 or "MASTER_PORT" in os.environ:
-        arguments += ["--master-addr", os.environ.get("MASTER_ADDR", "127.0.0.1"), "--master-port", str(port)]
-    else:
-        arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # any free port
-    return _torchrun([*arguments, str(TRAIN), *argv])
+    for restart in range(restarts + 1):
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # any free port
+        if nodes > 1 or "MASTER_PORT" in os.environ:
+            # Each time the next port: a node that is quicker must not meet the others' last attempt, still ending.
+            address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+            meeting = ["--master-addr", address, "--master-port", str(port + restart)]
+        code = _torchrun([*arguments, *meeting, str(TRAIN), *argv])
+        if code in (0, EXIT_CONFIG, EXIT_STOPPED) or _passed_on or restart == restarts:
+            break
+        print(f"restarting ({restart + 1} of {restarts})", file=sys.stderr)
+    return code
 
 
 def _torchrun(arguments: list[str]) -> int:
@@ -74,7 +82,7 @@ def _torchrun(arguments: list[str]) -> int:
     from torch.distributed.run import main
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what matters is said below
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, _pass_on)
     # torchrun installs handlers of its own for the signals named here; SIGQUIT keeps its way of ending at once.
     try:
