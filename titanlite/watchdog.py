@@ -137,6 +137,8 @@ class Watchdog:
         if debugged:
             self._since = now
         still = now - self._since
+        if still > limit:
+            self._urgent.set()  # the next beat need not wait its second
         self._own = replace(
             self._own, progress=progress, phase=phase, limit=limit, key=key, still=still, waiting=waiting, place=place
         )
