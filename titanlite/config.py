@@ -16,15 +16,10 @@ from typing import Any
 # Exit codes: wrong input; stopped by a signal after saving; ended by the watchdog because a process hangs
 EXIT_CONFIG, EXIT_STOPPED, EXIT_HUNG = 2, 75, 124
 # Pipeline schedules, and how many stages each process holds by default
-PP_SCHEDULES = {
-    "GPipe": 1,
-    "1F1B": 1,
-    "Interleaved1F1B": 2,
-    "LoopedBFS": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": 2,
-    "DualPipeV": 2,
-}
+PP_SCHEDULES = dict.fromkeys(("GPipe", "1F1B"), 1)
+PP_SCHEDULES |= dict.fromkeys(
+    ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"), 2
+)
 
 
 class ConfigError(ValueError):
