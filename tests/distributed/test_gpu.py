@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from runs import curve, rows, train_run, train_until, validation
+from safetensors.torch import load_file
+
+from titanlite.checkpoint.background import Saver
+from titanlite.checkpoint.manifest import Facts
+from titanlite.checkpoint.storage import write_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -47,6 +54,43 @@ def test_cpu_offload_follows_plain_training(pool, arguments, tmp_path):
 
 def test_resume_on_the_gpu(pool, arguments, tmp_path):
     run = [*arguments, "--run.device=cuda"]
+    assert pool.run(1, train_run, [*run, "--run.name=whole"], timeout=120) == [0]
+    assert pool.run(1, train_until, 3, [*run, "--run.name=stopped"], timeout=120) == [75]
+    assert pool.run(1, train_run, [*run, "--run.name=stopped"], timeout=120) == [0]
+    for step, values in curve(tmp_path / "whole").items():
+        assert curve(tmp_path / "stopped")[step] == pytest.approx(values, rel=1e-3)
+
+
+def change_after_staging(folder, mode: str) -> None:
+    """The weight changes on the GPU as soon as it may, before it is written; twice, as pinned memory is used again."""
+    changed, weight = threading.Event(), torch.zeros(1_000_000, device="cuda")
+    saver = Saver(mode, 0, weight.device, 20)
+    for step in (1, 2):
+
+        def write(state, group, step=step):
+            assert mode == "disabled" or changed.wait(10)
+            write_step(folder, step, state, {}, Facts({}, {}, ""), group)
+
+        weight.fill_(float(step))
+        saver.save({"model": {"weight": weight}}, write)
+        saver.wait_for_staging()
+        weight.fill_(7.0)
+        changed.set()
+        saver.wait()
+        changed.clear()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_pinned"])
+def test_what_is_saved_in_the_background_is_the_state_of_the_call(pool, tmp_path, mode):
+    pool.run(1, change_after_staging, tmp_path, mode, timeout=120)
+    for step in (1, 2):
+        saved = load_file(tmp_path / f"step-{step}/model-00000.safetensors")["model.weight"]
+        assert torch.equal(saved, torch.full((1_000_000,), float(step)))
+
+
+@pytest.mark.parametrize("mode", ["async", "async_pinned"])
+def test_a_run_that_saves_in_the_background_goes_on(pool, arguments, tmp_path, mode):
+    run = [*arguments, "--run.device=cuda", f"--checkpoint.async_mode={mode}", "--checkpoint.freq=1"]
     assert pool.run(1, train_run, [*run, "--run.name=whole"], timeout=120) == [0]
     assert pool.run(1, train_until, 3, [*run, "--run.name=stopped"], timeout=120) == [75]
     assert pool.run(1, train_run, [*run, "--run.name=stopped"], timeout=120) == [0]

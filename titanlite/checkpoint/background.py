@@ -46,8 +46,7 @@ class Saver:
         self.waited = 0.0  # seconds that training has waited for the save under way
         self._threads = ThreadPoolExecutor(1, "save")
         self._buffers: dict[str, Tensor] = {}
-        self._staged = threading.Event()
-        self._staged.set()
+        self._copying, self._staged = False, threading.Event()
         self._future: Future[None] | None = None
 
     def save(self, state: State, write: Callable[[State, Any], None]) -> None:
@@ -56,6 +55,7 @@ class Saver:
         self.wait()
         self.waited = 0.0
         if self.background:
+            self._copying = True
             self._staged.clear()
             ready = torch.cuda.current_stream().record_event() if self.stream else None
             self._future = self._threads.submit(self._save, state, write, ready)
@@ -65,12 +65,14 @@ class Saver:
 
     def wait_for_staging(self) -> None:
         """Returns when the state may change. The loop calls it before each optimizer step."""
-        if not self._staged.is_set():
-            started = time.monotonic()
-            self._staged.wait()
-            self.waited += time.monotonic() - started
+        if not self._copying:
+            return
+        started = time.monotonic()
+        self._staged.wait()
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
+        self._copying = False
+        self.waited += time.monotonic() - started
 
     @property
     def failed(self) -> bool:
