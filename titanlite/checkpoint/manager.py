@@ -183,6 +183,7 @@ class Checkpointer:
             f"saved {step_folder(self.folder, step)}: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s, "
             f"training waited {waited:.3f} s"
         )
+        self.known.add(manifest)
         for old in expendable(self.known.good(), self.config.keep, self.config.keep_every, self.config.keep_best):
             delete_step(self.folder, old)
 

@@ -22,14 +22,18 @@ class Known:
         self.folder = folder
         self._read: dict[int, Manifest] = {}
 
+    def add(self, manifest: Manifest) -> None:
+        """A checkpoint just written, perhaps of a step that there was before."""
+        self._read[manifest.step] = dataclasses.replace(manifest, tensors={})
+
     def read(self, step: int) -> Manifest | None:
         """The manifest of a step; None where it is damaged."""
         if step not in self._read:
             try:
-                self._read[step] = dataclasses.replace(read_manifest(step_folder(self.folder, step)), tensors={})
+                self.add(read_manifest(step_folder(self.folder, step)))
             except Damaged:
                 return None
-        return self._read[step]
+        return self._read.get(step)
 
     def good(self) -> list[Manifest]:
         """Of the checkpoints that are finite and whose files are all there in their sizes, by step."""
