@@ -1,6 +1,6 @@
 """What does a checkpoint cost: against the bare disk, in training's time, and for looking whether it is whole?
 
-    python benchmarks/checkpoint.py [--gb 0.4] [--folder PATH]
+    python benchmarks/checkpoint.py [--gb 1.5] [--folder PATH]
 
 1. Saving the state of a model of that size, by one process and by two, beside a bare write + fsync of as many bytes by
    as many processes (A B B A, five times).
@@ -33,18 +33,18 @@ from torch.distributed.tensor import DTensor, Shard
 from titanlite.checkpoint.manifest import Facts, read_manifest
 from titanlite.checkpoint.storage import delete_step, read_step, step_folder, verify_files, write_step
 
-PIECE = 1 << 24
+NUM_WEIGHTS = 12 * 9 + 3
 
 
 def make_state(num_bytes: int) -> dict[str, dict[str, Any]]:
-    """Weights and two moments, 256 of each, sharded over all processes as FSDP does."""
+    """Weights and two moments, as many as 12 layers have, sharded over all processes as FSDP does."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    rows = num_bytes // (3 * 256 * 4 * 512) // dist.get_world_size()
+    rows = num_bytes // (3 * NUM_WEIGHTS * 4 * 512) // dist.get_world_size()
 
     def tensor() -> DTensor:
         return DTensor.from_local(torch.randn(rows, 512), mesh, [Shard(0)])
 
-    weights = {f"layers.{i}.weight": tensor() for i in range(256)}
+    weights = {f"layers.{i}.weight": tensor() for i in range(NUM_WEIGHTS)}
     return {"model": weights, "optimizer": {f"{name}.{key}": tensor() for name in weights for key in ("m", "v")}}
 
 
@@ -163,7 +163,7 @@ def train(mode: str, folder: Path) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--gb", type=float, default=0.4)
+    parser.add_argument("--gb", type=float, default=1.5, help="bytes of state; a 125M-parameter model has 1.5")
     parser.add_argument("--folder", default=None, help="a folder on the disk to measure")
     options = parser.parse_args()
     num_bytes = int(options.gb * 1e9)

@@ -34,6 +34,7 @@ from titanlite.config import ConfigError
 logger = logging.getLogger("titanlite")
 
 MAX_INDEX_BYTES = 64 * 2**20  # some 250,000 chunks, read in a minute
+WAY_OUT = "checkpoint.trust_pickle (titanlite checkpoint show: --trust-pickle)"
 ENVELOPE_BYTES = 2**20  # what torch.save may add to a tensor; it adds 2 kB
 
 DCP = "torch.distributed.checkpoint"
@@ -90,7 +91,7 @@ def read_index(folder: Path, trust_pickle: bool = False) -> Metadata:
     except UnsafeName as error:
         raise ConfigError(
             f"{path}: names {str(error)!r}, which is none of the {len(NAMES)} classes and dtypes of a DCP index and "
-            "could run code; nothing was run. If you trust the folder's author, read it with trust_pickle"
+            f"could run code; nothing was run. If you trust the folder's author: {WAY_OUT}"
         ) from None
     except ConfigError:
         raise
@@ -105,8 +106,7 @@ def _read_inert(path: Path) -> Metadata:
     size = path.stat().st_size
     if size > MAX_INDEX_BYTES:
         raise ConfigError(
-            f"{path}: {size} bytes, at most {MAX_INDEX_BYTES} are read. If you trust the folder's author, "
-            "read it with trust_pickle"
+            f"{path}: {size} bytes, at most {MAX_INDEX_BYTES} are read. If you trust the folder's author: {WAY_OUT}"
         )
     with path.open("rb") as file:
         fields = _fields(read_pickle(file.read(MAX_INDEX_BYTES), NAMES), "Metadata")
