@@ -76,6 +76,7 @@ def main(config: Config) -> int:
     if rank == 0:
         log_to_file(folder / "log.txt")
     watchdog = Watchdog(config.comm, folder, device.type == "cpu")  # names the process for which all others wait
+    requests = Requests(config.comm.group_timeout_seconds)  # from here on a signal saves and leaves
 
     # 2. Data: text, tokenised once; sample i of the stream is a function of (seed, i)
     prepared = prepare(config.data, tokenizer, logger.info)
@@ -120,8 +121,7 @@ def main(config: Config) -> int:
         "model.json": llama.to_json().encode(),
     }
     facts = Facts(degrees, dataclasses.asdict(config), manifest["fingerprint"])
-    timeout = config.comm.group_timeout_seconds
-    checkpoint = Checkpointer(config.checkpoint, folder, states, extra_files, facts, device, timeout)
+    checkpoint = Checkpointer(config.checkpoint, folder, states, extra_files, facts, device)
     watchdog.phase("loading")
     checkpoint.load()
 
@@ -136,6 +136,7 @@ def main(config: Config) -> int:
         tokens_per_step=training.global_batch_size * training.seq_len,
         flops_per_token=flops_per_token(llama, training.seq_len),
         peak_tflops=peak_tflops(runtime.device_name(device)),
+        before_raising=checkpoint.close,
     )
     held_out = Tokens(prepared, manifest, "validation")
     validator = Validator(
@@ -155,13 +156,13 @@ def main(config: Config) -> int:
     say_what_runs(config, llama, degrees, accumulation, device)
 
     # 6. Loop: one optimizer step after the other
-    requests = Requests(timeout)
     stop_validation = watchdog.marking("validation", requests.agree_to_stop)
     garbage = runtime.GarbageCollection(training.gc_freq)
     if progress.step == 0:
         validator.maybe_run(0, False, stop_validation)
     if progress.step >= training.steps:
         logger.info(f"nothing left to train: the run is at step {progress.step}, and training.steps = {training.steps}")
+    requests.agree()  # a signal may have come since
     metrics.start()
     with profiler(config.profiling, folder / "traces", rank, lambda: progress.step) as profile_step:
         while progress.step < training.steps and not requests.stop:
@@ -189,7 +190,7 @@ def main(config: Config) -> int:
             if agreed.failed:
                 checkpoint.close()  # raises what went wrong
             if validator.due(progress.step, finished) or checkpoint.due(progress.step, last, agreed.save):
-                metrics.require_finite(grad_norm, before_raising=checkpoint.close)
+                metrics.require_finite(grad_norm)
                 with metrics.paused():
                     held_out_loss = validator.maybe_run(progress.step, finished, stop_validation)
                     watchdog.phase("saving")

@@ -15,6 +15,7 @@ import resource
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -90,6 +91,23 @@ def peak_memory_gib(device: torch.device) -> float:
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def from_rank0(find: Callable[[], Any]) -> Any:
+    """What `find` returns on rank 0, on all: on a network file system not all see a new folder at once.
+
+    Raises ConfigError on all where it does there.
+    """
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = find()
+        except ConfigError as error:
+            found[1] = error.problems
+    dist.broadcast_object_list(found)
+    if found[1]:
+        raise ConfigError(found[1])
+    return found[0]
 
 
 def require_agreement(**facts: str) -> None:

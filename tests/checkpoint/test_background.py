@@ -18,6 +18,7 @@ from titanlite.checkpoint.background import Saver
 from titanlite.checkpoint.manifest import Facts, read_manifest
 from titanlite.checkpoint.storage import SaveError, list_steps, verify_files, write_step
 from titanlite.data.stream import TrainStream
+from titanlite.observe.metrics import NonFinite
 
 CPU = torch.device("cpu")
 
@@ -26,11 +27,11 @@ def change_after_staging(folder: Path, mode: str) -> float:
     """The state changes as soon as it may, and is written after that; returns how long training waited."""
     changed = threading.Event()
     weight = torch.full((100, 100), float(dist.get_rank()))
-    saver = Saver(mode, 0, CPU, 20)
+    saver = Saver(mode, 0, CPU)
 
-    def write(state, group):
+    def write(state, group, failure):
         assert mode == "disabled" or changed.wait(10)
-        write_step(folder, 1, state, {}, Facts({}, {}, ""), group)
+        write_step(folder, 1, state, {}, Facts({}, {}, ""), group, failure)
 
     saver.save({"model": {f"weight.{dist.get_rank()}": weight}}, write)
     saver.wait_for_staging()
@@ -151,7 +152,6 @@ def train_and_ask(arguments: list[str], folder: Path) -> int:
     def next_step(stream):
         if next(steps) == 3 and dist.get_rank() == 0:
             (folder / "SAVE").touch()
-            Checkpointer._looked_at = 0.0
         return original(stream)
 
     TrainStream.next_step = next_step
@@ -192,3 +192,47 @@ def test_minutes_are_counted_by_one_clock(pool, arguments, tmp_path):
     steps = list_steps(tmp_path / "debug/checkpoints")
     assert len(steps) >= 3
     assert all(4 <= later - earlier <= 7 for earlier, later in itertools.pairwise(steps[:-1]))
+
+
+def fail_to_stage(folder: Path, mode: str) -> str:
+    """Rank 1 has no memory for the copy."""
+
+    def on_host(self, state):
+        raise MemoryError("no memory left")
+
+    def write(state, group, failure):
+        write_step(folder, 1, state, {}, Facts({}, {}, ""), group, failure)
+
+    if dist.get_rank() == 1:
+        Saver._on_host = on_host
+    saver = Saver(mode, 0, CPU)
+    with pytest.raises(SaveError) as caught:
+        saver.save({"model": {f"weight.{dist.get_rank()}": torch.ones(10)}}, write)
+        saver.wait_for_staging()
+        saver.wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_what_keeps_one_process_from_staging_is_told_to_all(pool, tmp_path, mode):
+    outcomes = pool.run(2, fail_to_stage, tmp_path, mode)
+    assert outcomes == [f"step 1 could not be saved in {tmp_path}: no memory left"] * 2
+    assert not list(tmp_path.iterdir())
+
+
+def diverge_while_saving(arguments: list[str]) -> str:
+    """The save of step 1 takes longer than the steps until the norm is not finite."""
+    write_files = dcp.write_files
+    dcp.write_files = lambda files: (time.sleep(1), write_files(files))[1]
+    try:
+        return str(train_run(arguments))
+    except NonFinite as error:
+        return str(error)
+
+
+def test_divergence_waits_for_the_save_under_way(pool, arguments, tmp_path):
+    run = [*arguments, "--optimizer.lr=1e30", "--training.max_norm=0", "--checkpoint.async_mode=async"]
+    outcomes = pool.run(2, diverge_while_saving, [*run, "--checkpoint.freq=1", "--validation.freq=0"])
+    assert all("training has diverged" in outcome for outcome in outcomes)
+    assert list_steps(tmp_path / "debug/checkpoints")
+    assert not list((tmp_path / "debug/checkpoints").glob("*.tmp-*"))

@@ -286,7 +286,7 @@ def test_a_path_means_a_step_or_the_newest_of_a_run(tmp_path):
 
 
 def due_steps(folder: Path, freq: int, last: bool = False, newest: int = 0, asked: int = 0) -> list[int]:
-    checkpointer = Checkpointer(Checkpoint(freq=freq), folder, {}, {}, Facts({}, {}, ""), torch.device("cpu"), 5)
+    checkpointer = Checkpointer(Checkpoint(freq=freq), folder, {}, {}, Facts({}, {}, ""), torch.device("cpu"))
     checkpointer.newest = newest
     return [step for step in range(1, 7) if checkpointer.due(step, last and step == 6, step == asked)]
 

@@ -80,7 +80,7 @@ def test_show_opens_a_stock_folder(tmp_path, capsys):
     assert "norm.weight  float32  [5]" in capsys.readouterr().out
 
 
-def test_prune_keeps_by_the_rule_and_respects_a_run(run_folder, capsys):
+def test_prune_keeps_by_the_rule_and_respects_a_run(run_folder, capsys, monkeypatch):
     command = ["checkpoint", "prune", str(run_folder), "--keep", "1", "--keep-every", "3"]
     folder = run_folder / "checkpoints"
     (folder / "step-9.tmp-0011").mkdir()
@@ -90,6 +90,8 @@ def test_prune_keeps_by_the_rule_and_respects_a_run(run_folder, capsys):
     held = lock(run_folder / ".lock")
     assert main(command) == 2
     assert "a run is training here" in capsys.readouterr().err
+    monkeypatch.chdir(folder)
+    assert main(["checkpoint", "prune", ".", "--keep", "1"]) == 2
     held.close()
     assert main(command) == 0
     assert "whole checkpoints that stay: 3, 4" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -106,8 +107,11 @@ def file(name: str) -> Change:
     return change
 
 
-def deep(manifest: dict[str, Any]) -> None:
-    manifest["config"] = {"a": json.loads("[" * 900 + "]" * 900)}
+def rename(name: str) -> Change:
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["tensors"][name] = manifest["tensors"].pop("model.a")
+
+    return change
 
 
 HOSTILE: dict[str, Change] = {  # a manifest whose own hash is right, but not what it says
@@ -128,6 +132,14 @@ HOSTILE: dict[str, Change] = {  # a manifest whose own hash is right, but not wh
     "a negative offset": tensor(chunks=[[MODEL, [-1, 0], [3, 4]]]),
     "parts that are too many": tensor(chunks=[[MODEL, [0, 0], [3, 4]]] * 2),
     "no parts": tensor(chunks=[]),
+    "a part twice, and none of the rest": tensor(chunks=[[MODEL, [0, 0], [3, 2]]] * 2),
+    "forty thousand dimensions": tensor(shape=[1] * 40_000, chunks=[[MODEL, [0] * 40_000, [1] * 40_000]]),
+    "a part of forty thousand dimensions": tensor(chunks=[[MODEL, [0] * 40_000, [1] * 40_000]]),
+    "an escape sequence for a name": lambda manifest: manifest["tensors"].update(
+        {"\x1b[2J": manifest["tensors"].pop("model.a")}
+    ),
+    "data that is a number": lambda manifest: manifest.update(data=5),
+    "a loss that is none": lambda manifest: manifest.update(validation_loss=float("nan")),
     "an unknown dtype": tensor(dtype="os.system"),
     "a dtype that is none": tensor(dtype=["F32"]),
     "a tensor that is a list": lambda manifest: manifest["tensors"].update({"model.a": [1, 2]}),
@@ -165,6 +177,8 @@ def test_a_hostile_manifest_is_refused(step, change):
         load_model(step, torch.device("cpu"), 8)
     assert main(["checkpoint", "list", str(step.parent)]) == 0
     assert main(["checkpoint", "show", str(step)]) in (0, 2)
+    assert main(["checkpoint", "diff", str(step), str(step)]) in (0, 2)
+    assert main(["generate", str(step)]) == 2
     assert outside(step.parent) == before
     assert time.monotonic() - started < 5
 
@@ -193,9 +207,22 @@ def linked(step: Path, name: str) -> None:
 def test_links_and_devices_are_no_files(step, name):
     linked(step, name)
     assert "expected a regular file" in problems(step)[0]
-    (step / name).unlink()
-    os.mkfifo(step / name)  # opening one would wait for ever
-    assert "expected a regular file" in problems(step)[0]
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):  # the one waits for ever, the other never ends
+        (step / name).unlink()
+        make(step / name)
+        assert "expected a regular file" in problems(step)[0]
+        assert main(["checkpoint", "diff", str(step), str(step)]) == 2
+        assert main(["generate", str(step)]) == 2
+
+
+def test_a_file_that_the_manifest_does_not_name_is_not_read(step):
+    reseal(step, lambda manifest: [manifest["files"].pop(name) for name in ("model.json", "tokenizer.model")])
+    for name in ("model.json", "tokenizer.model"):
+        (step / name).unlink()
+        (step / name).symlink_to("/dev/zero")
+    with pytest.raises(Damaged, match="not in the manifest"):
+        load_model(step, torch.device("cpu"), 8)
+    assert main(["generate", str(step)]) == 2
 
 
 HEADERS = {
@@ -251,6 +278,27 @@ def test_what_does_not_fit_is_listed_by_name(step):
         "model.b is BF16 [5], and F32 [5] in this model",
         "holds no model.c",
     ]
+
+
+def read_where_one_may_not(folder: Path, number: int) -> None:
+    """Rank 1 meets an error that is not the folder's."""
+    from titanlite.checkpoint import storage
+
+    def refuse(path):
+        raise OSError(number, os.strerror(number))
+
+    if torch.distributed.get_rank() == 1:
+        storage.digest_of = refuse
+    if number == errno.EACCES:
+        with pytest.raises(ConfigError, match=r"Permission denied; the checkpoint may be whole"):
+            storage.verify_together(folder)
+    else:
+        assert len(storage.verify_together(folder)) == 2
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_what_a_process_may_not_read_is_not_damaged(pool, step, number):
+    pool.run(2, read_where_one_may_not, step, number)
 
 
 def load_together(folder: Path) -> None:

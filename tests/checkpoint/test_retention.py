@@ -10,7 +10,7 @@ import torch
 from runs import train_run
 
 from titanlite.checkpoint.manifest import Facts, Manifest
-from titanlite.checkpoint.retention import Known, expendable
+from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import list_steps, write_step
 
 
@@ -19,7 +19,7 @@ def manifest(step: int, loss: float | None = None) -> Manifest:
 
 
 def left(steps: dict[int, float | None], *rule: int) -> list[int]:
-    gone = expendable([manifest(step, loss) for step, loss in steps.items()], *rule)
+    gone = steps_to_delete([manifest(step, loss) for step, loss in steps.items()], *rule)
     return [step for step in steps if step not in gone]
 
 
@@ -45,7 +45,7 @@ def test_the_rule(rule, steps):
 
 def test_there_is_always_one():
     assert left({5: None}, 1, 0, 0) == [5]
-    assert expendable([], 1, 0, 0) == []
+    assert steps_to_delete([], 1, 0, 0) == []
 
 
 def write_some(folder: Path) -> list[int]:
@@ -55,7 +55,7 @@ def write_some(folder: Path) -> list[int]:
         write_step(folder, step, {"model": {"weight": weight}}, {}, Facts({}, {}, ""))
     shard = folder / "step-2/model-00000.safetensors"
     os.truncate(shard, shard.stat().st_size - 1)
-    return [found.step for found in Known(folder).good()]
+    return [found.step for found in ManifestCache(folder).good()]
 
 
 def test_only_whole_and_finite_ones_count(pool, tmp_path):

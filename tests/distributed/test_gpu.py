@@ -64,12 +64,12 @@ def test_resume_on_the_gpu(pool, arguments, tmp_path):
 def change_after_staging(folder, mode: str) -> None:
     """The weight changes on the GPU as soon as it may, before it is written; twice, as pinned memory is used again."""
     changed, weight = threading.Event(), torch.zeros(1_000_000, device="cuda")
-    saver = Saver(mode, 0, weight.device, 20)
+    saver = Saver(mode, 0, weight.device)
     for step in (1, 2):
 
-        def write(state, group, step=step):
+        def write(state, group, failure, step=step):
             assert mode == "disabled" or changed.wait(10)
-            write_step(folder, step, state, {}, Facts({}, {}, ""), group)
+            write_step(folder, step, state, {}, Facts({}, {}, ""), group, failure)
 
         weight.fill_(float(step))
         saver.save({"model": {"weight": weight}}, write)

@@ -46,7 +46,7 @@ def test_torchrun_restarts_and_the_losses_are_the_same(saving_run, tmp_path, who
         os.kill(workers(process)[rank], signal.SIGKILL)
     code, output = finish(process)
     assert code == 0, output
-    assert "checkpoints/step-20 in" in output
+    assert "checkpoints/step-20 (saved by" in output
     assert curve(tmp_path / "debug") == whole
 
 

@@ -1,9 +1,11 @@
 """Stopping and going on: the stream of losses is that of a run that was never stopped."""
 
 import pytest
+import torch
 from runs import curve, rows, train_run, train_until
 
-from titanlite.checkpoint.storage import list_steps
+from titanlite.checkpoint.manifest import DTYPES, Facts, read_manifest
+from titanlite.checkpoint.storage import list_steps, read_step, write_step
 
 
 @pytest.mark.parametrize("processes", [1, 4])
@@ -139,3 +141,55 @@ def test_divergence_stops_without_saving(pool, arguments, tmp_path):
         pool.run(2, train_run, [*arguments, "--optimizer.lr=1e30", "--training.max_norm=0", "--checkpoint.freq=1"])
     saved = list_steps(tmp_path / "debug/checkpoints")
     assert saved == list(curve(tmp_path / "debug"))
+
+
+def steps_and_others(folder) -> tuple[list[int], set[str]]:
+    return list_steps(folder), {path.name for path in folder.iterdir() if "." in path.name}
+
+
+def test_going_back_and_back_again(pool, arguments, tmp_path):
+    """What the same command has saved since is gone on from; what is later is set aside, never mixed in."""
+    folder = tmp_path / "debug/checkpoints"
+    run = [*arguments, "--checkpoint.freq=2", "--checkpoint.keep=0", "--validation.freq=0"]
+    back = [*run, "--checkpoint.load_step=2"]
+    assert pool.run(1, train_run, run) == [0]
+    whole = curve(tmp_path / "debug")
+    assert pool.run(1, train_until, 3, back) == [75]  # its third step, which is step 5
+    assert steps_and_others(folder) == ([2, 4, 5], {"step-4.superseded", "step-6.superseded"})
+    assert pool.run(1, train_run, run) == [0]
+    assert list_steps(folder) == [2, 4, 5, 6]
+    assert pool.run(2, train_run, back) == [0, 0]  # from 5: 6 was not saved by this command
+    assert steps_and_others(folder) == (
+        [2, 4, 5, 6],
+        {"step-4.superseded", "step-6.superseded", "step-6.superseded-2"},
+    )
+    assert {step: pytest.approx(row, rel=1e-5) for step, row in whole.items()} == curve(tmp_path / "debug")
+    with pytest.raises(AssertionError, match=r"checkpoint.load_step = 3: not in .*; allowed: 2, 4, 5, 6"):
+        pool.run(1, train_run, [*run, "--checkpoint.load_step=3"])
+
+
+def poison(folder) -> None:
+    """Makes the newest checkpoint, step 6, one that holds a NaN, with all its hashes right."""
+    path = folder / "step-6"
+    manifest, state = read_manifest(path), {}
+    for name, entry in manifest.tensors.items():
+        part, _, rest = name.partition(".")
+        state.setdefault(part, {})[rest] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    read_step(path, state)
+    state["model"]["norm.weight"][3] = float("nan")
+    files = {name: (path / name).read_bytes() for name in manifest.files if not name.endswith(".safetensors")}
+    path.rename(folder / "kept")
+    write_step(folder, 6, state, files, Facts(manifest.layout, manifest.config, manifest.data))
+    assert not read_manifest(path).finite
+
+
+def test_a_checkpoint_that_is_not_finite_is_set_aside(pool, arguments, tmp_path):
+    run, folder = [*arguments, "--checkpoint.freq=3", "--checkpoint.keep=0"], tmp_path / "debug/checkpoints"
+    assert pool.run(1, train_run, run) == [0]
+    whole = curve(tmp_path / "debug")
+    pool.run(1, poison, folder)
+    with pytest.raises(AssertionError, match=r"ConfigError: .*step-6: holds NaN or infinity"):
+        pool.run(1, train_run, [*run, "--run.name=other", f"--checkpoint.initial_load={folder}/step-6"])
+    assert pool.run(1, train_run, run) == [0]
+    assert steps_and_others(folder) == ([3, 6], {"step-6.nonfinite"})
+    assert curve(tmp_path / "debug") == whole

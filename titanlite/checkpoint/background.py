@@ -31,17 +31,20 @@ from titanlite.checkpoint.storage import SaveError
 
 logger = logging.getLogger("titanlite")
 State = dict[str, dict[str, Any]]  # part -> name -> tensor or DTensor
+Write = Callable[[State, Any, "Exception | None"], None]  # state, process group, and what has kept it from being staged
+LONGEST_PAUSE = 30  # seconds between two tries
 
 
 class Saver:
     """Hands state to a function that writes it, now or in the background. All processes call each method together."""
 
-    def __init__(self, mode: str, retries: int, device: torch.device, timeout_seconds: int) -> None:
+    def __init__(self, mode: str, retries: int, device: torch.device) -> None:
         self.retries, self.device = retries, device
         self.background = mode != "disabled"
         self.pinned = mode == "async_pinned" and device.type == "cuda"
-        timeout = timedelta(seconds=timeout_seconds)
-        self.group: Any = dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
+        # One process may have much to write and another nothing: the watchdog judges who hangs, not a collective.
+        patience = timedelta(days=1)
+        self.group: Any = dist.new_group(backend="gloo", timeout=patience) if dist.get_world_size() > 1 else None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.waited = 0.0  # seconds that training has waited for the save under way
         self._threads = ThreadPoolExecutor(1, "save")
@@ -49,19 +52,19 @@ class Saver:
         self._copying, self._staged = False, threading.Event()
         self._future: Future[None] | None = None
 
-    def save(self, state: State, write: Callable[[State, Any], None]) -> None:
-        """Calls `write(state, group)`, in the background if that is the mode; waits for the save before."""
+    def save(self, state: State, write: Write) -> None:
+        """Calls `write(state, group, failure)`, in the background if that is the mode; waits for the save before."""
         started = time.monotonic()
         self.wait()
         self.waited = 0.0
+        ready = torch.cuda.current_stream().record_event() if self.stream else None
         if self.background:
             self._copying = True
             self._staged.clear()
-            ready = torch.cuda.current_stream().record_event() if self.stream else None
             self._future = self._threads.submit(self._save, state, write, ready)
             self.waited += time.monotonic() - started
         else:
-            self._write(self._on_host(state, copy=False), write)
+            self._save(state, write, ready)
 
     def wait_for_staging(self) -> None:
         """Returns when the state may change. The loop calls it before each optimizer step."""
@@ -85,27 +88,30 @@ class Saver:
         if future is not None:
             future.result()
 
-    def _save(self, state: State, write: Callable[[State, Any], None], ready: Any) -> None:
-        """What the thread does."""
+    def _save(self, state: State, write: Write, ready: Any) -> None:
+        """Staging, then writing: in the thread if there is one."""
+        failure: Exception | None = None
         try:
             if self.stream is None:
-                state = self._on_host(state, copy=True)
+                state = self._on_host(state)
             else:
                 torch.cuda.set_device(self.device)
                 with torch.cuda.stream(self.stream):
                     self.stream.wait_event(ready)
-                    state = self._on_host(state, copy=True)
+                    state = self._on_host(state)
+        except Exception as error:  # no memory, say; `write` lets all processes know
+            state, failure = {}, error
         finally:
             self._staged.set()  # after an error too: the loop waits for this
         if self.stream is not None:
             self.stream.synchronize()
-        self._write(state, write)
+        self._write(state, write, failure)
 
-    def _on_host(self, state: State, copy: bool) -> State:
-        """The state in CPU memory; what is there already is copied only if asked for."""
+    def _on_host(self, state: State) -> State:
+        """The state in CPU memory; what is there already is copied only if it may change before it is written."""
         return {
             part: {
-                name: value if value.device.type == "cpu" and not copy else self._copy(f"{part}.{name}", value)
+                name: self._copy(f"{part}.{name}", value) if self.background or value.device.type != "cpu" else value
                 for name, value in values.items()
             }
             for part, values in state.items()
@@ -126,14 +132,15 @@ class Saver:
             there.copy_(here, non_blocking=pinned)
         return copy
 
-    def _write(self, state: State, write: Callable[[State, Any], None]) -> None:
+    def _write(self, state: State, write: Write, failure: Exception | None) -> None:
         for attempt in range(self.retries + 1):
             try:
-                write(state, self.group)
+                write(state, self.group, failure)
                 return
             except SaveError as error:  # on all processes alike, so all try again or none
                 if attempt == self.retries:
                     raise
-                pause = 2**attempt
-                logger.info(f"{error}; trying again in {pause} s ({attempt + 1} of {self.retries})")
+                pause = min(2**attempt, LONGEST_PAUSE)
+                if dist.get_rank() == 0:
+                    logger.warning(f"{error}; trying again in {pause} s ({attempt + 1} of {self.retries})")
                 time.sleep(pause)

@@ -7,6 +7,7 @@ Nothing is changed but by `prune`, which deletes by the run's own rule and never
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch
 from titanlite.checkpoint.foreign import is_stock_dcp, stock_tensors
 from titanlite.checkpoint.load import read_tensor
 from titanlite.checkpoint.manifest import Damaged, Manifest, file_problems, read_manifest
-from titanlite.checkpoint.retention import Known, expendable
+from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import delete_step, find_step_folder, list_steps, step_folder, sweep, verify_files
 from titanlite.config import ConfigError
 from titanlite.runtime import lock
@@ -87,8 +88,9 @@ def list_run(run_folder: Path) -> int:
         path = step_folder(folder, step)
         try:
             manifest = read_manifest(path)
-        except Damaged as error:
-            rows.append((str(step), "", "", "", "", f"damaged: {error}"))
+        except ConfigError as error:  # damaged, or of another titanlite
+            kind = "damaged: " if isinstance(error, Damaged) else ""
+            rows.append((str(step), "", "", "", "", f"{kind}{error}"))
             continue
         problems = file_problems(path, manifest) or ([] if manifest.finite else ["holds NaN or infinity"])
         loss = "" if manifest.validation_loss is None else f"{manifest.validation_loss:.4f}"
@@ -139,7 +141,7 @@ def show(path: Path, trust_pickle: bool) -> int:
     print(f"  {numbers:,} parameters, {manifest.size / 1e9:.3f} GB{'' if manifest.finite else ', NOT FINITE'}")
     print(f"  data {manifest.data[:8]}, validation loss {manifest.validation_loss}, config:")
     for section, entries in manifest.config.items():
-        print(f"    [{section}] " + ", ".join(f"{key} = {value}" for key, value in entries.items()))
+        print(f"    [{section}] " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in entries.items()))
     print("  files:")
     for name, file in manifest.files.items():
         print(f"    {name}  {file.size:,} bytes  sha256 {file.sha256}")
@@ -152,7 +154,7 @@ def show(path: Path, trust_pickle: bool) -> int:
 
 def diff(a: Path, b: Path, everything: bool) -> int:
     """Differences per tensor: the largest, and the norm of the difference over that of `a`. 1 if there are any."""
-    first, second = read_manifest(a), read_manifest(b)
+    first, second = _sound(a), _sound(b)
     print(f"a: {a} (step {first.step})\nb: {b} (step {second.step})")
     for line in _config_differences(first, second):
         print(line)
@@ -179,25 +181,35 @@ def diff(a: Path, b: Path, everything: bool) -> int:
     return 0 if equal == len(names) else EXIT_DAMAGED
 
 
+def _sound(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files can be opened. Raises Damaged."""
+    manifest = read_manifest(folder)
+    if problems := file_problems(folder, manifest):
+        raise Damaged(problems)
+    return manifest
+
+
 def _config_differences(a: Manifest, b: Manifest) -> Iterator[str]:
     for section in {**a.config, **b.config}:
         was, now = a.config.get(section, {}), b.config.get(section, {})
         for key in {**was, **now}:
             if was.get(key) != now.get(key):
-                yield f"{section}.{key}: {was.get(key)} in a, {now.get(key)} in b"
+                yield f"{section}.{key}: {json.dumps(was.get(key))} in a, {json.dumps(now.get(key))} in b"
 
 
 def prune(run_folder: Path, keep: int, keep_every: int, keep_best: int, dry_run: bool) -> int:
     """Deletes what the rule lets go, and what interrupted saves have left."""
     if not keep:
         raise ConfigError("--keep 0: expected at least 1; the newest checkpoint always stays")
-    folder = _folder(run_folder)
+    folder = _folder(run_folder.resolve())
     try:
-        _lock = lock(folder.parent / ".lock")
+        _lock = None if dry_run else lock(folder.parent / ".lock")
     except BlockingIOError:
         raise ConfigError(f"{run_folder}: a run is training here, and deletes by its own rule") from None
-    good = Known(folder).good()
-    gone = expendable(good, keep, keep_every, keep_best)
+    except OSError as error:
+        raise ConfigError(f"{run_folder}: {error.strerror}") from None
+    good = ManifestCache(folder).good()
+    gone = steps_to_delete(good, keep, keep_every, keep_best)
     leftovers = [path.name for kind in ("tmp-*", "deleted") for path in folder.glob(f"step-*.{kind}")]
     freed = sum(manifest.size for manifest in good if manifest.step in gone) / 1e9
     stay = ", ".join(str(manifest.step) for manifest in good if manifest.step not in gone) or "none"

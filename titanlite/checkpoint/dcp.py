@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import Metadata, StorageReader, StorageWriter
@@ -26,13 +26,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from titanlite.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
-from titanlite.checkpoint.shard_file import DTYPE_NAMES, DTYPES, ShardFile, Written, write_files
+from titanlite.checkpoint.manifest import DTYPES, Chunk, FileEntry, Manifest, TensorEntry
+from titanlite.checkpoint.shard_file import DTYPE_NAMES, ShardFile, Written, write_files
 
 
-class Contents(dict[str, TensorEntry]):
-    """Name -> tensor of a whole checkpoint, with the files that hold them."""
+class Contents(NamedTuple):
+    """What all processes have written."""
 
+    tensors: dict[str, TensorEntry]
     files: dict[str, FileEntry]
     finite: bool
 
@@ -40,8 +41,15 @@ class Contents(dict[str, TensorEntry]):
 class Writer(StorageWriter):
     """One save. `begin` makes the folder on rank 0; `commit` gets folder and contents there when all have written."""
 
-    def __init__(self, parent: Path, begin: Callable[[], Path], commit: Callable[[Path, Contents], None]) -> None:
-        self.parent, self.begin, self.commit = parent, begin, commit
+    def __init__(
+        self,
+        parent: Path,
+        begin: Callable[[], Path],
+        commit: Callable[[Path, Contents], None],
+        failure: Exception | None = None,
+    ) -> None:
+        """`failure`: what has gone wrong on this process before, for all to hear of."""
+        self.parent, self.begin, self.commit, self.failure = parent, begin, commit, failure
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -50,6 +58,8 @@ class Writer(StorageWriter):
         pass
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if self.failure is not None:
+            raise self.failure
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 raise TypeError(f"{item.index.fqn}: a checkpoint holds tensors only")
@@ -85,17 +95,17 @@ class Writer(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        contents = Contents()
-        contents.files, contents.finite = {}, True
+        tensors: dict[str, TensorEntry] = {}
+        files: dict[str, FileEntry] = {}
+        finite = True
         for result in (result for of_process in results for result in of_process):
             entry: TensorEntry
             written: Written
             entry, written = result.storage_data
-            known = contents.setdefault(result.index.fqn, entry._replace(chunks=[]))
-            known.chunks.extend(entry.chunks)
-            contents.files[entry.chunks[0].file] = written.entry
-            contents.finite &= written.finite
-        self.commit(self.folder, contents)
+            tensors.setdefault(result.index.fqn, entry._replace(chunks=[])).chunks.extend(entry.chunks)
+            files[entry.chunks[0].file] = written.entry
+            finite &= written.finite
+        self.commit(self.folder, Contents(tensors, files, finite))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.manifest import Damaged, Manifest
+from titanlite.checkpoint.manifest import Damaged, Manifest, read_file
 from titanlite.config import Checkpoint, ConfigError
 from titanlite.configure import ACCEPTABLE
 
@@ -21,12 +21,14 @@ def require_same_run(
 ) -> None:
     """Raises ConfigError with every contradiction between a checkpoint and the `config` and small `files` of now."""
     try:
-        saved = {name: (folder / name).read_bytes() for name in ("model.json", "data.json")}
+        saved = {name: read_file(folder, manifest, name) for name in ("model.json", "data.json")}
         was = _identity(manifest.config, saved)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise Damaged(f"{folder}: {error!r}; the checkpoint is not whole") from None
     now = _identity(config, files)
-    changed = [key for key in now if was.get(key) != now[key] and key not in section.accepted]
+    changed = [key for key in now if was.get(key, now[key]) != now[key] and key not in section.accepted]
     if not changed:
         return
     names = {"data": "the data (its path, pattern or tokenizer, or the Python version)"}
@@ -45,7 +47,7 @@ def _identity(config: dict[str, dict[str, Any]], files: dict[str, bytes]) -> dic
     identity = {f"model.{name}": value for name, value in json.loads(files["model.json"]).items()}
     for key in ACCEPTABLE:
         section, _, name = key.partition(".")
-        if name:
+        if name in config.get(section, {}):  # a checkpoint may be older than the key
             identity[key] = json.loads(json.dumps(config[section][name]))  # a tuple is a list in a manifest
     data = json.loads(files["data.json"])
     identity["data"] = f"{data['name']} ({data['bytes']} bytes, fingerprint {data['fingerprint'][:8]})"

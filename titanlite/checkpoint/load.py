@@ -14,27 +14,29 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint.foreign import is_stock_dcp, read_stock
-from titanlite.checkpoint.manifest import Damaged, Manifest, read_manifest
-from titanlite.checkpoint.shard_file import DTYPES, ShardFile
+from titanlite.checkpoint.manifest import DTYPES, Damaged, Manifest, read_file, read_manifest
+from titanlite.checkpoint.shard_file import ShardFile
 from titanlite.checkpoint.storage import find_step_folder, read_step, require_fit, verify_files, verify_together
 from titanlite.config import ConfigError
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
+from titanlite.runtime import from_rank0
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a step folder."""
+    """The tokenizer of a step folder. Raises Damaged or ConfigError."""
+    read_file(folder, read_manifest(folder), "tokenizer.model")  # it is what was written, and no pipe
     return Tokenizer(folder / "tokenizer.model")
 
 
-def read_model_config(folder: Path) -> LlamaConfig:
-    """The model's shape. Raises ConfigError where `model.json` is absent or damaged."""
-    path = folder / "model.json"
+def read_model_config(folder: Path, manifest: Manifest) -> LlamaConfig:
+    """The model's shape. Raises Damaged where `model.json` is absent, changed, or no shape of a Llama."""
+    content = read_file(folder, manifest, "model.json")
     try:
-        return LlamaConfig.from_json(path.read_text())
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path}: {error}; the checkpoint is not whole") from None
+        return LlamaConfig.from_json(content.decode())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{folder / 'model.json'}: {error}") from None
 
 
 def trained_length(folder: Path) -> int:
@@ -45,18 +47,22 @@ def trained_length(folder: Path) -> int:
     return length
 
 
-def load_weights(path: Path, state: dict[str, Any], trust_pickle: bool) -> None:
+def load_weights(path: Path, state: dict[str, Any], trust_pickle: bool, group: Any = None) -> Path:
     """Fills `state` (parameter name -> tensor or DTensor) from a step folder, a run's newest, or a stock DCP folder.
 
-    All processes call it together, in any layout. Raises ConfigError where it is damaged or another model's.
+    All processes of `group` call it together, in any layout; returns the folder. Raises ConfigError where that is
+    damaged, not finite or another model's.
     """
-    if is_stock_dcp(path):
+    if from_rank0(lambda: is_stock_dcp(path)):
         read_stock(path, state, trust_pickle=trust_pickle)
-        return
-    folder = find_step_folder(path)
-    if problems := verify_together(folder, "model"):
+        return path
+    folder: Path = from_rank0(lambda: find_step_folder(path))  # the run it belongs to may be saving another one now
+    if problems := verify_together(folder, "model", group):
         raise Damaged(problems)
-    read_step(folder, {"model": state})
+    if not read_manifest(folder).finite:
+        raise ConfigError(f"{folder}: holds NaN or infinity; choose another step")
+    read_step(folder, {"model": state}, group=group)
+    return folder
 
 
 def read_tensor(folder: Path, manifest: Manifest, name: str) -> Tensor:
@@ -76,7 +82,7 @@ def load_model(folder: Path, device: torch.device, seq_len: int) -> Llama:
     manifest = read_manifest(folder)
     if problems := verify_files(folder, manifest, [name for name in manifest.files if name.startswith("model")]):
         raise Damaged(problems)
-    config = read_model_config(folder)
+    config = read_model_config(folder, manifest)
     if f"model.layers.{config.num_layers - 1}.attention.wq.weight" not in manifest.tensors:  # before a million are made
         raise Damaged(f"{folder}: holds no {config.num_layers} layers, as model.json says")
     with torch.device("meta"):

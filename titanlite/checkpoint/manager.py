@@ -22,7 +22,7 @@ from titanlite.checkpoint.background import Saver, State
 from titanlite.checkpoint.identity import require_same_run
 from titanlite.checkpoint.load import load_weights
 from titanlite.checkpoint.manifest import Facts, read_manifest
-from titanlite.checkpoint.retention import Known, expendable
+from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import (
     delete_step,
     list_steps,
@@ -34,6 +34,7 @@ from titanlite.checkpoint.storage import (
     write_step,
 )
 from titanlite.config import Checkpoint, ConfigError
+from titanlite.runtime import from_rank0
 
 logger = logging.getLogger("titanlite")
 
@@ -49,13 +50,12 @@ class Checkpointer:
         extra_files: dict[str, bytes],
         facts: Facts,
         device: torch.device,
-        timeout_seconds: int,
     ) -> None:
         """`extra_files` (name -> content) go into each checkpoint, config.toml, model.json and data.json among them."""
         self.config, self.states, self.extra_files, self.facts = config, states, extra_files, facts
         self.run_folder, self.folder = folder, folder / "checkpoints"
-        self.saver = Saver(config.async_mode, config.retries, device, timeout_seconds)
-        self.known = Known(self.folder)
+        self.saver = Saver(config.async_mode, config.retries, device)
+        self.manifests = ManifestCache(self.folder)
         self.newest = 0
         self._saved_at = self._looked_at = time.monotonic()
 
@@ -71,59 +71,67 @@ class Checkpointer:
             )
         if dist.get_rank() == 0:
             sweep(self.folder)
-        steps: list[int] = _from_first(lambda: list_steps(self.folder))
-        if (back_to := self.config.load_step) and back_to not in steps:
-            allowed = ", ".join(map(str, steps)) or "none, the run has no checkpoint"
-            raise ConfigError(f"checkpoint.load_step = {back_to}: not in {self.folder}; allowed: {allowed}")
-        candidates = _from_first(lambda: self._since(back_to, steps)) if back_to else steps
-        for step in reversed(candidates):
+        steps: list[int] = from_rank0(lambda: list_steps(self.folder))
+        for step in reversed(self._candidates(steps)):
             if self._try(step_folder(self.folder, step)):
                 self.newest = step
-                if candidates == [back_to] and dist.get_rank() == 0:
-                    for later in steps[steps.index(step) + 1 :]:
+                if dist.get_rank() == 0:
+                    for later in (later for later in list_steps(self.folder) if later > step):
                         aside = set_aside(step_folder(self.folder, later), "superseded")
-                        logger.info("step %d is of the future that is given up: set aside as %s", later, aside)
+                        logger.info("step %d is of a future that is given up: set aside as %s", later, aside)
                 return
-        if steps or _from_first(lambda: list(map(str, self.folder.glob("step-*.damaged*")))):
+        if steps or from_rank0(lambda: [str(path) for path in self.folder.glob("step-*.*")]):
             raise ConfigError(f"{self.folder}: no checkpoint left that is whole and finite; choose another run.name")
         if not (source := self.config.initial_load):
             logger.info("no checkpoint in %s: starting with new weights", self.folder)
             return
         weights = self.states["model"].state_dict()
-        load_weights(Path(source), weights, self.config.trust_pickle)
+        origin = load_weights(Path(source), weights, self.config.trust_pickle, self.saver.group)
         self.states["model"].load_state_dict(weights)
-        logger.info("no checkpoint in %s: starting with the weights of %s", self.folder, source)
+        logger.info("no checkpoint in %s: starting with the weights of %s", self.folder, origin)
 
-    def _since(self, step: int, steps: list[int]) -> list[int]:
-        """The step to go back to, and those that were made after going back: the same command goes on from these."""
-        later = [manifest for s in steps if s > step and (manifest := self.known.read(s))]
-        return [step, *(m.step for m in later if m.config["checkpoint"].get("load_step") == step)]
+    def _candidates(self, steps: list[int]) -> list[int]:
+        """What to go on from, the best last: all, or `load_step` and what was saved after going back to it.
+
+        So the same command, given again, goes on. Raises ConfigError where there is no such step.
+        """
+        if not (back_to := self.config.load_step):
+            return steps
+        if back_to not in steps:
+            allowed = ", ".join(map(str, steps)) or "none, the run has no checkpoint"
+            raise ConfigError(f"checkpoint.load_step = {back_to}: not in {self.folder}; allowed: {allowed}")
+
+        def came_from_it(step: int) -> bool:
+            manifest = self.manifests.read(step)
+            return manifest is not None and manifest.config.get("checkpoint", {}).get("load_step") == back_to
+
+        later: list[int] = from_rank0(lambda: [step for step in steps if step > back_to and came_from_it(step)])
+        return [back_to, *later]
 
     def _try(self, path: Path) -> bool:
         """Loads a checkpoint, or says why not, sets it aside and returns False."""
         started = time.monotonic()
-        problems = verify_together(path)
+        problems = verify_together(path, group=self.saver.group)
         if not problems:
             manifest = read_manifest(path)
-            require_same_run(path, manifest, self.facts.config, self.extra_files, self.config)
-            if not manifest.finite:
-                logger.info("%s holds numbers that are not finite: passed over", path)
-                return False
-            verified = time.monotonic()
-            state = self._state()
-            read_step(path, state)
-            for name, part in self.states.items():
-                part.load_state_dict(state[name])
-            layout = ", ".join(f"{axis} {degree}" for axis, degree in manifest.layout.items() if degree > 1)
-            logger.info(
-                f"resumed from {path} (saved by {layout or 'one process'}): {manifest.size / 1e9:.3f} GB, "
-                f"verified in {verified - started:.2f} s, loaded in {time.monotonic() - verified:.2f} s"
-            )
-            return True
+            if manifest.finite:
+                require_same_run(path, manifest, self.facts.config, self.extra_files, self.config)
+                verified = time.monotonic()
+                state = self._state()
+                read_step(path, state, group=self.saver.group)
+                for name, part in self.states.items():
+                    part.load_state_dict(state[name])
+                layout = ", ".join(f"{axis} {degree}" for axis, degree in manifest.layout.items() if degree > 1)
+                logger.info(
+                    f"resumed from {path} (saved by {layout or 'one process'}): {manifest.size / 1e9:.3f} GB, "
+                    f"verified in {verified - started:.2f} s, loaded in {time.monotonic() - verified:.2f} s"
+                )
+                return True
         if dist.get_rank() == 0:
-            for problem in problems:
-                logger.warning("damaged: %s", problem)
-            logger.warning("%s is set aside as %s; the one before it is used", path, set_aside(path, "damaged"))
+            why = "damaged" if problems else "nonfinite"
+            for problem in problems or [f"{path}: holds NaN or infinity"]:
+                logger.warning("%s: %s", why, problem)
+            logger.warning("%s is set aside as %s; the one before it is used", path, set_aside(path, why))
         return False
 
     def _state(self) -> State:
@@ -169,12 +177,14 @@ class Checkpointer:
             self.close()
 
     def close(self) -> None:
-        """Waits for the save under way, on all processes. Raises SaveError."""
+        """Waits for the save under way, on all processes. Raises SaveError, or what ended the process group."""
         self.saver.wait()
-        dist.barrier()  # who goes on may end the run, and with it the process that is still deleting
+        dist.barrier(self.saver.group)  # who goes on may end the run, and with it the process that is still deleting
 
-    def _write(self, step: int, facts: Facts, started: float, state: State, group: Any) -> None:
-        manifest = write_step(self.folder, step, state, self.extra_files, facts, group)
+    def _write(
+        self, step: int, facts: Facts, started: float, state: State, group: Any, failure: Exception | None
+    ) -> None:
+        manifest = write_step(self.folder, step, state, self.extra_files, facts, group, failure)
         if manifest is None:
             return
         seconds, size = time.monotonic() - started, manifest.size / 1e9
@@ -183,13 +193,12 @@ class Checkpointer:
             f"saved {step_folder(self.folder, step)}: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s, "
             f"training waited {waited:.3f} s"
         )
-        self.known.add(manifest)
-        for old in expendable(self.known.good(), self.config.keep, self.config.keep_every, self.config.keep_best):
-            delete_step(self.folder, old)
-
-
-def _from_first(find: Any) -> Any:
-    """What `find` returns on rank 0, on all: on a network file system not all see a new folder at once."""
-    found = [find() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    return found[0]
+        if not manifest.finite:
+            logger.warning("step %d holds NaN or infinity: it will not be gone on from, and does not count", step)
+        self.manifests.add(manifest)
+        keep = self.config.keep, self.config.keep_every, self.config.keep_best
+        try:
+            for old in steps_to_delete(self.manifests.good(), *keep) if self.config.keep else []:
+                delete_step(self.folder, old)
+        except (OSError, ConfigError) as error:  # the checkpoint is there; only the disk fills
+            logger.warning("an old checkpoint in %s could not be deleted: %s", self.folder, error)

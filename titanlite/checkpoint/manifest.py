@@ -10,7 +10,9 @@ names of files above all: whoever made the checkpoint may not be a friend.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -19,12 +21,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from titanlite.config import ConfigError
 
 FORMAT = 1
 NAME = "manifest.json"
-LARGEST = 1 << 30  # bytes of a manifest: 512 processes of a 405B model need a fifth of it
-WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+LARGEST = 1 << 28  # bytes of a manifest: 512 processes of a 405B model need most of it; read, it takes 24 times as much
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # as safetensors names them
+MOST_DIMS = 64  # torch's own limit
 SEAL = ',\n"sha256": "'
 
 
@@ -117,7 +133,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if not stat.S_ISREG((status := path.lstat()).st_mode) or status.st_size > LARGEST:
             raise Damaged(f"{path}: expected a regular file of at most {LARGEST} bytes")
-        text = path.read_text()
+        text = path.read_bytes().decode()  # read_text would take one kind of line end for another
         body, seal, tail = text.rpartition(SEAL)
         if not seal or tail != hashlib.sha256(body.encode()).hexdigest() + '"}\n':
             raise Damaged(f"{path}: its SHA-256 is not the one it ends with")
@@ -126,7 +142,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ConfigError(f"{path}: format {version!r} of another titanlite; this one reads format {FORMAT}")
         return _checked(fields)
     except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}") from None
+        raise Damaged(damage(path, error)) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -149,20 +165,44 @@ def _checked(fields: dict[str, Any]) -> Manifest:
     _require(_is_count(manifest.step) and isinstance(manifest.finite, bool), "step or finite")
     _require(all(map(_is_count, manifest.layout.values())), "layout")
     _require(all(isinstance(section, dict) for section in manifest.config.values()), "config")
-    _require(isinstance(manifest.created, str) and isinstance(manifest.torch, str), "created or torch")
-    _require(manifest.validation_loss is None or isinstance(manifest.validation_loss, float), "validation_loss")
+    texts = (manifest.created, manifest.torch, manifest.data, *manifest.tensors)
+    _require(all(isinstance(text, str) and text.isprintable() for text in texts), "text that cannot be printed")
+    loss = manifest.validation_loss
+    _require(loss is None or (isinstance(loss, float) and math.isfinite(loss)), "validation_loss")
     return manifest
 
 
 def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
-    _require(entry.dtype in WIDTHS and all(map(_is_count, entry.shape)), f"tensor {name!r}: {entry.dtype}")
+    _require(entry.dtype in DTYPES and len(entry.shape) <= MOST_DIMS, f"tensor {name!r}: {entry.dtype}")
+    _require(all(map(_is_count, entry.shape)), f"tensor {name!r}: its shape")
     for chunk in entry.chunks:
-        box = list(zip(chunk.offsets, chunk.sizes, entry.shape, strict=True))
-        inside = all(_is_count(start) and _is_count(size) and start + size <= end for start, size, end in box)
-        fits = chunk.file in files and math.prod(chunk.sizes) * WIDTHS[entry.dtype] <= files[chunk.file].size
-        _require(inside and fits, f"tensor {name!r}: its part {chunk} is not inside {entry.shape} or not in a file")
-    held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-    _require(held == math.prod(entry.shape), f"tensor {name!r}: its parts hold {held} numbers of {entry.shape}")
+        counts = len(chunk.offsets) == len(chunk.sizes) == len(entry.shape)
+        counts = counts and all(map(_is_count, (*chunk.offsets, *chunk.sizes)))
+        _require(counts and chunk.file in files, f"tensor {name!r}: its part {chunk}")
+        size = math.prod(chunk.sizes) * DTYPES[entry.dtype].itemsize
+        _require(size <= files[chunk.file].size, f"tensor {name!r}: its part {chunk} is longer than its file")
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+    _require(tiles(tuple(entry.shape), boxes), f"tensor {name!r}: its parts do not make up its shape")
+
+
+def tiles(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether boxes (offsets, sizes) are the cells of a grid over `shape`, each there once. Empty ones do not count.
+
+    If not, a part of what is read would stay what it was.
+    """
+    if len(shape) > MOST_DIMS:
+        return False
+    boxes = [box for box in boxes if 0 not in box[1]]  # uneven shards may be empty
+    if any(len(numbers) != len(shape) or min(numbers, default=0) < 0 for box in boxes for numbers in box):
+        return False
+    cells = dict(boxes)
+    if len(cells) != len(boxes) or sum(math.prod(size) for size in cells.values()) != math.prod(shape):
+        return False
+    edges = [sorted({offsets[dim] for offsets in cells} | {0, shape[dim]}) for dim in range(len(shape))]
+    after = [dict(itertools.pairwise(edge)) for edge in edges]
+    return all(
+        after[dim].get(start) == start + sizes[dim] for offsets, sizes in boxes for dim, start in enumerate(offsets)
+    )
 
 
 def _is_count(value: Any) -> bool:
@@ -186,5 +226,26 @@ def file_problems(folder: Path, manifest: Manifest) -> list[str]:
             elif status.st_size != entry.size:
                 problems.append(f"{path}: {status.st_size} bytes, and {entry.size} when it was written")
         except OSError as error:
-            problems.append(f"{path}: {error.strerror}")
+            problems.append(damage(path, error))
     return problems
+
+
+def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
+    """One of the small files. Raises Damaged where it is not in the manifest, or not as it was written."""
+    path, entry = folder / name, manifest.files.get(name)
+    if entry is None:
+        raise Damaged(f"{path}: not in the manifest")
+    if problems := file_problems(folder, dataclasses.replace(manifest, files={name: entry})):
+        raise Damaged(problems)
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise Damaged(f"{path}: its SHA-256 has changed")
+    return content
+
+
+def damage(path: Path, error: OSError) -> str:
+    """What the error says of the file. Raises ConfigError where it says more of this process than of the file."""
+    message = f"{path}: {error.strerror}"
+    if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP):
+        raise ConfigError(f"{message}; the checkpoint may be whole") from None
+    return message

@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from titanlite.checkpoint.manifest import Damaged, Manifest, file_problems, read_manifest
+from titanlite.checkpoint.manifest import Manifest, file_problems, read_manifest
 from titanlite.checkpoint.storage import list_steps, step_folder
+from titanlite.config import ConfigError
 
 
-class Known:
+class ManifestCache:
     """Manifests of a `checkpoints` folder, without their tensors, each read once."""
 
     def __init__(self, folder: Path) -> None:
@@ -27,11 +28,11 @@ class Known:
         self._read[manifest.step] = dataclasses.replace(manifest, tensors={})
 
     def read(self, step: int) -> Manifest | None:
-        """The manifest of a step; None where it is damaged."""
+        """The manifest of a step; None where it cannot be read."""
         if step not in self._read:
             try:
                 self.add(read_manifest(step_folder(self.folder, step)))
-            except Damaged:
+            except ConfigError:  # damaged, or of another titanlite
                 return None
         return self._read.get(step)
 
@@ -41,7 +42,7 @@ class Known:
         return [m for m in found if m and m.finite and not file_problems(step_folder(self.folder, m.step), m)]
 
 
-def expendable(good: list[Manifest], keep: int, keep_every: int, keep_best: int) -> list[int]:
+def steps_to_delete(good: list[Manifest], keep: int, keep_every: int, keep_best: int) -> list[int]:
     """Steps that the rule lets go; `good` is ascending. keep = 0 keeps all."""
     steps = [manifest.step for manifest in good]
     if not keep:

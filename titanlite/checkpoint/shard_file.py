@@ -24,20 +24,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from titanlite.checkpoint.manifest import Damaged, FileEntry
+from titanlite.checkpoint.manifest import DTYPES, Damaged, FileEntry
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PIECE = 1 << 22  # bytes written or read at a time
 

@@ -16,10 +16,13 @@ What it costs: each process writes its own shards once: 12 bytes per parameter i
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import re
 import secrets
 import shutil
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
@@ -29,14 +32,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp import Contents, Reader, Writer
-from titanlite.checkpoint.manifest import Damaged, Facts, FileEntry, Manifest, file_problems, read_manifest
+from titanlite.checkpoint.manifest import Damaged, Facts, FileEntry, Manifest, damage, file_problems, read_manifest
 from titanlite.checkpoint.shard_file import DTYPE_NAMES, digest_of
 from titanlite.config import ConfigError
 
+logger = logging.getLogger("titanlite")
 # DCP says this of every save and load of a single process. Set here and not around them: filters are not for threads.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
@@ -75,10 +80,12 @@ def write_step(
     extra_files: dict[str, bytes],
     facts: Facts,
     group: Any = None,
+    failure: Exception | None = None,
 ) -> Manifest | None:
     """Writes and commits a checkpoint of CPU tensors; all processes of `group` call it together.
 
-    Returns the manifest on rank 0. Raises SaveError on all processes where one of them fails; nothing is visible then.
+    Returns the manifest on rank 0. Raises SaveError on all processes where one of them fails, or comes with a `failure`
+    in place of a state; nothing is visible then.
     """
     committed: list[Manifest] = []
 
@@ -91,7 +98,7 @@ def write_step(
             created=now,
             torch=torch.__version__,
             files=contents.files,
-            tensors=dict(contents),
+            tensors=contents.tensors,
             **facts._asdict(),
         )
         _write_manifest(temporary, manifest)
@@ -99,9 +106,9 @@ def write_step(
         committed.append(manifest)
 
     try:
-        writer = Writer(folder, lambda: _begin(folder, step), commit)
+        writer = Writer(folder, lambda: _begin(folder, step), commit, failure)
         dcp.save(state, storage_writer=writer, no_dist=_alone(), process_group=group)
-    except (OSError, CheckpointException) as error:  # the latter is a BaseException
+    except CheckpointException as error:  # a BaseException, which carries any error of any process to all
         for rest in folder.glob(f"step-{step}.tmp-*") if dist.get_rank() == 0 else ():
             shutil.rmtree(rest, ignore_errors=True)  # a full disk needs the room
         raise SaveError(f"step {step} could not be saved in {folder}: {_reason(error)}") from error
@@ -127,7 +134,10 @@ def _write_manifest(temporary: Path, manifest: Manifest) -> None:
 def _publish(temporary: Path, final: Path) -> None:
     _sync_folder(temporary)
     temporary.rename(final)
-    _sync_folder(final.parent)  # the rename itself reaches the disk
+    try:
+        _sync_folder(final.parent)  # the rename itself reaches the disk
+    except OSError as error:  # it is committed, and can be read: no reason to save again
+        logger.warning("%s: %s when syncing it; a power failure now could lose %s", final.parent, error, final.name)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -139,8 +149,13 @@ def _write(path: Path, content: bytes) -> None:
 
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that does not sync folders
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def verify_files(folder: Path, manifest: Manifest, names: list[str] | None = None) -> list[str]:
@@ -148,28 +163,43 @@ def verify_files(folder: Path, manifest: Manifest, names: list[str] | None = Non
     wanted = manifest.files if names is None else {name: manifest.files[name] for name in names}
     if problems := file_problems(folder, manifest):
         return problems
-    try:
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-            digests = list(threads.map(digest_of, (folder / name for name in wanted)))
-    except OSError as error:
-        return [f"{error.filename}: {error.strerror}"]
-    pairs = zip(wanted.items(), digests, strict=True)
-    return [f"{folder / name}: its SHA-256 has changed" for (name, entry), digest in pairs if digest != entry.sha256]
+
+    def problem(name: str) -> str:
+        try:
+            same = digest_of(folder / name) == wanted[name].sha256
+            return "" if same else f"{folder / name}: its SHA-256 has changed"
+        except OSError as error:
+            return damage(folder / name, error)
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+        return [found for found in threads.map(problem, wanted) if found]
 
 
-def verify_together(folder: Path, prefix: str = "") -> list[str]:
-    """Reads the manifest and `verify_files` whose name begins so, dealt out to all processes; the same on each."""
+def verify_together(folder: Path, prefix: str = "", group: Any = None) -> list[str]:
+    """Reads the manifest and verifies the files whose name begins so, dealt out to all processes; the same on each.
+
+    Raises ConfigError on all where one of them cannot read what may be whole.
+    """
+    problems: list[str] = []
+    obstacles: list[str] = []
     rank, world = dist.get_rank(), dist.get_world_size()
+    deadline = time.monotonic() + 10
+    while rank and not (folder / manifests.NAME).exists() and time.monotonic() < deadline:
+        time.sleep(0.1)  # a network file system may show a new folder late
     try:
         manifest = read_manifest(folder)
         wanted = sorted(name for name in manifest.files if name.startswith(prefix))
         problems = verify_files(folder, manifest, wanted[rank::world])
     except Damaged as error:
         problems = error.problems
-    found: list[list[str]] = [problems] * world
+    except ConfigError as error:
+        obstacles = error.problems
+    found = [(problems, obstacles)] * world
     if not _alone():
-        dist.all_gather_object(found, problems)
-    return sorted({problem for own in found for problem in own})
+        dist.all_gather_object(found, (problems, obstacles), group=group)
+    if obstacles := sorted({obstacle for _, own in found for obstacle in own}):
+        raise ConfigError(obstacles)
+    return sorted({problem for own, _ in found for problem in own})
 
 
 def require_fit(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
@@ -185,25 +215,27 @@ def require_fit(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None
         raise ConfigError(problems[: 5 if more else 6] + more)
 
 
-def read_step(folder: Path, state: dict[str, Any], alone: bool = False) -> Manifest:
-    """Fills `state` in place, whatever layout wrote it: all processes together, or this one `alone`.
+def read_step(folder: Path, state: dict[str, Any], alone: bool = False, group: Any = None) -> Manifest:
+    """Fills `state` in place, whatever layout wrote it: all processes of `group` together, or this one `alone`.
 
     Raises ConfigError where it holds other tensors (nothing has been filled then), Damaged where it is not whole.
     """
     manifest = read_manifest(folder)
     require_fit(folder, manifest, state)
     try:
-        dcp.load(state, storage_reader=Reader(folder, manifest), no_dist=alone or _alone())
-    except (Exception, CheckpointException) as error:
-        raise Damaged(f"{folder}: cannot be read: {_reason(error)}") from error
+        dcp.load(state, storage_reader=Reader(folder, manifest), no_dist=alone or _alone(), process_group=group)
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        if all(isinstance(cause, (Damaged, OSError, SafetensorError, ValueError)) for cause in causes):
+            raise Damaged(f"{folder}: cannot be read: {_reason(error)}") from error
+        raise
     return manifest
 
 
-def _reason(error: BaseException) -> str:
-    """The first cause in one line: DCP's exceptions carry those of all processes, as stack traces."""
-    failures = getattr(error, "failures", None)
-    cause = next(iter(failures.values()))[0] if failures else error
-    return str(cause).strip().splitlines()[-1] if str(cause).strip() else type(cause).__name__
+def _reason(error: CheckpointException) -> str:
+    """The first process's error in one line; the exception's own text is the stack traces of all."""
+    cause = next(iter(error.failures.values()))[0]
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
 
 
 def _alone() -> bool:

@@ -61,15 +61,17 @@ class Metrics:
         tokens_per_step: int,
         flops_per_token: int,
         peak_tflops: float | None,
+        before_raising: Callable[[], None] = lambda: None,
     ) -> None:
         """`folder` is the run's. Lines beyond `progress`, left by a run that died, are removed; all of them at step 0.
 
-        `sum_losses` adds a tensor up, in place, over the processes that hold different parts of the loss.
+        `sum_losses` adds a tensor up, in place, over the processes that hold different parts of the loss;
+        `before_raising` is called on all processes before NonFinite ends the run.
         """
         self.config, self.device, self.progress = config, device, progress
         self.sum_losses, self.num_devices = sum_losses, dist.get_world_size()
         self.total_steps, self.tokens_per_step, self.flops_per_token = total_steps, tokens_per_step, flops_per_token
-        self.peak = peak_tflops
+        self.peak, self.before_raising = peak_tflops, before_raising
         self.path = folder / "metrics.jsonl"
         self.writes = dist.get_rank() == 0
         if self.writes:
@@ -132,10 +134,10 @@ class Metrics:
         logger.info(f"step {self.progress.step:>{len(str(self.total_steps))}}/{self.total_steps}  "
                     f"validation/{name}  loss {loss:.4f}  bits_per_byte {bits_per_byte:.4f}")  # fmt: skip
 
-    def require_finite(self, grad_norm: Tensor, before_raising: Callable[[], None] = lambda: None) -> None:
+    def require_finite(self, grad_norm: Tensor) -> None:
         """Raises NonFinite on all processes alike: the norm is global, and no loss that is NaN leaves it finite."""
         if not math.isfinite(float(grad_norm)):
-            before_raising()
+            self.before_raising()
             raise NonFinite(
                 f"step {self.progress.step}: the gradient norm is {float(grad_norm)}: training has diverged"
             )
