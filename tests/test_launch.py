@@ -25,8 +25,9 @@ def test_children_by_proc_and_by_ps(monkeypatch):
 def test_a_signal_before_there_are_processes_ends_the_launcher(monkeypatch):
     monkeypatch.setattr(launch, "_children", list)
     monkeypatch.setattr(launch, "_passed_on", [])
+    monkeypatch.setattr(launch.os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as caught:
-        launch._pass_on(signal.SIGTERM, None)
+        launch._pass_on(signal.SIGTERM)
     assert caught.value.code == 143
 
 
@@ -35,11 +36,11 @@ def test_a_signal_is_passed_on_once_a_second_and_then_kills(monkeypatch):
     monkeypatch.setattr(launch, "_children", lambda: [123])
     monkeypatch.setattr(launch.os, "kill", lambda pid, number: sent.append((pid, number)))
     monkeypatch.setattr(launch, "_passed_on", [])
-    launch._pass_on(signal.SIGINT, None)
-    launch._pass_on(signal.SIGTERM, None)
+    launch._pass_on(signal.SIGINT)
+    launch._pass_on(signal.SIGTERM)
     assert sent == [(123, signal.SIGTERM)]
     launch._passed_on[0] -= 2
-    launch._pass_on(signal.SIGTERM, None)
+    launch._pass_on(signal.SIGTERM)
     assert sent[1:] == [(123, signal.SIGKILL)]
 
 

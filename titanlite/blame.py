@@ -62,7 +62,7 @@ def judge_silence(beats: Beats, own: Beat, folder: Path) -> Verdict | None:
         (beat, age)
         for beat, age in beats.values()
         # Preparing may take for ever, silence while another waits may not.
-        if not beat.left and age > max(SILENT, limit := min(beat.limit, own.limit)) and own.still > limit / 2
+        if not beat.left and age > max(SILENT, min(beat.limit, own.limit)) and own.still > own.limit - SILENT
     ]
     if not silent:
         return None

@@ -16,9 +16,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from types import FrameType
 
 from titanlite.config import EXIT_CONFIG, EXIT_HUNG, EXIT_STOPPED, ConfigError
 from titanlite.configure import load_config
@@ -61,8 +61,10 @@ def launch(argv: list[str]) -> int:
 
     # One thread per core in all; more would make the processes wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // here)))
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a restart must not see old keys (pytorch#135712)
+    # For the c10d rendezvous: a restart must not see old keys (pytorch#135712).
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     arguments = ["--nproc-per-node", str(here), "--nnodes", str(nodes), "--node-rank", str(node)]
+    _handle_signals()
     for restart in range(restarts + 1):
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # any free port
         if nodes > 1 or "MASTER_PORT" in os.environ:
@@ -79,16 +81,19 @@ def launch(argv: list[str]) -> int:
 def _torchrun(arguments: list[str]) -> int:
     """torchrun in this process, with our handling of signals and exit codes."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what matters is said below
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _pass_on)
     # torchrun installs handlers of its own for the signals named here; SIGQUIT keeps its way of ending at once.
     try:
         main(["--signals-to-handle", "SIGQUIT", *arguments])
     except ChildFailedError as error:
         return _explain({rank: failure.exitcode for rank, failure in error.failures.items()})
+    except (RuntimeError, RendezvousError) as error:  # another node is not there
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        print(f"error: the nodes did not find each other: {reason}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -109,10 +114,26 @@ def _explain(codes: dict[int, int]) -> int:
     return code if code > 0 else 128 - code
 
 
+def _handle_signals() -> None:
+    """Passes signals on from a thread: the main one may be waiting for other nodes, in code that runs no handlers."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: None)  # the wake-up descriptor gets the number as a byte
+    signal.set_wakeup_fd(writing)
+
+    def listen() -> None:
+        while number := os.read(reading, 1):
+            if number[0] in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                _pass_on(number[0])
+
+    threading.Thread(target=listen, daemon=True).start()
+
+
 _passed_on: list[float] = []  # when, for each signal that was handed on
 
 
-def _pass_on(number: int, frame: FrameType | None) -> None:
+def _pass_on(number: int) -> None:
     """Hands a signal to the training processes, which run in sessions of their own; without any, ends.
 
     They get SIGTERM, also for Ctrl-C: where they do not handle it yet it ends them without a stack trace. What follows
@@ -128,7 +149,7 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
             os.kill(child, signal.SIGKILL if _passed_on else signal.SIGTERM)
     _passed_on.append(now)
     if not children:
-        sys.exit(128 + number)
+        os._exit(128 + number)
 
 
 def _children() -> list[int]:

@@ -7,8 +7,11 @@ Why it is here: when one process stops, all others wait in a collective until it
 neighbour. The one to blame is silent (frozen, or its host is dead), or is the one whose main loop has come least far.
 Every process then writes its stacks into `<run folder>/hang/` and leaves; a frozen one is killed by its neighbours, as
 torchrun would wait 30 seconds for it.
-What it leaves alone: a process that reads, writes or (on a CPU) computes, one in a debugger, and a job that was stopped
-as a whole and continued: a clock that jumps is started anew.
+What it leaves alone: a process that reads, writes or (on a CPU) computes, and one in a debugger: if others wait for it
+in a collective, that one's own time-out ends the run ten seconds after ours would have. And a job that was stopped as a
+whole and continued: a clock that jumps is started anew.
+What it cannot tell: on a GPU the host runs ahead, so who has come least far may be waiting for its GPU, or for a
+collective on it. The flight recorders in the reports then show which collective whose GPU has not entered.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ import torch.distributed as dist
 from titanlite.blame import PERIOD, SILENT, TICK, Beat, Verdict, judge_progress, judge_silence, stands_where
 from titanlite.config import EXIT_HUNG, Comm
 
-WORKS = 0.1, 1e6  # processor seconds and bytes read or written, per second: with less a process stands still
+# Processor seconds and bytes read or written, per second: with less a process stands still. To rank 0's bytes the store
+# adds its own where it is in that process: so many for each process of the run.
+WORKS, STORE_BYTES = (0.1, 1e6), 4e3
 
 
 class Watchdog:
@@ -51,7 +56,7 @@ class Watchdog:
         self._main = threading.get_ident()
         self._since, self._work = time.monotonic(), self._work_done()
         self._heard: dict[int, tuple[Beat, float]] = {}  # the newest beat of each rank, and when it came
-        self._blind = False  # the store is lost
+        self._blind = False  # the store does not answer
         self._closed, self._urgent = threading.Event(), threading.Event()
         self._store = _store()
         self._store.set(_key(self.rank), json.dumps(asdict(self._own)))
@@ -72,7 +77,10 @@ class Watchdog:
             if step > self._first_step and self.config.step_timeout_seconds < seconds:
                 seconds, key = float(self.config.step_timeout_seconds), "comm.step_timeout_seconds"
         where = f'"{name}"' + (f" of step {step}" if step else f" after step {self._step}" if self._step else "")
+        longer = seconds > self._mark[2]
         self._mark = (self._mark[0] + 1, where, seconds, key)
+        if longer:
+            self._urgent.set()  # the others hear at once that this may take longer
 
     def marking(self, name: str, function: Callable[[], bool]) -> Callable[[], bool]:
         """`function`, each call of which begins the phase `name` anew."""
@@ -89,6 +97,7 @@ class Watchdog:
         self._urgent.set()
         for thread in self._threads:
             thread.join(2 * PERIOD)
+        dist.barrier()  # nobody's last words meet a store that has gone
 
     def _talk(self) -> None:
         """Writes this process's beat and reads those of others."""
@@ -100,10 +109,14 @@ class Watchdog:
             try:
                 self._store.set(_key(self.rank), json.dumps(asdict(replace(self._own, number=number, left=closed))))
                 values = self._store.multi_get([_key(rank) for rank in others]) if others else []
-            except RuntimeError:  # its process is gone, and a client does not connect again
-                self._blind = True
-                return
-            for rank, value in zip(others, values, strict=True):
+                self._blind = False
+            except (
+                RuntimeError
+            ):  # an interrupted connection, which a client does not make again, or the end of the store
+                self._blind, values = True, []
+                with contextlib.suppress(RuntimeError):
+                    self._store = _store()
+            for rank, value in zip(others if values else [], values, strict=True):
                 beat = Beat(**json.loads(value))
                 if rank not in self._heard or self._heard[rank][0].number != beat.number:
                     self._heard[rank] = (beat, time.monotonic())
@@ -116,7 +129,7 @@ class Watchdog:
         last = time.monotonic()
         while not self._closed.wait(TICK):
             now = time.monotonic()
-            self._look_at_self(now, jumped=now - last > SILENT)
+            self._look_at_self(now, now - last)
             if now - last > SILENT:  # this process was stopped, and perhaps the others with it
                 self._heard = {rank: (beat, now) for rank, (beat, _) in self._heard.items()}
             last = now
@@ -124,15 +137,17 @@ class Watchdog:
             if verdict and not self._closed.is_set():
                 self._end(verdict)
 
-    def _look_at_self(self, now: float, jumped: bool) -> None:
+    def _look_at_self(self, now: float, passed: float) -> None:
         """Brings the process's own beat up to date."""
         progress, phase, limit, key = self._mark
         before, self._work = self._work, self._work_done()
-        works = any(b - a > least * TICK for a, b, least in zip(before, self._work, WORKS, strict=True))
-        if progress != self._own.progress or works or jumped:
+        seconds, count = (now_done - then for now_done, then in zip(self._work, before, strict=True))
+        store = STORE_BYTES * self.world if self.rank == 0 else 0.0
+        works = seconds > WORKS[0] * passed or count > (WORKS[1] + store) * passed
+        if progress != self._own.progress or works or passed > SILENT:
             self._since = now
         waiting, place, debugged = 0, "", False
-        if now - self._since > 2 * PERIOD:
+        if now - self._since > min(2 * PERIOD, limit / 2):
             waiting, place, debugged = stands_where(sys._current_frames()[self._main])
         if debugged:
             self._since = now
@@ -149,7 +164,8 @@ class Watchdog:
         with contextlib.suppress(OSError):
             fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
         seconds = time.process_time() if self.computes_here else 0.0
-        return seconds, float(fields.get("rchar", 0)) + float(fields.get("wchar", 0))
+        # read_bytes is what a memory map reads from the disk; the others are calls of read and write.
+        return seconds, float(sum(int(fields.get(name, 0)) for name in ("rchar", "wchar", "read_bytes")))
 
     def _verdict(self, now: float) -> Verdict | None:
         """Rank 0's where it has come to one, or this process's own."""
@@ -169,10 +185,12 @@ class Watchdog:
 
     def _end(self, verdict: Verdict) -> NoReturn:
         """Leaves, after time enough for all to hear of it and to write. Whether the disk still answers is not asked."""
-        threading.Thread(target=self._report, args=(verdict,), daemon=True).start()
+        report = threading.Thread(target=self._report, args=(verdict,), daemon=True)
+        report.start()
         time.sleep(PERIOD + 2 * TICK)
+        report.join(PERIOD)
         for node, pid in verdict.frozen:
-            if node == self._own.node:
+            if node == self._own.node and _parent(pid) in (os.getppid(), None):  # the id may be another's by now
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
         os._exit(EXIT_HUNG)
@@ -188,6 +206,13 @@ class Watchdog:
             faulthandler.dump_traceback(file=file, all_threads=True)
             print(f"\nflight recorder:\n{_flight_recorder()}", file=file, flush=True)
             os.fsync(file.fileno())
+
+
+def _parent(pid: int) -> int | None:
+    """The process that has started it; None where the system does not tell (there is no /proc)."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
 
 
 def _key(rank: int) -> str:

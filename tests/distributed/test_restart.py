@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from distributed.test_run_train import ROOT, environment, finish, start, wait_for_step, workers
@@ -26,12 +27,19 @@ def saving_run(arguments):
     ]
 
 
+_whole: dict = {}
+
+
 @pytest.fixture
 def whole(saving_run, tmp_path):
-    assert finish(start([*saving_run, "--run.name=whole"], NGPU="2"))[0] == 0
-    return curve(tmp_path / "whole")
+    """The losses of a run that nothing happens to; once for all tests."""
+    if not _whole:
+        assert finish(start([*saving_run, "--run.name=whole"], NGPU="2"))[0] == 0
+        _whole.update(curve(tmp_path / "whole"))
+    return _whole
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_and_the_losses_are_the_same(saving_run, tmp_path, whole):
     command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2", "--nproc-per-node=2"]
     process = subprocess.Popen(
@@ -64,8 +72,9 @@ def test_the_last_failure_is_the_run_s(saving_run, tmp_path):
     process = start(saving_run, NGPU="1", MAX_RESTARTS="1")
     for step in (3, 13):
         wait_for_step(tmp_path / "debug", step, process)
-        while not (pids := workers(process)):
-            pass
+        deadline = time.monotonic() + 30
+        while not (pids := workers(process)) and time.monotonic() < deadline:
+            time.sleep(0.1)
         os.kill(pids[0], signal.SIGKILL)
     code, output = finish(process)
     assert code == 128 + signal.SIGKILL, output
@@ -88,6 +97,7 @@ def test_a_mistake_is_not_restarted(saving_run, tmp_path):
     assert "restarting" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
 def test_two_nodes_restart_together(saving_run, tmp_path, whole, node):
     port = str(random.randrange(20_000, 30_000))  # below the ports that systems give away: the next is used too
@@ -101,6 +111,18 @@ def test_two_nodes_restart_together(saving_run, tmp_path, whole, node):
     assert curve(tmp_path / "debug") == whole
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_launcher_that_waits_for_other_nodes_can_be_stopped(saving_run, number):
+    """It waits in code that runs no signal handlers."""
+    port = str(random.randrange(20_000, 30_000))
+    process = start(saving_run, NGPU="1", NNODES="2", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    time.sleep(6)
+    process.send_signal(number)
+    code, output = finish(process, timeout=5)
+    assert code == 128 + number, output
+    assert "Traceback" not in output
+
+
 SRUN = """#!{python}
 import os, signal, subprocess, sys
 command = sys.argv[1 + sys.argv[1:].index("bash") :]
@@ -110,8 +132,10 @@ sys.exit(max(task.wait() for task in tasks))
 """
 
 
-def test_the_slurm_script_saves_and_requeues(saving_run, tmp_path):
-    """The script in docs/multinode.md with stand-ins for srun and scontrol."""
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_the_slurm_script_saves_and_requeues(saving_run, tmp_path, number):
+    """The script in docs/multinode.md with stand-ins for srun and scontrol: only SIGUSR1 brings the job back."""
     (text,) = re.findall(r"^```bash\n(#!/bin/bash\n.*?)^```", (ROOT / "docs/multinode.md").read_text(), re.M | re.S)
     assert text.count("llama3_8b --run.folder=/shared/outputs") == 1
     files = {
@@ -133,8 +157,11 @@ def test_the_slurm_script_saves_and_requeues(saving_run, tmp_path):
         text=True,
     )
     wait_for_step(tmp_path / "debug", 3, process)
-    process.send_signal(signal.SIGUSR1)
+    process.send_signal(number)
     code, output = finish(process)
     assert code == 75, output
-    assert (tmp_path / "requeued").read_text() == f"requeue {variables['SLURM_JOB_ID']}\n"
+    if number == signal.SIGUSR1:
+        assert (tmp_path / "requeued").read_text() == f"requeue {variables['SLURM_JOB_ID']}\n"
+    else:
+        assert not (tmp_path / "requeued").exists()
     assert len(list((tmp_path / "debug/checkpoints").glob("step-*"))) == 1
