@@ -30,6 +30,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+sys.path.insert(0, str(report.ROOT))
+
 from titanlite.checkpoint.manifest import Facts, read_manifest
 from titanlite.checkpoint.storage import delete_step, read_step, step_folder, verify_files, write_step
 

@@ -110,9 +110,7 @@ class Watchdog:
                 self._store.set(_key(self.rank), json.dumps(asdict(replace(self._own, number=number, left=closed))))
                 values = self._store.multi_get([_key(rank) for rank in others]) if others else []
                 self._blind = False
-            except (
-                RuntimeError
-            ):  # an interrupted connection, which a client does not make again, or the end of the store
+            except RuntimeError:  # the connection broke, which a client does not mend, or the store has gone
                 self._blind, values = True, []
                 with contextlib.suppress(RuntimeError):
                     self._store = _store()

@@ -58,6 +58,7 @@ def test_torchrun_restarts_and_the_losses_are_the_same(saving_run, tmp_path, who
     assert curve(tmp_path / "debug") == whole
 
 
+@pytest.mark.slow
 def test_the_launcher_restarts_as_often_as_it_may(saving_run, tmp_path, whole):
     process = start(saving_run, NGPU="2", MAX_RESTARTS="1")
     wait_for_step(tmp_path / "debug", 13, process)
