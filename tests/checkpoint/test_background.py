@@ -33,7 +33,7 @@ def change_after_staging(folder: Path, mode: str) -> float:
         assert mode == "disabled" or changed.wait(10)
         write_step(folder, 1, state, {}, Facts({}, {}, ""), group, failure)
 
-    saver.save({"model": {f"weight.{dist.get_rank()}": weight}}, write)
+    saver.save(lambda: {"model": {f"weight.{dist.get_rank()}": weight}}, write)
     saver.wait_for_staging()
     weight.fill_(7.0)
     changed.set()
@@ -58,7 +58,7 @@ def train_with_failures(arguments: list[str], times: int, step: int) -> tuple[st
     write_file, write_checkpoint, read = shard_file._write, manager.write_step, TrainStream.next_step
     failed, since = [], [0]
 
-    def write(path, parts):
+    def write(path, tensors):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
@@ -207,7 +207,7 @@ def fail_to_stage(folder: Path, mode: str) -> str:
         Saver._on_host = on_host
     saver = Saver(mode, 0, CPU)
     with pytest.raises(SaveError) as caught:
-        saver.save({"model": {f"weight.{dist.get_rank()}": torch.ones(10)}}, write)
+        saver.save(lambda: {"model": {f"weight.{dist.get_rank()}": torch.ones(10)}}, write)
         saver.wait_for_staging()
         saver.wait()
     return str(caught.value)

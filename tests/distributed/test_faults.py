@@ -49,10 +49,10 @@ def die(arguments: list[str], point: str, victim: int, step: int) -> int:
     dist.all_gather_object(pids, os.getpid())
     saving, struck = [0], []
 
-    def save_and_note(self, state, write):
+    def save_and_note(self, get_state, write):
         self.wait()
         saving[0] = write.args[0]
-        save(self, state, write)
+        save(self, get_state, write)
 
     def faulty(*args, **kwargs):
         striker = dist.get_rank() == (0 if first_only else victim) and saving[0] == step and not struck
@@ -60,7 +60,8 @@ def die(arguments: list[str], point: str, victim: int, step: int) -> int:
             return original(*args, **kwargs)
         struck.append(point)
         if where == "within" and name == "_write":  # a process that dies within has done half of it
-            Path(args[0]).write_bytes(bytes(args[1][0]) + bytes(args[1][1])[: len(args[1][1]) // 2])
+            half = dict(list(args[1].items())[: len(args[1]) // 2 + 1])
+            original(args[0], half).truncate(shard_file.PIECE // 1000)
         elif where == "within":
             next(Path(args[0]).iterdir()).unlink()
         result = original(*args, **kwargs) if where == "after" else None

@@ -72,7 +72,7 @@ def change_after_staging(folder, mode: str) -> None:
             write_step(folder, step, state, {}, Facts({}, {}, ""), group, failure)
 
         weight.fill_(float(step))
-        saver.save({"model": {"weight": weight}}, write)
+        saver.save(lambda: {"model": {"weight": weight}}, write)
         saver.wait_for_staging()
         weight.fill_(7.0)
         changed.set()

@@ -81,7 +81,7 @@ def save_into(folder: Path, limit: int, mode: str) -> list[str]:
             write_step(folder, step, state, {}, Facts({}, {}, ""), group, failure)
 
         try:
-            saver.save(big_state(dist.get_rank()), write)
+            saver.save(lambda: big_state(dist.get_rank()), write)
             saver.wait_for_staging()
             saver.wait()
             outcomes.append("saved")
@@ -129,7 +129,8 @@ def save_a_hundred_times(folder: Path) -> int:
         def write(state, group, failure, step=step):
             write_step(folder, step, state, {}, Facts({}, {}, ""), group, failure)
 
-        saver.save({"model": {f"weight.{dist.get_rank()}": torch.full((1000,), float(step))}}, write)
+        state = {"model": {f"weight.{dist.get_rank()}": torch.full((1000,), float(step))}}
+        saver.save(lambda state=state: state, write)
         dist.all_reduce(torch.ones(1000))  # training's own messages meanwhile
         saver.wait_for_staging()
     saver.wait()

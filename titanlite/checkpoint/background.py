@@ -52,11 +52,11 @@ class Saver:
         self._copying, self._staged = False, threading.Event()
         self._future: Future[None] | None = None
 
-    def save(self, state: State, write: Write) -> None:
+    def save(self, get_state: Callable[[], State], write: Write) -> None:
         """Calls `write(state, group, failure)`, in the background if that is the mode; waits for the save before."""
         started = time.monotonic()
         self.wait()
-        self.waited = 0.0
+        self.waited, state = 0.0, get_state()
         ready = torch.cuda.current_stream().record_event() if self.stream else None
         if self.background:
             self._copying = True

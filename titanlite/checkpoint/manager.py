@@ -172,7 +172,7 @@ class Checkpointer:
         self.newest, self._saved_at = step, time.monotonic()
         loss = validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None
         facts = self.facts._replace(validation_loss=loss)
-        self.saver.save(self._state(), functools.partial(self._write, step, facts, time.monotonic()))
+        self.saver.save(self._state, functools.partial(self._write, step, facts, time.monotonic()))
         if last:
             self.close()
 

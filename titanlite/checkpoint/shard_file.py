@@ -11,11 +11,12 @@ Format: https://huggingface.co/docs/safetensors
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,28 +39,29 @@ class Written(NamedTuple):
 
 
 def write_files(files: dict[Path, dict[str, Tensor]]) -> dict[Path, Written]:
-    """Writes tensors (CPU, by key) into new safetensors files and syncs them, all files at the same time."""
-    with ThreadPoolExecutor(2 * len(files) + 1) as threads:
-        started = {}
-        for path, tensors in files.items():
-            parts = [_header(tensors), *(_bytes_of(tensor) for tensor in tensors.values())]
-            digest = threads.submit(_digest, parts)
-            finite = threads.submit(lambda values: all(map(is_finite, values)), list(tensors.values()))
-            started[path] = (threads.submit(_write, path, parts), digest, finite)
-        return {
-            path: Written(FileEntry(size.result(), digest.result()), finite.result())
-            for path, (size, digest, finite) in started.items()
-        }
+    """Writes tensors (CPU, by key) into new safetensors files, and syncs them to the disk.
+
+    The largest is hashed while all are written, the others while the disk is busy: each time the work of two cores.
+    """
+    largest_first = sorted(files, key=lambda path: -sum(tensor.nbytes for tensor in files[path].values()))
+    with ThreadPoolExecutor(max(1, len(files))) as threads, contextlib.ExitStack() as opened:
+        examined = {path: threads.submit(_examine, files[path]) for path in largest_first[:1]}
+        written = {path: opened.enter_context(_write(path, tensors)) for path, tensors in files.items()}
+        examined |= {path: threads.submit(_examine, files[path]) for path in largest_first[1:]}
+        for file in written.values():
+            os.fsync(file.fileno())
+        results = {path: (file.tell(), *examined[path].result()) for path, file in written.items()}
+    return {path: Written(FileEntry(size, digest), finite) for path, (size, digest, finite) in results.items()}
 
 
-def _header(tensors: dict[str, Tensor]) -> memoryview:
+def _header(tensors: dict[str, Tensor]) -> bytes:
     header, end = {}, 0
     for key, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
         header[key] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the numbers begin aligned
-    return memoryview(len(text).to_bytes(8, "little") + text)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -67,25 +69,25 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _pieces(view: memoryview) -> Iterator[memoryview]:
-    return (view[start : start + PIECE] for start in range(0, len(view), PIECE))
+def _write(path: Path, tensors: dict[str, Tensor]) -> FileIO:
+    """The file with all its bytes, still open: not yet synced."""
+    file = path.open("xb", buffering=0)
+    for part in (memoryview(_header(tensors)), *map(_bytes_of, tensors.values())):
+        for start in range(0, len(part), PIECE):
+            piece = part[start : start + PIECE]
+            while len(piece):  # a raw write may take less than it was given
+                piece = piece[file.write(piece) :]
+    return file
 
 
-def _write(path: Path, parts: list[memoryview]) -> int:
-    with path.open("xb", buffering=0) as file:
-        for part in parts:
-            for piece in _pieces(part):
-                while len(piece):  # a raw write may take less than it was given
-                    piece = piece[file.write(piece) :]
-        os.fsync(file.fileno())
-        return file.tell()
-
-
-def _digest(parts: list[memoryview]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+def _examine(tensors: dict[str, Tensor]) -> tuple[str, bool]:
+    """SHA-256 of the file that has these tensors, and whether all of them are finite: of one after the other, so that
+    each is still in the cache when it is looked at again."""
+    digest, finite = hashlib.sha256(_header(tensors)), True
+    for tensor in tensors.values():
+        digest.update(_bytes_of(tensor))
+        finite = finite and is_finite(tensor)
+    return digest.hexdigest(), finite
 
 
 def is_finite(tensor: Tensor) -> bool:
