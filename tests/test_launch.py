@@ -70,3 +70,12 @@ def test_counts_in_the_environment(monkeypatch, text):
         launch._number("NNODES", 1)
     monkeypatch.setenv("NNODES", "")
     assert launch._number("NNODES", 3) == 3
+
+
+def test_processes_that_a_passed_on_signal_ends_early_were_stopped(monkeypatch, capsys):
+    """While they import torch they handle nothing; there is nothing to save yet, and the run may start again."""
+    monkeypatch.setattr(launch, "_passed_on", [1.0])
+    assert launch._explain({0: -signal.SIGTERM, 1: -signal.SIGTERM}) == 75
+    assert launch._explain({0: -signal.SIGTERM, 1: 75}) == 75
+    assert capsys.readouterr().err == ""
+    assert launch._explain({0: -signal.SIGKILL, 1: -signal.SIGTERM}) == 137

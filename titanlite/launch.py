@@ -99,6 +99,8 @@ def _torchrun(arguments: list[str]) -> int:
 
 def _explain(codes: dict[int, int]) -> int:
     """The run's exit code from its processes' (rank -> code), with a message where they have not given one."""
+    if _passed_on and set(codes.values()) <= {-signal.SIGTERM, EXIT_STOPPED}:
+        return EXIT_STOPPED  # asked to stop, perhaps before there was anything to save
     if EXIT_HUNG in codes.values():
         return EXIT_HUNG  # the watchdog has named the process, and killed it if need be
     # A process that was killed is the cause, the errors of those it left are not; torchrun itself sends SIGTERM.

@@ -33,11 +33,11 @@ def test_list_tells_what_is_there(run_folder, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["step", "saved", "(UTC)", "GB", "layout", "validation", "loss", "state"]
     assert "dp_shard=2" in lines[1]
-    assert lines[1].endswith("whole")
+    assert lines[1].endswith("complete")
     assert "model-00001.safetensors: 100 bytes, and" in lines[2]
     assert "damaged: " in lines[3]
     assert "manifest.json" in lines[3]
-    assert lines[4].endswith("whole")
+    assert lines[4].endswith("complete")
     assert lines[5].split() == ["step-7.damaged", "set", "aside"]
     assert lines[6].split() == ["step-9.tmp-0011", "incomplete"]
 

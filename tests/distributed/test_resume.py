@@ -193,3 +193,24 @@ def test_a_checkpoint_that_is_not_finite_is_set_aside(pool, arguments, tmp_path)
     assert pool.run(1, train_run, run) == [0]
     assert steps_and_others(folder) == ([3, 6], {"step-6.nonfinite"})
     assert curve(tmp_path / "debug") == whole
+
+
+def test_going_back_survives_the_deletion_of_the_step(pool, arguments, tmp_path):
+    run = [*arguments, "--checkpoint.freq=1", "--checkpoint.keep=2", "--validation.freq=0"]
+    assert pool.run(1, train_run, [*run, "--training.steps=3"]) == [0]
+    back = [*run, "--training.steps=9", "--checkpoint.load_step=2"]
+    assert pool.run(1, train_until, 4, back) == [75]
+    assert list_steps(tmp_path / "debug/checkpoints") == [5, 6]
+    assert pool.run(1, train_run, back) == [0]
+    log = (tmp_path / "debug/log.txt").read_text()
+    assert "checkpoint.load_step = 2 was gone back to before" in log
+    assert "training.steps 3 -> 9" in log
+    assert list(curve(tmp_path / "debug")) == list(range(1, 10))
+
+
+def test_going_back_to_a_damaged_step_names_the_others(pool, arguments, tmp_path):
+    run = [*arguments, "--checkpoint.freq=2", "--checkpoint.keep=0", "--validation.freq=0"]
+    assert pool.run(1, train_run, run) == [0]
+    (tmp_path / "debug/checkpoints/step-4/data.json").unlink()
+    with pytest.raises(AssertionError, match=r"checkpoint.load_step = 4: it is damaged .*; other steps: 2, 6"):
+        pool.run(1, train_run, [*run, "--checkpoint.load_step=4"])

@@ -81,7 +81,7 @@ def _layout(manifest: Manifest) -> str:
 
 
 def list_run(run_folder: Path) -> int:
-    """One line for each folder, by step: steps first, then what is incomplete or set aside."""
+    """One line for each folder, by step: steps first, then what is incomplete or set aside. Sizes only, no hashes."""
     folder = _folder(run_folder)
     rows = [("step", "saved (UTC)", "GB", "layout", "validation loss", "state")]
     for step in list_steps(folder):
@@ -95,7 +95,7 @@ def list_run(run_folder: Path) -> int:
         problems = file_problems(path, manifest) or ([] if manifest.finite else ["holds NaN or infinity"])
         loss = "" if manifest.validation_loss is None else f"{manifest.validation_loss:.4f}"
         when, size = manifest.created[:19].replace("T", " "), f"{manifest.size / 1e9:.3f}"
-        rows.append((str(step), when, size, _layout(manifest), loss, "; ".join(problems) or "whole"))
+        rows.append((str(step), when, size, _layout(manifest), loss, "; ".join(problems) or "complete"))
     for path in sorted(folder.glob("step-*.*")):
         kind = "incomplete" if ".tmp-" in path.name else "half deleted" if path.suffix == ".deleted" else "set aside"
         rows.append((path.name, "", "", "", "", kind))

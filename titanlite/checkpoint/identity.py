@@ -52,3 +52,13 @@ def _identity(config: dict[str, dict[str, Any]], files: dict[str, bytes]) -> dic
     data = json.loads(files["data.json"])
     identity["data"] = f"{data['name']} ({data['bytes']} bytes, fingerprint {data['fingerprint'][:8]})"
     return identity
+
+
+def changes(was: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> list[str]:
+    """What is told, though it may change: how the run learns from here on."""
+    found = []
+    for section in ("training", "optimizer", "schedule"):
+        for key, value in json.loads(json.dumps(now[section])).items():
+            if (before := was.get(section, {}).get(key, value)) != value:
+                found.append(f"{section}.{key} {before} -> {value}")
+    return found

@@ -16,7 +16,15 @@ from torch import Tensor
 from titanlite.checkpoint.foreign import is_stock_dcp, read_stock
 from titanlite.checkpoint.manifest import DTYPES, Damaged, Manifest, read_file, read_manifest
 from titanlite.checkpoint.shard_file import ShardFile
-from titanlite.checkpoint.storage import find_step_folder, read_step, require_fit, verify_files, verify_together
+from titanlite.checkpoint.storage import (
+    find_step_folder,
+    list_steps,
+    read_step,
+    require_fit,
+    step_folder,
+    verify_files,
+    verify_together,
+)
 from titanlite.config import ConfigError
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig
@@ -58,11 +66,17 @@ def load_weights(path: Path, state: dict[str, Any], trust_pickle: bool, group: A
         return path
     folder: Path = from_rank0(lambda: find_step_folder(path))  # the run it belongs to may be saving another one now
     if problems := verify_together(folder, "model", group):
-        raise Damaged(problems)
+        raise Damaged([*problems, _others(folder)])
     if not read_manifest(folder).finite:
         raise ConfigError(f"{folder}: holds NaN or infinity; choose another step")
     read_step(folder, {"model": state}, group=group)
     return folder
+
+
+def _others(folder: Path) -> str:
+    """What to name instead of a damaged checkpoint."""
+    others = [str(step) for step in list_steps(folder.parent) if step_folder(folder.parent, step) != folder]
+    return f"{folder} is damaged; other steps in {folder.parent}: {', '.join(others) or 'none'}"
 
 
 def read_tensor(folder: Path, manifest: Manifest, name: str) -> Tensor:
@@ -81,7 +95,7 @@ def load_model(folder: Path, device: torch.device, seq_len: int) -> Llama:
     """The model of a step folder, for sequences of up to `seq_len` tokens. Raises Damaged or ConfigError."""
     manifest = read_manifest(folder)
     if problems := verify_files(folder, manifest, [name for name in manifest.files if name.startswith("model")]):
-        raise Damaged(problems)
+        raise Damaged([*problems, _others(folder)])
     config = read_model_config(folder, manifest)
     if f"model.layers.{config.num_layers - 1}.attention.wq.weight" not in manifest.tensors:  # before a million are made
         raise Damaged(f"{folder}: holds no {config.num_layers} layers, as model.json says")

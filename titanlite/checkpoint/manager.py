@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.background import Saver, State
-from titanlite.checkpoint.identity import require_same_run
+from titanlite.checkpoint.identity import changes, require_same_run
 from titanlite.checkpoint.load import load_weights
 from titanlite.checkpoint.manifest import Facts, read_manifest
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
@@ -80,8 +80,14 @@ class Checkpointer:
                         aside = set_aside(step_folder(self.folder, later), "superseded")
                         logger.info("step %d is of a future that is given up: set aside as %s", later, aside)
                 return
-        if steps or from_rank0(lambda: [str(path) for path in self.folder.glob("step-*.*")]):
-            raise ConfigError(f"{self.folder}: no checkpoint left that is whole and finite; choose another run.name")
+        if back_to := self.config.load_step:
+            left = ", ".join(str(step) for step in steps if step != back_to) or "none"
+            raise ConfigError(f"checkpoint.load_step = {back_to}: it is damaged or not finite; other steps: {left}")
+        if aside := from_rank0(lambda: sorted(path.name for path in self.folder.glob("step-*.*"))):
+            raise ConfigError(
+                f"{self.folder}: no checkpoint left that is whole and finite, and starting over might lose what is in "
+                f"{', '.join(aside)}; choose another run.name, or move these away"
+            )
         if not (source := self.config.initial_load):
             logger.info("no checkpoint in %s: starting with new weights", self.folder)
             return
@@ -97,16 +103,20 @@ class Checkpointer:
         """
         if not (back_to := self.config.load_step):
             return steps
-        if back_to not in steps:
-            allowed = ", ".join(map(str, steps)) or "none, the run has no checkpoint"
-            raise ConfigError(f"checkpoint.load_step = {back_to}: not in {self.folder}; allowed: {allowed}")
 
         def came_from_it(step: int) -> bool:
             manifest = self.manifests.read(step)
             return manifest is not None and manifest.config.get("checkpoint", {}).get("load_step") == back_to
 
         later: list[int] = from_rank0(lambda: [step for step in steps if step > back_to and came_from_it(step)])
-        return [back_to, *later]
+        if back_to not in steps and not later:  # the step itself may have been deleted since
+            allowed = ", ".join(map(str, steps)) or "none, the run has no checkpoint"
+            raise ConfigError(f"checkpoint.load_step = {back_to}: not in {self.folder}; allowed: {allowed}")
+        if later:
+            logger.info(
+                "checkpoint.load_step = %d was gone back to before: going on from what was saved since", back_to
+            )
+        return [back_to, *later] if back_to in steps else later
 
     def _try(self, path: Path) -> bool:
         """Loads a checkpoint, or says why not, sets it aside and returns False."""
@@ -126,12 +136,14 @@ class Checkpointer:
                     f"resumed from {path} (saved by {layout or 'one process'}): {manifest.size / 1e9:.3f} GB, "
                     f"verified in {verified - started:.2f} s, loaded in {time.monotonic() - verified:.2f} s"
                 )
+                if changed := changes(manifest.config, self.facts.config):
+                    logger.info("changed since: %s", ", ".join(changed))
                 return True
         if dist.get_rank() == 0:
             why = "damaged" if problems else "nonfinite"
             for problem in problems or [f"{path}: holds NaN or infinity"]:
                 logger.warning("%s: %s", why, problem)
-            logger.warning("%s is set aside as %s; the one before it is used", path, set_aside(path, why))
+            logger.warning("%s is set aside as %s", path, set_aside(path, why))
         return False
 
     def _state(self) -> State:
