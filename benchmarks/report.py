@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def write(name: str, title: str, body: list[str], results: Any) -> None:
         "machine": cpu(),
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
-        "command": f"python benchmarks/{name}.py",
+        "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
         "commit": commit.strip(),
     }
     target = ROOT / "benchmarks/results" / f"{head['date']}-{name}"
