@@ -43,3 +43,16 @@ def build_stages(parallel: dict[str, Any], seed: int = 0, llama: LlamaConfig = S
         part.to_empty(device="cpu")
         part.init_weights(seed, assign_shard)
     return Stages(parts, config, mesh, torch.device("cpu"))
+
+
+# Of up to four processes, each axis among them
+EIGHT_LAYOUTS = [
+    {"dp_shard": 4},
+    {"dp_replicate": 2, "dp_shard": 2},
+    {"dp_shard": 2, "tp": 2},
+    {"dp_shard": 2, "cp": 2},
+    {"pp": 2, "dp_shard": 2},
+    {"pp": 2, "tp": 2},
+    {"cp": 2, "tp": 2},
+    {"dp_shard": 1},
+]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from model_builder import EVEN, SMALL, build_stages
+from model_builder import EIGHT_LAYOUTS, EVEN, SMALL, build_stages
 from safetensors.torch import load_file
 
 import titanlite.checkpoint.storage as storage
@@ -106,23 +106,11 @@ def test_any_layout_loads_any_other_bit_by_bit(pool, tmp_path, llama, before, af
         assert torch.equal(found[name], saved[name]), name
 
 
-PAIRED = [
-    {"dp_shard": 4},
-    {"dp_replicate": 2, "dp_shard": 2},
-    {"dp_shard": 2, "tp": 2},
-    {"dp_shard": 2, "cp": 2},
-    {"pp": 2, "dp_shard": 2},
-    {"pp": 2, "tp": 2},
-    {"cp": 2, "tp": 2},
-    {"dp_shard": 1},
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("before", PAIRED, ids=str)
+@pytest.mark.parametrize("before", EIGHT_LAYOUTS, ids=str)
 def test_each_of_eight_layouts_loads_each_bit_by_bit(pool, tmp_path, before):
     saved = of_all_ranks(pool.run(math.prod(before.values()), save_after_a_step, tmp_path, before, EVEN))
-    for after in PAIRED:
+    for after in EIGHT_LAYOUTS:
         found = of_all_ranks(pool.run(math.prod(after.values()), load_into_other_weights, tmp_path, after, EVEN))
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[name], saved[name]) for name in saved), after

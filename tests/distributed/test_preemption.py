@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from model_builder import EIGHT_LAYOUTS
 from runs import curve, train_run, train_until
 
 from titanlite.checkpoint.background import Saver
@@ -141,21 +142,9 @@ def test_a_hundred_saves_in_a_row(pool, tmp_path):
     assert pool.run(2, save_a_hundred_times, tmp_path, timeout=120) == [100, 100]
 
 
-LAYOUTS = [
-    {"dp_shard": 4},
-    {"dp_replicate": 2, "dp_shard": 2},
-    {"dp_shard": 2, "tp": 2},
-    {"dp_shard": 2, "cp": 2},
-    {"pp": 2, "dp_shard": 2},
-    {"pp": 2, "tp": 2},
-    {"dp_shard": 1},
-    {"cp": 2, "tp": 2},
-]
-
-
 def every_change() -> list[int]:
     """A walk over the layouts in which each follows each other one exactly once (an Euler circuit)."""
-    left = {here: [there for there in range(len(LAYOUTS)) if there != here] for here in range(len(LAYOUTS))}
+    left = {here: [there for there in range(len(EIGHT_LAYOUTS)) if there != here] for here in range(len(EIGHT_LAYOUTS))}
     stack, walk = [0], []
     while stack:
         if left[stack[-1]]:
@@ -183,7 +172,7 @@ def test_no_token_is_repeated_or_skipped_over_all_changes_of_layout(pool, argume
     assert len(set(itertools.pairwise(walk))) == 56
     run = [*arguments, "--training.steps=100", "--validation.freq=0", "--checkpoint.keep=1"]
     for step, index in enumerate(walk, 1):
-        layout = LAYOUTS[index]
+        layout = EIGHT_LAYOUTS[index]
         options = [f"--parallel.{axis}={degree}" for axis, degree in layout.items()]
         outcomes = pool.run(math.prod(layout.values()), samples_of_one_step, [*run, *options], timeout=120)
         assert {code for code, _ in outcomes} == {75}
