@@ -71,27 +71,29 @@ class Writer(StorageWriter):
         return [dataclasses.replace(plan, storage_data=own) for plan, own in zip(plans, where, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name, rank = plan.storage_data
+        folder, rank = plan.storage_data
         files: dict[Path, dict[str, torch.Tensor]] = {}
-        chunks: list[tuple[MetadataIndex, Path, TensorEntry]] = []
+        entries: dict[Path, dict[str, TensorEntry]] = {}
         for item in plan.items:
-            data, tensor = item.tensor_data, planner.resolve_data(item)
+            name, data, tensor = item.index.fqn, item.tensor_data, planner.resolve_data(item)
             assert data is not None
             assert isinstance(tensor, torch.Tensor)
-            shape = list(data.size)
-            chunk = Chunk("", list(data.chunk.offsets), list(data.chunk.sizes))
-            if 0 in chunk.sizes and 0 not in shape:
+            shape, sizes = list(data.size), list(data.chunk.sizes)
+            if 0 in sizes and 0 not in shape:
                 continue  # a process without a part of this tensor
-            kind = "model" if item.index.fqn.startswith("model.") else "training"
-            path = self.parent / name / f"{kind}-{rank:05}.safetensors"
-            entry = TensorEntry(DTYPE_NAMES[data.properties.dtype], shape, [chunk._replace(file=path.name)])
-            files.setdefault(path, {})[entry.key(item.index.fqn, chunk)] = tensor.detach()
-            chunks.append((item.index, path, entry))
-        written = write_files(files)
+            kind = "model" if name.startswith("model.") else "training"
+            path = self.parent / folder / f"{kind}-{rank:05}.safetensors"
+            chunk = Chunk(path.name, list(data.chunk.offsets), sizes)
+            empty = TensorEntry(DTYPE_NAMES[data.properties.dtype], shape, [])
+            entry = entries.setdefault(path, {}).setdefault(name, empty)
+            entry.chunks.append(chunk)
+            files.setdefault(path, {})[entry.key(name, chunk)] = tensor.detach()
+        results = [
+            WriteResult(MetadataIndex(path.name), written.entry.size, (written, entries[path]))
+            for path, written in write_files(files).items()
+        ]  # one for a file, not for a tensor: rank 0 gathers them from all processes
         future: Future[list[WriteResult]] = Future()
-        future.set_result(
-            [WriteResult(index, written[path].entry.size, (entry, written[path])) for index, path, entry in chunks]
-        )
+        future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -99,12 +101,13 @@ class Writer(StorageWriter):
         files: dict[str, FileEntry] = {}
         finite = True
         for result in (result for of_process in results for result in of_process):
-            entry: TensorEntry
             written: Written
-            entry, written = result.storage_data
-            tensors.setdefault(result.index.fqn, entry._replace(chunks=[])).chunks.extend(entry.chunks)
-            files[entry.chunks[0].file] = written.entry
+            entries: dict[str, TensorEntry]
+            written, entries = result.storage_data
+            files[result.index.fqn] = written.entry
             finite &= written.finite
+            for name, entry in entries.items():
+                tensors.setdefault(name, entry._replace(chunks=[])).chunks.extend(entry.chunks)
         self.commit(self.folder, Contents(tensors, files, finite))
 
     @classmethod
