@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite import runtime
-from titanlite.checkpoint.load import load_model
+from titanlite.checkpoint.load import load_model, open_verified
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import Facts
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
@@ -235,7 +235,7 @@ def say_what_was_made(config: Config, folder: Path, step: int, tokenizer: Tokeni
     prompt = [tokenizer.bos, *tokenizer.encode(config.run.sample_prompt)][: seq_len - 1]
     room = min(config.run.sample_tokens, seq_len - len(prompt))
     if room > 0:  # from the checkpoint: no process may hold the whole model, whose memory is the CPU's here
-        model = load_model(step_folder(folder / "checkpoints", step), torch.device("cpu"), seq_len)
+        model = load_model(open_verified(step_folder(folder / "checkpoints", step)), torch.device("cpu"), seq_len)
         seed = config.run.seed
         new = generate(model, prompt, room, stop=tokenizer.eos, temperature=0.7, top_k=50, seed=seed)
         text = tokenizer.decode([*prompt[1:], *new])

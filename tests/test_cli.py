@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_usage_and_unknown_commands(capsys):
     assert main([]) == 0
-    assert "generate RUN_OR_STEP_FOLDER" in capsys.readouterr().out
+    assert "generate CHECKPOINT" in capsys.readouterr().out
     assert main(["generat"]) == 2
     assert "unknown command 'generat'; did you mean generate?" in capsys.readouterr().err
 
@@ -56,7 +56,7 @@ def test_generate_from_a_run(pool, arguments, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["generate", "no/such/run"], "no/such/run: no checkpoint; expected a run's folder"),
+        (["generate", "no/such/run"], "no/such/run: no such file or folder; expected a run's or a step's folder"),
         (["prepare", "debug", "--data.path=no/such/text"], "no/such/text': no such file or folder"),
         (["config", "--trainig.steps=3"], "did you mean training.steps?"),
         (["tokenizer", "train", "no/such/folder/x.model"], "no/such/folder: no such folder"),

@@ -21,7 +21,8 @@ USAGE = """usage: titanlite COMMAND ...
   config [CONFIG] [--section.key=value ...]      check a configuration and print it in full, as TOML
   prepare [CONFIG] [--section.key=value ...]     tokenise the text of a configuration into the cache
   verify [CONFIG] [--quick] [--processes N]      show that every parallel layout computes what one process computes
-  generate RUN_OR_STEP_FOLDER [--prompt TEXT]    sample text from a checkpoint
+  generate CHECKPOINT [--prompt TEXT]            sample text from a checkpoint of any format
+  convert SOURCE TARGET [--to FORMAT]            write a checkpoint in another format, and check it
   checkpoint list|verify|show|diff|prune ...     what lies in a run's folder, and whether it is whole
   tokenizer train OUTPUT [--data-path PATH]      train a byte-pair encoding
 
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still shows the text
     commands: dict[str, Callable[[list[str]], int]]
     commands = {"train": train, "config": config, "prepare": prepare, "verify": verify, "generate": generate}
-    commands |= {"checkpoint": checkpoint, "tokenizer": tokenizer}
+    commands |= {"checkpoint": checkpoint, "convert": convert, "tokenizer": tokenizer}
     try:
         if name not in commands:
             from titanlite.spelling import suggestion
@@ -106,7 +107,10 @@ def _generate_options(argv: list[str]) -> argparse.Namespace:
         description="Sample text from a checkpoint.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, help="a run's folder (its newest checkpoint) or a step's folder")
+    parser.add_argument("path", type=Path, help="a run's folder (its newest checkpoint), or whatever `convert` reads")
+    parser.add_argument("--step", type=_at_least(int, 0), default=0, help="which checkpoint of a run; 0: the newest")
+    parser.add_argument("--model", default="", help="flavor or model.json, for files that do not tell the shape")
+    parser.add_argument("--tokenizer", default="", help="rank file, for files that hold no tokenizer")
     parser.add_argument("--prompt", default="def", help="text to continue")
     parser.add_argument(
         "--max-new-tokens",
@@ -129,25 +133,26 @@ def generate(argv: list[str]) -> int:
     options = _generate_options(argv)
     import torch
 
-    from titanlite.checkpoint.load import load_model, read_tokenizer, trained_length
-    from titanlite.checkpoint.storage import find_step_folder
+    from titanlite.checkpoint.load import load_model, open_verified, tokenizer_of
     from titanlite.model.generate import generate as sample
 
-    folder = find_step_folder(options.folder)
+    full = open_verified(options.path, options.step, options.model)
     cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device; allowed: auto, cpu")
-    encoder = read_tokenizer(folder)
+    encoder = tokenizer_of(full, options.tokenizer)
     prompt = [encoder.bos, *encoder.encode(options.prompt)]
-    trained = trained_length(folder)
+    trained = full.about.seq_len
+    if not trained and not options.max_new_tokens:
+        raise ConfigError(f"{full.path}: does not tell the length it was trained on; give --max-new-tokens")
     room = options.max_new_tokens or max(1, trained - len(prompt))
-    model = load_model(folder, torch.device("cuda" if cuda else "cpu"), len(prompt) + room)
+    model = load_model(full, torch.device("cuda" if cuda else "cpu"), len(prompt) + room)
     note = (
         f"; beyond {trained} tokens the text is longer than what it was trained on"
-        if len(prompt) + room > trained
+        if len(prompt) + room > trained > 0
         else ""
     )
-    print(f"{folder}: {model.config.num_parameters:,} parameters{note}", file=sys.stderr)
+    print(f"{full.path}: {model.config.num_parameters:,} parameters{note}", file=sys.stderr)
     new = sample(
         model,
         prompt,
@@ -167,6 +172,12 @@ def generate(argv: list[str]) -> int:
             shown = text
     print(encoder.decode(ids)[len(shown) :])
     return 0
+
+
+def convert(argv: list[str]) -> int:
+    from titanlite.checkpoint.convert_command import run
+
+    return run(argv)
 
 
 def checkpoint(argv: list[str]) -> int:

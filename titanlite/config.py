@@ -215,7 +215,7 @@ class Checkpoint:
     )
     load_step: int = key(0, "go back to this step; later ones are set aside. 0: the newest", min=0)
     initial_load: str = key(
-        "", "a run without a checkpoint begins with these weights: a run's or step's folder, or a stock DCP folder"
+        "", "a run without a checkpoint begins with these weights: a run's folder, or any format that `convert` reads"
     )
     trust_pickle: bool = key(False, "unpickle the index of a stock DCP folder: whoever made it can run code here")
     accept: str = key("", "changes to accept on resuming, as in `run.seed, optimizer.lr`")

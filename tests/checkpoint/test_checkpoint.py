@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import titanlite.checkpoint.storage as storage
 from titanlite.checkpoint import shard_file
-from titanlite.checkpoint.load import load_model, read_tokenizer
+from titanlite.checkpoint.load import load_model, open_verified, tokenizer_of
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import Facts, read_manifest
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
@@ -238,7 +238,7 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(pool, arguments
     before, folder = curve(tmp_path / "debug"), tmp_path / "debug/checkpoints/step-3"
     damage(folder)
     with pytest.raises(ConfigError, match="step-3"):
-        load_model(folder, torch.device("cpu"), 4112)
+        load_model(open_verified(folder), torch.device("cpu"), 4112)
     assert pool.run(2, train_run, run) == [0, 0]
     log = (tmp_path / "debug/log.txt").read_text()
     assert "damaged: " in log
@@ -302,9 +302,10 @@ def test_one_process_reads_a_run_back(pool, arguments, tmp_path):
     assert pool.run(2, train_run, arguments) == [0, 0]
     folder = find_step_folder(tmp_path / "debug")
     assert {"config.toml", "data.json", "tokenizer.model", "manifest.json"} <= {path.name for path in folder.iterdir()}
-    model = load_model(folder, torch.device("cpu"), seq_len=100)
+    full = open_verified(folder)
+    model = load_model(full, torch.device("cpu"), seq_len=100)
     assert model.rope.shape[0] == 100
-    assert read_tokenizer(folder).size == model.config.vocab_size
+    assert tokenizer_of(full).size == model.config.vocab_size
     raw: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("model-*")):
         raw |= load_file(path)

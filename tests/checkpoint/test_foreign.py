@@ -11,7 +11,9 @@ import torch.distributed.checkpoint as dcp
 from model_builder import EVEN, SMALL, build_stages, small_model
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from titanlite.checkpoint.foreign import is_stock_dcp, read_stock, stock_tensors
+from titanlite.checkpoint.formats.fill import agree_on, fill
+from titanlite.checkpoint.formats.recognise import open_full_state
+from titanlite.checkpoint.formats.stock import is_stock_dcp, read_folder
 from titanlite.checkpoint.state import ModelState
 from titanlite.config import ConfigError
 
@@ -48,9 +50,13 @@ def save(folder: Path, parallel: dict, flavor: str, at_root: bool) -> dict[str, 
     return whole(weights)
 
 
-def read(folder: Path, parallel: dict, flavor: str, alone: bool = False) -> dict[str, torch.Tensor]:
+def read_stock(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    agree_on(lambda: fill(open_full_state(folder), state))
+
+
+def read(folder: Path, parallel: dict, flavor: str) -> dict[str, torch.Tensor]:
     weights = of(build_stages(parallel, 1, FLAVORS[flavor]))
-    read_stock(folder, weights, alone=alone)
+    read_stock(folder, weights)
     return whole(weights)
 
 
@@ -83,11 +89,13 @@ def test_one_process_reads_without_a_group_and_lists(pool, tmp_path):
     weights = small_model(seed=1).state_dict()
     read_stock(tmp_path, weights)
     assert_equal(weights, expected)
-    listed = stock_tensors(tmp_path)
-    assert {name: entry.size for name, entry in listed.items() if name in expected} == {
-        name: tensor.shape for name, tensor in expected.items()
+    full = open_full_state(tmp_path)
+    assert {name: tensor.shape for name, tensor in full.tensors.items()} == {
+        name: tuple(tensor.shape) for name, tensor in expected.items()
     }
-    assert listed["scalar"].properties.dtype == torch.bfloat16
+    listed = full.others
+    assert listed["scalar"].dtype == torch.bfloat16
+    assert torch.equal(listed["scalar"].read(), torch.tensor(2.0, dtype=torch.bfloat16))
     assert "train_state.step" not in listed
 
 
@@ -131,7 +139,7 @@ def test_a_folder_that_is_none(tmp_path):
     assert not is_stock_dcp(tmp_path)
     assert not is_stock_dcp(tmp_path / ("x" * 300))
     with pytest.raises(ConfigError, match="No such file"):
-        read_stock(tmp_path, {"a": torch.ones(1)})
+        read_folder(tmp_path)
 
 
 def fail_on_one(folder: Path) -> str:

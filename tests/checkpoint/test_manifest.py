@@ -18,11 +18,12 @@ import pytest
 import torch
 from runs import train_run
 
-from titanlite.checkpoint.load import load_model, load_weights
+from titanlite.checkpoint.load import load_model, load_weights, open_verified
 from titanlite.checkpoint.manifest import NAME, SEAL, Damaged, Facts, read_manifest
 from titanlite.checkpoint.storage import read_step, verify_files, write_step
 from titanlite.cli import main
 from titanlite.config import ConfigError
+from titanlite.model.flavors import FLAVORS
 
 MODEL = "model-00000.safetensors"
 
@@ -174,7 +175,7 @@ def test_a_hostile_manifest_is_refused(step, change):
     with pytest.raises(ConfigError):
         read_step(step, state(), alone=True)
     with pytest.raises(ConfigError):
-        load_model(step, torch.device("cpu"), 8)
+        load_model(open_verified(step), torch.device("cpu"), 8)
     assert main(["checkpoint", "list", str(step.parent)]) == 0
     assert main(["checkpoint", "show", str(step)]) in (0, 2)
     assert main(["checkpoint", "diff", str(step), str(step)]) in (0, 2)
@@ -221,7 +222,7 @@ def test_a_file_that_the_manifest_does_not_name_is_not_read(step):
         (step / name).unlink()
         (step / name).symlink_to("/dev/zero")
     with pytest.raises(Damaged, match="not in the manifest"):
-        load_model(step, torch.device("cpu"), 8)
+        load_model(open_verified(step), torch.device("cpu"), 8)
     assert main(["generate", str(step)]) == 2
 
 
@@ -265,7 +266,7 @@ def test_a_hostile_model_shape_takes_no_memory(pool, arguments, tmp_path, shape)
     reseal(folder, lambda manifest: manifest["files"].update({"model.json": entry}))
     started = time.monotonic()
     with pytest.raises(ConfigError, match="step-1"):
-        load_model(folder, torch.device("cpu"), 8)
+        load_model(open_verified(folder), torch.device("cpu"), 8)
     assert time.monotonic() - started < 5
 
 
@@ -303,7 +304,7 @@ def test_what_a_process_may_not_read_is_not_damaged(pool, step, number):
 
 def load_together(folder: Path) -> None:
     with pytest.raises(Damaged, match="SHA-256 has changed"):
-        load_weights(folder, state()["model"], False)
+        load_weights(folder, state()["model"], FLAVORS["debug"])
 
 
 def test_damage_is_seen_by_all_processes(pool, step):

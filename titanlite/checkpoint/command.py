@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from titanlite.checkpoint.foreign import is_stock_dcp, stock_tensors
+from titanlite.checkpoint.convert import describe
+from titanlite.checkpoint.formats.recognise import is_ours, open_full_state
 from titanlite.checkpoint.load import read_tensor
 from titanlite.checkpoint.manifest import Damaged, Manifest, file_problems, read_manifest
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
@@ -35,7 +36,7 @@ def run(argv: list[str]) -> int:
     verifying = commands.add_parser("verify", help="read all bytes and compare them with the hashes")
     verifying.add_argument("path", type=Path, help="a run's folder (all its checkpoints) or a step's")
     showing = commands.add_parser("show", help="where a checkpoint comes from, and its tensors")
-    showing.add_argument("path", type=Path, help="a step's folder, a run's (the newest), or a stock DCP folder")
+    showing.add_argument("path", type=Path, help="a step's folder, a run's (the newest), or any that `convert` reads")
     showing.add_argument(
         "--trust-pickle", action="store_true", help="unpickle a stock DCP folder's index: runs its code"
     )
@@ -129,10 +130,11 @@ def verify(path: Path) -> int:
 
 def show(path: Path, trust_pickle: bool) -> int:
     """What the manifest says, and every tensor."""
-    if is_stock_dcp(path):
-        print(f"{path}: a stock DCP folder")
-        for name, entry in stock_tensors(path, trust_pickle).items():
-            print(f"  {name}  {str(entry.properties.dtype).removeprefix('torch.')}  {list(entry.size)}")
+    if path.exists() and not is_ours(path):
+        full = open_full_state(path, trust_pickle=trust_pickle)
+        print(describe(full, full=True))
+        for name, other in (full.tensors | full.others).items():
+            print(f"  {name}  {str(other.dtype).removeprefix('torch.')}  {list(other.shape)}")
         return 0
     folder = find_step_folder(path)
     manifest = read_manifest(folder)

@@ -1,26 +1,28 @@
 """Weights out of a checkpoint: into a new run, or into a model in one process.
 
-What it is: what `checkpoint.initial_load`, `titanlite generate` and other tools start from. A step folder is complete
-on its own: it holds the model's shape, the resolved config and the tokenizer beside the weights.
-What it costs: the parameters in fp32 once; their files are read twice, first to see that they are what was written.
+What it is: what `checkpoint.initial_load`, `titanlite generate` and other tools start from: a checkpoint of any format
+that `formats/recognise.py` knows. A step folder of ours is read through its manifest and hashes.
+What it costs: the parameters in fp32 once; files of ours are read twice, first to see that they are what was written.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.foreign import is_stock_dcp, read_stock
-from titanlite.checkpoint.manifest import DTYPES, Damaged, Manifest, read_file, read_manifest
+from titanlite.checkpoint.formats.fill import agree_on, differences, fill
+from titanlite.checkpoint.formats.full_state import FullState
+from titanlite.checkpoint.formats.recognise import is_ours, open_full_state
+from titanlite.checkpoint.manifest import DTYPES, Damaged, Manifest, read_manifest
 from titanlite.checkpoint.shard_file import ShardFile
 from titanlite.checkpoint.storage import (
     find_step_folder,
     list_steps,
     read_step,
-    require_fit,
     step_folder,
     verify_files,
     verify_together,
@@ -31,38 +33,41 @@ from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 from titanlite.runtime import from_rank0
 
-
-def read_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a step folder. Raises Damaged or ConfigError."""
-    read_file(folder, read_manifest(folder), "tokenizer.model")  # it is what was written, and no pipe
-    return Tokenizer(folder / "tokenizer.model")
+logger = logging.getLogger("titanlite")
 
 
-def read_model_config(folder: Path, manifest: Manifest) -> LlamaConfig:
-    """The model's shape. Raises Damaged where `model.json` is absent, changed, or no shape of a Llama."""
-    content = read_file(folder, manifest, "model.json")
-    try:
-        return LlamaConfig.from_json(content.decode())
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{folder / 'model.json'}: {error}") from None
+def open_verified(path: Path, step: int = 0, model: str = "", trust_pickle: bool = False) -> FullState:
+    """A checkpoint of any format whose weights are what was written, as far as the format has hashes.
 
-
-def trained_length(folder: Path) -> int:
-    """The sequence length the model was trained on. Raises Damaged where the manifest does not tell."""
-    length = read_manifest(folder).config.get("training", {}).get("seq_len")
-    if type(length) is not int or length < 1:
-        raise Damaged(f"{folder}: training.seq_len = {length!r} in its manifest")
-    return length
-
-
-def load_weights(path: Path, state: dict[str, Any], trust_pickle: bool, group: Any = None) -> Path:
-    """Fills `state` (parameter name -> tensor or DTensor) from a step folder, a run's newest, or a stock DCP folder.
-
-    All processes of `group` call it together, in any layout; returns the folder. Raises ConfigError where that is
-    damaged, not finite or another model's.
+    Raises ConfigError; Damaged where it is not whole, with the run's other steps.
     """
-    if from_rank0(lambda: is_stock_dcp(path)):
-        read_stock(path, state, trust_pickle=trust_pickle)
+    full = open_full_state(path, step, model, trust_pickle)
+    if full.about.format == "titanlite":
+        manifest = read_manifest(full.path)
+        if problems := verify_files(full.path, manifest, [name for name in manifest.files if name.startswith("model")]):
+            raise Damaged([*problems, _others(full.path)])
+    return full
+
+
+def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
+    """The checkpoint's tokenizer, or the rank file at `path`. Raises ConfigError where there is neither."""
+    if path:
+        return Tokenizer(path)
+    if full.about.tokenizer is None:
+        raise ConfigError(f"{full.path}: has no tokenizer that titanlite reads; name a rank file with --tokenizer")
+    return Tokenizer(full.path / "tokenizer.model", full.about.tokenizer)
+
+
+def load_weights(
+    path: Path, state: dict[str, Any], model: LlamaConfig, trust_pickle: bool = False, group: Any = None
+) -> Path:
+    """Fills `state` (parameter name -> tensor or DTensor) from a checkpoint of any format; a run's newest.
+
+    All processes of `group` call it together, in any layout, and each reads what it holds; returns the path. Raises
+    ConfigError where that is damaged, not finite or not of `model`'s shape.
+    """
+    if not from_rank0(lambda: is_ours(path)):
+        agree_on(lambda: _fill(open_full_state(path, trust_pickle=trust_pickle), state, model))
         return path
     folder: Path = from_rank0(lambda: find_step_folder(path))  # the run it belongs to may be saving another one now
     if problems := verify_together(folder, "model", group):
@@ -71,6 +76,17 @@ def load_weights(path: Path, state: dict[str, Any], trust_pickle: bool, group: A
         raise ConfigError(f"{folder}: holds NaN or infinity; choose another step")
     read_step(folder, {"model": state}, group=group)
     return folder
+
+
+def _fill(full: FullState, state: dict[str, Any], model: LlamaConfig) -> None:
+    if (there := full.about.model) is not None:
+        heads = [(name, getattr(there, name), getattr(model, name)) for name in ("num_heads", "num_kv_heads")]
+        if wrong := [f"model.{name} = {own}, and {its} in {full.path}" for name, its, own in heads if its != own]:
+            raise ConfigError(wrong)
+        for name in ("rope_theta", "rope_scaling", "norm_eps"):
+            if (its := getattr(there, name)) != (own := getattr(model, name)):
+                logger.warning("%s: was trained with %s = %s; this model has %s", full.path, name, its, own)
+    fill(full, state)
 
 
 def _others(folder: Path) -> str:
@@ -91,18 +107,16 @@ def read_tensor(folder: Path, manifest: Manifest, name: str) -> Tensor:
     return whole
 
 
-def load_model(folder: Path, device: torch.device, seq_len: int) -> Llama:
-    """The model of a step folder, for sequences of up to `seq_len` tokens. Raises Damaged or ConfigError."""
-    manifest = read_manifest(folder)
-    if problems := verify_files(folder, manifest, [name for name in manifest.files if name.startswith("model")]):
-        raise Damaged([*problems, _others(folder)])
-    config = read_model_config(folder, manifest)
-    if f"model.layers.{config.num_layers - 1}.attention.wq.weight" not in manifest.tensors:  # before a million are made
-        raise Damaged(f"{folder}: holds no {config.num_layers} layers, as model.json says")
+def load_model(full: FullState, device: torch.device, seq_len: int) -> Llama:
+    """The model of a checkpoint, for sequences of up to `seq_len` tokens. Raises Damaged or ConfigError."""
+    config = full.model
+    if f"layers.{config.num_layers - 1}.attention.wq.weight" not in full.tensors:  # before a million are made
+        raise Damaged(f"{full.path}: holds no {config.num_layers} layers, as the description of its model says")
     with torch.device("meta"):
         model = Llama(config, seq_len)
-    require_fit(folder, manifest, {"model": model.state_dict()})  # before there is memory for what it says it is
+    if problems := differences(full, model.state_dict()):  # before there is memory for what it says it is
+        raise Damaged(problems)
     model.to_empty(device=device)
     model.reset_rope(device)
-    read_step(folder, {"model": model.state_dict()}, alone=True)
+    fill(full, model.state_dict())
     return model.eval()

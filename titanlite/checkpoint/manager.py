@@ -34,6 +34,7 @@ from titanlite.checkpoint.storage import (
     write_step,
 )
 from titanlite.config import Checkpoint, ConfigError
+from titanlite.model.flavors import LlamaConfig
 from titanlite.runtime import from_rank0
 
 logger = logging.getLogger("titanlite")
@@ -92,7 +93,8 @@ class Checkpointer:
             logger.info("no checkpoint in %s: starting with new weights", self.folder)
             return
         weights = self.states["model"].state_dict()
-        origin = load_weights(Path(source), weights, self.config.trust_pickle, self.saver.group)
+        model = LlamaConfig.from_json(self.extra_files["model.json"].decode())
+        origin = load_weights(Path(source), weights, model, self.config.trust_pickle, self.saver.group)
         self.states["model"].load_state_dict(weights)
         logger.info("no checkpoint in %s: starting with the weights of %s", self.folder, origin)
 

@@ -25,13 +25,13 @@ MAX_PIECE, MAX_RUN = 400_000, 25_000
 
 
 class Tokenizer:
-    """`encode` and `decode`; `size` is the number of ids; `bos` and `eos` begin and end a document."""
+    """`encode` and `decode`. `size`: the number of ids; `special`: name -> id; `bos` and `eos` enclose a document."""
 
-    def __init__(self, path: str | Path = "") -> None:
-        """Reads a rank file; empty means the bundled one. Raises ConfigError that names the file and line."""
+    def __init__(self, path: str | Path = "", content: bytes | None = None) -> None:
+        """Reads a rank file, or has its `content`; empty means the bundled one. Raises ConfigError, with the line."""
         self.path = Path(path or BUNDLED)
         try:
-            content = self.path.read_bytes()
+            content = self.path.read_bytes() if content is None else content
         except OSError as error:
             raise ConfigError(
                 f"data.tokenizer = {str(path)!r}: {error.strerror}; expected a tiktoken rank file"
@@ -39,7 +39,7 @@ class Tokenizer:
         ranks = _parse(self.path, content)
         self.sha256 = hashlib.sha256(content).hexdigest()
         names = _special_names(256 if len(ranks) == LLAMA3_RANKS else 16)
-        special = {name: len(ranks) + i for i, name in enumerate(names)}
+        self.special = special = {name: len(ranks) + i for i, name in enumerate(names)}
         self.bos, self.eos = special["<|begin_of_text|>"], special["<|end_of_text|>"]
         self.size = len(ranks) + len(special)
         self._encoding = tiktoken.Encoding("titanlite", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)

@@ -100,10 +100,13 @@ class _Machine:
         function, arguments = self.pop(-2)
         if type(function) is not Name or type(arguments) is not tuple:
             raise TypeError
-        self.stack.append(Made(function, arguments))
+        ordered = function == "collections.OrderedDict" and arguments == ()
+        self.stack.append(Pairs() if ordered else Made(function, arguments))
 
     def build(self) -> None:
         (state,) = self.pop(-1)
+        if type(self.stack[-1]) is Pairs:  # attributes of an OrderedDict, as a module's state has: nobody's
+            return
         if type(self.stack[-1]) is not Made:
             raise TypeError
         self.stack[-1].state = state

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from titanlite.checkpoint.formats.pickled import Made, Name, Pairs, UnsafeName, read_pickle
 from titanlite.checkpoint.manifest import tiles
-from titanlite.checkpoint.pickled import Made, Name, Pairs, UnsafeName, read_pickle
 from titanlite.config import ConfigError
 
 logger = logging.getLogger("titanlite")

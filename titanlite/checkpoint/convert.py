@@ -1,0 +1,260 @@
+"""One checkpoint format into another, tensor by tensor, in one process without a process group.
+
+    from titanlite.checkpoint.convert import convert, load_full_state
+    convert("outputs/debug", "debug_hf", to="hf")
+    weights = load_full_state("debug_hf")            # a lazy mapping: name -> Tensor
+    weights["layers.0.attention.wq.weight"]          # read now, in titanlite's order of rows
+
+What it is: a source is opened by looking at it (`formats/recognise.py`), written as a stream beside the target
+(`formats/targets.py`), synced, renamed, opened again and compared (`formats/check.py`).
+What it costs: memory for blocks of rows, whatever the model's size; time for reading and writing once, and for the
+comparison reading both again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from titanlite.checkpoint.formats.check import different_answers, different_tensors
+from titanlite.checkpoint.formats.full_state import FullState, expected_shapes
+from titanlite.checkpoint.formats.recognise import open_full_state
+from titanlite.checkpoint.formats.targets import SUFFIXES, TARGETS, WITH_OTHERS, Selection
+from titanlite.checkpoint.manifest import Damaged, read_manifest
+from titanlite.checkpoint.shard_file import is_finite
+from titanlite.checkpoint.storage import verify_files
+from titanlite.config import ConfigError
+from titanlite.spelling import suggestion
+
+logger = logging.getLogger("titanlite")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ROOM = 1 << 26  # bytes beside the tensors: small files, headers
+
+
+class Mismatch(ConfigError):
+    """What was written is not what was read. It lies where it was written."""
+
+
+def load_full_state(path: str | Path, step: int = 0, trust_pickle: bool = False) -> FullState:
+    """A checkpoint of any format as a lazy mapping: parameter name -> Tensor in its dtype; `.others` has the rest.
+
+    `step`: which one of a run, 0 the newest. Raises ConfigError where there is none, Damaged where it is not whole;
+    also when a tensor is read. Hashes are not verified: `titanlite checkpoint verify` does that.
+    """
+    return open_full_state(Path(path), step, trust_pickle=trust_pickle)
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: str = "",
+    *,
+    dtype: str = "",
+    step: int = 0,
+    shard_size: int = 5_000_000_000,
+    full: bool = False,
+    model: str = "",
+    verify: bool = True,
+    force: bool = False,
+    trust_pickle: bool = False,
+    tell: Callable[[str], None] = logger.info,
+) -> FullState:
+    """Writes the checkpoint `source` as `target` in format `to`, compares the two and returns the new one.
+
+    `to`: titanlite, dcp, safetensors, torch, llama or hf; by the target's suffix if empty. `dtype`: bf16, fp16 or fp32
+    for the weights; as they are if empty. `shard_size`: bytes of a file. `full`: optimizer and all else, too. `model`:
+    a flavor or model.json, for sources that do not tell. `force`: replace an existing target, convert what is not
+    finite or not all of a model.
+
+    Raises ConfigError for what cannot be done, Damaged where the source is not whole: the target is then as it was.
+    Raises Mismatch where the result is not the source's: it is there, to be looked at.
+    """
+    target = Path(target)
+    to = _format(target, to)
+    as_dtype = _dtype(dtype)
+    state = open_full_state(Path(source), step, model, trust_pickle)
+    _require_free(state.path, target, force)
+    what = Selection(state, as_dtype, full)
+    tell(describe(state, full))
+    _require_sense(state, to, full, force)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(target.parent).free) < what.nbytes + ROOM:
+        raise ConfigError(f"{target.parent}: {free / 1e9:.2f} GB free, and {what.nbytes / 1e9:.2f} GB to write")
+    temporary = target.with_name(f"{target.stem}.tmp-{secrets.token_hex(4)}{target.suffix}")
+    _sweep(target)
+    progress = _Progress(what.nbytes, tell)
+    try:
+        TARGETS[to](temporary, state, what, shard_size, progress)
+        _require_whole(state, what, force)
+        _publish(temporary, target)
+    finally:
+        _remove(temporary)
+    progress.done(target)
+    result = open_full_state(target, model=model)
+    if verify:
+        _verify(state, result, target, to, as_dtype, full, tell)
+    return result
+
+
+def _format(target: Path, to: str) -> str:
+    to = to or SUFFIXES.get(target.suffix, "")
+    if to not in TARGETS:
+        raise ConfigError(
+            f"--to {to}: no format that can be written{suggestion(to, list(TARGETS))}; allowed: {', '.join(TARGETS)}"
+            if to
+            else f"{target}: its name does not tell the format; give --to: {', '.join(TARGETS)}"
+        )
+    return to
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    if name and name not in DTYPES:
+        raise ConfigError(f"--dtype {name}{suggestion(name, list(DTYPES))}; allowed: {', '.join(DTYPES)}")
+    return DTYPES[name] if name else None
+
+
+def _require_free(source: Path, target: Path, force: bool) -> None:
+    """The target is not there, or may be replaced, and is not the source or around it."""
+    there, here = target.resolve(), source.resolve()
+    if there == here or there in here.parents or here in there.parents:
+        raise ConfigError(f"{target}: is, holds or lies in the source {source}; choose another place")
+    if (target.exists() or target.is_symlink()) and not force:
+        raise ConfigError(f"{target}: exists already; choose another name, or replace it with --force")
+
+
+def _require_sense(state: FullState, to: str, full: bool, force: bool) -> None:
+    """Raises ConfigError where the source cannot become that, or is not what one would want to be converted."""
+    if full and to not in WITH_OTHERS:
+        raise ConfigError(f"--full: {to} holds a model and no more; allowed: {', '.join(WITH_OTHERS)}")
+    if full and not state.others:
+        raise ConfigError(f"--full: {state.path} holds a model and no more")
+    if state.about.finite is False and not force:
+        raise ConfigError(f"{state.path}: holds NaN or infinity; choose another step, or convert it with --force")
+    if state.about.step == 0:
+        logger.warning("%s: step 0, before any training", state.path)
+    if to in ("hf", "llama", "gguf") or state.about.model:
+        _require_model(state)
+
+
+def _require_model(state: FullState) -> None:
+    """Raises ConfigError where the tensors are not those of its model: with the nearest name, and what is left over."""
+    expected = expected_shapes(state.model)
+    problems = []
+    extra = [name for name in state.tensors if name not in expected]
+    for name, shape in expected.items():
+        if (tensor := state.tensors.get(name)) is None:
+            problems.append(f"{state.path}: has no {name!r}{suggestion(name, extra[:500])}")
+        elif tensor.shape != shape:
+            problems.append(f"{state.path}: {name!r} is {tensor.shape}; the model's is {shape}")
+    problems += [f"{state.path}: {name!r} is no parameter of this model" for name in extra]
+    if problems:
+        more = [f"and {len(problems) - 8} more like these"] if len(problems) > 9 else []
+        raise ConfigError(problems[: 8 if more else 9] + more)
+
+
+def _require_whole(state: FullState, what: Selection, force: bool) -> None:
+    """The source's bytes were those it was written with, and finite, where that is not known yet."""
+    if state.about.format == "titanlite":
+        manifest = read_manifest(state.path)
+        wanted = None if what.others else [name for name in manifest.files if name.startswith("model")]
+        if problems := verify_files(state.path, manifest, wanted):
+            raise Damaged(problems)
+    elif not force:
+        for name, tensor in state.tensors.items():
+            if not all(is_finite(block) for block in tensor.blocks()):
+                raise ConfigError(f"{state.path}: {name!r} holds NaN or infinity; convert it anyway with --force")
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    """Renames the result, out of the way of what was there."""
+    folders = [temporary, temporary.parent] if temporary.is_dir() else [temporary.parent]
+    for folder in folders:
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    if target.exists() or target.is_symlink():
+        old = target.with_name(f"{target.stem}.tmp-{secrets.token_hex(4)}{target.suffix}")
+        target.rename(old)
+        temporary.rename(target)
+        _remove(old)
+    else:
+        temporary.rename(target)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sweep(target: Path) -> None:
+    """Removes what a conversion to this target that was killed has left."""
+    for path in target.parent.glob(f"{target.stem}.tmp-????????{target.suffix}"):
+        _remove(path)
+
+
+def describe(state: FullState, full: bool = False) -> str:
+    """What the source is, in a line."""
+    about, tensors = state.about, list(state.tensors.values()) + list(state.others.values() if full else ())
+    dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in state.tensors.values()}))
+    flavor = about.config.get("model", {}).get("flavor", "")
+    told = [
+        f"{state.path}: {about.format}",
+        f"step {about.step}" if about.step is not None else "",
+        f"saved by {about.layout}" if about.layout else "",
+        f"flavor {flavor}" if flavor else "",
+        f"{len(tensors)} tensors, {sum(tensor.nbytes for tensor in tensors) / 1e9:.3f} GB, {dtypes}",
+        f"{about.model.num_parameters:,} parameters" if about.model else "the model's shape is not known",
+        "with its tokenizer" if about.tokenizer else "no tokenizer",
+    ]
+    return "; ".join(part for part in told if part)
+
+
+class _Progress:
+    """Hears of every piece that is written; tells every few seconds how far it is."""
+
+    def __init__(self, total: int, tell: Callable[[str], None]) -> None:
+        self.total, self.tell, self.done_bytes = total, tell, 0
+        self.started = self.told = time.monotonic()
+
+    def __call__(self, data: memoryview) -> None:
+        self.done_bytes += len(data)
+        if (now := time.monotonic()) > self.told + 5:
+            self.told, speed = now, self.done_bytes / (now - self.started)
+            left = max(0, self.total - self.done_bytes) / speed
+            self.tell(
+                f"{self.done_bytes / 1e9:.2f} of {self.total / 1e9:.2f} GB, {speed / 1e9:.2f} GB/s, {left:.0f} s left"
+            )
+
+    def done(self, target: Path) -> None:
+        seconds = time.monotonic() - self.started
+        self.tell(
+            f"wrote {target}: {self.total / 1e9:.3f} GB in {seconds:.2f} s, {self.total / seconds / 1e9:.2f} GB/s"
+        )
+
+
+def _verify(
+    state: FullState,
+    result: FullState,
+    target: Path,
+    to: str,
+    dtype: torch.dtype | None,
+    full: bool,
+    tell: Callable[[str], None],
+) -> None:
+    problems = different_tensors(state, result, dtype, full)
+    said = f"verified: {len(state.tensors)} tensors bit by bit"
+    if not problems and state.about.model and not full:
+        problems = [problem for problem in [different_answers(state, target, to, result, dtype)] if problem]
+        said += ", and the model's logits"
+    if problems:
+        raise Mismatch([*problems[:8], f"{target} is not what {state.path} is; it stays where it is, do not use it"])
+    tell(said)

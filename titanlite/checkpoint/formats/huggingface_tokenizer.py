@@ -1,0 +1,125 @@
+"""tokenizer.json <-> tiktoken's rank file: the same byte-pair encoding in two notations.
+
+What it is: tiktoken keeps tokens as bytes in the order they were learned, and merges whatever pair makes the token of
+the lowest rank. Hugging Face's `tokenizers` keeps tokens as text (each byte a printable character) and lists the merges
+in order: the same, once all pairs that make a token stand there. `ignore_merges` makes it take a word that is a token
+whole, as tiktoken does.
+What it costs: finding the merges cuts every token everywhere: 128,000 tokens take a second.
+Reference: https://huggingface.co/docs/tokenizers
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from titanlite.data.bpe import PATTERN
+from titanlite.data.tokenizer import Tokenizer
+
+logger = logging.getLogger("titanlite")
+
+
+def _byte_characters() -> dict[int, str]:
+    """A printable character for each byte: itself where it is one, else one of those from U+0100 on (GPT-2's map)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+CHARACTERS = _byte_characters()
+BYTES = {character: byte for byte, character in CHARACTERS.items()}
+
+
+def parse_ranks(content: bytes) -> list[bytes]:
+    """The tokens of a rank file in order."""
+    return [base64.b64decode(line.split()[0]) for line in content.splitlines()]
+
+
+def merges_of(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
+    """Every pair of tokens that makes a token, by the rank of what it makes: tiktoken merges any of them."""
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    merges = []
+    for token in tokens:
+        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+        pairs = [pair for pair in cuts if pair[0] in ranks and pair[1] in ranks]
+        merges += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+    return merges
+
+
+def _text(token: bytes) -> str:
+    return "".join(CHARACTERS[byte] for byte in token)
+
+
+def to_files(tokenizer: Tokenizer, content: bytes, seq_len: int) -> dict[str, bytes]:
+    """tokenizer.json and tokenizer_config.json that encode as `tokenizer`, whose rank file `content` is."""
+    tokens = parse_ranks(content)
+    special, bos, eos = tokenizer.special, "<|begin_of_text|>", "<|end_of_text|>"
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    begin = {"SpecialToken": {"id": bos, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+    split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    main: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": name, **flags} for name, i in special.items()],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [begin, first],
+            "pair": [begin, first, {"SpecialToken": {"id": bos, "type_id": 1}}, second],
+            "special_tokens": {bos: {"id": bos, "ids": [special[bos]], "tokens": [bos]}},
+        },
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,
+            "vocab": {_text(token): i for i, token in enumerate(tokens)},
+            "merges": [[_text(a), _text(b)] for a, b in merges_of(tokens)],
+        },
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "model_max_length": seq_len,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    dump = {"tokenizer.json": main, "tokenizer_config.json": config}
+    return {name: (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode() for name, value in dump.items()}
+
+
+def read_tokenizer(folder: Path) -> bytes | None:
+    """The rank file of a folder's tokenizer.json; None, with a warning, where that is no encoding of Llama 3's kind."""
+    path = folder / "tokenizer.json"
+    try:
+        main = json.loads(path.read_bytes())
+        model, steps = main["model"], main["pre_tokenizer"]
+        patterns = [step["pattern"]["Regex"] for step in steps.get("pretokenizers", [steps]) if step["type"] == "Split"]
+        if model["type"] != "BPE" or patterns != [PATTERN]:
+            raise ValueError("expected BPE with Llama 3's way of splitting words")
+        order = sorted(model["vocab"].items(), key=lambda item: item[1])
+        tokens = [bytes(BYTES[c] for c in text) for text, _ in order]
+        if [i for _, i in order] != list(range(len(order))) or len({*tokens}) < len(tokens):
+            raise ValueError("its ids are not 0, 1, 2, ... of different tokens")
+        pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+        if pairs != [(_text(a), _text(b)) for a, b in merges_of(tokens)]:
+            raise ValueError("its merges do not go by the order of its tokens")
+        return b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        logger.warning("%s: not used (%s: %s)", path, type(error).__name__, str(error)[:200])
+        return None

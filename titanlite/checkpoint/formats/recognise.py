@@ -1,0 +1,188 @@
+"""What a path holds, found by looking, as a `FullState`.
+
+What it is: one function per format that makes the index. A run's folder means its newest committed step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from titanlite.checkpoint.formats import huggingface, meta, stock
+from titanlite.checkpoint.formats.full_state import About, FullState, FullTensor
+from titanlite.checkpoint.formats.safetensors_files import INDEX, read_folder, read_header
+from titanlite.checkpoint.formats.torch_file import Tree, read_tree
+from titanlite.checkpoint.manifest import DTYPES, Damaged, file_problems, read_file, read_manifest
+from titanlite.checkpoint.storage import find_step_folder, list_steps, step_folder
+from titanlite.config import ConfigError
+from titanlite.model.flavors import FLAVORS, LlamaConfig
+from titanlite.spelling import suggestion
+
+ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.")  # of a model's parameters
+READABLE = (
+    "a run's or a step's folder, a stock DCP folder (.metadata), a Hugging Face folder (config.json), a folder with "
+    "consolidated.00.pth and params.json, a .safetensors file or folder, or a file of torch.save"
+)
+
+
+def open_full_state(path: Path, step: int = 0, model: str = "", trust_pickle: bool = False) -> FullState:
+    """The checkpoint at `path`, whatever its format. `step`: which one of a run, 0 the newest.
+
+    `model`: a flavor or a model.json, for files that do not tell the model's shape. Raises Damaged where it is no whole
+    checkpoint, ConfigError where it is none, or not one that is read.
+    """
+    state = _open(path, step, trust_pickle)
+    if model:
+        state.about.model = read_model(model, state)
+    return state
+
+
+def read_model(model: str, state: FullState) -> LlamaConfig:
+    """A flavor's shape, with the vocabulary of the embedding there is, or that of a model.json. Raises ConfigError."""
+    if model in FLAVORS:
+        rows = state.tensors["tok_embeddings.weight"].shape[0] if "tok_embeddings.weight" in state.tensors else 0
+        return dataclasses.replace(FLAVORS[model], vocab_size=rows or FLAVORS[model].vocab_size)
+    try:
+        return LlamaConfig.from_json(Path(model).read_text())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"--model {model}: no model.json ({error}) and no flavor{suggestion(model, list(FLAVORS))}; "
+            f"flavors: {', '.join(FLAVORS)}"
+        ) from None
+
+
+def is_ours(path: Path) -> bool:
+    """Whether it is a step's folder, or that of a run which has one."""
+    with contextlib.suppress(OSError):  # a name too long, say
+        return (path / "manifest.json").is_file() or any(list_steps(folder) for folder in (path / "checkpoints", path))
+    return False
+
+
+def _open(path: Path, step: int, trust_pickle: bool) -> FullState:
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file or folder; expected {READABLE}")
+    if path.is_file():
+        return _open_file(path)
+    if is_ours(path):
+        return _open_step(path, step)
+    if stock.is_stock_dcp(path):
+        return _named(path, stock.read_folder(path, trust_pickle), About("dcp", **_beside(path)))
+    if (path / "params.json").is_file() and any(path.glob("consolidated.*")):
+        return meta.open_folder(path)
+    weights = (path / INDEX).is_file() or (path / "model.safetensors").is_file()
+    if weights and (path / "config.json").is_file():
+        return huggingface.open_folder(path)
+    if weights:
+        return _named(path, read_folder(path), About("safetensors", **_beside(path)))
+    if any((path / name).exists() for name in ("config.json", "params.json", "model.json")):
+        raise Damaged(f"{path}: describes a model, but has no weights (model.safetensors or {INDEX}) beside it")
+    raise ConfigError(f"{path}: no checkpoint; expected {READABLE}")
+
+
+def _open_step(path: Path, step: int) -> FullState:
+    """A step folder of ours."""
+    folder = find_step_folder(path)
+    if step:
+        folder = step_folder(folder.parent, step)
+        if not folder.is_dir():
+            have = ", ".join(map(str, list_steps(folder.parent)))
+            raise ConfigError(f"--step {step}: not in {folder.parent}; allowed: {have}")
+    manifest = read_manifest(folder)
+    if problems := file_problems(folder, manifest):
+        raise Damaged(problems)
+    headers = {name: read_header(folder / name)[0] for name in manifest.files if name.endswith(".safetensors")}
+    model: dict[str, FullTensor] = {}
+    others: dict[str, FullTensor] = {}
+    for name, entry in manifest.tensors.items():
+        parts = []
+        for chunk in entry.chunks:
+            stored = headers[chunk.file].get(entry.key(name, chunk))
+            if stored is None or (stored.dtype, list(stored.shape)) != (DTYPES[entry.dtype], chunk.sizes):
+                raise Damaged(f"{folder / chunk.file}: does not hold {name} as the manifest says")
+            parts.append(dataclasses.replace(stored.parts[0], offsets=tuple(chunk.offsets)))
+        whole = FullTensor(DTYPES[entry.dtype], tuple(entry.shape), tuple(parts))
+        group = model if name.startswith("model.") else others
+        group[name.removeprefix("model.")] = whole
+    small = {name: read_file(folder, manifest, name) for name in manifest.files if not name.endswith(".safetensors")}
+    layout = " ".join(f"{axis} {degree}" for axis, degree in manifest.layout.items() if degree > 1)
+    length = manifest.config.get("training", {}).get("seq_len", 0)
+    about = About(
+        "titanlite",
+        _model_of(folder / "model.json", small.get("model.json")),
+        small.get("tokenizer.model"),
+        manifest.step,
+        length if type(length) is int else 0,
+        layout or "one process",
+        manifest.finite,
+        manifest.config,
+        small,
+    )
+    return FullState(folder, about, model, others)
+
+
+def _model_of(path: Path, content: bytes | None) -> LlamaConfig | None:
+    if content is None:
+        return None
+    try:
+        return LlamaConfig.from_json(content.decode())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{path}: {error}") from None
+
+
+def _open_file(path: Path) -> FullState:
+    start = path.open("rb").read(4)
+    if start == b"GGUF":
+        raise ConfigError(f"{path}: a GGUF file, which is written but not read; expected {READABLE}")
+    if start == b"PK\x03\x04":
+        return _of_tree(path, read_tree(path))
+    if path.suffix == ".safetensors":
+        found, metadata = read_header(path)
+        if "model.embed_tokens.weight" in found:
+            raise ConfigError(f"{path}: a file of a Hugging Face folder; give the folder, with its config.json")
+        about = About("safetensors", _model_of(path, metadata["model"].encode() if "model" in metadata else None))
+        return _named(path, found, about)
+    raise ConfigError(f"{path}: neither a zip archive of torch.save nor a .safetensors file; expected {READABLE}")
+
+
+def _of_tree(path: Path, tree: Tree) -> FullState:
+    """What torch.save was given: a model's state, or a dict with that under one of the usual keys."""
+    about, flat = About("torch"), tree
+    for key in ("model", "state_dict", "model_state_dict"):
+        if isinstance(tree.get(key), dict):
+            flat = tree[key]
+    if isinstance(tree.get("model_config"), dict):
+        about.model = _model_of(path, json.dumps(tree["model_config"]).encode())
+    if isinstance(step := tree.get("step"), int):
+        about.step = step
+    if isinstance(length := tree.get("seq_len"), int):
+        about.seq_len = length
+    if isinstance(tokenizer := tree.get("tokenizer"), FullTensor):
+        about.tokenizer = tokenizer.read().numpy().tobytes()
+    state = _named(path, {name: value for name, value in flat.items() if isinstance(value, FullTensor)}, about)
+    rest = tree.get("training", {})
+    state.others |= {name: value for name, value in rest.items() if isinstance(value, FullTensor)}
+    if not state.tensors:
+        raise ConfigError(f"{path}: holds no tensors, but {', '.join(list(tree)[:8]) or 'nothing'}")
+    return state
+
+
+def _beside(folder: Path) -> dict[str, Any]:
+    """model.json and tokenizer.model of a folder, where they are."""
+    shape, ranks = folder / "model.json", folder / "tokenizer.model"
+    return {
+        "model": _model_of(shape, shape.read_bytes()) if shape.is_file() else None,
+        "tokenizer": ranks.read_bytes() if ranks.is_file() else None,
+    }
+
+
+def _named(path: Path, found: dict[str, FullTensor], about: About) -> FullState:
+    """Parameters apart from the rest, without the prefixes that wrappers and other trainers add."""
+    plain = {name.replace("_orig_mod.", "").removeprefix("module."): tensor for name, tensor in found.items()}
+    below = any(name.startswith("model.") for name in plain) and "tok_embeddings.weight" not in plain
+    roots = ("model.",) if below else ROOTS if "tok_embeddings.weight" in plain else ("",)
+    model = {name: tensor for name, tensor in plain.items() if name.startswith(roots)}
+    others = {name: tensor for name, tensor in plain.items() if name not in model}
+    return FullState(path, about, {name.removeprefix("model."): tensor for name, tensor in model.items()}, others)

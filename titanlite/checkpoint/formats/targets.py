@@ -1,0 +1,191 @@
+"""Writing a checkpoint in another format: one function for each, all of which stream tensor by tensor.
+
+What it is: which tensors, under which names, in which order of rows and dtype (`Outgoing`), and the small files that
+make the result complete: the model's shape, the tokenizer. Nobody reads what is written here before it is renamed.
+What it costs: one block of rows in memory; one whole tensor for a stock DCP folder, whose writer takes no less.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.formats import huggingface, meta, stock
+from titanlite.checkpoint.formats.full_state import FullState, FullTensor, half_split
+from titanlite.checkpoint.formats.safetensors_files import Outgoing, Told, write_file
+from titanlite.checkpoint.formats.safetensors_files import write_folder as write_shards
+from titanlite.checkpoint.formats.torch_file import Tree, write_tree
+from titanlite.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
+from titanlite.checkpoint.shard_file import DTYPE_NAMES, Hashed, digest_of
+from titanlite.data.tokenizer import Tokenizer
+
+DEFAULT_LENGTH = 8192  # for a format that must name the longest sequence, where the source does not
+Write = Callable[[Path, FullState, "Selection", int, Told], None]
+
+
+class Selection:
+    """What of a FullState is written: `model` by parameter name, and `others` if `full`, floats as `dtype`."""
+
+    def __init__(self, state: FullState, dtype: torch.dtype | None, full: bool) -> None:
+        self.dtype = dtype
+        self.model = {name: self.outgoing(tensor) for name, tensor in state.tensors.items()}
+        # Moments and counts are for going on, exactly; a dtype is asked for the weights.
+        self.others = {name: _outgoing(tensor, tensor.dtype) for name, tensor in state.others.items() if full}
+
+    def outgoing(self, tensor: FullTensor, width: int = 0) -> Outgoing:
+        """A tensor to write; `width` of a head where its rows are to be in Hugging Face's order."""
+        floating = tensor.dtype.is_floating_point
+        return _outgoing(tensor, self.dtype if self.dtype and floating else tensor.dtype, width)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.model.values(), *self.others.values()))
+
+
+def _outgoing(tensor: FullTensor, dtype: torch.dtype, width: int = 0) -> Outgoing:
+    def blocks() -> Iterator[Tensor]:
+        for block in tensor.blocks(width or 1):
+            yield (half_split(block, width) if width else block).to(dtype)
+
+    return Outgoing(dtype, tensor.shape, blocks)
+
+
+def _write_small(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        with (folder / name).open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _shape_and_tokenizer(state: FullState) -> dict[str, bytes]:
+    files = {"model.json": state.about.model.to_json().encode()} if state.about.model else {}
+    return files | ({"tokenizer.model": state.about.tokenizer} if state.about.tokenizer else {})
+
+
+def to_titanlite(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
+    """A step folder of ours: two safetensors files, the small files and the manifest."""
+    path.mkdir()
+    files: dict[str, FileEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
+    finite = True
+    groups = {"model": {f"model.{name}": tensor for name, tensor in what.model.items()}, "training": what.others}
+    for kind, group in groups.items():
+        if not group:
+            continue
+        name = f"{kind}-00000.safetensors"
+        with Hashed() as hashed:
+
+            def tell(data: memoryview, hashed: Hashed = hashed) -> None:
+                hashed.add(data)
+                told(data)
+
+            write_file(path / name, {key: _looked_at(tensor, hashed) for key, tensor in group.items()}, {}, tell)
+            files[name], own_finite = FileEntry((path / name).stat().st_size, hashed.hexdigest()), hashed.finite
+        finite &= own_finite
+        for key, tensor in group.items():
+            shape = list(tensor.shape)
+            tensors[key] = TensorEntry(DTYPE_NAMES[tensor.dtype], shape, [Chunk(name, [0] * len(shape), shape)])
+    small = state.about.files or _shape_and_tokenizer(state)
+    _write_small(path, small)
+    files |= {name: FileEntry(len(content), digest_of(path / name)) for name, content in small.items()}
+    made = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    config = state.about.config or {"training": {"seq_len": state.about.seq_len or DEFAULT_LENGTH}}
+    step = state.about.step or 0
+    manifest = Manifest(step, finite, made, torch.__version__, {}, config, "", None, files, tensors)
+    _write_small(path, {manifests.NAME: manifests.to_text(manifest).encode()})
+
+
+def _looked_at(tensor: Outgoing, hashed: Hashed) -> Outgoing:
+    def blocks() -> Iterator[Tensor]:
+        for block in tensor.blocks():
+            hashed.look(block)
+            yield block
+
+    return tensor._replace(blocks=blocks)
+
+
+def to_dcp(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
+    """A stock DCP folder, with torchtitan's names: of the model alone at its root, else below `model.`."""
+    prefix = "model." if what.others else ""
+    stock.write_folder(path, {prefix + name: tensor for name, tensor in what.model.items()} | what.others, told)
+    _write_small(path, _shape_and_tokenizer(state))
+
+
+def to_safetensors(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
+    """Our names; one file if the path ends so, else a folder, in shards where it is large."""
+    prefix = "model." if what.others else ""
+    tensors = {prefix + name: tensor for name, tensor in what.model.items()} | what.others
+    if path.suffix == ".safetensors":
+        about = {"format": "pt"} | ({"model": state.about.model.to_json()} if state.about.model else {})
+        write_file(path, tensors, about, told)
+        return
+    path.mkdir()
+    write_shards(path, tensors, shard_size, told)
+    _write_small(path, _shape_and_tokenizer(state))
+
+
+def to_torch(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
+    """A file for `torch.load(path, weights_only=True)`: a dict with `model` (name -> tensor) and what is known."""
+    tree: Tree = {"model": what.model, "step": state.about.step, "seq_len": state.about.seq_len}
+    if state.about.model:
+        tree["model_config"] = json.loads(state.about.model.to_json())
+    if what.others:
+        tree["training"] = what.others
+    if ranks := state.about.tokenizer:
+        content = torch.frombuffer(bytearray(ranks), dtype=torch.uint8)
+        tree["tokenizer"] = Outgoing(torch.uint8, (len(ranks),), lambda: iter([content]))
+    write_tree(path, tree, told)
+
+
+def to_llama(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
+    """Meta's folder, with one consolidated file."""
+    path.mkdir()
+    tensors = dict(what.model)
+    if state.model.tied_embeddings:
+        tensors["output.weight"] = tensors["tok_embeddings.weight"]  # Meta's model always has one of its own
+    write_tree(path / "consolidated.00.pth", tensors, told)
+    files = {"params.json": (json.dumps(meta.to_params(state.model), indent=1) + "\n").encode()}
+    _write_small(path, files | ({"tokenizer.model": state.about.tokenizer} if state.about.tokenizer else {}))
+
+
+def to_huggingface(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
+    """A folder for `transformers.AutoModelForCausalLM.from_pretrained`, and AutoTokenizer's."""
+    path.mkdir()
+    config, length = state.model, state.about.seq_len or DEFAULT_LENGTH
+    tensors: dict[str, Outgoing] = {}
+    for ours, theirs in huggingface.names(config).items():
+        width = config.head_dim if huggingface.is_turned(ours) else 0
+        tensors[theirs] = what.outgoing(state.tensors[ours], width)
+    write_shards(path, tensors, shard_size, told)
+    bos = eos = None
+    files: dict[str, bytes] = {}
+    if ranks := state.about.tokenizer:
+        tokenizer = Tokenizer(content=ranks)
+        bos, eos = tokenizer.bos, tokenizer.eos
+        files = huggingface.tokenizer_files(tokenizer, ranks, length)
+    dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
+    described = {
+        "config.json": huggingface.to_config(config, length, dtype, bos, eos),
+        "generation_config.json": {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False},
+    }
+    _write_small(path, files | {name: (json.dumps(it, indent=1) + "\n").encode() for name, it in described.items()})
+
+
+TARGETS: dict[str, Write] = {
+    "titanlite": to_titanlite,
+    "dcp": to_dcp,
+    "safetensors": to_safetensors,
+    "torch": to_torch,
+    "llama": to_llama,
+    "hf": to_huggingface,
+}
+SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+WITH_OTHERS = ("titanlite", "dcp", "safetensors", "torch")  # which can hold more than a model
