@@ -22,9 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from titanlite.checkpoint.formats.check import different_answers, different_tensors
-from titanlite.checkpoint.formats.full_state import FullState, expected_shapes
+from titanlite.checkpoint.formats.full_state import FullState, FullTensor, expected_shapes
+from titanlite.checkpoint.formats.gguf_file import expected, open_written
 from titanlite.checkpoint.formats.recognise import open_full_state
 from titanlite.checkpoint.formats.targets import SUFFIXES, TARGETS, WITH_OTHERS, Selection
 from titanlite.checkpoint.manifest import Damaged, read_manifest
@@ -68,20 +70,20 @@ def convert(
 ) -> FullState:
     """Writes the checkpoint `source` as `target` in format `to`, compares the two and returns the new one.
 
-    `to`: titanlite, dcp, safetensors, torch, llama or hf; by the target's suffix if empty. `dtype`: bf16, fp16 or fp32
-    for the weights; as they are if empty. `shard_size`: bytes of a file. `full`: optimizer and all else, too. `model`:
-    a flavor or model.json, for sources that do not tell. `force`: replace an existing target, convert what is not
-    finite or not all of a model.
+    `to`: titanlite, dcp, safetensors, torch, llama, hf or gguf; by the target's suffix if empty. `dtype`: bf16, fp16,
+    fp32 (in gguf also q8_0) for the weights; as they are if empty. `shard_size`: bytes of a file. `full`: optimizer and
+    all else, too. `model`: a flavor or model.json, for sources that do not tell. `force`: replace an existing target,
+    convert what is not finite.
 
     Raises ConfigError for what cannot be done, Damaged where the source is not whole: the target is then as it was.
     Raises Mismatch where the result is not the source's: it is there, to be looked at.
     """
     target = Path(target)
     to = _format(target, to)
-    as_dtype = _dtype(dtype)
+    as_dtype, q8 = _dtype(dtype, to)
     state = open_full_state(Path(source), step, model, trust_pickle)
     _require_free(state.path, target, force)
-    what = Selection(state, as_dtype, full)
+    what = Selection(state, as_dtype, full, q8)
     tell(describe(state, full))
     _require_sense(state, to, full, force)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -97,9 +99,9 @@ def convert(
     finally:
         _remove(temporary)
     progress.done(target)
-    result = open_full_state(target, model=model)
+    result = open_written(target, state.model) if to == "gguf" else open_full_state(target, model=model)
     if verify:
-        _verify(state, result, target, to, as_dtype, full, tell)
+        _verify(state, result, to, what, full, tell)
     return result
 
 
@@ -114,10 +116,12 @@ def _format(target: Path, to: str) -> str:
     return to
 
 
-def _dtype(name: str) -> torch.dtype | None:
-    if name and name not in DTYPES:
-        raise ConfigError(f"--dtype {name}{suggestion(name, list(DTYPES))}; allowed: {', '.join(DTYPES)}")
-    return DTYPES[name] if name else None
+def _dtype(name: str, to: str) -> tuple[torch.dtype | None, bool]:
+    """The dtype, None for that of the source; and whether it is q8_0."""
+    allowed = [*DTYPES, "q8_0"] if to == "gguf" else list(DTYPES)
+    if name and name not in allowed:
+        raise ConfigError(f"--dtype {name}{suggestion(name, allowed)}; allowed in {to}: {', '.join(allowed)}")
+    return DTYPES.get(name), name == "q8_0"
 
 
 def _require_free(source: Path, target: Path, force: bool) -> None:
@@ -145,10 +149,10 @@ def _require_sense(state: FullState, to: str, full: bool, force: bool) -> None:
 
 def _require_model(state: FullState) -> None:
     """Raises ConfigError where the tensors are not those of its model: with the nearest name, and what is left over."""
-    expected = expected_shapes(state.model)
+    shapes = expected_shapes(state.model)
     problems = []
-    extra = [name for name in state.tensors if name not in expected]
-    for name, shape in expected.items():
+    extra = [name for name in state.tensors if name not in shapes]
+    for name, shape in shapes.items():
         if (tensor := state.tensors.get(name)) is None:
             problems.append(f"{state.path}: has no {name!r}{suggestion(name, extra[:500])}")
         elif tensor.shape != shape:
@@ -242,18 +246,18 @@ class _Progress:
 
 
 def _verify(
-    state: FullState,
-    result: FullState,
-    target: Path,
-    to: str,
-    dtype: torch.dtype | None,
-    full: bool,
-    tell: Callable[[str], None],
+    state: FullState, result: FullState, to: str, what: Selection, full: bool, tell: Callable[[str], None]
 ) -> None:
-    problems = different_tensors(state, result, dtype, full)
+    def rounded(tensor: FullTensor, rows: Tensor) -> Tensor:
+        if to == "gguf":
+            return expected(tensor, rows, what.dtype, what.q8)
+        return rows.to(what.dtype) if what.dtype and rows.is_floating_point() else rows
+
+    target = result.path
+    problems = different_tensors(state, result, rounded, full)
     said = f"verified: {len(state.tensors)} tensors bit by bit"
     if not problems and state.about.model and not full:
-        problems = [problem for problem in [different_answers(state, target, to, result, dtype)] if problem]
+        problems = [problem for problem in [different_answers(state, target, to, result, rounded)] if problem]
         said += ", and the model's logits"
     if problems:
         raise Mismatch([*problems[:8], f"{target} is not what {state.path} is; it stays where it is, do not use it"])

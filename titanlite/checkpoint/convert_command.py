@@ -27,7 +27,9 @@ def run(argv: list[str]) -> int:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="what to convert; a run means its newest step")
     parser.add_argument("target", type=Path, metavar="TARGET", help="the file or folder to write")
     parser.add_argument("--to", default="", metavar="FORMAT", help=f"{', '.join(TARGETS)}; default: by TARGET's suffix")
-    parser.add_argument("--dtype", default="", help=f"of the weights: {', '.join(DTYPES)}; default: as they are")
+    parser.add_argument(
+        "--dtype", default="", help=f"of the weights: {', '.join(DTYPES)}, for gguf q8_0; default: as they are"
+    )
     parser.add_argument("--step", type=_step, default=0, help="which checkpoint of a run; default: the newest")
     parser.add_argument("--shard-size", type=_size, default=5 * 10**9, help="largest file of a sharded format (5GB)")
     parser.add_argument("--full", action="store_true", help="optimizer and all else that going on takes, too")

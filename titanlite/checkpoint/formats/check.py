@@ -10,7 +10,7 @@ What it costs: reading both twice; memory for one layer, in fp64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,69 +27,66 @@ PROMPT = 16  # tokens of the fixed prompt
 # Of the largest logit. Angles and rotations are fp32's, the rest is fp64: a wrong order of rows makes 0.1 in a trained
 # model, and 1e-4 in one so new that its attention hardly looks at anything.
 TOLERANCE = 1e-5
+Rounded = Callable[[FullTensor, Tensor], Tensor]  # rows of a tensor -> what is to be found in their place
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Weights:
-    """Parameters by our name, in fp64 after rounding to `dtype`; large ones by rows."""
+    """Parameters by our name, in fp64, as a file has them after rounding; large ones by rows."""
 
-    def __init__(self, tensors: dict[str, FullTensor], dtype: torch.dtype | None = None) -> None:
-        self.tensors, self.dtype = tensors, dtype
-
-    def _rounded(self, tensor: Tensor) -> Tensor:
-        return (tensor.to(self.dtype) if self.dtype else tensor).double()
+    def __init__(self, tensors: dict[str, FullTensor], rounded: Rounded = lambda tensor, rows: rows) -> None:
+        self.tensors, self.rounded = tensors, rounded
 
     def __call__(self, name: str) -> Tensor:
-        return self._rounded(self.tensors[name].read())
+        tensor = self.tensors[name]
+        return self.rounded(tensor, tensor.read()).double()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(S,) -> (S, D)"""
         table = self.tensors["tok_embeddings.weight"]
-        return torch.cat([self._rounded(table.read(token, token + 1)) for token in tokens.tolist()])
+        rows = torch.cat([table.read(token, token + 1) for token in tokens.tolist()])
+        return self.rounded(table, rows).double()
 
     def project(self, x: Tensor, tied: bool) -> Tensor:
         """(S, D) -> logits (S, V)"""
         table = self.tensors["tok_embeddings.weight" if tied else "output.weight"]
-        return torch.cat([x @ self._rounded(rows).T for rows in table.blocks()], -1)
+        return torch.cat([x @ self.rounded(table, rows).double().T for rows in table.blocks()], -1)
 
 
-def different_tensors(source: FullState, result: FullState, dtype: torch.dtype | None, full: bool) -> list[str]:
+def different_tensors(source: FullState, result: FullState, rounded: Rounded, full: bool) -> list[str]:
     """What differs: a line for each tensor that is absent, new, of another shape or dtype, or not the same bits."""
     problems = []
-    pairs = [(source.tensors, result.tensors, dtype)]
+    pairs = [(source.tensors, result.tensors, rounded)]
     if full:
-        pairs.append((source.others, result.others, None))
-    for there, here, as_dtype in pairs:
+        pairs.append((source.others, result.others, lambda tensor, rows: rows))
+    for there, here, rounded_here in pairs:
         problems += [f"{result.path}: has no {name!r}" for name in there if name not in here]
         problems += [f"{result.path}: has {name!r}, which the source has not" for name in here if name not in there]
         for name in there:
-            if name in here and (problem := _difference(there[name], here[name], as_dtype)):
+            if name in here and (problem := _difference(there[name], here[name], rounded_here)):
                 problems.append(f"{result.path}: {name!r} {problem}")
     return problems
 
 
-def _difference(a: FullTensor, b: FullTensor, dtype: torch.dtype | None) -> str:
-    wanted = dtype if dtype and a.dtype.is_floating_point else a.dtype
-    if (wanted, a.shape) != (b.dtype, b.shape):
-        return f"is {b.dtype} {b.shape}; expected {wanted} {a.shape}"
+def _difference(a: FullTensor, b: FullTensor, rounded: Rounded) -> str:
+    if a.shape != b.shape:
+        return f"is {b.shape}; expected {a.shape}"
     for start, stop in a.row_ranges():
-        bits = [rows.to(wanted).contiguous().view(INTEGERS[wanted.itemsize]) for rows in _both(a, b, start, stop)]
-        if not torch.equal(*bits):
+        wanted, found = rounded(a, a.read(start, stop)), b.read(start, stop)
+        if wanted.dtype != found.dtype:
+            return f"is {found.dtype}; expected {wanted.dtype}"
+        bits = INTEGERS[wanted.dtype.itemsize]
+        if not torch.equal(wanted.contiguous().view(bits), found.contiguous().view(bits)):
             return f"differs in rows {start} to {stop}"
     return ""
 
 
-def _both(a: FullTensor, b: FullTensor, start: int, stop: int | None) -> Iterator[Tensor]:
-    yield a.read(start, stop)
-    yield b.read(start, stop)
-
-
-def different_answers(source: FullState, path: Path, format: str, result: FullState, dtype: torch.dtype | None) -> str:
+def different_answers(source: FullState, path: Path, format: str, result: FullState, rounded: Rounded) -> str:
     """What is wrong with the logits of the result for a fixed prompt, if anything."""
     config = source.model
     tokens = torch.arange(PROMPT) * 7919 % config.vocab_size
 
-    ours = _our_logits(config, Weights(source.tensors, dtype), tokens)
+    ours = _our_logits(config, Weights(source.tensors, rounded), tokens)
     tensors = result.tensors
     if format == "hf":
         raw = read_folder(path)

@@ -49,7 +49,8 @@ def merges_of(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
     return merges
 
 
-def _text(token: bytes) -> str:
+def to_text(token: bytes) -> str:
+    """A token as `tokenizers` and llama.cpp write it: a printable character for each byte."""
     return "".join(CHARACTERS[byte] for byte in token)
 
 
@@ -85,8 +86,8 @@ def to_files(tokenizer: Tokenizer, content: bytes, seq_len: int) -> dict[str, by
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,
-            "vocab": {_text(token): i for i, token in enumerate(tokens)},
-            "merges": [[_text(a), _text(b)] for a, b in merges_of(tokens)],
+            "vocab": {to_text(token): i for i, token in enumerate(tokens)},
+            "merges": [[to_text(a), to_text(b)] for a, b in merges_of(tokens)],
         },
     }
     config = {
@@ -115,7 +116,7 @@ def read_tokenizer(folder: Path) -> bytes | None:
         if [i for _, i in order] != list(range(len(order))) or len({*tokens}) < len(tokens):
             raise ValueError("its ids are not 0, 1, 2, ... of different tokens")
         pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
-        if pairs != [(_text(a), _text(b)) for a, b in merges_of(tokens)]:
+        if pairs != [(to_text(a), to_text(b)) for a, b in merges_of(tokens)]:
             raise ValueError("its merges do not go by the order of its tokens")
         return b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens))
     except FileNotFoundError:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.formats import huggingface, meta, stock
+from titanlite.checkpoint.formats import gguf_file, huggingface, meta, stock
 from titanlite.checkpoint.formats.full_state import FullState, FullTensor, half_split
 from titanlite.checkpoint.formats.safetensors_files import Outgoing, Told, write_file
 from titanlite.checkpoint.formats.safetensors_files import write_folder as write_shards
@@ -33,8 +33,8 @@ Write = Callable[[Path, FullState, "Selection", int, Told], None]
 class Selection:
     """What of a FullState is written: `model` by parameter name, and `others` if `full`, floats as `dtype`."""
 
-    def __init__(self, state: FullState, dtype: torch.dtype | None, full: bool) -> None:
-        self.dtype = dtype
+    def __init__(self, state: FullState, dtype: torch.dtype | None, full: bool, q8: bool = False) -> None:
+        self.dtype, self.q8 = dtype, q8
         self.model = {name: self.outgoing(tensor) for name, tensor in state.tensors.items()}
         # Moments and counts are for going on, exactly; a dtype is asked for the weights.
         self.others = {name: _outgoing(tensor, tensor.dtype) for name, tensor in state.others.items() if full}
@@ -179,6 +179,13 @@ def to_huggingface(path: Path, state: FullState, what: Selection, shard_size: in
     _write_small(path, files | {name: (json.dumps(it, indent=1) + "\n").encode() for name, it in described.items()})
 
 
+def to_gguf(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
+    """llama.cpp's file."""
+    gguf_file.write(path, state, what.dtype, what.q8, told)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 TARGETS: dict[str, Write] = {
     "titanlite": to_titanlite,
     "dcp": to_dcp,
@@ -186,6 +193,7 @@ TARGETS: dict[str, Write] = {
     "torch": to_torch,
     "llama": to_llama,
     "hf": to_huggingface,
+    "gguf": to_gguf,
 }
-SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+SUFFIXES = {".gguf": "gguf", ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 WITH_OTHERS = ("titanlite", "dcp", "safetensors", "torch")  # which can hold more than a model
