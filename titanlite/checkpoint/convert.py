@@ -19,6 +19,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -93,8 +94,10 @@ def convert(
     _sweep(target)
     progress = _Progress(what.nbytes, tell)
     try:
-        TARGETS[to](temporary, state, what, shard_size, progress)
-        _require_whole(state, what, force)
+        with ThreadPoolExecutor(1) as thread:  # the source is hashed while it is converted
+            whole = thread.submit(_require_whole, state, what, force)
+            TARGETS[to](temporary, state, what, shard_size, progress)
+            whole.result()
         _publish(temporary, target)
     finally:
         _remove(temporary)

@@ -22,7 +22,7 @@ from titanlite.checkpoint.manifest import Damaged
 from titanlite.config import ConfigError
 from titanlite.model.flavors import LlamaConfig
 
-BLOCK = 1 << 25  # bytes of rows read at a time
+BLOCK = 1 << 22  # bytes of rows read at a time: memory of that size is used again, larger pieces go back to the system
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class FullTensor:
         return rows
 
     def row_ranges(self, multiple: int = 1) -> list[tuple[int, int | None]]:
-        """Where to cut it, some 32 MB at a time; each range but the last has a multiple of so many rows."""
+        """Where to cut it, some 4 MB at a time; each range but the last has a multiple of so many rows."""
         if not self.shape or not self.nbytes:
             return [(0, None)]
         step = math.lcm(multiple, self.half_split or 1)
