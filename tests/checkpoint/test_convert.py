@@ -349,12 +349,23 @@ def test_what_is_not_finite_is_refused_without_force(tmp_path, value):
     weights = dict(small_model(config=SMALL).state_dict())
     weights["norm.weight"][3] = value
     torch.save({"model": weights, "model_config": json.loads(SMALL.to_json())}, tmp_path / "a.pt")
-    with pytest.raises(ConfigError, match=r"'norm\.weight' holds NaN or infinity; convert it anyway with --force"):
+    with pytest.raises(ConfigError, match=r"'norm\.weight': NaN or infinity; convert it anyway with --force"):
         convert(tmp_path / "a.pt", tmp_path / "b", "hf", tell=quiet)
     assert os.listdir(tmp_path) == ["a.pt"]
     convert(tmp_path / "a.pt", tmp_path / "b", "titanlite", force=True, verify=False, tell=quiet)
     with pytest.raises(ConfigError, match="holds NaN or infinity"):
         convert(tmp_path / "b", tmp_path / "c", "hf", tell=quiet)
+
+
+def test_what_is_too_large_for_a_dtype_is_not_finite(tmp_path):
+    weights = dict(small_model(config=SMALL).state_dict())
+    weights["layers.0.attention.wo.weight"][3, 4] = 1e5
+    torch.save({"model": weights, "model_config": json.loads(SMALL.to_json())}, tmp_path / "a.pt")
+    for target in ("b.pt", "c.gguf"):
+        with pytest.raises(ConfigError, match=r"wo\.weight': NaN or infinity as torch\.float16"):
+            convert(tmp_path / "a.pt", tmp_path / target, dtype="fp16", tell=quiet)
+    assert os.listdir(tmp_path) == ["a.pt"]
+    convert(tmp_path / "a.pt", tmp_path / "b.pt", dtype="bf16", tell=quiet)
 
 
 def test_a_full_disk_is_seen_before(steps, tmp_path, monkeypatch):
@@ -367,17 +378,13 @@ def test_a_full_disk_is_seen_before(steps, tmp_path, monkeypatch):
 
 SLOW_WRITE = """
 import sys, time
-from titanlite.checkpoint.formats import targets
-original = targets._outgoing
-def slow(tensor, dtype, width=0):
-    made = original(tensor, dtype, width)
-    def blocks():
-        for block in made.blocks():
-            print("writing", flush=True)
-            time.sleep(0.5)
-            yield block
-    return made._replace(blocks=blocks)
-targets._outgoing = slow
+from titanlite.checkpoint.formats.targets import Selection
+original = Selection.looked_at
+def slow(self, name, block):
+    print("writing", flush=True)
+    time.sleep(0.5)
+    return original(self, name, block)
+Selection.looked_at = slow
 from titanlite.cli import main
 sys.exit(main(sys.argv[1:]))
 """

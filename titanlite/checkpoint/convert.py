@@ -31,7 +31,6 @@ from titanlite.checkpoint.formats.gguf_file import expected, open_written
 from titanlite.checkpoint.formats.recognise import open_full_state
 from titanlite.checkpoint.formats.targets import SUFFIXES, TARGETS, WITH_OTHERS, Selection
 from titanlite.checkpoint.manifest import Damaged, read_manifest
-from titanlite.checkpoint.shard_file import is_finite
 from titanlite.checkpoint.storage import verify_files
 from titanlite.config import ConfigError
 from titanlite.spelling import suggestion
@@ -95,9 +94,11 @@ def convert(
     progress = _Progress(what.nbytes, tell)
     try:
         with ThreadPoolExecutor(1) as thread:  # the source is hashed while it is converted
-            whole = thread.submit(_require_whole, state, what, force)
+            whole = thread.submit(_require_whole, state, what)
             TARGETS[to](temporary, state, what, shard_size, progress)
             whole.result()
+        if not force:
+            _require_finite(state, what)
         _publish(temporary, target)
     finally:
         _remove(temporary)
@@ -166,17 +167,23 @@ def _require_model(state: FullState) -> None:
         raise ConfigError(problems[: 8 if more else 9] + more)
 
 
-def _require_whole(state: FullState, what: Selection, force: bool) -> None:
-    """The source's bytes were those it was written with, and finite, where that is not known yet."""
+def _require_whole(state: FullState, what: Selection) -> None:
+    """Raises Damaged where the source's bytes are not those it was written with, if it has hashes."""
     if state.about.format == "titanlite":
         manifest = read_manifest(state.path)
         wanted = None if what.others else [name for name in manifest.files if name.startswith("model")]
         if problems := verify_files(state.path, manifest, wanted):
             raise Damaged(problems)
-    elif not force:
-        for name, tensor in state.tensors.items():
-            if not all(is_finite(block) for block in tensor.blocks()):
-                raise ConfigError(f"{state.path}: {name!r} holds NaN or infinity; convert it anyway with --force")
+
+
+def _require_finite(state: FullState, what: Selection) -> None:
+    if names := sorted(what.nonfinite):
+        as_dtype = f" as {what.dtype}" if what.dtype else ""
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ConfigError(
+            f"{state.path}: {', '.join(map(repr, names[:3]))}{more}: NaN or infinity{as_dtype}; convert it anyway with "
+            "--force"
+        )
 
 
 def _publish(temporary: Path, target: Path) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,29 +84,19 @@ def _examine(tensors: dict[str, Tensor]) -> tuple[str, bool]:
 
 
 class Hashed:
-    """SHA-256 of a stream of bytes, taken in another thread while the next ones come, and whether numbers are finite.
+    """SHA-256 of a stream of bytes, taken in another thread while the next ones come.
 
     At most one piece is waited for, so that a stream stays a stream. To be used in a `with`.
     """
 
     def __init__(self) -> None:
-        self._digest, self.finite = hashlib.sha256(), True
-        self._thread, self._work = ThreadPoolExecutor(1), list[Future[None]]()
+        self._digest, self._thread = hashlib.sha256(), ThreadPoolExecutor(1)
+        self._work: list[Future[None]] = []
 
     def add(self, data: memoryview) -> None:
-        self._submit(self._digest.update, data)
-
-    def look(self, tensor: Tensor) -> None:
-        """Notes NaN and infinity in `finite`, which is known after `hexdigest`."""
-        self._submit(self._look, tensor)
-
-    def _look(self, tensor: Tensor) -> None:
-        self.finite = self.finite and is_finite(tensor)
-
-    def _submit(self, function: Callable[[Any], None], argument: Any) -> None:
         if len(self._work) > 1:
             self._work.pop(0).result()
-        self._work.append(self._thread.submit(function, argument))
+        self._work.append(self._thread.submit(self._digest.update, data))
 
     def hexdigest(self) -> str:
         for work in self._work:

@@ -50,7 +50,10 @@ class Weights:
     def project(self, x: Tensor, tied: bool) -> Tensor:
         """(S, D) -> logits (S, V)"""
         table = self.tensors["tok_embeddings.weight" if tied else "output.weight"]
-        return torch.cat([x @ self.rounded(table, rows).double().T for rows in table.blocks()], -1)
+        logits = torch.empty(len(x), table.shape[0], dtype=torch.float64)  # made first: results kept one by one would
+        for start, stop in table.row_ranges():  # lie between the blocks, and keep their memory from being used again
+            logits[:, start:stop] = x @ self.rounded(table, table.read(start, stop)).double().T
+        return logits
 
 
 def different_tensors(source: FullState, result: FullState, rounded: Rounded, full: bool) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ LAYER = {
     "feed_forward.w3": "ffn_up",
 }
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPES = {name: dtype for dtype, name in KINDS.items()}
 BLOCK_Q8_0 = 32  # numbers that share a scale
 FREQUENCIES = "rope_freqs.weight"
 
@@ -83,7 +85,7 @@ def expected(tensor: FullTensor, rows: Tensor, dtype: torch.dtype | None, q8: bo
     kind = kind_of(tensor, dtype, q8)
     if kind == "Q8_0":
         return torch.from_numpy(_dequantized(_encoded(rows, kind)))
-    return rows.to(next(dtype for dtype, name in KINDS.items() if name == kind))
+    return rows.to(DTYPES[kind])
 
 
 def _encoded(rows: Tensor, kind: str) -> np.ndarray:
@@ -91,8 +93,7 @@ def _encoded(rows: Tensor, kind: str) -> np.ndarray:
     if kind == "Q8_0":
         gguf = package()
         return gguf.quants.quantize(rows.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
-    dtype = next(dtype for dtype, name in KINDS.items() if name == kind)
-    converted = rows.to(dtype).contiguous()
+    converted = rows.to(DTYPES[kind]).contiguous()
     return converted.numpy() if rows.ndim < 2 else converted.view(torch.uint8).numpy()
 
 
@@ -101,15 +102,23 @@ def _dequantized(data: np.ndarray) -> np.ndarray:
     return gguf.quants.dequantize(data, gguf.GGMLQuantizationType.Q8_0)
 
 
-def write(path: Path, state: FullState, dtype: torch.dtype | None, q8: bool, told: Told) -> None:
-    """Writes the file. Raises ConfigError where the model does not fit the format, OSError."""
+def write(
+    path: Path,
+    state: FullState,
+    dtype: torch.dtype | None,
+    q8: bool,
+    looked_at: Callable[[str, Tensor], object],
+    told: Told,
+) -> None:
+    """Writes the file; `looked_at` sees every block as it is written. Raises ConfigError where the model does not fit the format, OSError."""
     gguf, config = package(), state.model
     if q8 and (odd := [width for width in (config.dim, config.ffn_dim) if width % BLOCK_Q8_0]):
         raise ConfigError(f"--dtype q8_0: rows of {odd[0]} numbers; allowed: multiples of {BLOCK_Q8_0}")
     writer = gguf.GGUFWriter(path, "llama")
     _describe(writer, state, dtype, q8)
-    pairs = {theirs: state.tensors[ours] for ours, theirs in names(config).items()}
-    for name, tensor in pairs.items():
+    ours = names(config)
+    for own, name in ours.items():
+        tensor = state.tensors[own]
         kind = gguf.GGMLQuantizationType[kind_of(tensor, dtype, q8)]
         block, size = gguf.GGML_QUANT_SIZES[kind]
         *rows, width = tensor.shape
@@ -120,8 +129,12 @@ def write(path: Path, state: FullState, dtype: torch.dtype | None, q8: bool, tol
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for tensor in pairs.values():
-        blocks = [_encoded(block, kind_of(tensor, dtype, q8)) for block in tensor.blocks()]
+    for own in ours:
+        tensor = state.tensors[own]
+        kind, blocks = kind_of(tensor, dtype, q8), []
+        for block in tensor.blocks():
+            looked_at(own, block.to(DTYPES.get(kind, block.dtype)))
+            blocks.append(_encoded(block, kind))
         whole = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         del blocks
         writer.write_tensor_data(whole)
@@ -178,7 +191,6 @@ def open_written(path: Path, config: LlamaConfig) -> FullState:
     """The tensors of such a file by our names. Raises KeyError where one is not there."""
     gguf = package()
     there = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    dtypes = {name: dtype for dtype, name in KINDS.items()}
     found: dict[str, FullTensor] = {}
     for ours, theirs in names(config).items():
         entry = there[theirs]
@@ -188,5 +200,5 @@ def open_written(path: Path, config: LlamaConfig) -> FullState:
             sizes = (shape[0], int(entry.n_bytes) // shape[0])
             found[ours] = QuantizedTensor(torch.float32, shape, (Part(path, begin, offsets, sizes),))
         else:
-            found[ours] = FullTensor(dtypes[kind], shape, (Part(path, begin, offsets, shape),))
+            found[ours] = FullTensor(DTYPES[kind], shape, (Part(path, begin, offsets, shape),))
     return FullState(path, About("gguf", config), found)

@@ -23,7 +23,7 @@ from titanlite.checkpoint.formats.safetensors_files import Outgoing, Told, write
 from titanlite.checkpoint.formats.safetensors_files import write_folder as write_shards
 from titanlite.checkpoint.formats.torch_file import Tree, write_tree
 from titanlite.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
-from titanlite.checkpoint.shard_file import DTYPE_NAMES, Hashed, digest_of
+from titanlite.checkpoint.shard_file import DTYPE_NAMES, Hashed, digest_of, is_finite
 from titanlite.data.tokenizer import Tokenizer
 
 DEFAULT_LENGTH = 8192  # for a format that must name the longest sequence, where the source does not
@@ -31,30 +31,40 @@ Write = Callable[[Path, FullState, "Selection", int, Told], None]
 
 
 class Selection:
-    """What of a FullState is written: `model` by parameter name, and `others` if `full`, floats as `dtype`."""
+    """What of a FullState is written: `model` by parameter name, and `others` if `full`; weights as `dtype`, or q8_0.
+
+    `nonfinite`: names of what has held NaN or infinity so far, as it was written.
+    """
 
     def __init__(self, state: FullState, dtype: torch.dtype | None, full: bool, q8: bool = False) -> None:
         self.dtype, self.q8 = dtype, q8
-        self.model = {name: self.outgoing(tensor) for name, tensor in state.tensors.items()}
+        self.nonfinite: set[str] = set()
+        self.model = {name: self.outgoing(name, tensor) for name, tensor in state.tensors.items()}
         # Moments and counts are for going on, exactly; a dtype is asked for the weights.
-        self.others = {name: _outgoing(tensor, tensor.dtype) for name, tensor in state.others.items() if full}
+        others = state.others.items() if full else ()
+        self.others = {name: self._outgoing(name, tensor, tensor.dtype) for name, tensor in others}
 
-    def outgoing(self, tensor: FullTensor, width: int = 0) -> Outgoing:
-        """A tensor to write; `width` of a head where its rows are to be in Hugging Face's order."""
+    def outgoing(self, name: str, tensor: FullTensor, width: int = 0) -> Outgoing:
+        """A weight to write; `width` of a head where its rows are to be in Hugging Face's order."""
         floating = tensor.dtype.is_floating_point
-        return _outgoing(tensor, self.dtype if self.dtype and floating else tensor.dtype, width)
+        return self._outgoing(name, tensor, self.dtype if self.dtype and floating else tensor.dtype, width)
+
+    def _outgoing(self, name: str, tensor: FullTensor, dtype: torch.dtype, width: int = 0) -> Outgoing:
+        def blocks() -> Iterator[Tensor]:
+            for block in tensor.blocks(width or 1):
+                yield self.looked_at(name, (half_split(block, width) if width else block).to(dtype))
+
+        return Outgoing(dtype, tensor.shape, blocks)
+
+    def looked_at(self, name: str, block: Tensor) -> Tensor:
+        """The block, after a look whether its numbers are finite: too large ones are not in fp16."""
+        if not is_finite(block):
+            self.nonfinite.add(name)
+        return block
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (*self.model.values(), *self.others.values()))
-
-
-def _outgoing(tensor: FullTensor, dtype: torch.dtype, width: int = 0) -> Outgoing:
-    def blocks() -> Iterator[Tensor]:
-        for block in tensor.blocks(width or 1):
-            yield (half_split(block, width) if width else block).to(dtype)
-
-    return Outgoing(dtype, tensor.shape, blocks)
 
 
 def _write_small(folder: Path, files: dict[str, bytes]) -> None:
@@ -75,7 +85,6 @@ def to_titanlite(path: Path, state: FullState, what: Selection, shard_size: int,
     path.mkdir()
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
-    finite = True
     groups = {"model": {f"model.{name}": tensor for name, tensor in what.model.items()}, "training": what.others}
     for kind, group in groups.items():
         if not group:
@@ -87,9 +96,8 @@ def to_titanlite(path: Path, state: FullState, what: Selection, shard_size: int,
                 hashed.add(data)
                 told(data)
 
-            write_file(path / name, {key: _looked_at(tensor, hashed) for key, tensor in group.items()}, {}, tell)
-            files[name], own_finite = FileEntry((path / name).stat().st_size, hashed.hexdigest()), hashed.finite
-        finite &= own_finite
+            write_file(path / name, group, {}, tell)
+            files[name] = FileEntry((path / name).stat().st_size, hashed.hexdigest())
         for key, tensor in group.items():
             shape = list(tensor.shape)
             tensors[key] = TensorEntry(DTYPE_NAMES[tensor.dtype], shape, [Chunk(name, [0] * len(shape), shape)])
@@ -99,17 +107,8 @@ def to_titanlite(path: Path, state: FullState, what: Selection, shard_size: int,
     made = datetime.now(timezone.utc).isoformat(timespec="seconds")
     config = state.about.config or {"training": {"seq_len": state.about.seq_len or DEFAULT_LENGTH}}
     step = state.about.step or 0
-    manifest = Manifest(step, finite, made, torch.__version__, {}, config, "", None, files, tensors)
+    manifest = Manifest(step, not what.nonfinite, made, torch.__version__, {}, config, "", None, files, tensors)
     _write_small(path, {manifests.NAME: manifests.to_text(manifest).encode()})
-
-
-def _looked_at(tensor: Outgoing, hashed: Hashed) -> Outgoing:
-    def blocks() -> Iterator[Tensor]:
-        for block in tensor.blocks():
-            hashed.look(block)
-            yield block
-
-    return tensor._replace(blocks=blocks)
 
 
 def to_dcp(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
@@ -163,7 +162,7 @@ def to_huggingface(path: Path, state: FullState, what: Selection, shard_size: in
     tensors: dict[str, Outgoing] = {}
     for ours, theirs in huggingface.names(config).items():
         width = config.head_dim if huggingface.is_turned(ours) else 0
-        tensors[theirs] = what.outgoing(state.tensors[ours], width)
+        tensors[theirs] = what.outgoing(ours, state.tensors[ours], width)
     write_shards(path, tensors, shard_size, told)
     bos = eos = None
     files: dict[str, bytes] = {}
@@ -181,7 +180,7 @@ def to_huggingface(path: Path, state: FullState, what: Selection, shard_size: in
 
 def to_gguf(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
     """llama.cpp's file."""
-    gguf_file.write(path, state, what.dtype, what.q8, told)
+    gguf_file.write(path, state, what.dtype, what.q8, what.looked_at, told)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
