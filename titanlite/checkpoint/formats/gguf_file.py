@@ -110,7 +110,10 @@ def write(
     looked_at: Callable[[str, Tensor], object],
     told: Told,
 ) -> None:
-    """Writes the file; `looked_at` sees every block as it is written. Raises ConfigError where the model does not fit the format, OSError."""
+    """Writes the file; `looked_at` sees every block as it is written.
+
+    Raises ConfigError where the model does not fit the format, OSError.
+    """
     gguf, config = package(), state.model
     if q8 and (odd := [width for width in (config.dim, config.ffn_dim) if width % BLOCK_Q8_0]):
         raise ConfigError(f"--dtype q8_0: rows of {odd[0]} numbers; allowed: multiples of {BLOCK_Q8_0}")
