@@ -496,6 +496,22 @@ def test_training_starts_from_any_format_in_any_layout(pool, arguments, steps, t
         assert (trained[name] - original[name]).abs().max() < 1e-9, name
 
 
+def test_a_run_goes_on_from_a_full_copy(pool, arguments, tmp_path):
+    """What is converted with all it holds trains on to the same weights, bit by bit."""
+    run = [*arguments, "--checkpoint.freq=3"]
+    assert pool.run(1, train_run, run) == [0]
+    source, folder = tmp_path / "debug", tmp_path / "again/checkpoints"
+    folder.mkdir(parents=True)
+    convert(source, folder / "step-3", "titanlite", full=True, step=3, tell=quiet)
+    assert pool.run(1, train_run, [*run, "--run.name=again"]) == [0]
+    assert "step-3 (saved by one process)" in (tmp_path / "again/log.txt").read_text()
+    a, b = load_full_state(source), load_full_state(tmp_path / "again")
+    assert (a.about.step, b.about.step) == (6, 6)
+    assert_same(a, b)
+    for name in a.others.keys() - {"progress.seconds"}:
+        assert torch.equal(a.others[name].read(), b.others[name].read()), name
+
+
 def test_heads_must_be_those_of_the_run(pool, arguments, steps, tmp_path):
     convert(steps["debug"], tmp_path / "there", "hf", tell=quiet)
     run = [*arguments, "--model.num_heads=8", f"--checkpoint.initial_load={tmp_path / 'there'}"]

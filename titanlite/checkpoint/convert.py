@@ -13,6 +13,7 @@ comparison reading both again.
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import secrets
@@ -194,7 +195,7 @@ def _publish(temporary: Path, target: Path) -> None:
         os.fsync(descriptor)
         os.close(descriptor)
     if target.exists() or target.is_symlink():
-        old = target.with_name(f"{target.stem}.tmp-{secrets.token_hex(4)}{target.suffix}")
+        old = target.with_name(f"{target.stem}.old-{secrets.token_hex(4)}{target.suffix}")  # which no sweep removes
         target.rename(old)
         temporary.rename(target)
         _remove(old)
@@ -211,7 +212,7 @@ def _remove(path: Path) -> None:
 
 def _sweep(target: Path) -> None:
     """Removes what a conversion to this target that was killed has left."""
-    for path in target.parent.glob(f"{target.stem}.tmp-????????{target.suffix}"):
+    for path in target.parent.glob(f"{glob.escape(target.stem)}.tmp-????????{glob.escape(target.suffix)}"):
         _remove(path)
 
 

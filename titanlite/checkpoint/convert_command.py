@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace TARGET; convert what is not finite")
     parser.add_argument("--trust-pickle", action="store_true", help="unpickle a stock DCP index: runs its code")
     options = vars(parser.parse_args(argv))
-    signal.signal(signal.SIGTERM, _stop)  # so that what is half written is removed
+    before = signal.signal(signal.SIGTERM, _stop)  # so that what is half written is removed
     try:
         convert(**options, tell=lambda text: print(text, file=sys.stderr, flush=True))
     except Mismatch as error:
@@ -52,6 +52,8 @@ def run(argv: list[str]) -> int:
         return EXIT_MISMATCH
     except OSError as error:
         raise ConfigError(f"{error.filename or options['target']}: {error.strerror}") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

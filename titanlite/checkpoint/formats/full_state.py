@@ -133,6 +133,7 @@ class About:
     layout: str = ""
     finite: bool | None = None
     config: dict[str, dict[str, Any]] = field(default_factory=dict)  # the resolved configuration
+    data: str = ""  # fingerprint of the prepared data
     files: dict[str, bytes] = field(default_factory=dict)  # small files that a step folder has beside
 
 

@@ -118,6 +118,7 @@ def _open_step(path: Path, step: int) -> FullState:
         layout or "one process",
         manifest.finite,
         manifest.config,
+        manifest.data,
         small,
     )
     return FullState(folder, about, model, others)

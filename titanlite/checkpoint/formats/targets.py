@@ -107,21 +107,21 @@ def to_titanlite(path: Path, state: FullState, what: Selection, shard_size: int,
     made = datetime.now(timezone.utc).isoformat(timespec="seconds")
     config = state.about.config or {"training": {"seq_len": state.about.seq_len or DEFAULT_LENGTH}}
     step = state.about.step or 0
-    manifest = Manifest(step, not what.nonfinite, made, torch.__version__, {}, config, "", None, files, tensors)
+    manifest = Manifest(
+        step, not what.nonfinite, made, torch.__version__, {}, config, state.about.data, None, files, tensors
+    )
     _write_small(path, {manifests.NAME: manifests.to_text(manifest).encode()})
 
 
 def to_dcp(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
-    """A stock DCP folder, with torchtitan's names: of the model alone at its root, else below `model.`."""
-    prefix = "model." if what.others else ""
-    stock.write_folder(path, {prefix + name: tensor for name, tensor in what.model.items()} | what.others, told)
+    """A stock DCP folder, with torchtitan's names: the model's at the root."""
+    stock.write_folder(path, what.model | what.others, told)
     _write_small(path, _shape_and_tokenizer(state))
 
 
 def to_safetensors(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
     """Our names; one file if the path ends so, else a folder, in shards where it is large."""
-    prefix = "model." if what.others else ""
-    tensors = {prefix + name: tensor for name, tensor in what.model.items()} | what.others
+    tensors = what.model | what.others
     if path.suffix == ".safetensors":
         about = {"format": "pt"} | ({"model": state.about.model.to_json()} if state.about.model else {})
         write_file(path, tensors, about, told)
