@@ -192,6 +192,14 @@ def test_meta_shards_become_whole(tmp_path, columns):
     full = convert(source, tmp_path / "ours", "titanlite", tell=quiet)
     assert_same(weights, full)
     assert full.model == EVEN
+    first = torch.load(source / "consolidated.01.pth")
+    turned = {name: value.T.contiguous().T if value.ndim > 1 else value for name, value in first.items()}
+    torch.save(turned, source / "consolidated.01.pth")
+    assert_same(weights, load_full_state(source))
+    torch.save({name: value.bfloat16() for name, value in first.items()}, source / "consolidated.01.pth")
+    with pytest.raises(ConfigError, match="its parts do not fit together"):
+        load_full_state(source)
+    torch.save(first, source / "consolidated.01.pth")
     (source / "consolidated.02.pth").unlink()
     with pytest.raises(ConfigError, match=r"consolidated\.03\.pth; expected consolidated\.00\.pth and on"):
         load_full_state(source)
@@ -331,6 +339,81 @@ def test_force_replaces(steps, tmp_path):
     assert not (target / "mine").exists()
 
 
+def test_force_replaces_nothing_else(steps, tmp_path, monkeypatch, capsys):
+    """Neither a folder that is something else, nor what looks like a leftover and is not."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("letters", "run/checkpoints", "here"):
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "mine").write_text("mine")
+    for name in ("x.tmp-original.pt", "x.titanlite-tmp-original.pt", "y.titanlite-tmp-0123abcd.pt"):
+        Path(name).write_text("mine")
+    Path("loop").symlink_to("loop")
+    shutil.copytree(steps["grouped"], "source")
+    before = sorted(Path().rglob("*"))
+    for target in ("letters", "run", ".", "..", "source/checkpoints/step-7", "source", "loop/x"):
+        assert main(["convert", "source", target, "--to", "hf", "--force"]) == 2, target
+        assert "Traceback" not in capsys.readouterr().err
+    assert sorted(Path().rglob("*")) == before
+    assert main(["convert", "source", "x.pt"]) == 0
+    assert {str(path) for path in Path().iterdir()} == {str(path) for path in before if len(path.parts) == 1} | {"x.pt"}
+
+
+def test_a_failed_replacement_brings_back_what_was_there(steps, tmp_path, monkeypatch):
+    convert(steps["grouped"], tmp_path / "there", "hf", tell=quiet)
+    original = Path.rename
+
+    def rename(self, target):
+        if "titanlite-tmp" in self.name:
+            raise OSError(5, "Input/output error")
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="Input/output error"):
+        convert(steps["scaled"], tmp_path / "there", "hf", force=True, tell=quiet)
+    assert os.listdir(tmp_path) == ["there"]
+    assert load_full_state(tmp_path / "there").model == GROUPED
+
+
+NO_MODELS = {
+    "parts of another": ({"encoder.w": torch.ones(2), "model.b": torch.ones(2)}, ["encoder.w", "model.b"]),
+    "an extra one": (
+        {**small_model(config=SMALL).state_dict(), "extra.bias": torch.ones(2)},
+        "'extra.bias' is no",
+    ),
+    "the same twice": (
+        {"norm.weight": torch.ones(2), "module.norm.weight": torch.zeros(2)},
+        "parameters twice",
+    ),
+    "Hugging Face's": ({"model.embed_tokens.weight": torch.ones(2, 2)}, "has Hugging Face's names"),
+    "integers": ({name: w.int() for name, w in small_model(config=SMALL).state_dict().items()}, "weights are floats"),
+    "no shape": ({"model": {"a": torch.ones(1)}, "model_config": {"a": torch.ones(1)}}, "x.pt: "),
+    "odd company": ({"model": {"a": torch.ones(1)}, "training": torch.ones(1), "step": -3}, ["a"]),
+}
+
+
+@pytest.mark.parametrize(("tree", "found"), NO_MODELS.values(), ids=NO_MODELS)
+def test_nothing_is_left_out_in_silence(tmp_path, capsys, tree, found):
+    torch.save(tree, tmp_path / "x.pt")
+    (tmp_path / "model.json").write_text(SMALL.to_json())
+    if isinstance(found, list):
+        assert list(convert(tmp_path / "x.pt", tmp_path / "y.safetensors", tell=quiet)) == found
+        return
+    arguments = ["convert", str(tmp_path / "x.pt"), str(tmp_path / "y"), "--to", "safetensors"]
+    assert main([*arguments, "--model", str(tmp_path / "model.json")]) == 2
+    told = capsys.readouterr().err
+    assert found in told
+    assert "Traceback" not in told
+    assert not (tmp_path / "y").exists()
+
+
+def test_a_shape_that_is_given_is_kept(steps, tmp_path):
+    (tmp_path / "model.json").write_text(dataclasses.replace(GROUPED, rope_theta=12345.0).to_json())
+    for to in FORMATS:
+        target = tmp_path / f"{to}{suffix(to)}"
+        convert(steps["grouped"], target, to, model=str(tmp_path / "model.json"), tell=quiet)
+        assert load_full_state(target).model.rope_theta == 12345.0, to
+
+
 def test_unknown_and_missing_names_are_listed(tmp_path):
     weights = dict(small_model(config=SMALL).state_dict())
     weights["layers.1.attention.wx.weight"] = weights.pop("layers.1.attention.wq.weight").clone()
@@ -401,7 +484,7 @@ def test_an_interrupted_conversion_leaves_nothing_and_can_be_repeated(steps, tmp
     assert "Traceback" not in told
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
     left = os.listdir(tmp_path)
-    assert not left if number != signal.SIGKILL else [name.split("-")[0] for name in left] == ["there.tmp"]
+    assert not left if number != signal.SIGKILL else [name.split("-")[0] for name in left] == ["there.titanlite"]
     assert main(arguments) == 0
     assert os.listdir(tmp_path) == ["there"]
 
@@ -473,7 +556,7 @@ def test_a_damaged_source_is_one_error(steps, tmp_path, monkeypatch, capsys, to,
     if to == "llama" and not (tmp_path / "source/consolidated.00.pth").read_bytes():
         torch.save({"a": torch.ones(3), "b": Evil()}, tmp_path / "source/consolidated.00.pth")
     (tmp_path / "target").mkdir()
-    (tmp_path / "target/mine").write_text("mine")
+    (tmp_path / "target/model.json").write_text("mine")
     assert main(["convert", "source", "target", "--to", "safetensors", "--force"]) in (1, 2)
     told = capsys.readouterr().err.splitlines()
     assert [line for line in told if line.startswith("error: ")]
@@ -481,7 +564,7 @@ def test_a_damaged_source_is_one_error(steps, tmp_path, monkeypatch, capsys, to,
     assert "Traceback" not in "".join(told)
     assert not (tmp_path / "executed").exists()
     assert sorted(os.listdir(tmp_path)) == ["source", "target"]
-    assert (tmp_path / "target/mine").read_text() == "mine"
+    assert (tmp_path / "target/model.json").read_text() == "mine"
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -538,10 +621,38 @@ def test_generate_says_what_is_missing(steps, capsys):
     assert "has no tokenizer that titanlite reads; name a rank file with --tokenizer" in capsys.readouterr().err
 
 
-def test_the_tokenizer_there_and_back():
+def test_the_tokenizer_there_and_back(tmp_path):
     ranks = BUNDLED.read_bytes()
     files = huggingface.tokenizer_files(Tokenizer(), ranks, 100)
     assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<|end_of_text|>"
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    assert huggingface.read_tokenizer(tmp_path) == ranks
+
+
+def other_normalizer(main: dict) -> None:
+    main["normalizer"] = {"type": "Lowercase"}
+
+
+def other_begin(main: dict) -> None:
+    main["added_tokens"][0]["content"] = "<s>"
+
+
+def other_words(main: dict) -> None:
+    main["pre_tokenizer"]["pretokenizers"][1]["add_prefix_space"] = True
+
+
+def other_merges(main: dict) -> None:
+    main["model"]["merges"].reverse()
+
+
+@pytest.mark.parametrize("change", [other_normalizer, other_begin, other_words, other_merges])
+def test_a_tokenizer_that_encodes_otherwise_is_not_taken(tmp_path, caplog, change):
+    main = json.loads(huggingface.tokenizer_files(Tokenizer(), BUNDLED.read_bytes(), 100)["tokenizer.json"])
+    change(main)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(main))
+    assert huggingface.read_tokenizer(tmp_path) is None
+    assert "not used" in caplog.text
 
 
 def test_progress_is_told():

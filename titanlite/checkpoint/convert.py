@@ -7,16 +7,14 @@
 
 What it is: a source is opened by looking at it (`formats/recognise.py`), written as a stream beside the target
 (`formats/targets.py`), synced, renamed, opened again and compared (`formats/check.py`).
-What it costs: memory for blocks of rows, whatever the model's size; time for reading and writing once, and for the
+What it costs: memory for blocks of rows, in some formats for one tensor; time for reading and writing once, and for the
 comparison reading both again.
 """
 
 from __future__ import annotations
 
-import glob
 import logging
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Callable
@@ -27,8 +25,10 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint.formats.check import different_answers, different_tensors
+from titanlite.checkpoint.formats.fill import WEIGHTS
 from titanlite.checkpoint.formats.full_state import FullState, FullTensor, expected_shapes
 from titanlite.checkpoint.formats.gguf_file import expected, open_written
+from titanlite.checkpoint.formats.place import publish, remove, require_free, sweep, temporary
 from titanlite.checkpoint.formats.recognise import open_full_state
 from titanlite.checkpoint.formats.targets import SUFFIXES, TARGETS, WITH_OTHERS, Selection
 from titanlite.checkpoint.manifest import Damaged, read_manifest
@@ -79,32 +79,37 @@ def convert(
     Raises ConfigError for what cannot be done, Damaged where the source is not whole: the target is then as it was.
     Raises Mismatch where the result is not the source's: it is there, to be looked at.
     """
-    target = Path(target)
+    target = Path(os.path.abspath(target))
     to = _format(target, to)
     as_dtype, q8 = _dtype(dtype, to)
     state = open_full_state(Path(source), step, model, trust_pickle)
-    _require_free(state.path, target, force)
+    require_free(state.path, target, force)
     what = Selection(state, as_dtype, full, q8)
     tell(describe(state, full))
     _require_sense(state, to, full, force)
     target.parent.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(target.parent).free) < what.nbytes + ROOM:
         raise ConfigError(f"{target.parent}: {free / 1e9:.2f} GB free, and {what.nbytes / 1e9:.2f} GB to write")
-    temporary = target.with_name(f"{target.stem}.tmp-{secrets.token_hex(4)}{target.suffix}")
-    _sweep(target)
+    beside = temporary(target)
+    sweep(target, state.path)
     progress = _Progress(what.nbytes, tell)
     try:
         with ThreadPoolExecutor(1) as thread:  # the source is hashed while it is converted
             whole = thread.submit(_require_whole, state, what)
-            TARGETS[to](temporary, state, what, shard_size, progress)
+            TARGETS[to](beside, state, what, shard_size, progress)
             whole.result()
         if not force:
             _require_finite(state, what)
-        _publish(temporary, target)
+        publish(beside, target)
     finally:
-        _remove(temporary)
+        remove(beside)
     progress.done(target)
-    result = open_written(target, state.model) if to == "gguf" else open_full_state(target, model=model)
+    try:
+        result = open_written(target, state.model) if to == "gguf" else open_full_state(target)
+        if to != "titanlite":
+            result.about.model = result.about.model or state.about.model
+    except ConfigError as error:
+        raise Mismatch([*error.problems, f"{target} cannot be read again; do not use it"]) from None
     if verify:
         _verify(state, result, to, what, full, tell)
     return result
@@ -129,15 +134,6 @@ def _dtype(name: str, to: str) -> tuple[torch.dtype | None, bool]:
     return DTYPES.get(name), name == "q8_0"
 
 
-def _require_free(source: Path, target: Path, force: bool) -> None:
-    """The target is not there, or may be replaced, and is not the source or around it."""
-    there, here = target.resolve(), source.resolve()
-    if there == here or there in here.parents or here in there.parents:
-        raise ConfigError(f"{target}: is, holds or lies in the source {source}; choose another place")
-    if (target.exists() or target.is_symlink()) and not force:
-        raise ConfigError(f"{target}: exists already; choose another name, or replace it with --force")
-
-
 def _require_sense(state: FullState, to: str, full: bool, force: bool) -> None:
     """Raises ConfigError where the source cannot become that, or is not what one would want to be converted."""
     if full and to not in WITH_OTHERS:
@@ -148,7 +144,7 @@ def _require_sense(state: FullState, to: str, full: bool, force: bool) -> None:
         raise ConfigError(f"{state.path}: holds NaN or infinity; choose another step, or convert it with --force")
     if state.about.step == 0:
         logger.warning("%s: step 0, before any training", state.path)
-    if to in ("hf", "llama", "gguf") or state.about.model:
+    if to in ("titanlite", "hf", "llama", "gguf") or state.about.model:
         _require_model(state)
 
 
@@ -162,6 +158,8 @@ def _require_model(state: FullState) -> None:
             problems.append(f"{state.path}: has no {name!r}{suggestion(name, extra[:500])}")
         elif tensor.shape != shape:
             problems.append(f"{state.path}: {name!r} is {tensor.shape}; the model's is {shape}")
+        elif tensor.dtype not in WEIGHTS:
+            problems.append(f"{state.path}: {name!r} is {tensor.dtype}; weights are floats")
     problems += [f"{state.path}: {name!r} is no parameter of this model" for name in extra]
     if problems:
         more = [f"and {len(problems) - 8} more like these"] if len(problems) > 9 else []
@@ -185,35 +183,6 @@ def _require_finite(state: FullState, what: Selection) -> None:
             f"{state.path}: {', '.join(map(repr, names[:3]))}{more}: NaN or infinity{as_dtype}; convert it anyway with "
             "--force"
         )
-
-
-def _publish(temporary: Path, target: Path) -> None:
-    """Renames the result, out of the way of what was there."""
-    folders = [temporary, temporary.parent] if temporary.is_dir() else [temporary.parent]
-    for folder in folders:
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    if target.exists() or target.is_symlink():
-        old = target.with_name(f"{target.stem}.old-{secrets.token_hex(4)}{target.suffix}")  # which no sweep removes
-        target.rename(old)
-        temporary.rename(target)
-        _remove(old)
-    else:
-        temporary.rename(target)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _sweep(target: Path) -> None:
-    """Removes what a conversion to this target that was killed has left."""
-    for path in target.parent.glob(f"{glob.escape(target.stem)}.tmp-????????{glob.escape(target.suffix)}"):
-        _remove(path)
 
 
 def describe(state: FullState, full: bool = False) -> str:

@@ -132,10 +132,10 @@ def _write_manifest(temporary: Path, manifest: Manifest) -> None:
 
 
 def _publish(temporary: Path, final: Path) -> None:
-    _sync_folder(temporary)
+    sync_folder(temporary)
     temporary.rename(final)
     try:
-        _sync_folder(final.parent)  # the rename itself reaches the disk
+        sync_folder(final.parent)  # the rename itself reaches the disk
     except OSError as error:  # it is committed, and can be read: no reason to save again
         logger.warning("%s: %s when syncing it; a power failure now could lose %s", final.parent, error, final.name)
 
@@ -147,7 +147,8 @@ def _write(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Names made or changed in the folder are on the disk after this, where the file system does that."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -134,14 +134,16 @@ def write(
     writer.write_ti_data_to_file()
     for own in ours:
         tensor = state.tensors[own]
-        kind, blocks = kind_of(tensor, dtype, q8), []
-        for block in tensor.blocks():
+        kind, ranges, whole = kind_of(tensor, dtype, q8), tensor.row_ranges(), np.empty(0, np.uint8)
+        for start, stop in ranges:
+            block = tensor.read(start, stop)
             looked_at(own, block.to(DTYPES.get(kind, block.dtype)))
-            blocks.append(_encoded(block, kind))
-        whole = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        del blocks
+            encoded = _encoded(block, kind)
+            if not start:
+                whole = np.empty((tensor.shape[0], *encoded.shape[1:]), encoded.dtype)
+            whole[start:stop] = encoded
         writer.write_tensor_data(whole)
-        told(np.ascontiguousarray(whole).reshape(-1).view(np.uint8).data)
+        told(whole.reshape(-1).view(np.uint8).data)
     if factors is not None:
         writer.write_tensor_data(factors)
     writer.close()
@@ -166,7 +168,7 @@ def _describe(writer: Any, state: FullState, dtype: torch.dtype | None, q8: bool
     if not (ranks := state.about.tokenizer):
         writer.add_tokenizer_model("none")
         return
-    tokenizer, tokens = Tokenizer(content=ranks), parse_ranks(ranks)
+    tokenizer, tokens = Tokenizer(state.path, ranks), parse_ranks(ranks)
     texts = [to_text(token) for token in tokens] + list(tokenizer.special)
     kinds = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.CONTROL] * len(tokenizer.special)
     unused = config.vocab_size - len(texts)

@@ -107,10 +107,7 @@ def read_tokenizer(folder: Path) -> bytes | None:
     path = folder / "tokenizer.json"
     try:
         main = json.loads(path.read_bytes())
-        model, steps = main["model"], main["pre_tokenizer"]
-        patterns = [step["pattern"]["Regex"] for step in steps.get("pretokenizers", [steps]) if step["type"] == "Split"]
-        if model["type"] != "BPE" or patterns != [PATTERN]:
-            raise ValueError("expected BPE with Llama 3's way of splitting words")
+        model = main["model"]
         order = sorted(model["vocab"].items(), key=lambda item: item[1])
         tokens = [bytes(BYTES[c] for c in text) for text, _ in order]
         if [i for _, i in order] != list(range(len(order))) or len({*tokens}) < len(tokens):
@@ -118,7 +115,18 @@ def read_tokenizer(folder: Path) -> bytes | None:
         pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
         if pairs != [(to_text(a), to_text(b)) for a, b in merges_of(tokens)]:
             raise ValueError("its merges do not go by the order of its tokens")
-        return b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens))
+        ranks = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens))
+        tokenizer = Tokenizer(path, ranks)
+        ours = json.loads(to_files(tokenizer, ranks, 0)["tokenizer.json"])
+        same = {key: main[key] == ours[key] for key in ("normalizer", "pre_tokenizer")}
+        same |= {key: model.get(key) == ours["model"][key] for key in ours["model"] if key not in ("vocab", "merges")}
+        if other := [key for key, equal in same.items() if not equal]:
+            raise ValueError(f"its {', '.join(other)} is not that of Llama 3")
+        added = {token["id"]: token["content"] for token in main["added_tokens"]}
+        names = {i: name for name, i in tokenizer.special.items()}
+        if any(added.get(i) != names[i] for i in (tokenizer.bos, tokenizer.eos)) or min(added) < len(tokens):
+            raise ValueError("its special tokens do not begin with <|begin_of_text|> and <|end_of_text|>")
+        return ranks
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -8,6 +8,7 @@ Reference: github.com/meta-llama/llama-models, models/llama3
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -78,22 +79,21 @@ def from_params(fields: dict[str, Any], vocab_size: int, tied: bool) -> LlamaCon
 
 
 def _joined(name: str, pieces: list[FullTensor], dim: int) -> FullTensor:
-    """The whole of a parameter from what each file has of it."""
-    if len(pieces) == 1 or len(pieces[0].shape) < 2:  # norms are the same in all
-        return pieces[0]
-    by_columns = name in BY_COLUMNS or name.endswith(BY_COLUMNS)
-    if name == "tok_embeddings.weight":
-        by_columns = pieces[0].shape[1] != dim
-    parts: list[Part] = []
-    rows = columns = 0
-    for piece in pieces:
-        offsets = (0, columns) if by_columns else (rows, 0)
-        parts.append(Part(piece.parts[0].file, piece.parts[0].begin, offsets, piece.shape))
-        rows, columns = rows + piece.shape[0], columns + piece.shape[1]
-    shape = (pieces[0].shape[0], columns) if by_columns else (rows, pieces[0].shape[1])
-    if {piece.shape[not by_columns] for piece in pieces} != {shape[not by_columns]}:
+    """The whole of a parameter from what each file has of it. Raises ValueError where the pieces do not fit."""
+    first = pieces[0]
+    by_columns = name.endswith(BY_COLUMNS) or (name == "tok_embeddings.weight" and first.shape[1:] != (dim,))
+    whole = len(pieces) == 1 or len(first.shape) < 2  # norms are the same in all
+    kept = slice(None) if whole else slice(0, 1) if by_columns else slice(1, 2)  # the sides that must agree
+    if len({(piece.dtype, len(piece.shape), piece.shape[kept]) for piece in pieces}) > 1:
         raise ValueError(f"{name}: its parts do not fit together")
-    return FullTensor(pieces[0].dtype, shape, tuple(parts))
+    if whole:
+        return first
+    parts: list[Part] = []
+    at = 0
+    for piece in pieces:
+        parts.append(dataclasses.replace(piece.parts[0], offsets=(0, at) if by_columns else (at, 0)))
+        at += piece.shape[by_columns]
+    return FullTensor(first.dtype, (first.shape[0], at) if by_columns else (at, first.shape[1]), tuple(parts))
 
 
 def open_folder(folder: Path) -> FullState:

@@ -22,6 +22,7 @@ from titanlite.model.flavors import FLAVORS, LlamaConfig
 from titanlite.spelling import suggestion
 
 ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.")  # of a model's parameters
+TRAINING = ("optimizer.", "schedule.", "data.", "progress.", "random.")  # of what else a run of ours saves
 READABLE = (
     "a run's or a step's folder, a stock DCP folder (.metadata), a Hugging Face folder (config.json), a folder with "
     "consolidated.00.pth and params.json, a .safetensors file or folder, or a file of torch.save"
@@ -34,7 +35,12 @@ def open_full_state(path: Path, step: int = 0, model: str = "", trust_pickle: bo
     `model`: a flavor or a model.json, for files that do not tell the model's shape. Raises Damaged where it is no whole
     checkpoint, ConfigError where it is none, or not one that is read.
     """
-    state = _open(path, step, trust_pickle)
+    try:
+        state = _open(path, step, trust_pickle)
+    except OSError as error:
+        raise ConfigError(f"{str(path)[:300]}: {error.strerror}") from None
+    if step and state.about.format != "titanlite":
+        raise ConfigError(f"--step {step}: {path} is no run; leave --step out")
     if model:
         state.about.model = read_model(model, state)
     return state
@@ -134,7 +140,8 @@ def _model_of(path: Path, content: bytes | None) -> LlamaConfig | None:
 
 
 def _open_file(path: Path) -> FullState:
-    start = path.open("rb").read(4)
+    with path.open("rb") as file:
+        start = file.read(4)
     if start == b"GGUF":
         raise ConfigError(f"{path}: a GGUF file, which is written but not read; expected {READABLE}")
     if start == b"PK\x03\x04":
@@ -154,17 +161,17 @@ def _of_tree(path: Path, tree: Tree) -> FullState:
     for key in ("model", "state_dict", "model_state_dict"):
         if isinstance(tree.get(key), dict):
             flat = tree[key]
-    if isinstance(tree.get("model_config"), dict):
-        about.model = _model_of(path, json.dumps(tree["model_config"]).encode())
-    if isinstance(step := tree.get("step"), int):
+    if isinstance(shape := tree.get("model_config"), dict):
+        about.model = _model_of(path, json.dumps(shape, default=str).encode())
+    if type(step := tree.get("step")) is int and step >= 0:
         about.step = step
-    if isinstance(length := tree.get("seq_len"), int):
+    if type(length := tree.get("seq_len")) is int and length > 0:
         about.seq_len = length
     if isinstance(tokenizer := tree.get("tokenizer"), FullTensor):
         about.tokenizer = tokenizer.read().numpy().tobytes()
     state = _named(path, {name: value for name, value in flat.items() if isinstance(value, FullTensor)}, about)
-    rest = tree.get("training", {})
-    state.others |= {name: value for name, value in rest.items() if isinstance(value, FullTensor)}
+    if isinstance(rest := tree.get("training"), dict):
+        state.others |= {name: value for name, value in rest.items() if isinstance(value, FullTensor)}
     if not state.tensors:
         raise ConfigError(f"{path}: holds no tensors, but {', '.join(list(tree)[:8]) or 'nothing'}")
     return state
@@ -180,10 +187,27 @@ def _beside(folder: Path) -> dict[str, Any]:
 
 
 def _named(path: Path, found: dict[str, FullTensor], about: About) -> FullState:
-    """Parameters apart from the rest, without the prefixes that wrappers and other trainers add."""
+    """Parameters apart from what a run needs to go on, without the prefixes that wrappers and other trainers add.
+
+    Raises ConfigError where two names become one, or are Hugging Face's.
+    """
     plain = {name.replace("_orig_mod.", "").removeprefix("module."): tensor for name, tensor in found.items()}
-    below = any(name.startswith("model.") for name in plain) and "tok_embeddings.weight" not in plain
-    roots = ("model.",) if below else ROOTS if "tok_embeddings.weight" in plain else ("",)
-    model = {name: tensor for name, tensor in plain.items() if name.startswith(roots)}
-    others = {name: tensor for name, tensor in plain.items() if name not in model}
-    return FullState(path, about, {name.removeprefix("model."): tensor for name, tensor in model.items()}, others)
+    if len(plain) < len(found):
+        raise ConfigError(f"{path}: has the same parameters twice, with and without the prefix of a wrapper")
+    if "model.embed_tokens.weight" in plain:
+        raise ConfigError(f"{path}: has Hugging Face's names; give a folder with its config.json and model.safetensors")
+    if "tok_embeddings.weight" in plain:
+        root = ""
+        # Trainers put what they like beside a model into DCP; elsewhere only what we put there is no parameter.
+        in_model = ROOTS if about.format == "dcp" else tuple(n for n in plain if not n.startswith(TRAINING))
+    elif "model.tok_embeddings.weight" in plain or (
+        about.format == "dcp" and any(n.startswith("model.") for n in plain)
+    ):
+        root = "model."
+        in_model = (root,)
+    else:
+        return FullState(path, about, plain)
+    model = {name.removeprefix(root): tensor for name, tensor in plain.items() if name.startswith(in_model)}
+    return FullState(
+        path, about, model, {name: tensor for name, tensor in plain.items() if not name.startswith(in_model)}
+    )

@@ -132,4 +132,7 @@ def write_folder(folder: Path, tensors: dict[str, Outgoing], shard_size: int, to
     places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    with (folder / INDEX).open("x") as listing:
+        listing.write(json.dumps(index, indent=1) + "\n")
+        listing.flush()
+        os.fsync(listing.fileno())

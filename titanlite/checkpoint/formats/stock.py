@@ -23,6 +23,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -156,4 +157,7 @@ def write_folder(folder: Path, tensors: dict[str, Outgoing], told: Told) -> None
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        dcp.save(empty, storage_writer=writer, planner=_Planner(tensors, told), no_dist=True)
+        try:
+            dcp.save(empty, storage_writer=writer, planner=_Planner(tensors, told), no_dist=True)
+        except CheckpointException as error:  # a BaseException
+            raise next(iter(error.failures.values()))[0] from None

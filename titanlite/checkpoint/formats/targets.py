@@ -64,7 +64,8 @@ class Selection:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.model.values(), *self.others.values()))
+        whole = sum(tensor.nbytes for tensor in (*self.model.values(), *self.others.values()))
+        return whole * 34 // 64 if self.q8 else whole  # at most: 34 bytes for 32 numbers of 2 or 4
 
 
 def _write_small(folder: Path, files: dict[str, bytes]) -> None:
@@ -101,7 +102,7 @@ def to_titanlite(path: Path, state: FullState, what: Selection, shard_size: int,
         for key, tensor in group.items():
             shape = list(tensor.shape)
             tensors[key] = TensorEntry(DTYPE_NAMES[tensor.dtype], shape, [Chunk(name, [0] * len(shape), shape)])
-    small = state.about.files or _shape_and_tokenizer(state)
+    small = state.about.files | _shape_and_tokenizer(state)
     _write_small(path, small)
     files |= {name: FileEntry(len(content), digest_of(path / name)) for name, content in small.items()}
     made = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -167,7 +168,7 @@ def to_huggingface(path: Path, state: FullState, what: Selection, shard_size: in
     bos = eos = None
     files: dict[str, bytes] = {}
     if ranks := state.about.tokenizer:
-        tokenizer = Tokenizer(content=ranks)
+        tokenizer = Tokenizer(state.path, ranks)
         bos, eos = tokenizer.bos, tokenizer.eos
         files = huggingface.tokenizer_files(tokenizer, ranks, length)
     dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
