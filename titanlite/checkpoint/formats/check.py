@@ -3,7 +3,7 @@
 What it is: the result is opened again and compared with the source. For bits that is straightforward. But a format has
 its own idea of what the tensors mean, and tensors that are all there and mean something else are the usual mistake of
 converters. So a second Llama, written for this and sharing nothing with `model/llama.py`, must give on the result the
-logits that our model gives on the source; of Hugging Face's files it reads the rows in their own order, with their RoPE.
+logits that our model gives on the source; of Hugging Face's files it reads the rows in their order, with their RoPE.
 What it costs: reading both twice; memory for one layer, in fp64.
 """
 

@@ -196,18 +196,11 @@ def _named(path: Path, found: dict[str, FullTensor], about: About) -> FullState:
         raise ConfigError(f"{path}: has the same parameters twice, with and without the prefix of a wrapper")
     if "model.embed_tokens.weight" in plain:
         raise ConfigError(f"{path}: has Hugging Face's names; give a folder with its config.json and model.safetensors")
+    root, training, is_dcp = "", set[str](), about.format == "dcp"
     if "tok_embeddings.weight" in plain:
-        root = ""
         # Trainers put what they like beside a model into DCP; elsewhere only what we put there is no parameter.
-        in_model = ROOTS if about.format == "dcp" else tuple(n for n in plain if not n.startswith(TRAINING))
-    elif "model.tok_embeddings.weight" in plain or (
-        about.format == "dcp" and any(n.startswith("model.") for n in plain)
-    ):
-        root = "model."
-        in_model = (root,)
-    else:
-        return FullState(path, about, plain)
-    model = {name.removeprefix(root): tensor for name, tensor in plain.items() if name.startswith(in_model)}
-    return FullState(
-        path, about, model, {name: tensor for name, tensor in plain.items() if not name.startswith(in_model)}
-    )
+        training = {n for n in plain if n.startswith(TRAINING) or (is_dcp and not n.startswith(ROOTS))}
+    elif "model.tok_embeddings.weight" in plain or (is_dcp and any(n.startswith("model.") for n in plain)):
+        root, training = "model.", {n for n in plain if not n.startswith("model.")}
+    model = {name.removeprefix(root): tensor for name, tensor in plain.items() if name not in training}
+    return FullState(path, about, model, {name: tensor for name, tensor in plain.items() if name in training})
