@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from titanlite.checkpoint import convert as module
 from titanlite.checkpoint.convert import Mismatch, convert, load_full_state
-from titanlite.checkpoint.formats import check, huggingface, targets
+from titanlite.checkpoint.formats import check, huggingface, huggingface_tokenizer, targets
 from titanlite.checkpoint.formats.full_state import half_split, interleave
 from titanlite.checkpoint.manifest import Facts
 from titanlite.checkpoint.state import ModelState, OptimizerState
@@ -308,7 +308,7 @@ MISTAKES = {
     "into itself": (["S", "S/checkpoints/step-7/x.pt"], "choose another place"),
     "it exists": (["S", "E.pt"], "E.pt: exists already"),
     "full model": (["S", "T", "--to", "hf", "--full"], "hf holds a model and no more"),
-    "a text file": (["E.pt", "T", "--to", "hf"], "neither a zip archive of torch.save nor a .safetensors file"),
+    "a text file": (["E.pt", "T", "--to", "hf"], "neither a zip archive of torch.save (older files"),
     "another flavor": (["X.pt", "T", "--to", "hf", "--model", "debgu"], "did you mean debug?"),
     "another's shape": (["X.pt", "T", "--to", "hf", "--model", "debug"], "'layers.0.attention.wq.weight' is (32, 32)"),
 }
@@ -623,11 +623,11 @@ def test_generate_says_what_is_missing(steps, capsys):
 
 def test_the_tokenizer_there_and_back(tmp_path):
     ranks = BUNDLED.read_bytes()
-    files = huggingface.tokenizer_files(Tokenizer(), ranks, 100)
+    files = huggingface_tokenizer.to_files(Tokenizer(), ranks, 100)
     assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<|end_of_text|>"
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    assert huggingface.read_tokenizer(tmp_path) == ranks
+    assert huggingface_tokenizer.read_tokenizer(tmp_path) == ranks
 
 
 def other_normalizer(main: dict) -> None:
@@ -648,10 +648,10 @@ def other_merges(main: dict) -> None:
 
 @pytest.mark.parametrize("change", [other_normalizer, other_begin, other_words, other_merges])
 def test_a_tokenizer_that_encodes_otherwise_is_not_taken(tmp_path, caplog, change):
-    main = json.loads(huggingface.tokenizer_files(Tokenizer(), BUNDLED.read_bytes(), 100)["tokenizer.json"])
+    main = json.loads(huggingface_tokenizer.to_files(Tokenizer(), BUNDLED.read_bytes(), 100)["tokenizer.json"])
     change(main)
     (tmp_path / "tokenizer.json").write_text(json.dumps(main))
-    assert huggingface.read_tokenizer(tmp_path) is None
+    assert huggingface_tokenizer.read_tokenizer(tmp_path) is None
     assert "not used" in caplog.text
 
 

@@ -14,13 +14,10 @@ from typing import Any
 
 from titanlite.checkpoint.formats.full_state import About, FullState, FullTensor
 from titanlite.checkpoint.formats.huggingface_tokenizer import read_tokenizer
-from titanlite.checkpoint.formats.huggingface_tokenizer import to_files as tokenizer_files
 from titanlite.checkpoint.formats.safetensors_files import read_folder
 from titanlite.checkpoint.manifest import Damaged
 from titanlite.config import ConfigError
 from titanlite.model.flavors import LlamaConfig, RopeScaling
-
-__all__ = ["from_config", "is_turned", "names", "open_folder", "to_config", "tokenizer_files"]
 
 LAYER = {  # ours -> theirs
     "attention_norm": "input_layernorm",

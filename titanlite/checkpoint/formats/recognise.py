@@ -152,7 +152,10 @@ def _open_file(path: Path) -> FullState:
             raise ConfigError(f"{path}: a file of a Hugging Face folder; give the folder, with its config.json")
         about = About("safetensors", _model_of(path, metadata["model"].encode() if "model" in metadata else None))
         return _named(path, found, about)
-    raise ConfigError(f"{path}: neither a zip archive of torch.save nor a .safetensors file; expected {READABLE}")
+    raise ConfigError(
+        f"{path}: neither a zip archive of torch.save (older files: load and save them with torch >= 1.6) nor a "
+        f".safetensors file; expected {READABLE}"
+    )
 
 
 def _of_tree(path: Path, tree: Tree) -> FullState:

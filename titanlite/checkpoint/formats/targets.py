@@ -19,6 +19,7 @@ from torch import Tensor
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.formats import gguf_file, huggingface, meta, stock
 from titanlite.checkpoint.formats.full_state import FullState, FullTensor, half_split
+from titanlite.checkpoint.formats.huggingface_tokenizer import to_files
 from titanlite.checkpoint.formats.safetensors_files import Outgoing, Told, write_file
 from titanlite.checkpoint.formats.safetensors_files import write_folder as write_shards
 from titanlite.checkpoint.formats.torch_file import Tree, write_tree
@@ -170,7 +171,7 @@ def to_huggingface(path: Path, state: FullState, what: Selection, shard_size: in
     if ranks := state.about.tokenizer:
         tokenizer = Tokenizer(state.path, ranks)
         bos, eos = tokenizer.bos, tokenizer.eos
-        files = huggingface.tokenizer_files(tokenizer, ranks, length)
+        files = to_files(tokenizer, ranks, length)
     dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
     described = {
         "config.json": huggingface.to_config(config, length, dtype, bos, eos),
