@@ -115,22 +115,11 @@ class Writer(StorageWriter):
         return False  # there is none: the folder is given
 
 
-class Reader(StorageReader):
-    """Pieces of a step folder. Raises Damaged where a file does not hold what the manifest says."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = folder, manifest
+class PartsReader(StorageReader):
+    """A source of pieces for DCP's plans, which are taken as they are."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        found: dict[str, Any] = {}
-        for name, entry in self.manifest.tensors.items():
-            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
-            properties = TensorProperties(dtype=DTYPES[entry.dtype])
-            found[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-        return Metadata(found)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -140,6 +129,25 @@ class Reader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False  # there is none: the folder is given
+
+
+class Reader(PartsReader):
+    """Pieces of a step folder. Raises Damaged where a file does not hold what the manifest says."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        found: dict[str, Any] = {}
+        for name, entry in self.manifest.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+            properties = TensorProperties(dtype=DTYPES[entry.dtype])
+            found[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+        return Metadata(found)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         files: dict[str, ShardFile] = {}
@@ -157,7 +165,3 @@ class Reader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, StorageReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from titanlite.checkpoint.dcp import PartsReader
 from titanlite.checkpoint.formats.full_state import BLOCK, FullState
 from titanlite.config import ConfigError
 from titanlite.spelling import suggestion
@@ -89,14 +90,11 @@ def differences(full: FullState, state: dict[str, Any]) -> list[str]:
     return problems
 
 
-class _Reader(StorageReader):
+class _Reader(PartsReader):
     """Rows of a FullState for DCP's planners."""
 
     def __init__(self, full: FullState) -> None:
         self._full = full
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         found: dict[str, Any] = {}
@@ -105,15 +103,6 @@ class _Reader(StorageReader):
             whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
             found[name] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), shape, [whole])
         return Metadata(found)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -131,7 +120,3 @@ class _Reader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False
