@@ -108,7 +108,7 @@ def _generate_options(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("path", type=Path, help="a run's folder (its newest checkpoint), or whatever `convert` reads")
-    parser.add_argument("--step", type=_at_least(int, 0), default=0, help="which checkpoint of a run; 0: the newest")
+    parser.add_argument("--step", type=_at_least(int, 0), help="which checkpoint of a run; if not given, the newest")
     parser.add_argument("--model", default="", help="flavor or model.json, for files that do not tell the shape")
     parser.add_argument("--tokenizer", default="", help="rank file, for files that hold no tokenizer")
     parser.add_argument("--prompt", default="def", help="text to continue")
@@ -213,7 +213,7 @@ def tokenizer(argv: list[str]) -> int:
     try:
         write_rank_file(tokens, options.output)
     except OSError as error:
-        raise ConfigError(f"{options.output}: {error.strerror}") from None
+        raise ConfigError(f"{options.output}: {error.strerror or error}") from None
     fewer = (
         f" (asked for {options.num_tokens}, but the text has no more pairs)" if len(tokens) < options.num_tokens else ""
     )

@@ -142,7 +142,9 @@ def claim_folder(folder: Path) -> Any:
         except BlockingIOError:
             claim[1] = f"{folder}: another process is training here; wait for it or choose another run.name"
         except OSError as error:
-            claim[1] = f"run.folder, run.name: {folder}: {error.strerror}; expected a folder that can be written"
+            claim[1] = (
+                f"run.folder, run.name: {folder}: {error.strerror or error}; expected a folder that can be written"
+            )
     dist.broadcast_object_list(claim)
     if claim[1]:
         raise ConfigError(claim[1])

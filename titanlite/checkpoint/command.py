@@ -12,12 +12,13 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from titanlite.checkpoint.convert import describe
+from titanlite.checkpoint.formats.full_state import FullState
 from titanlite.checkpoint.formats.recognise import is_ours, open_full_state
-from titanlite.checkpoint.load import read_tensor
 from titanlite.checkpoint.manifest import Damaged, Manifest, file_problems, read_manifest
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import delete_step, find_step_folder, list_steps, step_folder, sweep, verify_files
@@ -41,7 +42,7 @@ def run(argv: list[str]) -> int:
         "--trust-pickle", action="store_true", help="unpickle a stock DCP folder's index: runs its code"
     )
     differing = commands.add_parser("diff", help="how far the tensors of two checkpoints are apart")
-    differing.add_argument("a", type=Path, help="a step's folder, or a run's (the newest)")
+    differing.add_argument("a", type=Path, help="a step's folder, a run's (the newest), or any that `convert` reads")
     differing.add_argument("b", type=Path, help="the same")
     differing.add_argument("--all", action="store_true", help="list the tensors that are equal too")
     pruning = commands.add_parser(
@@ -59,7 +60,7 @@ def run(argv: list[str]) -> int:
     if options.command == "show":
         return show(options.path, options.trust_pickle)
     if options.command == "diff":
-        return diff(find_step_folder(options.a), find_step_folder(options.b), options.all)
+        return diff(open_full_state(options.a), open_full_state(options.b), options.all)
     return prune(options.run, options.keep, options.keep_every, options.keep_best, options.dry_run)
 
 
@@ -109,6 +110,9 @@ def list_run(run_folder: Path) -> int:
 def verify(path: Path) -> int:
     """Hashes every file of a checkpoint, or of all of a run. 1 if any is damaged."""
     folders = [path] if (path / "manifest.json").exists() or re.fullmatch(r"step-\d+", path.name) else []
+    if not folders and path.exists() and not is_ours(path):
+        form = open_full_state(path).about.format
+        raise ConfigError(f"{path}: {form}, which has no hashes to compare with; expected a run's or a step's folder")
     folders = folders or [step_folder(folder, step) for folder in [_folder(path)] for step in list_steps(folder)]
     damaged = False
     for folder in folders:
@@ -154,22 +158,22 @@ def show(path: Path, trust_pickle: bool) -> int:
     return 0
 
 
-def diff(a: Path, b: Path, everything: bool) -> int:
+def diff(a: FullState, b: FullState, everything: bool) -> int:
     """Differences per tensor: the largest, and the norm of the difference over that of `a`. 1 if there are any."""
-    first, second = _sound(a), _sound(b)
-    print(f"a: {a} (step {first.step})\nb: {b} (step {second.step})")
-    for line in _config_differences(first, second):
+    print(f"a: {describe(a, full=True)}\nb: {describe(b, full=True)}")
+    for line in _config_differences(a.about.config, b.about.config):
         print(line)
-    equal, names = 0, sorted({*first.tensors, *second.tensors})
+    first, second = a.tensors | a.others, b.tensors | b.others
+    equal, names = 0, sorted({*first, *second})
     for name in names:
-        if name not in first.tensors or name not in second.tensors:
-            print(f"{name}: only in {'a' if name in first.tensors else 'b'}")
+        if name not in first or name not in second:
+            print(f"{name}: only in {'a' if name in first else 'b'}")
             continue
-        was, now = (manifest.tensors[name] for manifest in (first, second))
+        was, now = first[name], second[name]
         if (was.dtype, was.shape) != (now.dtype, now.shape):
             print(f"{name}: {was.dtype} {was.shape} in a, {now.dtype} {now.shape} in b")
             continue
-        x, y = read_tensor(a, first, name), read_tensor(b, second, name)
+        x, y = was.read(), now.read()
         if torch.equal(x, y):
             equal += 1
             if everything:
@@ -183,17 +187,9 @@ def diff(a: Path, b: Path, everything: bool) -> int:
     return 0 if equal == len(names) else EXIT_DAMAGED
 
 
-def _sound(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files can be opened. Raises Damaged."""
-    manifest = read_manifest(folder)
-    if problems := file_problems(folder, manifest):
-        raise Damaged(problems)
-    return manifest
-
-
-def _config_differences(a: Manifest, b: Manifest) -> Iterator[str]:
-    for section in {**a.config, **b.config}:
-        was, now = a.config.get(section, {}), b.config.get(section, {})
+def _config_differences(a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for section in {**a, **b} if a and b else ():
+        was, now = a.get(section, {}), b.get(section, {})
         for key in {**was, **now}:
             if was.get(key) != now.get(key):
                 yield f"{section}.{key}: {json.dumps(was.get(key))} in a, {json.dumps(now.get(key))} in b"
@@ -209,7 +205,7 @@ def prune(run_folder: Path, keep: int, keep_every: int, keep_best: int, dry_run:
     except BlockingIOError:
         raise ConfigError(f"{run_folder}: a run is training here, and deletes by its own rule") from None
     except OSError as error:
-        raise ConfigError(f"{run_folder}: {error.strerror}") from None
+        raise ConfigError(f"{run_folder}: {error.strerror or error}") from None
     good = ManifestCache(folder).good()
     gone = steps_to_delete(good, keep, keep_every, keep_best)
     leftovers = [path.name for kind in ("tmp-*", "deleted") for path in folder.glob(f"step-*.{kind}")]

@@ -13,13 +13,15 @@ comparison reading both again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import torch
 from torch import Tensor
@@ -30,14 +32,17 @@ from titanlite.checkpoint.formats.full_state import FullState, FullTensor, expec
 from titanlite.checkpoint.formats.gguf_file import expected, open_written
 from titanlite.checkpoint.formats.place import publish, remove, require_free, sweep, temporary
 from titanlite.checkpoint.formats.recognise import open_full_state
-from titanlite.checkpoint.formats.targets import SUFFIXES, TARGETS, WITH_OTHERS, Selection
+from titanlite.checkpoint.formats.safetensors_files import Told
+from titanlite.checkpoint.formats.targets import SHARDED, SUFFIXES, TARGETS, WITH_OTHERS, Selection
 from titanlite.checkpoint.manifest import Damaged, read_manifest
 from titanlite.checkpoint.storage import verify_files
 from titanlite.config import ConfigError
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.spelling import suggestion
 
 logger = logging.getLogger("titanlite")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SHARD_SIZE = 5_000_000_000  # bytes
 ROOM = 1 << 26  # bytes beside the tensors: small files, headers
 
 
@@ -45,10 +50,10 @@ class Mismatch(ConfigError):
     """What was written is not what was read. It lies where it was written."""
 
 
-def load_full_state(path: str | Path, step: int = 0, trust_pickle: bool = False) -> FullState:
+def load_full_state(path: str | Path, step: int | None = None, trust_pickle: bool = False) -> FullState:
     """A checkpoint of any format as a lazy mapping: parameter name -> Tensor in its dtype; `.others` has the rest.
 
-    `step`: which one of a run, 0 the newest. Raises ConfigError where there is none, Damaged where it is not whole;
+    `step`: which one of a run, None the newest. Raises ConfigError where there is none, Damaged where it is not whole;
     also when a tensor is read. Hashes are not verified: `titanlite checkpoint verify` does that.
     """
     return open_full_state(Path(path), step, trust_pickle=trust_pickle)
@@ -60,8 +65,8 @@ def convert(
     to: str = "",
     *,
     dtype: str = "",
-    step: int = 0,
-    shard_size: int = 5_000_000_000,
+    step: int | None = None,
+    shard_size: int = 0,
     full: bool = False,
     model: str = "",
     verify: bool = True,
@@ -72,9 +77,10 @@ def convert(
     """Writes the checkpoint `source` as `target` in format `to`, compares the two and returns the new one.
 
     `to`: titanlite, dcp, safetensors, torch, llama, hf or gguf; by the target's suffix if empty. `dtype`: bf16, fp16,
-    fp32 (in gguf also q8_0) for the weights; as they are if empty. `shard_size`: bytes of a file. `full`: optimizer and
-    all else, too. `model`: a flavor or model.json, for sources that do not tell. `force`: replace an existing target,
-    convert what is not finite.
+    fp32 (in gguf also q8_0) for the weights; as they are if empty. `step`: which one of a run; None the newest.
+    `shard_size`: bytes of a file in formats that have several; 0 for 5 GB. `full`: optimizer and all else, too.
+    `model`: a flavor or model.json, for sources that do not tell. `force`: replace an existing target, convert what is
+    not finite.
 
     Raises ConfigError for what cannot be done, Damaged where the source is not whole: the target is then as it was.
     Raises Mismatch where the result is not the source's: it is there, to be looked at.
@@ -82,28 +88,14 @@ def convert(
     target = Path(os.path.abspath(target))
     to = _format(target, to)
     as_dtype, q8 = _dtype(dtype, to)
+    if shard_size and (to not in SHARDED or target.suffix in SUFFIXES):
+        raise ConfigError(f"--shard-size: {to} is written as one file; allowed in folders: {', '.join(SHARDED)}")
     state = open_full_state(Path(source), step, model, trust_pickle)
     require_free(state.path, target, force)
     what = Selection(state, as_dtype, full, q8)
     tell(describe(state, full))
     _require_sense(state, to, full, force)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(target.parent).free) < what.nbytes + ROOM:
-        raise ConfigError(f"{target.parent}: {free / 1e9:.2f} GB free, and {what.nbytes / 1e9:.2f} GB to write")
-    beside = temporary(target)
-    sweep(target, state.path)
-    progress = _Progress(what.nbytes, tell)
-    try:
-        with ThreadPoolExecutor(1) as thread:  # the source is hashed while it is converted
-            whole = thread.submit(_require_whole, state, what)
-            TARGETS[to](beside, state, what, shard_size, progress)
-            whole.result()
-        if not force:
-            _require_finite(state, what)
-        publish(beside, target)
-    finally:
-        remove(beside)
-    progress.done(target)
+    _write(state, target, to, what, shard_size or SHARD_SIZE, force, tell)
     try:
         result = open_written(target, state.model) if to == "gguf" else open_full_state(target)
         if to != "titanlite":
@@ -113,6 +105,39 @@ def convert(
     if verify:
         _verify(state, result, to, what, full, tell)
     return result
+
+
+def _write(
+    state: FullState,
+    target: Path,
+    to: str,
+    what: Selection,
+    shard_size: int,
+    force: bool,
+    tell: Callable[[str], None],
+) -> None:
+    """Writes beside the target, and gives the result its name; or leaves nothing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(target.parent).free) < what.nbytes + ROOM:
+        raise ConfigError(f"{target.parent}: {free / 1e9:.2f} GB free, and {what.nbytes / 1e9:.2f} GB to write")
+    beside = temporary(target)
+    sweep(target, state.path)
+    progress = _Progress(what.nbytes, tell)
+    try:
+        with _hashing(state, what, progress) as told:
+            TARGETS[to](beside, state, what, shard_size, told)
+        if not force:
+            _require_finite(state, what)
+        publish(beside, target)
+    except Damaged:
+        if not state.path.exists():
+            raise ConfigError(
+                f"{state.path}: was deleted while it was read; does its run keep only the newest (checkpoint.keep)?"
+            ) from None
+        raise
+    finally:
+        remove(beside)
+    progress.done(target)
 
 
 def _format(target: Path, to: str) -> str:
@@ -146,6 +171,10 @@ def _require_sense(state: FullState, to: str, full: bool, force: bool) -> None:
         logger.warning("%s: step 0, before any training", state.path)
     if to in ("titanlite", "hf", "llama", "gguf") or state.about.model:
         _require_model(state)
+    if to in ("hf", "gguf") and (ranks := state.about.tokenizer):
+        size, vocabulary = Tokenizer(state.path / "tokenizer.model", ranks).size, state.model.vocab_size
+        if size > vocabulary:
+            raise ConfigError(f"{state.path}: its tokenizer has {size} ids, and the model {vocabulary}")
 
 
 def _require_model(state: FullState) -> None:
@@ -166,12 +195,35 @@ def _require_model(state: FullState) -> None:
         raise ConfigError(problems[: 8 if more else 9] + more)
 
 
-def _require_whole(state: FullState, what: Selection) -> None:
-    """Raises Damaged where the source's bytes are not those it was written with, if it has hashes."""
+@contextlib.contextmanager
+def _hashing(state: FullState, what: Selection, progress: Told) -> Iterator[Told]:
+    """Hashes the source while it is converted. What it yields is to hear of all that is written.
+
+    Raises Damaged, from there as soon as it is known, where the source is not what was written.
+    """
+    stop = Event()
+    with ThreadPoolExecutor(1) as thread:
+        whole = thread.submit(_require_whole, state, what, stop)
+
+        def told(data: memoryview) -> None:
+            progress(data)
+            if whole.done():
+                whole.result()
+
+        try:
+            yield told
+        except BaseException:
+            stop.set()
+            raise
+        whole.result()
+
+
+def _require_whole(state: FullState, what: Selection, stop: Event) -> None:
+    """Raises Damaged where the source's bytes are not those it was written with, if it has hashes; ends at `stop`."""
     if state.about.format == "titanlite":
         manifest = read_manifest(state.path)
         wanted = None if what.others else [name for name in manifest.files if name.startswith("model")]
-        if problems := verify_files(state.path, manifest, wanted):
+        if problems := verify_files(state.path, manifest, wanted, stop):
             raise Damaged(problems)
 
 
@@ -231,7 +283,7 @@ def _verify(
     def rounded(tensor: FullTensor, rows: Tensor) -> Tensor:
         if to == "gguf":
             return expected(tensor, rows, what.dtype, what.q8)
-        return rows.to(what.dtype) if what.dtype and rows.is_floating_point() else rows
+        return rows.to(what.dtype_of(tensor))
 
     target = result.path
     problems = different_tensors(state, result, rounded, full)

@@ -30,8 +30,8 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--dtype", default="", help=f"of the weights: {', '.join(DTYPES)}, for gguf q8_0; default: as they are"
     )
-    parser.add_argument("--step", type=_step, default=0, help="which checkpoint of a run; default: the newest")
-    parser.add_argument("--shard-size", type=_size, default=5 * 10**9, help="largest file of a sharded format (5GB)")
+    parser.add_argument("--step", type=_step, help="which checkpoint of a run; default: the newest")
+    parser.add_argument("--shard-size", type=_size, default=0, help="largest file of a sharded format (5GB)")
     parser.add_argument("--full", action="store_true", help="optimizer and all else that going on takes, too")
     parser.add_argument("--model", default="", help="flavor or model.json, for sources that do not tell the shape")
     parser.add_argument(
@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
             print(f"error: {problem}", file=sys.stderr)
         return EXIT_MISMATCH
     except OSError as error:
-        raise ConfigError(f"{error.filename or options['target']}: {error.strerror}") from None
+        raise ConfigError(f"{error.filename or options['target']}: {error.strerror or error}") from None
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from titanlite.checkpoint.formats.fill import agree_on, differences, fill
 from titanlite.checkpoint.formats.full_state import FullState
 from titanlite.checkpoint.formats.recognise import is_ours, open_full_state
-from titanlite.checkpoint.manifest import DTYPES, Damaged, Manifest, read_manifest
-from titanlite.checkpoint.shard_file import ShardFile
+from titanlite.checkpoint.manifest import Damaged, read_manifest
 from titanlite.checkpoint.storage import (
     find_step_folder,
     list_steps,
@@ -36,7 +34,7 @@ from titanlite.runtime import from_rank0
 logger = logging.getLogger("titanlite")
 
 
-def open_verified(path: Path, step: int = 0, model: str = "", trust_pickle: bool = False) -> FullState:
+def open_verified(path: Path, step: int | None = None, model: str = "", trust_pickle: bool = False) -> FullState:
     """A checkpoint of any format whose weights are what was written, as far as the format has hashes.
 
     Raises ConfigError; Damaged where it is not whole, with the run's other steps.
@@ -93,18 +91,6 @@ def _others(folder: Path) -> str:
     """What to name instead of a damaged checkpoint."""
     others = [str(step) for step in list_steps(folder.parent) if step_folder(folder.parent, step) != folder]
     return f"{folder} is damaged; other steps in {folder.parent}: {', '.join(others) or 'none'}"
-
-
-def read_tensor(folder: Path, manifest: Manifest, name: str) -> Tensor:
-    """A whole tensor of a step folder, put together from its parts. Raises Damaged."""
-    entry = manifest.tensors[name]
-    whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    for chunk in entry.chunks:
-        place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        zeros = [0] * len(chunk.sizes)
-        file = ShardFile(folder / chunk.file)
-        whole[place] = file.read(entry.key(name, chunk), entry.dtype, tuple(chunk.sizes), zeros, chunk.sizes)
-    return whole
 
 
 def load_model(full: FullState, device: torch.device, seq_len: int) -> Llama:

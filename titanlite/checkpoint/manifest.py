@@ -245,7 +245,7 @@ def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
 
 def damage(path: Path, error: OSError) -> str:
     """What the error says of the file. Raises ConfigError where it says more of this process than of the file."""
-    message = f"{path}: {error.strerror}"
+    message = f"{path}: {error.strerror or error}"
     if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP):
         raise ConfigError(f"{message}; the checkpoint may be whole") from None
     return message

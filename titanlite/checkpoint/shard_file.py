@@ -14,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,11 +122,13 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(np.isfinite(values.max()) and np.isfinite(values.min()))  # NaN is the largest and the smallest
 
 
-def digest_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+def digest_of(path: Path, stop: Event | None = None) -> str:
+    """SHA-256 of a file, in hexadecimal. Raises CancelledError once `stop` is set."""
     digest, buffer = hashlib.sha256(), bytearray(PIECE)
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):
+            if stop and stop.is_set():
+                raise CancelledError
             digest.update(memoryview(buffer)[:size])
     return digest.hexdigest()
 

@@ -27,6 +27,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -159,15 +160,20 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def verify_files(folder: Path, manifest: Manifest, names: list[str] | None = None) -> list[str]:
-    """What is wrong with a checkpoint's files (or some of them): all of their bytes are read, by several threads."""
+def verify_files(
+    folder: Path, manifest: Manifest, names: list[str] | None = None, stop: Event | None = None
+) -> list[str]:
+    """What is wrong with a checkpoint's files (or some of them): all of their bytes are read, by several threads.
+
+    Raises CancelledError once `stop` is set, by another thread.
+    """
     wanted = manifest.files if names is None else {name: manifest.files[name] for name in names}
     if problems := file_problems(folder, manifest):
         return problems
 
     def problem(name: str) -> str:
         try:
-            same = digest_of(folder / name) == wanted[name].sha256
+            same = digest_of(folder / name, stop) == wanted[name].sha256
             return "" if same else f"{folder / name}: its SHA-256 has changed"
         except OSError as error:
             return damage(folder / name, error)

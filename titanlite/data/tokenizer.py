@@ -34,7 +34,7 @@ class Tokenizer:
             content = self.path.read_bytes() if content is None else content
         except OSError as error:
             raise ConfigError(
-                f"data.tokenizer = {str(path)!r}: {error.strerror}; expected a tiktoken rank file"
+                f"data.tokenizer = {str(path)!r}: {error.strerror or error}; expected a tiktoken rank file"
             ) from None
         ranks = _parse(self.path, content)
         self.sha256 = hashlib.sha256(content).hexdigest()

@@ -176,5 +176,5 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         try:
             options.json.open("a").close()
         except OSError as error:
-            raise ConfigError(f"--json {options.json}: {error.strerror}; expected a file to write") from None
+            raise ConfigError(f"--json {options.json}: {error.strerror or error}; expected a file to write") from None
     return options, rest

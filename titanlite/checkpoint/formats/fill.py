@@ -107,9 +107,9 @@ class _Reader(PartsReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             source, target = self._full.tensors[item.storage_index.fqn], planner.resolve_tensor(item).detach()
-            if not source.shape or not target.numel():
-                target.copy_(source.read().reshape(target.shape) if target.numel() else target)
-            else:
+            if not source.shape:
+                target.copy_(source.read().reshape(target.shape))
+            elif target.numel():
                 (top, *left), (height, *widths) = list(item.storage_offsets), list(item.lengths)
                 sides = tuple(slice(start, start + width) for start, width in zip(left, widths, strict=True))
                 rows = max(1, BLOCK // max(1, source.nbytes // source.shape[0]))

@@ -35,6 +35,11 @@ class Part:
     sizes: tuple[int, ...]
     strides: tuple[int, ...] = ()  # in numbers; empty: row by row
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether each of its rows is spread over all of it in the file."""
+        return len(self.strides) > 1 and self.strides[0] < max(self.strides)
+
     def locate(self, file: BinaryIO) -> tuple[int, tuple[int, ...]]:
         """`begin` and `strides` as they are in the open file."""
         return self.begin, self.strides
@@ -55,7 +60,7 @@ class Part:
                         raise Damaged(f"{self.file}: ends {len(view)} bytes before a tensor does; it is cut short")
                     view = view[size:]
         except OSError as error:
-            raise Damaged(f"{self.file}: {error.strerror}") from None
+            raise Damaged(f"{self.file}: {error.strerror or error}") from None
         return values.as_strided(shape, strides)
 
 
@@ -97,7 +102,7 @@ class FullTensor:
 
     def row_ranges(self, multiple: int = 1) -> list[tuple[int, int | None]]:
         """Where to cut it, some 4 MB at a time; each range but the last has a multiple of so many rows."""
-        if not self.shape or not self.nbytes:
+        if not self.shape or not self.nbytes or any(part.is_transposed for part in self.parts):
             return [(0, None)]
         step = math.lcm(multiple, self.half_split or 1)
         rows = max(step, BLOCK // (self.nbytes // self.shape[0]) // step * step)
@@ -106,6 +111,13 @@ class FullTensor:
     def blocks(self, multiple: int = 1) -> Iterator[Tensor]:
         """All rows in order, as `row_ranges` cuts them."""
         return (self.read(start, stop) for start, stop in self.row_ranges(multiple))
+
+
+def same_numbers(a: FullTensor, b: FullTensor) -> bool:
+    """Whether two tensors are one under two names; reads up to the first difference."""
+    if a.shape != b.shape or a.dtype != b.dtype or not a.nbytes:
+        return False
+    return all(torch.equal(x, y) for x, y in zip(a.blocks(), b.blocks(), strict=True))
 
 
 def half_split(rows: Tensor, width: int) -> Tensor:

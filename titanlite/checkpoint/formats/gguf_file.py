@@ -19,24 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.formats.full_state import About, FullState, FullTensor, Part
+from titanlite.checkpoint.formats.full_state import About, FullState, FullTensor, Part, expected_shapes
 from titanlite.checkpoint.formats.huggingface_tokenizer import merges_of, parse_ranks, to_text
 from titanlite.checkpoint.formats.safetensors_files import Told
 from titanlite.config import ConfigError
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig
 
-LAYER = {
-    "attention_norm": "attn_norm",
-    "attention.wq": "attn_q",
-    "attention.wk": "attn_k",
-    "attention.wv": "attn_v",
-    "attention.wo": "attn_output",
-    "ffn_norm": "ffn_norm",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w2": "ffn_down",
-    "feed_forward.w3": "ffn_up",
-}
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES = {name: dtype for dtype, name in KINDS.items()}
 BLOCK_Q8_0 = 32  # numbers that share a scale
@@ -53,12 +42,10 @@ def package() -> Any:
 
 
 def names(config: LlamaConfig) -> dict[str, str]:
-    """Our parameter name -> theirs."""
-    found = {"tok_embeddings.weight": "token_embd.weight"}
-    for i in range(config.num_layers):
-        found |= {f"layers.{i}.{ours}.weight": f"blk.{i}.{theirs}.weight" for ours, theirs in LAYER.items()}
-    found["norm.weight"] = "output_norm.weight"
-    return found if config.tied_embeddings else found | {"output.weight": "output.weight"}
+    """Our parameter name -> theirs, by the package's table: our names are Meta's, which it knows."""
+    gguf = package()
+    theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
+    return {name: theirs.get_name(name, try_suffixes=(".weight",)) for name in expected_shapes(config)}
 
 
 def frequency_factors(config: LlamaConfig) -> np.ndarray | None:
@@ -92,7 +79,8 @@ def _encoded(rows: Tensor, kind: str) -> np.ndarray:
     """The bytes of these rows, (rows, bytes), or (numbers,) in fp32."""
     if kind == "Q8_0":
         gguf = package()
-        return gguf.quants.quantize(rows.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
+        with np.errstate(over="ignore"):  # scales that fp16 does not hold are found by who looks at the numbers
+            return gguf.quants.quantize(rows.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
     converted = rows.to(DTYPES[kind]).contiguous()
     return converted.numpy() if rows.ndim < 2 else converted.view(torch.uint8).numpy()
 
@@ -118,7 +106,22 @@ def write(
     if q8 and (odd := [width for width in (config.dim, config.ffn_dim) if width % BLOCK_Q8_0]):
         raise ConfigError(f"--dtype q8_0: rows of {odd[0]} numbers; allowed: multiples of {BLOCK_Q8_0}")
     writer = gguf.GGUFWriter(path, "llama")
-    _describe(writer, state, dtype, q8)
+    try:
+        _describe(writer, state, dtype, q8)
+        _write_tensors(writer, state, dtype, q8, looked_at, told)
+    finally:
+        writer.close()
+
+
+def _write_tensors(
+    writer: Any,
+    state: FullState,
+    dtype: torch.dtype | None,
+    q8: bool,
+    looked_at: Callable[[str, Tensor], object],
+    told: Told,
+) -> None:
+    gguf, config = package(), state.model
     ours = names(config)
     for own, name in ours.items():
         tensor = state.tensors[own]
@@ -137,7 +140,8 @@ def write(
         kind, ranges, whole = kind_of(tensor, dtype, q8), tensor.row_ranges(), np.empty(0, np.uint8)
         for start, stop in ranges:
             block = tensor.read(start, stop)
-            looked_at(own, block.to(DTYPES.get(kind, block.dtype)))
+            # A scale of q8_0 is the largest of its numbers / 127, in fp16.
+            looked_at(own, (block / 127).half() if kind == "Q8_0" else block.to(DTYPES[kind]))
             encoded = _encoded(block, kind)
             if not start:
                 whole = np.empty((tensor.shape[0], *encoded.shape[1:]), encoded.dtype)
@@ -146,7 +150,6 @@ def write(
         told(whole.reshape(-1).view(np.uint8).data)
     if factors is not None:
         writer.write_tensor_data(factors)
-    writer.close()
 
 
 def _describe(writer: Any, state: FullState, dtype: torch.dtype | None, q8: bool) -> None:

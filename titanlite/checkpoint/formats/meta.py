@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.formats.full_state import About, FullState, FullTensor, Part
+from titanlite.checkpoint.formats.full_state import About, FullState, FullTensor, Part, same_numbers
 from titanlite.checkpoint.formats.torch_file import read_tree
 from titanlite.checkpoint.manifest import Damaged
 from titanlite.config import ConfigError
@@ -112,7 +111,8 @@ def open_folder(folder: Path) -> FullState:
             if missing := [name for name in wanted if not isinstance(tree.get(name), FullTensor)]:
                 raise Damaged(f"{file}: has no {missing[0]!r}, which {files[0].name} has")
         tensors = {name: _joined(name, [tree[name] for tree in trees], dim) for name in wanted}
-        tied = _is_tied(tensors)
+        embedding, output = tensors["tok_embeddings.weight"], tensors.get("output.weight")
+        tied = output is None or same_numbers(output, embedding)
         if tied:
             tensors.pop("output.weight", None)
         config = from_params(fields, tensors["tok_embeddings.weight"].shape[0], tied)
@@ -123,16 +123,3 @@ def open_folder(folder: Path) -> FullState:
     tokenizer = folder / "tokenizer.model"
     content = tokenizer.read_bytes() if tokenizer.is_file() else None
     return FullState(folder, About("llama", config, content, layout=f"{len(files)} files"), tensors)
-
-
-def _is_tied(tensors: dict[str, FullTensor]) -> bool:
-    """Whether the output projection is the embedding: absent, or the same numbers."""
-    output, embedding = tensors.get("output.weight"), tensors["tok_embeddings.weight"]
-    if output is None:
-        return True
-    if output.shape != embedding.shape or output.dtype != embedding.dtype:
-        return False
-    if not math.prod(output.shape):
-        return False
-    pairs = zip(output.blocks(), embedding.blocks(), strict=True)
-    return all(bool((a == b).all()) for a, b in pairs)  # ends at the first difference

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.formats import huggingface, meta, stock
-from titanlite.checkpoint.formats.full_state import About, FullState, FullTensor
+from titanlite.checkpoint.formats.full_state import About, FullState, FullTensor, same_numbers
 from titanlite.checkpoint.formats.safetensors_files import INDEX, read_folder, read_header
 from titanlite.checkpoint.formats.torch_file import Tree, read_tree
 from titanlite.checkpoint.manifest import DTYPES, Damaged, file_problems, read_file, read_manifest
@@ -29,8 +29,8 @@ READABLE = (
 )
 
 
-def open_full_state(path: Path, step: int = 0, model: str = "", trust_pickle: bool = False) -> FullState:
-    """The checkpoint at `path`, whatever its format. `step`: which one of a run, 0 the newest.
+def open_full_state(path: Path, step: int | None = None, model: str = "", trust_pickle: bool = False) -> FullState:
+    """The checkpoint at `path`, whatever its format. `step`: which one of a run, None the newest.
 
     `model`: a flavor or a model.json, for files that do not tell the model's shape. Raises Damaged where it is no whole
     checkpoint, ConfigError where it is none, or not one that is read.
@@ -38,11 +38,15 @@ def open_full_state(path: Path, step: int = 0, model: str = "", trust_pickle: bo
     try:
         state = _open(path, step, trust_pickle)
     except OSError as error:
-        raise ConfigError(f"{str(path)[:300]}: {error.strerror}") from None
-    if step and state.about.format != "titanlite":
+        raise ConfigError(f"{str(path)[:300]}: {error.strerror or error}") from None
+    if step is not None and state.about.format != "titanlite":
         raise ConfigError(f"--step {step}: {path} is no run; leave --step out")
     if model:
         state.about.model = read_model(model, state)
+    output, embedding = (state.tensors.get(name) for name in ("output.weight", "tok_embeddings.weight"))
+    tied = state.about.model is not None and state.about.model.tied_embeddings
+    if tied and output and embedding and same_numbers(output, embedding):
+        del state.tensors["output.weight"]  # one parameter under both its names, as state_dict() has it
     return state
 
 
@@ -67,7 +71,7 @@ def is_ours(path: Path) -> bool:
     return False
 
 
-def _open(path: Path, step: int, trust_pickle: bool) -> FullState:
+def _open(path: Path, step: int | None, trust_pickle: bool) -> FullState:
     if not path.exists():
         raise ConfigError(f"{path}: no such file or folder; expected {READABLE}")
     if path.is_file():
@@ -83,15 +87,20 @@ def _open(path: Path, step: int, trust_pickle: bool) -> FullState:
         return huggingface.open_folder(path)
     if weights:
         return _named(path, read_folder(path), About("safetensors", **_beside(path)))
+    if any(path.glob("pytorch_model*.bin")):
+        raise ConfigError(
+            f"{path}: has its weights in pytorch_model.bin; have transformers write them as safetensors: "
+            "from_pretrained(...).save_pretrained(...)"
+        )
     if any((path / name).exists() for name in ("config.json", "params.json", "model.json")):
         raise Damaged(f"{path}: describes a model, but has no weights (model.safetensors or {INDEX}) beside it")
     raise ConfigError(f"{path}: no checkpoint; expected {READABLE}")
 
 
-def _open_step(path: Path, step: int) -> FullState:
+def _open_step(path: Path, step: int | None) -> FullState:
     """A step folder of ours."""
     folder = find_step_folder(path)
-    if step:
+    if step is not None:
         folder = step_folder(folder.parent, step)
         if not folder.is_dir():
             have = ", ".join(map(str, list_steps(folder.parent)))

@@ -205,7 +205,7 @@ def _regular_file(path: Path) -> int:
     try:
         found = path.lstat()
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; the folder is not whole") from None
+        raise ConfigError(f"{path}: {error.strerror or error}; the folder is not whole") from None
     if not stat.S_ISREG(found.st_mode):
         raise ConfigError(f"{path}: is a link or no file; only regular files of the folder are read")
     return found.st_size

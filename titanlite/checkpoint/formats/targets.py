@@ -47,8 +47,11 @@ class Selection:
 
     def outgoing(self, name: str, tensor: FullTensor, width: int = 0) -> Outgoing:
         """A weight to write; `width` of a head where its rows are to be in Hugging Face's order."""
-        floating = tensor.dtype.is_floating_point
-        return self._outgoing(name, tensor, self.dtype if self.dtype and floating else tensor.dtype, width)
+        return self._outgoing(name, tensor, self.dtype_of(tensor), width)
+
+    def dtype_of(self, tensor: FullTensor) -> torch.dtype:
+        """What a weight is written as."""
+        return self.dtype if self.dtype and tensor.dtype.is_floating_point else tensor.dtype
 
     def _outgoing(self, name: str, tensor: FullTensor, dtype: torch.dtype, width: int = 0) -> Outgoing:
         def blocks() -> Iterator[Tensor]:
@@ -197,4 +200,5 @@ TARGETS: dict[str, Write] = {
     "gguf": to_gguf,
 }
 SUFFIXES = {".gguf": "gguf", ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+SHARDED = ("hf", "safetensors")  # which can be several files
 WITH_OTHERS = ("titanlite", "dcp", "safetensors", "torch")  # which can hold more than a model

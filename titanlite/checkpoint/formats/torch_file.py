@@ -77,6 +77,9 @@ def read_tree(path: Path) -> Tree:
                 raise ValueError("a storage ends after the file")
             tree = _grown(made, path, storages)
     except UnsafeName as error:
+        if (name := str(error)).startswith("torch.") and name.endswith(("Storage", "_rebuild_tensor_v3")):
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORAGES.values())
+            raise ConfigError(f"{path}: holds a tensor of another dtype ({name}); allowed: {known}") from None
         raise ConfigError(
             f"{path}: names {str(error)!r}, which tensors and numbers do not need and which could run code; nothing "
             "was run. Save its state_dict() with torch.save, or as safetensors"
