@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from titanlite.checkpoint import storage
 from titanlite.checkpoint.convert import convert, load_full_state
 from titanlite.checkpoint.formats import full_state, targets
+from titanlite.checkpoint.formats.full_state import expected_shapes
 from titanlite.checkpoint.manifest import Damaged
 from titanlite.cli import main
 from titanlite.config import ConfigError
@@ -182,3 +185,31 @@ def test_other_formats_can_be_compared_but_not_verified(tmp_path, capsys):
     assert f"{len(load_full_state(run))} of {len(load_full_state(run))} tensors are equal" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(tmp_path / "hf")]) == 2
     assert "hf, which has no hashes to compare with; expected a run's or a step's folder" in capsys.readouterr().err
+
+
+MEASURED = """
+import resource, sys
+from titanlite.checkpoint.convert import convert
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert(sys.argv[1], sys.argv[2], sys.argv[3], tell=lambda text: None)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", targets.TARGETS)
+def test_memory_does_not_grow_with_the_model(tmp_path, to):
+    """0.57 GB through 0.33 GB or less, comparison included, both ways."""
+    config = LlamaConfig(dim=1024, num_layers=12, num_heads=16, num_kv_heads=4, ffn_dim=2816, vocab_size=4112)
+    generator = torch.Generator().manual_seed(0)
+    shapes = expected_shapes(config)
+    weights = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in shapes.items()}
+    torch.save({"model": weights, "model_config": json.loads(config.to_json())}, tmp_path / "a.pt")
+    there = tmp_path / f"there{'.gguf' if to == 'gguf' else ''}"
+    ways = [(tmp_path / "a.pt", there, to)] + ([] if to == "gguf" else [(there, tmp_path / "back.pt", "torch")])
+    bound = 2 * max(weight.nbytes for weight in weights.values()) + 300e6
+    assert sum(weight.nbytes for weight in weights.values()) > 1.5 * bound
+    for source, target, form in ways:
+        command = [sys.executable, "-c", MEASURED, str(source), str(target), form]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+        assert int(done.stdout) < bound, form

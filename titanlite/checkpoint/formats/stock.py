@@ -152,9 +152,10 @@ class _Planner(DefaultSavePlanner):
 
 
 def write_folder(folder: Path, tensors: dict[str, Outgoing], told: Told) -> None:
-    """Writes and syncs a folder that `torch.distributed.checkpoint.load` reads, as one process saves it."""
+    """Writes and syncs a folder that `torch.distributed.checkpoint.load` reads; two tensors are in memory."""
     empty: dict[str, Any] = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    # A file for each tensor: the writer keeps what it has put into a file until that is complete.
+    writer = FileSystemWriter(folder, single_file_per_rank=False, sync_files=True, thread_count=1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         try:
