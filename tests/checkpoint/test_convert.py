@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,17 @@ def test_full_state_keeps_the_optimizer(steps, tmp_path, to):
     for name, tensor in original.others.items():
         assert torch.equal(tensor.read(), back.others[name].read()), name
         assert tensor.dtype == back.others[name].dtype
+
+
+def test_checksums_of_archives_are_right(steps, tmp_path):
+    """torch.load does not look at them; unzip does, and our reader of stock DCP."""
+    convert(steps["debug"], tmp_path / "a.pt", tell=quiet)
+    convert(steps["debug"], tmp_path / "dcp", "dcp", tell=quiet)
+    archives = [tmp_path / "a.pt", *(tmp_path / "dcp").glob("*.distcp")]
+    assert len(archives) == 21
+    for path in archives:
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None
 
 
 def test_a_torch_file_is_a_plain_one(steps, tmp_path):

@@ -2,8 +2,8 @@
 
 What it is: stock DCP unpickles the index and each non-tensor entry, which runs code of the file's author, and reads
 tensors without a checksum. Here the index comes from `stock_index.py`, non-tensor entries are not read, and a tensor's
-envelope (torch.save's zip: a pickle that names a storage, and its bytes) is read as data, its CRC checked. Writing is
-stock DCP's own, with a planner that has each tensor in memory only while it is written.
+envelope (torch.save's zip: a pickle that names a storage, and its bytes) is read as data, its CRC checked. The index is
+written by stock DCP.
 What it costs: reading a chunk takes its bytes twice, the first time for the CRC.
 """
 
@@ -21,17 +21,19 @@ from typing import Any, BinaryIO
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from titanlite.checkpoint.formats.full_state import FullTensor, Part
 from titanlite.checkpoint.formats.pickled import read_pickle
 from titanlite.checkpoint.formats.safetensors_files import Outgoing, Told
 from titanlite.checkpoint.formats.stock_index import Place, read_index
-from titanlite.checkpoint.formats.torch_file import NAMES, data_of, describe, require_room
+from titanlite.checkpoint.formats.torch_file import NAMES, data_of, describe, require_room, write_tree
 from titanlite.checkpoint.manifest import Damaged
 
 logger = logging.getLogger("titanlite")
@@ -131,34 +133,32 @@ def _locate(file: BinaryIO, place: Place) -> tuple[int, tuple[int, ...]]:
     return place.offset + begin + start * dtype.itemsize, strides or (1,)
 
 
-class _Planner(DefaultSavePlanner):
-    """Plans with tensors that take no memory, and hands out the real ones when they are written."""
+class _Writer(FileSystemWriter):
+    """Stock DCP's writer, but for the tensors: it would have all of them in memory. Each gets a file here."""
 
-    def __init__(self, tensors: dict[str, Outgoing], told: Told) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._tensors, self._told = tensors, told
+    def __init__(self, folder: Path, tensors: dict[str, Outgoing], told: Told) -> None:
+        super().__init__(folder)
+        self._folder, self._tensors, self._told = folder, tensors, told
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        outgoing = self._tensors[write_item.index.fqn]
-        tensor, at = torch.empty(outgoing.shape, dtype=outgoing.dtype), 0
-        for block in outgoing.blocks():
-            if not outgoing.shape:
-                tensor.copy_(block)
-            else:
-                tensor[at : at + len(block)] = block
-                at += len(block)
-            self._told(block.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return tensor
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        for number, item in enumerate(plan.items):
+            name = f"__0_{number}{DEFAULT_SUFFIX}"
+            write_tree(self._folder / name, self._tensors[item.index.fqn], self._told)
+            size = (self._folder / name).stat().st_size
+            results.append(WriteResult(item.index, size, _StorageInfo(name, 0, size)))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
 
 
 def write_folder(folder: Path, tensors: dict[str, Outgoing], told: Told) -> None:
-    """Writes and syncs a folder that `torch.distributed.checkpoint.load` reads; two tensors are in memory."""
+    """Writes and syncs a folder that `torch.distributed.checkpoint.load` reads."""
     empty: dict[str, Any] = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
-    # A file for each tensor: the writer keeps what it has put into a file until that is complete.
-    writer = FileSystemWriter(folder, single_file_per_rank=False, sync_files=True, thread_count=1)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         try:
-            dcp.save(empty, storage_writer=writer, planner=_Planner(tensors, told), no_dist=True)
+            dcp.save(empty, storage_writer=_Writer(folder, tensors, told), planner=planner, no_dist=True)
         except CheckpointException as error:  # a BaseException
             raise next(iter(error.failures.values()))[0] from None

@@ -2,7 +2,7 @@
 
 What it is: which tensors, under which names, in which order of rows and dtype (`Outgoing`), and the small files that
 make the result complete: the model's shape, the tokenizer. Nobody reads what is written here before it is renamed.
-What it costs: one block of rows in memory; one whole tensor for a stock DCP folder, whose writer takes no less.
+What it costs: one block of rows in memory; one whole tensor for GGUF, whose writer takes no less.
 """
 
 from __future__ import annotations

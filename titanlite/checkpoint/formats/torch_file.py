@@ -13,6 +13,8 @@ from __future__ import annotations
 import io
 import os
 import zipfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -148,8 +150,8 @@ def describe(made: Any) -> tuple[torch.dtype, str, int, tuple[int, ...], tuple[i
     return STORAGES[kind], name, start, tuple(shape), tuple(strides)
 
 
-def write_tree(path: Path, tree: Tree, told: Told) -> None:
-    """Writes and syncs what `torch.load(path, weights_only=True)` gives back: `tree`, whose tensors are Outgoing.
+def write_tree(path: Path, tree: Tree | Outgoing, told: Told) -> None:
+    """Writes and syncs what `torch.load(path, weights_only=True)` gives back; tensors are Outgoing.
 
     Raises OSError, and what reading raises.
     """
@@ -164,10 +166,33 @@ def write_tree(path: Path, tree: Tree, told: Told) -> None:
     with torch.serialization.skip_data():
         torch.save(emptied(tree), path)
     with zipfile.ZipFile(path) as archive:
-        records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        records = {info.filename.partition("/")[2]: (place, info) for place, info in _entries(archive)}
     with path.open("r+b") as file:
         for number, tensor in enumerate(tensors):  # torch counts storages as it meets them
-            file.seek(data_of(file, records[f"data/{number}"]))
-            write_blocks(file, tensor, told)
+            place, info = records[f"data/{number}"]
+            crc = 0
+
+            def heard(data: memoryview) -> None:
+                nonlocal crc
+                crc = zlib.crc32(data, crc)
+                told(data)
+
+            file.seek(data_of(file, info))
+            write_blocks(file, tensor, heard)
+            # The checksum stands behind the numbers, after a signature, and in the archive's list at its end.
+            for at in (file.tell() + 4, place + 16):
+                file.seek(at)
+                file.write(crc.to_bytes(4, "little"))
         file.flush()
         os.fsync(file.fileno())
+
+
+def _entries(archive: zipfile.ZipFile) -> Iterator[tuple[int, zipfile.ZipInfo]]:
+    """Each record with the byte where its entry in the archive's list begins."""
+    assert archive.fp is not None
+    place = archive.start_dir
+    for info in archive.infolist():
+        yield place, info
+        archive.fp.seek(place + 28)
+        sizes = archive.fp.read(6)  # of name, extra field and comment, two bytes each
+        place += 46 + sum(int.from_bytes(sizes[i : i + 2], "little") for i in (0, 2, 4))
