@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -84,27 +85,22 @@ def _examine(tensors: dict[str, Tensor]) -> tuple[str, bool]:
     return digest.hexdigest(), finite
 
 
-class Hashed:
-    """SHA-256 of a stream of bytes, taken in another thread while the next ones come.
+class Aside:
+    """Calls `hear` with a stream's bytes in another thread while the next ones come: a checksum costs no time then.
 
-    At most one piece is waited for, so that a stream stays a stream. To be used in a `with`.
+    At most one piece is waited for, so that a stream stays a stream. To be used in a `with`; at its end all were heard.
     """
 
-    def __init__(self) -> None:
-        self._digest, self._thread = hashlib.sha256(), ThreadPoolExecutor(1)
-        self._work: list[Future[None]] = []
+    def __init__(self, hear: Callable[[memoryview], object]) -> None:
+        self._hear, self._thread = hear, ThreadPoolExecutor(1)
+        self._work: list[Future[object]] = []
 
     def add(self, data: memoryview) -> None:
         if len(self._work) > 1:
             self._work.pop(0).result()
-        self._work.append(self._thread.submit(self._digest.update, data))
+        self._work.append(self._thread.submit(self._hear, data))
 
-    def hexdigest(self) -> str:
-        for work in self._work:
-            work.result()
-        return self._digest.hexdigest()
-
-    def __enter__(self) -> Hashed:
+    def __enter__(self) -> Aside:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -30,6 +30,16 @@ LARGEST_HEADER = 100_000_000  # bytes: the library's own bound
 Told = Callable[[memoryview], None]  # hears of the bytes that are written, when they are
 
 
+def both(first: Told, second: Told) -> Told:
+    """Who tells both."""
+
+    def told(data: memoryview) -> None:
+        first(data)
+        second(data)
+
+    return told
+
+
 class Outgoing(NamedTuple):
     """A tensor to write: its rows come in blocks when they are asked for."""
 

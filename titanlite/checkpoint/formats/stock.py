@@ -16,6 +16,7 @@ import os
 import warnings
 import zipfile
 import zlib
+from concurrent import futures
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -133,6 +134,13 @@ def _locate(file: BinaryIO, place: Place) -> tuple[int, tuple[int, ...]]:
     return place.offset + begin + start * dtype.itemsize, strides or (1,)
 
 
+def _sync_and_close(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class _Writer(FileSystemWriter):
     """Stock DCP's writer, but for the tensors: it would have all of them in memory. Each gets a file here."""
 
@@ -142,11 +150,19 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = []
-        for number, item in enumerate(plan.items):
-            name = f"__0_{number}{DEFAULT_SUFFIX}"
-            write_tree(self._folder / name, self._tensors[item.index.fqn], self._told)
-            size = (self._folder / name).stat().st_size
-            results.append(WriteResult(item.index, size, _StorageInfo(name, 0, size)))
+        with futures.ThreadPoolExecutor(1) as thread:  # a file reaches the disk while the next one is written
+            work: list[futures.Future[None]] = []
+
+            def sync(descriptor: int) -> None:
+                work.append(thread.submit(_sync_and_close, os.dup(descriptor)))
+
+            for number, item in enumerate(plan.items):
+                name = f"__0_{number}{DEFAULT_SUFFIX}"
+                write_tree(self._folder / name, self._tensors[item.index.fqn], self._told, sync)
+                size = (self._folder / name).stat().st_size
+                results.append(WriteResult(item.index, size, _StorageInfo(name, 0, size)))
+            for each in work:
+                each.result()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future

@@ -7,6 +7,7 @@ What it costs: one block of rows in memory; one whole tensor for GGUF, whose wri
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -20,11 +21,11 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.formats import gguf_file, huggingface, meta, stock
 from titanlite.checkpoint.formats.full_state import FullState, FullTensor, half_split
 from titanlite.checkpoint.formats.huggingface_tokenizer import to_files
-from titanlite.checkpoint.formats.safetensors_files import Outgoing, Told, write_file
+from titanlite.checkpoint.formats.safetensors_files import Outgoing, Told, both, write_file
 from titanlite.checkpoint.formats.safetensors_files import write_folder as write_shards
 from titanlite.checkpoint.formats.torch_file import Tree, write_tree
 from titanlite.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
-from titanlite.checkpoint.shard_file import DTYPE_NAMES, Hashed, digest_of, is_finite
+from titanlite.checkpoint.shard_file import DTYPE_NAMES, Aside, digest_of, is_finite
 from titanlite.data.tokenizer import Tokenizer
 
 DEFAULT_LENGTH = 8192  # for a format that must name the longest sequence, where the source does not
@@ -95,14 +96,10 @@ def to_titanlite(path: Path, state: FullState, what: Selection, shard_size: int,
         if not group:
             continue
         name = f"{kind}-00000.safetensors"
-        with Hashed() as hashed:
-
-            def tell(data: memoryview, hashed: Hashed = hashed) -> None:
-                hashed.add(data)
-                told(data)
-
-            write_file(path / name, group, {}, tell)
-            files[name] = FileEntry((path / name).stat().st_size, hashed.hexdigest())
+        digest = hashlib.sha256()
+        with Aside(digest.update) as hashing:
+            write_file(path / name, group, {}, both(hashing.add, told))
+        files[name] = FileEntry((path / name).stat().st_size, digest.hexdigest())
         for key, tensor in group.items():
             shape = list(tensor.shape)
             tensors[key] = TensorEntry(DTYPE_NAMES[tensor.dtype], shape, [Chunk(name, [0] * len(shape), shape)])

@@ -14,7 +14,7 @@ import io
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,8 +22,9 @@ import torch
 
 from titanlite.checkpoint.formats.full_state import FullTensor, Part
 from titanlite.checkpoint.formats.pickled import Made, Name, Pairs, UnsafeName, read_pickle
-from titanlite.checkpoint.formats.safetensors_files import Outgoing, Told, write_blocks
+from titanlite.checkpoint.formats.safetensors_files import Outgoing, Told, both, write_blocks
 from titanlite.checkpoint.manifest import Damaged
+from titanlite.checkpoint.shard_file import Aside
 from titanlite.config import ConfigError
 
 STORAGES = {
@@ -150,8 +151,10 @@ def describe(made: Any) -> tuple[torch.dtype, str, int, tuple[int, ...], tuple[i
     return STORAGES[kind], name, start, tuple(shape), tuple(strides)
 
 
-def write_tree(path: Path, tree: Tree | Outgoing, told: Told) -> None:
+def write_tree(path: Path, tree: Tree | Outgoing, told: Told, sync: Callable[[int], object] = os.fsync) -> None:
     """Writes and syncs what `torch.load(path, weights_only=True)` gives back; tensors are Outgoing.
+
+    `sync` is given the descriptor of the file when all is in it.
 
     Raises OSError, and what reading raises.
     """
@@ -170,21 +173,23 @@ def write_tree(path: Path, tree: Tree | Outgoing, told: Told) -> None:
     with path.open("r+b") as file:
         for number, tensor in enumerate(tensors):  # torch counts storages as it meets them
             place, info = records[f"data/{number}"]
-            crc = 0
-
-            def heard(data: memoryview) -> None:
-                nonlocal crc
-                crc = zlib.crc32(data, crc)
-                told(data)
-
+            checksum = _Crc32()
             file.seek(data_of(file, info))
-            write_blocks(file, tensor, heard)
+            with Aside(checksum.update) as aside:
+                write_blocks(file, tensor, both(aside.add, told))
             # The checksum stands behind the numbers, after a signature, and in the archive's list at its end.
             for at in (file.tell() + 4, place + 16):
                 file.seek(at)
-                file.write(crc.to_bytes(4, "little"))
+                file.write(checksum.value.to_bytes(4, "little"))
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
+
+
+class _Crc32:
+    value = 0
+
+    def update(self, data: memoryview) -> None:
+        self.value = zlib.crc32(data, self.value)
 
 
 def _entries(archive: zipfile.ZipFile) -> Iterator[tuple[int, zipfile.ZipInfo]]:
