@@ -44,12 +44,14 @@ from titanlite.observe.validate import Validator
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
+from titanlite.parallel.attention import attention_kernel
 from titanlite.parallel.mesh import DATA_AXES, LOSS_AXES, Mesh, data_rank, sum_over
 from titanlite.parallel.parallelize import compute_dtypes, split
 from titanlite.parallel.shard import assign_shard
 from titanlite.parallel.stages import Stages
 from titanlite.plan.flops import flops_per_token, peak_tflops
-from titanlite.plan.layout import check_layout, without_effect
+from titanlite.plan.layout import check_layout
+from titanlite.plan.techniques import without_effect
 from titanlite.runtime import to_device
 from titanlite.signals import Requests
 from titanlite.watchdog import Watchdog
@@ -217,10 +219,12 @@ def say_what_runs(
         logger.info(note)
     training = config.training
     compute, reduce = compute_dtypes(config, device.type)
+    attention = attention_kernel(llama, training.seq_len, compute, device)
     layout = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one process"
     logger.info(
         f"{config.model.flavor}: {llama.num_parameters:,} parameters, vocabulary {llama.vocab_size:,}; "
-        f"{runtime.device_name(device)} x {dist.get_world_size()} ({layout}), compute {compute}, reduce {reduce}; "
+        f"{runtime.device_name(device)} x {dist.get_world_size()} ({layout}), compute {compute}, reduce {reduce}, "
+        f"attention {attention}; "
         f"{training.global_batch_size} sequences of {training.seq_len} per step, "
         f"in {accumulation} local batches of {training.local_batch_size}"
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from titanlite.config import Config, Parallel, Training
+from titanlite.config import Config, Training
+from titanlite.config_parallel import Parallel
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 from titanlite.parallel.mesh import Mesh
@@ -28,6 +30,11 @@ def small_model(seq_len: int = 16, seed: int = 0, config: LlamaConfig = SMALL) -
         torch.nn.init.constant_(tensor, float("nan"))
     model.init_weights(seed)
     return model
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a tensor, whatever part of it this process has."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def build_stages(parallel: dict[str, Any], seed: int = 0, llama: LlamaConfig = SMALL, **training: Any) -> Stages:

@@ -1,7 +1,6 @@
-"""Every key a run can set: one frozen dataclass per TOML section.
+"""Every key a run can set: one frozen dataclass per TOML section (`config_parallel.py` has those of how it computes).
 
-What it is: the schema. A field declares its type, its default, a line for `--help` and, where it has
-them, its bounds or choices. How TOML files and the command line become a `Config` is `configure.py`.
+What it is: the schema. How TOML files and the command line become a `Config` is `configure.py`.
 Why it is here: a function receives the *section* it needs, typed and immutable, so what a piece of code
 can depend on is visible in its signature.
 What it costs: nothing; no torch is imported, so a mistake is reported in a fraction of a second.
@@ -10,16 +9,12 @@ What it costs: nothing; no torch is imported, so a mistake is reported in a frac
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+
+from titanlite.config_parallel import Comm, Compile, Float8, Loss, Parallel, Recompute, key
 
 # Exit codes: wrong input; stopped by a signal after saving; ended by the watchdog because a process hangs
 EXIT_CONFIG, EXIT_STOPPED, EXIT_HUNG = 2, 75, 124
-# Pipeline schedules, and how many stages each process holds by default
-PP_SCHEDULES = dict.fromkeys(("GPipe", "1F1B"), 1)
-PP_SCHEDULES |= dict.fromkeys(
-    ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"), 2
-)
 
 
 class ConfigError(ValueError):
@@ -28,13 +23,6 @@ class ConfigError(ValueError):
     def __init__(self, problems: str | list[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else problems
         super().__init__("\n".join(self.problems))
-
-
-def key(
-    default: Any, help: str, *, min: float | None = None, max: float | None = None, choices: tuple[Any, ...] = ()
-) -> Any:
-    """A config key: default, one line of help, and the values allowed (bounds are inclusive)."""
-    return field(default=default, metadata={"help": help, "min": min, "max": max, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -128,73 +116,6 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Parallel:
-    """How the processes share the work. The product of the five degrees is the number of processes."""
-
-    pp: int = key(1, "pipeline stages' processes: each holds some of the layers; -1: what is left", min=-1)
-    dp_replicate: int = key(1, "replicas of the model (HSDP when dp_shard > 1); -1: what is left", min=-1)
-    dp_shard: int = key(-1, "processes a replica's parameters are sharded over (FSDP2); -1: what is left", min=-1)
-    cp: int = key(1, "context parallel: processes a sequence is cut over; -1: what is left", min=-1)
-    tp: int = key(1, "tensor parallel: processes a layer's matrices are cut over; -1: what is left", min=-1)
-    reshard_after_forward: str = key(
-        "default",
-        "free gathered weights after the forward (less memory, more traffic): default (all but the last; never with "
-        "pp > 1), always, never, or a number: keep them sharded over so many processes",
-    )
-    reduce_every_microbatch: bool = key(
-        True, "sum gradients over processes after each microbatch (less memory); false: once per step"
-    )
-    cpu_offload: bool = key(False, "keep parameters, gradients and moments in CPU memory, computing on the GPU")
-    prefetch: int = key(0, "gather weights so many units ahead; 0: FSDP2's own choice, one", min=0, max=64)
-    async_tp: bool = key(False, "overlap tensor parallel's communication with its matmuls (CUDA, with compile)")
-    cp_method: str = key(
-        "all_gather",
-        "how attention sees all keys: all_gather (of keys and values), ulysses (all-to-all of heads), ring (CUDA)",
-        choices=("all_gather", "ulysses", "ring"),
-    )
-    pp_schedule: str = key("1F1B", "order of the microbatches in the pipeline", choices=tuple(PP_SCHEDULES))
-    pp_microbatch_size: int = key(1, "sequences of a microbatch; training.local_batch_size is cut into these", min=1)
-    pp_stages_per_process: int = key(0, "stages each process holds; 0: what the schedule needs, 1 or 2", min=0)
-    pp_split: str = key(
-        "", "where each stage but the first begins, as in `layers.2, layers.4`; empty: balanced by the work"
-    )
-
-    @property
-    def stages_per_process(self) -> int:
-        return self.pp_stages_per_process or PP_SCHEDULES[self.pp_schedule]
-
-    @property
-    def stage_starts(self) -> list[str]:
-        """The names in `pp_split`."""
-        return self.pp_split.replace(",", " ").split()
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """Activation checkpointing: what is recomputed in the backward instead of kept."""
-
-    mode: str = key(
-        "none",
-        "none; full: each block's input is kept; selective: costly results too (a list of operators); "
-        "memory_budget: the compiler keeps what fits in `budget`",
-        choices=("none", "full", "selective", "memory_budget"),
-    )
-    every: int = key(1, "full and selective: apply it to every n-th block only", min=1)
-    budget: float = key(
-        0.5, "memory_budget: part of the activations' memory to use; 1: recompute nothing", min=0, max=1
-    )
-
-
-@dataclass(frozen=True)
-class Compile:
-    """torch.compile, block by block."""
-
-    enabled: bool = key(False, "compile each transformer block")
-    loss: bool = key(False, "compile the loss too")
-    backend: str = key("inductor", "the compiler", choices=("inductor", "aot_eager", "eager"))
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """Resumable state in the run's folder. A run whose folder holds a checkpoint resumes from the newest whole one."""
 
@@ -252,23 +173,6 @@ class Profiling:
 
 
 @dataclass(frozen=True)
-class Comm:
-    """How long a process may keep the others waiting."""
-
-    timeout_seconds: int = key(
-        300, "a process that stands still for so long ends the run, which names it", min=1, max=604800
-    )
-    step_timeout_seconds: int = key(
-        100, "the same within a training step, from the second on, if that is less", min=1, max=604800
-    )
-
-    @property
-    def group_timeout_seconds(self) -> int:
-        """A collective's own time-out: after the watchdog's, which knows whom the others wait for."""
-        return self.timeout_seconds + 10
-
-
-@dataclass(frozen=True)
 class Config:
     run: Run = Run()
     model: Model = Model()
@@ -279,6 +183,8 @@ class Config:
     parallel: Parallel = Parallel()
     recompute: Recompute = Recompute()
     compile: Compile = Compile()
+    float8: Float8 = Float8()
+    loss: Loss = Loss()
     checkpoint: Checkpoint = Checkpoint()
     validation: Validation = Validation()
     metrics: Metrics = Metrics()

@@ -35,7 +35,8 @@ import torch
 import torch.distributed as dist
 
 from titanlite.blame import PERIOD, SILENT, TICK, Beat, Verdict, judge_progress, judge_silence, stands_where
-from titanlite.config import EXIT_HUNG, Comm
+from titanlite.config import EXIT_HUNG
+from titanlite.config_parallel import Comm
 
 # Processor seconds and bytes read or written, per second: with less a process stands still. To rank 0's bytes the store
 # adds its own where it is in that process: so many for each process of the run.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from model_builder import EIGHT_LAYOUTS, EVEN, SMALL, build_stages
+from model_builder import EIGHT_LAYOUTS, EVEN, SMALL, build_stages, full
 from safetensors.torch import load_file
 
 import titanlite.checkpoint.storage as storage
@@ -41,10 +41,10 @@ def build(parallel: dict, seed: int, llama: LlamaConfig) -> tuple[Stages, torch.
 def everything(stages: Stages, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """All weights and moments that this rank has a part of, whole."""
     named = [pair for part in stages.parts for pair in part.named_parameters()]
-    whole = {name: p.full_tensor().detach().clone() for name, p in named}
+    whole = {name: full(p).detach().clone() for name, p in named}
     for name, parameter in named:
         for key, value in optimizer.state[parameter].items():
-            whole[f"{name}.{key}"] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+            whole[f"{name}.{key}"] = full(value).clone()
     return whole
 
 

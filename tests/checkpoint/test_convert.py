@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_builder import EVEN, SMALL, build_stages, small_model
+from model_builder import EVEN, SMALL, build_stages, full, small_model
 from runs import train_run
 from safetensors.torch import load_file, save_file
 
@@ -59,7 +59,7 @@ def make_step(folder: Path, config: LlamaConfig, parallel: dict | None = None) -
     files |= {"tokenizer.model": BUNDLED.read_bytes()} if config.vocab_size >= 4112 else {}
     facts = Facts(parallel or {}, {"training": {"seq_len": 16}, "model": {"flavor": "debug"}}, "")
     write_step(folder, 7, {name: state.state_dict() for name, state in states.items()}, files, facts)
-    return {name: value.full_tensor().clone() for name, value in states["model"].state_dict().items()}
+    return {name: full(value).clone() for name, value in states["model"].state_dict().items()}
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from model_builder import EVEN, SMALL, build_stages, small_model
+from model_builder import EVEN, SMALL, build_stages, full, small_model
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from titanlite.checkpoint.formats.fill import agree_on, fill
@@ -25,7 +25,7 @@ def of(stages) -> dict[str, torch.Tensor]:
 
 
 def whole(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: (w.full_tensor() if hasattr(w, "full_tensor") else w).clone() for name, w in weights.items()}
+    return {name: full(w).clone() for name, w in weights.items()}
 
 
 def save(folder: Path, parallel: dict, flavor: str, at_root: bool) -> dict[str, torch.Tensor]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from model_builder import build_stages, small_model
+from model_builder import build_stages, full, small_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.config import Compile, Recompute
+from titanlite.config_parallel import Compile, Recompute
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.mesh import LOSS_AXES, Mesh, data_rank, sum_over
@@ -118,9 +118,9 @@ def sharded_gradients(parallel: dict) -> tuple[dict, dict]:
     model, rank, size = stages.parts[0], dist.get_rank(), dist.get_world_size()
     tokens = TOKENS.repeat(2, 1)[rank : rank + 1]
     stages.forward_backward(tokens[:, :-1], tokens[:, 1:], torch.tensor(11 * size))
-    assert all(isinstance(p, DTensor) for p in model.parameters())
-    weights = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
-    return weights, {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    assert all(isinstance(p, DTensor) == (size > 1) for p in model.parameters())
+    weights = {name: full(p).detach() for name, p in model.named_parameters()}
+    return weights, {name: full(p.grad) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from model_builder import EVEN, build_stages, small_model
+from model_builder import EVEN, build_stages, full, small_model
 
 from titanlite.model.flavors import FLAVORS, LlamaConfig
 from titanlite.model.llama import Llama
@@ -99,7 +99,7 @@ def evaluate_and_train(parallel: dict) -> list[float]:
     losses, gradients = [], []
     for _ in range(2):
         losses += [float(stages.evaluate(x, y)) / 64, float(stages.forward_backward(x, y, torch.tensor(64)))]
-        gradients.append([p.grad.to_local().clone() for p in parameters])
+        gradients.append([full(p.grad).clone() for p in parameters])
     assert all(torch.equal(2 * once, twice) for once, twice in zip(*gradients, strict=True))
     return losses
 

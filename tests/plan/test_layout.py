@@ -9,7 +9,8 @@ import pytest
 from titanlite.config import Config, ConfigError
 from titanlite.configure import load_config
 from titanlite.model.flavors import FLAVORS, LlamaConfig, resolve_flavor
-from titanlite.plan.layout import AXES, check_layout, nearest, without_effect
+from titanlite.plan.layout import AXES, check_layout, nearest
+from titanlite.plan.techniques import without_effect
 
 DEBUG = dataclasses.replace(FLAVORS["debug"], vocab_size=4112)  # 4 layers, 4 heads, 2 key/value heads
 

@@ -1,8 +1,8 @@
 """What a checkpoint holds, as Stateful objects: things with `state_dict` and `load_state_dict`.
 
 What it is: the model and the optimizer here; schedule, data stream and progress are Stateful themselves. Keys are
-plain parameter names and values are DTensors, so DCP can store each process's shard and hand any other layout its
-part. Everything is a tensor: nothing in a checkpoint has to be unpickled to be used.
+plain parameter names, and what is split is a DTensor, so DCP can store each process's shard and hand any other layout
+its part. Everything is a tensor: nothing in a checkpoint has to be unpickled to be used.
 State is fetched when it is saved, never kept: a shard that is padded before the first forward may be another
 tensor after it.
 """

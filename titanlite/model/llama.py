@@ -138,10 +138,15 @@ class TiedOutput(nn.Module):
         super().__init__()
         self._embedding = (embedding,)  # in a tuple, so that it is no submodule of two
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def weight(self) -> Tensor:
+        """(V, D)"""
         weight = self._embedding[0].weight
         assert isinstance(weight, Tensor)
-        return F.linear(x, weight)
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
 
 
 class Llama(nn.Module):

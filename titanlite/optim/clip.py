@@ -32,10 +32,13 @@ def clip_grad_norm(parts: list[Any], max_norm: float, device: torch.device, twic
     """
     parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
     total = torch.zeros((), dtype=torch.float64, device=device)
+    held: dict[int, list[Tensor]] = {}  # by how many processes hold the same
     for parameter in parameters:
         local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-        norm = torch.linalg.vector_norm(local, dtype=torch.float64).to(device, non_blocking=True)
-        total += norm.square() / (_holders(parameter) * (2 if any(parameter is p for p in twice) else 1))
+        held.setdefault(_holders(parameter) * (2 if any(parameter is p for p in twice) else 1), []).append(local)
+    for holders, gradients in held.items():
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64))  # few kernels, however many tensors
+        total += norms.square().sum().to(device, non_blocking=True) / holders
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
     norm = total.sqrt().float()

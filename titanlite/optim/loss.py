@@ -1,18 +1,71 @@
-"""Cross entropy, summed over tokens.
+"""Cross entropy, summed over tokens; also with the output projection, some tokens at a time.
 
 What it is: the *sum* of the loss over the local targets. The caller divides by the *global* number of targets of
 the whole optimizer step (all microbatches, all data-parallel ranks), and gradients are summed over processes.
 Why it is here: a mean of means weights the tokens of a short rank or microbatch more than others; a sum over a
 count is the same number however the batch is cut.
 What it costs: at its peak three times B * S * V * 4 bytes: the logits in fp32, their log-softmax and the gradient.
+`chunked` needs 1/n of that: it projects, computes the loss and its gradients for 1/n of the tokens, and forgets the
+logits. As the loss is a sum, a gradient is known but for the factor that comes in the backward, so nothing is computed
+twice; kept until then are the gradients of what was projected and of the projection.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+SummedLoss = Callable[[Tensor, Tensor], Tensor]  # logits (B, S, V), labels (B, S) -> scalar
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Scalar fp32: sum of -log p(label). logits (B, S, V), labels (B, S); a label of -100 is no target."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+
+
+def chunked(hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int, loss: SummedLoss) -> Tensor:
+    """`loss(hidden @ weight.T, labels)` without all logits at once.
+
+    hidden (B, S, D), weight (V, D), labels (B, S); `loss` must be a sum over tokens.
+    """
+    if torch.is_grad_enabled():
+        result: Tensor = _Chunked.apply(hidden, weight, labels, num_chunks, loss)
+        return result
+    parts = zip(_cut(hidden, num_chunks), _cut(labels, num_chunks), strict=True)
+    return torch.stack([loss(F.linear(x, weight), y) for x, y in parts]).sum()
+
+
+def _cut(values: Tensor, num_chunks: int) -> tuple[Tensor, ...]:
+    """(B, S, ...) -> up to so many (1, tokens, ...)"""
+    return values.flatten(0, 1)[None].chunk(num_chunks, dim=1)
+
+
+class _Chunked(torch.autograd.Function):
+    """Computes the gradients in the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int, loss: SummedLoss) -> Tensor:
+        total = torch.zeros((), device=hidden.device)
+        to_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        to_weight = torch.zeros_like(weight, dtype=torch.float32)  # else bfloat16 would be rounded at each chunk
+        projection = weight.detach().requires_grad_()
+        chunks = (_cut(values, num_chunks) for values in (hidden.detach(), labels, to_hidden))
+        for x, y, gradient in zip(*chunks, strict=True):
+            with torch.enable_grad():
+                x.requires_grad_()
+                value = loss(F.linear(x, projection), y)
+                x_gradient, weight_gradient = torch.autograd.grad(value, (x, projection))
+            total += value.detach()
+            gradient.copy_(x_gradient)
+            to_weight += weight_gradient
+        ctx.save_for_backward(to_hidden, to_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> Any:
+        to_hidden, to_weight = ctx.saved_tensors
+        return to_hidden * factor, to_weight * factor, None, None, None

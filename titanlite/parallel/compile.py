@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from titanlite.config import Compile
+from titanlite.config_parallel import Compile
 
 
 def apply_compile(block: nn.Module, config: Compile) -> None:

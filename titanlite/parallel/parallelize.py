@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from titanlite.config import Config
+from titanlite.parallel.chunked import defer_output
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.context import apply_context
+from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.pipeline import cut
 from titanlite.parallel.recompute import apply_recompute
@@ -38,7 +40,9 @@ def split(model: Any, config: Config, mesh: Mesh) -> list[Any]:
 
 
 def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
-    """Tensor -> context -> recompute -> compile -> shard. The model is a Llama, known by its modules' names."""
+    """float8, output, tensor, context, recompute, compile, shard. The model is a Llama, known by its modules' names."""
+    apply_float8(model, config.float8, mesh.device_type)
+    defer_output(model, config.loss.num_chunks)
     apply_tensor(model, mesh["tp"], config.parallel.async_tp)
     apply_context(model, mesh["cp"], config.parallel.cp_method)
     for name, block in model.layers.items():

@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from titanlite.config import Parallel
+from titanlite.config_parallel import Parallel
 
 logger = logging.getLogger("titanlite")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
@@ -151,11 +151,11 @@ class Pipeline:
         schedule: str,
         microbatches: int,
         hidden: Tensor,
-        logits: Tensor,
+        output: Tensor,
         tokens: Tensor,
     ) -> None:
-        """`hidden`, `logits` and `tokens` are examples, on meta, of what a microbatch is between, after and before
-        the stages; `loss` gives the summed loss of logits and labels."""
+        """`hidden`, `output` and `tokens` are examples, on meta, of what a microbatch is between, after and before
+        the stages; `loss` gives the summed loss of outputs and labels."""
         numbers = stage_numbers(mesh.get_local_rank(), mesh.size(), len(parts), schedule)
         total = mesh.size() * len(parts)
         self.first, self.last = 0 in numbers, total - 1 in numbers
@@ -169,7 +169,7 @@ class Pipeline:
                     total,
                     device,
                     input_args=tokens if number == 0 else hidden,
-                    output_args=logits if number == total - 1 else hidden,
+                    output_args=output if number == total - 1 else hidden,
                     group=mesh.get_group(),
                 )
                 for part, number in zip(parts, numbers, strict=True)
@@ -185,8 +185,8 @@ class Pipeline:
         # gradients there are (2.13).
         self.training, self.evaluation = build(), build()
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(logits, labels) / self.num_targets
+    def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(output, labels) / self.num_targets
 
     def _run(self, run: Callable[..., Any], tokens: Tensor, labels: Tensor, num_targets: Tensor) -> Tensor:
         self.num_targets = num_targets

@@ -28,10 +28,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from titanlite.config import Recompute
+from titanlite.config_parallel import Recompute
 
 aten = torch.ops.aten
-SAVED = {  # by `selective`, besides every second aten.mm
+SAVED = {  # by `selective`, besides every second of MATMULS
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
@@ -39,6 +39,7 @@ SAVED = {  # by `selective`, besides every second aten.mm
     torch.ops._c10d_functional.reduce_scatter_tensor.default,  # tensor parallel: else it would be sent again
     torch.ops._dtensor.shard_dim_alltoall.default,  # Ulysses
 }
+MATMULS = (aten.mm.default, aten._scaled_mm.default)  # in 16 or 32 bits, in 8
 
 
 def apply_recompute(block: nn.Module, config: Recompute, index: int) -> None:
@@ -66,7 +67,7 @@ def _keep_costly_results() -> Any:
     counts = {False: 0, True: 0}  # by whether this is the recomputation
 
     def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op is aten.mm.default:
+        if op in MATMULS:
             counts[context.is_recompute] += 1
             keep = counts[context.is_recompute] % 2 == 1
         else:

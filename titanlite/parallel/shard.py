@@ -18,8 +18,9 @@ The trades, as keys of [parallel]:
 * `prefetch` gathers more units ahead, at b per parameter of each.
 * `cpu_offload` keeps the 16 P/N bytes in CPU memory, at the price of a copy each way and of AdamW on the CPU.
 
-It wraps the model also at N = 1, so there is one dtype path everywhere: fp32 parameters, compute in
-`training.compute_dtype`, gradients summed in `training.reduce_dtype`.
+At N = R = 1 it stays for the dtypes: fp32 parameters, compute in `training.compute_dtype`, gradients summed in
+`training.reduce_dtype`, the same path on one process and on many. One process that computes in fp32 has no use for it
+and goes without: it would copy weights and gradients to themselves, a tenth of a small model's step on CPU.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titanlite.config import Parallel
+from titanlite.config_parallel import Parallel
+from titanlite.parallel.chunked import DeferredOutput
 from titanlite.parallel.mesh import Mesh
 
 
@@ -43,11 +46,21 @@ def units_of(model: Any) -> list[list[nn.Module]]:
     return [unit for unit in (first, *([block] for block in model.layers.values()), norm + output) if unit]
 
 
+def has_use(config: Parallel, compute: torch.dtype) -> bool:
+    """Whether there are other processes, a dtype to cast to, or a memory to offload to.
+
+    Where another axis alone has processes, it does no more than bring gradients into the form of their parameters.
+    """
+    return dist.get_world_size() > 1 or compute != torch.float32 or config.cpu_offload
+
+
 def apply_shard(model: Any, config: Parallel, mesh: Mesh, compute: torch.dtype, reduce: torch.dtype) -> None:
     """Shards each unit, and what is left with the model itself.
 
     Gradients are summed, never averaged: the loss is already divided by the global number of targets.
     """
+    if not has_use(config, compute):
+        return
     replicated = mesh["dp_replicate"].size() > 1
     options: dict[str, Any] = {
         "mesh": mesh["dp_replicate", "dp_shard_cp"] if replicated else mesh["dp_shard_cp"],
@@ -58,8 +71,12 @@ def apply_shard(model: Any, config: Parallel, mesh: Mesh, compute: torch.dtype, 
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     units = units_of(model)
     for unit in units:
-        fully_shard(unit, reshard_after_forward=_reshard(config, mesh, last=unit is units[-1]), **options)
-    fully_shard(model, reshard_after_forward=_reshard(config, mesh, last=True), **options)
+        if unit is not units[-1]:
+            fully_shard(unit, reshard_after_forward=_reshard(config, mesh, last=False), **options)
+    # A loss that projects needs what the last unit has, or, tied, what the model itself has.
+    last = not isinstance(model.output, DeferredOutput) and _reshard(config, mesh, last=True)
+    fully_shard(units[-1], reshard_after_forward=last, **options)
+    fully_shard(model, reshard_after_forward=last, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # A divisor of 1 alone would need PREMUL_SUM, which gloo lacks: ask for a plain sum as well.
@@ -87,8 +104,8 @@ def _prefetch(units: list[Any], depth: int) -> None:
 
 def reduce_gradients_when(model: nn.Module, last: bool, config: Parallel) -> None:
     """Says whether the coming microbatch's backward sums gradients over processes, or only adds them up locally."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(last or config.reduce_every_microbatch)
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last or config.reduce_every_microbatch)
 
 
 def assign_shard(parameter: Tensor, full: Tensor) -> None:

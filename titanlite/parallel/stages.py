@@ -7,7 +7,9 @@ the whole model.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor
 
 from titanlite.config import Config
 from titanlite.optim.loss import cross_entropy_sum
+from titanlite.parallel.attention import preferred_attention
+from titanlite.parallel.chunked import ChunkedLoss, DeferredOutput
 from titanlite.parallel.context import Sequences
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import compute_dtypes
@@ -53,6 +57,9 @@ class Stages:
             loss = functools.partial(vocabulary_cut_cross_entropy_sum, mesh=mesh["tp"])
         if config.compile.loss:
             loss = torch.compile(loss, backend=config.compile.backend)
+        for part in parts:
+            if isinstance(part.output, DeferredOutput):
+                loss = ChunkedLoss(part.output, config.loss.num_chunks, loss, mesh["tp"])
         self.runner: Whole | Pipeline
         if mesh["pp"].size() == 1:
             self.runner = Whole(parts[0], loss)
@@ -68,6 +75,11 @@ class Stages:
         training, parallel, llama = config.training, config.parallel, self.parts[0].config
         here, tp, size = len(self.sequences.here), self.mesh["tp"].size(), parallel.pp_microbatch_size
         compute, _ = compute_dtypes(config, device.type)
+
+        def example(*shape: int) -> Tensor:
+            return torch.empty(size, *shape, dtype=compute, device="meta", requires_grad=True)
+
+        hidden = example(here // tp, llama.dim)
         return Pipeline(
             self.parts,
             loss,
@@ -75,10 +87,15 @@ class Stages:
             device,
             schedule=parallel.pp_schedule,
             microbatches=training.local_batch_size // size,
-            hidden=torch.empty(size, here // tp, llama.dim, dtype=compute, device="meta", requires_grad=True),
-            logits=torch.empty(size, here, llama.vocab_size // tp, dtype=compute, device="meta", requires_grad=True),
+            hidden=hidden,
+            output=hidden if config.loss.num_chunks > 1 else example(here, llama.vocab_size // tp),
             tokens=torch.empty(size, here, dtype=torch.int64, device="meta"),
         )
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        with preferred_attention(self.mesh.device_type), loss_context(self.mesh["tp"]):
+            yield
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor, last: bool = True) -> Tensor:
         """Adds to the gradients; returns this part of the summed loss over the step's global target count.
@@ -87,7 +104,7 @@ class Stages:
         """
         for part in self.parts:
             reduce_gradients_when(part, last, self.parallel)
-        with self.sequences.cut(tokens, labels) as (x, y), loss_context(self.mesh["tp"]):
+        with self._computing(), self.sequences.cut(tokens, labels) as (x, y):
             loss = self.runner.forward_backward(x, y, num_targets)
         if last:
             add_tied_gradients(self.held_twice, self.mesh["pp"])
@@ -95,5 +112,5 @@ class Stages:
 
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """This part of the summed loss of a batch."""
-        with torch.no_grad(), self.sequences.cut(tokens, labels) as (x, y), loss_context(self.mesh["tp"]):
+        with torch.no_grad(), self._computing(), self.sequences.cut(tokens, labels) as (x, y):
             return self.runner.evaluate(x, y)

@@ -42,6 +42,8 @@ from torch.distributed.tensor.parallel import (
 
 from titanlite.config import ConfigError
 from titanlite.optim.loss import cross_entropy_sum
+from titanlite.parallel.chunked import DeferredOutput
+from titanlite.parallel.pipeline import HeldWeight
 
 # What travels between modules: the sequence cut (dim 1), a whole copy, or the vocabulary cut (last dim)
 SEQUENCE, WHOLE, VOCABULARY = Shard(1), Replicate(), Shard(-1)
@@ -72,11 +74,11 @@ def ends_plan(model: Any) -> dict[str, Any]:
     if isinstance(model.tok_embeddings, nn.Embedding):
         plan["tok_embeddings"] = RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE)
     if isinstance(model.norm, nn.RMSNorm):
-        # A pipeline may be cut between norm and output: what is sent is a plain tensor.
-        plan["norm"] = SequenceParallel(use_local_output=isinstance(model.output, nn.Identity))
+        # A pipeline may be cut between norm and output, the loss may project: what is handed on is a plain tensor.
+        plan["norm"] = SequenceParallel(use_local_output=isinstance(model.output, (nn.Identity, DeferredOutput)))
     if isinstance(model.output, nn.Linear):
         plan["output"] = ColwiseParallel(input_layouts=SEQUENCE, output_layouts=VOCABULARY)
-    elif not isinstance(model.output, nn.Identity):  # tied: the embedding's weight, whose vocabulary is cut already
+    elif not isinstance(model.output, (nn.Identity, DeferredOutput)):  # the embedding's weight, which is cut already
         plan["output"] = PrepareModuleInputOutput(
             input_layouts=(SEQUENCE,),
             desired_input_layouts=(WHOLE,),
@@ -97,9 +99,10 @@ def apply_tensor(model: Any, mesh: DeviceMesh, async_tp: bool) -> None:
         # The embedding's reduce-scatter is still under way here, and a compiled block that receives such a tensor
         # computes a wrong gradient for the embedding (torch 2.13); a copy waits for it.
         model.tok_embeddings.register_forward_hook(lambda module, args, output: output.clone())
-    elif hasattr(model.tok_embeddings, "weight"):  # a pipeline's last stage holds a tied weight, for its output
-        weight = distribute_tensor(model.tok_embeddings.weight, mesh, [Shard(0)])
-        model.tok_embeddings.weight = nn.Parameter(weight)
+    for end in (model.tok_embeddings, model.output):
+        if isinstance(end, (HeldWeight, DeferredOutput)):  # which multiply nothing themselves
+            for name, weight in end.named_parameters():
+                setattr(end, name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
     # Nobody changes the logits in place, which is what this warning of torch 2.13 is about.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     if async_tp:

@@ -11,12 +11,13 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 
-from titanlite.config import PP_SCHEDULES, Config, ConfigError, Parallel
+from titanlite.config import Config, ConfigError
+from titanlite.config_parallel import PP_SCHEDULES, Parallel
 from titanlite.model.flavors import LlamaConfig
+from titanlite.plan.techniques import compiler_problems, float8_problems
 from titanlite.spelling import suggestion
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: inner axes talk most
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # weights' gradients apart from inputs'
 
 
 def resolve_degrees(parallel: Parallel, world_size: int) -> dict[str, int]:
@@ -73,7 +74,7 @@ def nearest(wanted: int, fits: Callable[[int], bool], limit: int) -> str:
 def check_layout(config: Config, llama: LlamaConfig, world_size: int) -> dict[str, int]:
     """Axis -> degree. Raises ConfigError with everything that does not fit."""
     degrees = resolve_degrees(config.parallel, world_size)
-    checks = (_batch, _sharding, _tensor, _context, _pipeline, _compiler)
+    checks = (_batch, _sharding, _tensor, _context, _pipeline, compiler_problems, float8_problems)
     if problems := [problem for check in checks for problem in check(config, llama, degrees)]:
         raise ConfigError(problems)
     return degrees
@@ -235,39 +236,3 @@ def _split(parallel: Parallel, stages: int, num_layers: int) -> Iterable[str]:
     positions = [order.index(name) for name in names]
     if positions != sorted(set(positions)):
         yield f"parallel.pp_split = {text!r}: expected each name once and in the model's order"
-
-
-def without_effect(config: Config, degrees: dict[str, int]) -> list[str]:
-    """Keys that were set and belong to a technique that is not in use, in words."""
-    techniques = {  # what switches it on, whether it is, its keys
-        "parallel.pp = 1": (degrees["pp"] > 1, [f"parallel.{n}" for n in vars(config.parallel) if n.startswith("pp_")]),
-        "parallel.cp = 1": (degrees["cp"] > 1, ["parallel.cp_method"]),
-        f"recompute.mode = {config.recompute.mode}": (
-            config.recompute.mode in ("full", "selective"),
-            ["recompute.every"],
-        ),
-        "recompute.mode is not memory_budget": (config.recompute.mode == "memory_budget", ["recompute.budget"]),
-    }
-    default = Config()
-    notes = []
-    for why, (used, keys) in techniques.items():
-        for key in keys if not used else ():
-            section, _, name = key.partition(".")
-            value = getattr(getattr(config, section), name)
-            if value != getattr(getattr(default, section), name):
-                notes.append(f"{key} = {value} has no effect: {why}")
-    return notes
-
-
-def _compiler(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
-    """What torch.compile is needed for, and what it cannot do."""
-    compile, parallel = config.compile, config.parallel
-    if config.recompute.mode == "memory_budget" and (not compile.enabled or compile.backend == "eager"):
-        yield "recompute.mode = memory_budget is the compiler's; expected compile.enabled = true and not backend eager"
-    if degrees["pp"] > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
-        others = ", ".join(name for name in PP_SCHEDULES if name not in SPLIT_BACKWARD)
-        why = f"parallel.pp_schedule = {parallel.pp_schedule} computes a layer's two gradients apart, which"
-        if compile.enabled:
-            yield f"{why} compiled blocks cannot; with compile.enabled = true use one of {others}"
-        if config.recompute.mode == "selective":
-            yield f"{why} recompute.mode = selective cannot; use recompute.mode = full, or one of {others}"

@@ -14,16 +14,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from titanlite.config import PP_SCHEDULES, Config, ConfigError, sections
+from titanlite.config import Config, ConfigError, sections
+from titanlite.config_parallel import PP_SCHEDULES, SPLIT_BACKWARD
 from titanlite.configure import all_keys, load_config
 from titanlite.model.flavors import LlamaConfig
-from titanlite.plan.layout import AXES, SPLIT_BACKWARD, check_layout
+from titanlite.plan.layout import AXES, check_layout
 from titanlite.spelling import suggestion
 
 SEQUENCES = 8  # per step, over all processes; more where there are more processes
 MOST = 64  # processes
 QUICK = 4  # processes up to which --quick goes
-LAYOUT = ("parallel", "recompute", "compile")  # the sections of the config that a layout is
+LAYOUT = ("parallel", "recompute", "compile", "loss")  # the sections of the config that a layout is
 RECOMPUTE_MODES = ("full", "selective", "memory_budget")
 
 
@@ -112,8 +113,16 @@ def ladder(processes: int, quick: bool, device: str) -> Iterator[str]:
     for axis in ("dp_shard", "tp") if quick else ("dp_shard", "tp", "cp", "pp"):
         yield from (f"{axis}=2,{option}" for option in compiled)
     yield f"tp=2,compile.loss,compile.backend={compiler}"
+    yield from (f"{axis}=2,loss.num_chunks=3" for axis in ("dp_shard", "tp", "cp", "pp"))
     for axis in ("tp", "pp") if quick else ("dp_shard", "tp", "cp", "pp"):
         yield f"{axis}=2,model.embeddings=untied"
+    if not quick:
+        yield from (f"{axis}=2,model.embeddings=untied,loss.num_chunks=3" for axis in ("dp_shard", "tp", "pp"))
+        yield f"tp=2,loss.num_chunks=3,compile.loss,compile.backend={compiler}"
+        yield from (f"pp=2,pp_schedule={schedule},loss.num_chunks=3" for schedule in SPLIT_BACKWARD)
+    if processes >= 4 and not quick:
+        yield from (f"{axes},loss.num_chunks=3" for axes in ("dp_shard=2,tp=2", "pp=2,tp=2", "pp=2,dp_shard=2"))
+        yield "dp_shard=2,loss.num_chunks=3,reshard_after_forward=always"
     for axis in () if quick else ("tp", "cp", "pp"):
         yield f"{axis}=2,training.compute_dtype=bfloat16"
     if processes >= 4 and not quick:

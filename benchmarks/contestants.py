@@ -1,0 +1,219 @@
+"""What the benchmarks compare: training steps of the same Llama, ours and others', on one device.
+
+Each contestant is built from the same configuration, has the weights of `Titanlite` with that seed, and takes batches
+of tokens and labels, (B, S) each: `step(tokens, labels)` is one optimizer step and returns the mean loss before it, on
+the device. All clip to norm 1 and use fused AdamW.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from titanlite import runtime
+from titanlite.checkpoint.formats import huggingface
+from titanlite.checkpoint.formats.full_state import half_split
+from titanlite.config import Config
+from titanlite.configure import load_config
+from titanlite.data.stream import IGNORED
+from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.model.llama import Llama
+from titanlite.optim.clip import clip_grad_norm
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.parallelize import split
+from titanlite.parallel.shard import assign_shard
+from titanlite.parallel.stages import Stages
+from titanlite.plan.layout import check_layout
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def configuration(arguments: list[str]) -> tuple[Config, LlamaConfig]:
+    """As train.py resolves them, with a vocabulary of 4,112 where the flavor has none of its own."""
+    config = load_config(arguments)
+    return config, resolve_flavor(config.model, 4112)
+
+
+def make_batch(config: Config, llama: LlamaConfig, device: torch.device, number: int) -> tuple[Tensor, Tensor]:
+    """Random tokens and the next ones as labels, (B, S), the same for every contestant."""
+    generator = torch.Generator().manual_seed(number)
+    shape = (config.training.local_batch_size, config.training.seq_len + 1)
+    tokens = torch.randint(llama.vocab_size, shape, generator=generator)
+    return tokens[:, :-1].contiguous().to(device), tokens[:, 1:].contiguous().to(device)
+
+
+class Titanlite:
+    """The pieces of train.py, in its order."""
+
+    name = "titanlite"
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.config, self.llama = configuration(arguments)
+        self.device = runtime.start(self.config.run.device, 600, self.config.run.seed)
+        mesh = Mesh(self.device.type, check_layout(self.config, self.llama, 1), 600)
+        with torch.device("meta"):
+            model = Llama(self.llama, self.config.training.seq_len)
+        self.parts = split(model, self.config, mesh)
+        for part in self.parts:
+            part.to_empty(device=self.device)
+            part.init_weights(self.config.run.seed, assign_shard, self.device)
+        self.stages = Stages(self.parts, self.config, mesh, self.device)
+        self.optimizer = build_optimizer(self.parts, self.config.optimizer)
+
+    def step(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        num_targets = (labels != IGNORED).sum()
+        loss = self.stages.forward_backward(tokens, labels, num_targets, True)
+        clip_grad_norm(self.parts, self.config.training.max_norm, self.device, self.stages.held_twice)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def initial_weights(config: Config, llama: LlamaConfig, device: torch.device) -> Llama:
+    """The model without parallelism, with the weights that `Titanlite` begins with."""
+    with torch.device("meta"):
+        model = Llama(llama, config.training.seq_len)
+    model.to_empty(device=device)
+    model.init_weights(config.run.seed)
+    return model
+
+
+def adamw(model: Any, config: Config) -> torch.optim.AdamW:
+    section = config.optimizer
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=section.lr,
+        betas=section.betas,
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        fused=True,
+    )
+
+
+class Bare:
+    """The same model in the loop that one writes in a notebook."""
+
+    name = "bare loop"
+
+    def __init__(self, arguments: list[str], device: torch.device) -> None:
+        config, llama = configuration(arguments)
+        self.model = initial_weights(config, llama, device)
+        self.config = config
+        self.optimizer = adamw(self.model, config)
+
+    def shard(self) -> None:
+        """`fully_shard`, as its tutorial has it, over the processes there are."""
+        for block in self.model.layers.values():
+            fully_shard(block)
+        fully_shard(self.model)
+        self.optimizer = adamw(self.model, self.config)
+
+    def step(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.model(tokens)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+class HuggingFace:
+    """transformers' LlamaForCausalLM, with its SDPA attention. `compiled`: the whole model, as its guide says."""
+
+    name = "transformers"
+
+    def __init__(self, arguments: list[str], device: torch.device, compiled: bool) -> None:
+        import transformers
+
+        config, llama = configuration(arguments)
+        fields = huggingface.to_config(llama, config.training.seq_len, "float32", None, None)
+        fields |= {"attn_implementation": "sdpa", "use_cache": False}
+        own = transformers.LlamaConfig(**fields)
+        with device:
+            self.model: Any = transformers.LlamaForCausalLM(own)
+        source = initial_weights(config, llama, device).state_dict()
+        theirs = self.model.state_dict()
+        with torch.no_grad():
+            for name, there in huggingface.names(llama).items():
+                turned = huggingface.is_turned(name)
+                theirs[there].copy_(half_split(source[name], llama.head_dim) if turned else source[name])
+        self.model.train()
+        self.optimizer = adamw(self.model, config)
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+        self.forward = torch.compile(self.model) if compiled else self.model
+
+    def step(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        with self.autocast:
+            loss = self.forward(input_ids=tokens, labels=labels, shift_labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+@dataclasses.dataclass
+class Measured:
+    """Seconds of the steps of one contestant."""
+
+    steps: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.steps)
+
+    @property
+    def p99(self) -> float:
+        return sorted(self.steps)[min(len(self.steps) - 1, int(len(self.steps) * 0.99))]
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(step: Step, batches: list[tuple[Tensor, Tensor]], device: torch.device) -> list[float]:
+    """Seconds of each step; on CUDA between events, so that the host runs ahead as it does in training."""
+    if device.type != "cuda":
+        seconds = []
+        for tokens, labels in batches:
+            started = time.perf_counter()
+            step(tokens, labels)
+            seconds.append(time.perf_counter() - started)
+        return seconds
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
+    events[0].record()
+    for (tokens, labels), event in zip(batches, events[1:], strict=True):
+        step(tokens, labels)
+        event.record()
+    wait(device)
+    return [a.elapsed_time(b) / 1000 for a, b in itertools.pairwise(events)]
+
+
+def side_by_side(
+    a: Step, b: Step, batches: list[tuple[Tensor, Tensor]], device: torch.device, rounds: int = 1
+) -> tuple[Measured, Measured]:
+    """A B B A, so often; every turn takes all batches."""
+    found: tuple[list[float], list[float]] = ([], [])
+    for which in (0, 1, 1, 0) * rounds:
+        found[which].extend(timed((a, b)[which], batches, device))
+    return Measured(found[0]), Measured(found[1])
+
+
+def threads() -> str:
+    return f"{torch.get_num_threads()} threads of {os.cpu_count()}"

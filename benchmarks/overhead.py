@@ -1,0 +1,84 @@
+"""What does titanlite's loop cost over the one that one writes in a notebook, and FSDP2 where there is one process?
+
+    python benchmarks/overhead.py [--steps 12] [-- CONFIG --section.key=value ...]
+
+Three processes in turn, in the order A B C C B A: train.py itself (data, clipping, metrics, signals, watchdog), a bare
+loop around the same model on random tokens, and the same bare loop with `fully_shard` around each block and the model.
+Each does so many steps after two that do not count; the medians of all steps are compared. The default is 25 million
+parameters and 2,048 tokens per step. Five minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import report
+
+DEFAULT = ["cpu_25m", "--training.local_batch_size=4", "--training.global_batch_size=4"]
+ALONE = ["--checkpoint.freq=0", "--validation.freq=0", "--metrics.log_freq=1", "--run.sample_tokens=0"]
+UNCOUNTED = 2
+BARE = """
+import json, sys, time
+sys.path.insert(0, "benchmarks")
+import torch
+from contestants import Bare, configuration, make_batch, timed
+from titanlite import runtime
+arguments, steps, sharded = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "fsdp"
+config, llama = configuration(arguments)
+device = runtime.start(config.run.device, 600, 0)
+bare = Bare(arguments, device)
+if sharded:
+    bare.shard()
+batches = [make_batch(config, llama, device, number) for number in range(steps)]
+print(json.dumps(timed(bare.step, batches, device)))
+"""
+KINDS = {"train.py": "", "bare loop": "plain", "bare loop with fully_shard": "fsdp"}
+
+
+def measure(kind: str, arguments: list[str], steps: int, folder: Path) -> list[float]:
+    """Seconds of the counted steps of one process."""
+    environment = os.environ | {"PYTHONPATH": str(report.ROOT)}
+    if KINDS[kind]:
+        command = [sys.executable, "-c", BARE, json.dumps(arguments), str(steps), KINDS[kind]]
+        done = subprocess.run(command, cwd=report.ROOT, env=environment, check=True, stdout=-1, text=True)
+        return json.loads(done.stdout.splitlines()[-1])[UNCOUNTED:]
+    run = tempfile.mkdtemp(dir=folder)
+    own = [f"--run.folder={run}", "--run.name=run", f"--training.steps={steps}", *ALONE]
+    subprocess.run(
+        [sys.executable, "train.py", *arguments, *own], cwd=report.ROOT, env=environment, check=True, stdout=-1
+    )
+    seconds = [json.loads(line)["seconds"] for line in Path(run, "run/metrics.jsonl").read_text().splitlines()]
+    return [b - a for a, b in zip([0.0, *seconds], seconds, strict=False)][UNCOUNTED:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("arguments", nargs="*", default=DEFAULT)
+    options = parser.parse_args()
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in (*KINDS, *reversed(KINDS)):
+            seconds = measure(kind, options.arguments, options.steps + UNCOUNTED, Path(folder))
+            found[kind] += seconds
+            print(f"{kind}: {statistics.median(seconds):.3f} s per step", flush=True)
+    base = statistics.median(found["bare loop"])
+    body = [f"`{' '.join(options.arguments)}`", "", "| | median step | over the bare loop |", "|---|---|---|"]
+    for kind, seconds in found.items():
+        median = statistics.median(seconds)
+        body.append(f"| {kind} | {median:.3f} s | {100 * (median / base - 1):+.1f} % |")
+    print("\n".join(body))
+    results: dict[str, Any] = {"arguments": options.arguments, "steps": found}
+    report.write("overhead", "titanlite over a bare loop", body, results)
+
+
+if __name__ == "__main__":
+    main()

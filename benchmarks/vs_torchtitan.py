@@ -1,0 +1,175 @@
+"""titanlite against torchtitan 0.2.2: same model, weights, tokens, options; each in a process of its own.
+
+    python benchmarks/vs_torchtitan.py [--flavor llama3_1b] [--seq-len 4096] [--batch 2] [--pairs autocast,fsdp] ...
+
+torchtitan is the wheel of the package index (`pip install torchtitan==0.2.2`), run as it is: its Trainer, with a data
+loader that hands out the tokens that titanlite gets, and the model shape of the flavor. Two pairs: `autocast`, which is
+what torchtitan does on one device, and `fsdp`, its `fully_shard` path at world size 1; titanlite has one path.
+
+First the gate: the losses of 20 steps from the same weights must agree to 1e-3, else no speed is told. Then blocks of
+`--steps` after as many that do not count, in the order A B B A: tokens per second by the median step, p99, peak memory
+reserved. torchtitan has no tied embeddings, so flavors that have are untied for both (`model.embeddings = untied`).
+Logits and loss are whole on both sides (`loss.num_chunks = 1`), recomputation is the same by `--recompute`, and both
+compile by block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import report
+
+GATE_STEPS, GATE = 20, 1e-3
+VERSION = "0.2.2"
+PAIRS = ("autocast", "fsdp")
+
+
+def arguments_of(options: argparse.Namespace) -> list[str]:
+    """The configuration of both, as train.py takes it."""
+    return [
+        options.config,
+        f"--model.flavor={options.flavor}",
+        "--model.embeddings=untied",
+        f"--training.seq_len={options.seq_len}",
+        f"--training.local_batch_size={options.batch}",
+        f"--training.global_batch_size={options.batch}",
+        f"--recompute.mode={options.recompute}",
+        f"--compile.enabled={str(options.compile).lower()}",
+        "--compile.loss=false",
+        "--loss.num_chunks=1",
+        "--optimizer.lr=1e-4",
+        *options.key,
+    ]
+
+
+def ours(arguments: list[str], weights: Path) -> Any:
+    """A step of titanlite; its initial weights go to `weights` if nothing is there."""
+    import torch
+    from contestants import Titanlite, initial_weights
+
+    subject = Titanlite(arguments)
+    if not weights.exists():
+        torch.save(initial_weights(subject.config, subject.llama, torch.device("cpu")).state_dict(), weights)
+    return subject, subject.step
+
+
+def theirs(arguments: list[str], weights: Path, pair: str) -> Any:
+    """A step of torchtitan's Trainer, whose loader is a list with one batch."""
+    import torch
+    from contestants import configuration
+    from torchtitan_trainer import build
+
+    config, llama = configuration(arguments)
+    trainer = build(config, llama, pair, torch.load(weights, weights_only=True))
+    return trainer, trainer.step
+
+
+def block(options: argparse.Namespace, who: str, pair: str, weights: Path, gate: bool) -> dict[str, Any]:
+    """One process: the losses of the first steps, or the seconds of steps that count, and memory."""
+    words = [sys.executable, __file__, "--child", who, "--weights", str(weights), "--pair", pair, *sys.argv[1:]]
+    words += ["--gate"] if gate else []
+    environment = os.environ | {"PYTHONPATH": str(report.ROOT)}
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    if done.returncode:
+        raise SystemExit(f"{who} ({pair}) ended with exit code {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def child(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    from contestants import make_batch, timed
+
+    arguments, weights = arguments_of(options), Path(options.weights)
+    if options.child == "titanlite":
+        subject, step = ours(arguments, weights)
+    else:
+        subject, step = theirs(arguments, weights, options.pair)
+    config, llama, device = subject.config, subject.llama, subject.device
+    count = GATE_STEPS if options.gate else options.steps
+    batches = [make_batch(config, llama, device, number) for number in range(count)]
+    if options.gate:
+        return {"losses": [float(step(*batch)) for batch in batches]}
+    timed(step, batches, device)
+    seconds = timed(step, batches, device)
+    cuda = device.type == "cuda"
+    return {
+        "seconds": seconds,
+        "reserved": torch.cuda.max_memory_reserved() / 2**30 if cuda else None,
+        "clock": torch.cuda.clock_rate() if cuda else None,
+    }
+
+
+def compare(options: argparse.Namespace, pair: str, folder: Path) -> dict[str, Any]:
+    weights = folder / "weights.pt"
+    a, b = (block(options, who, pair, weights, gate=True)["losses"] for who in ("titanlite", "torchtitan"))
+    apart = max(abs(x - y) / y for x, y in zip(a, b, strict=True))
+    if not apart <= GATE:
+        raise SystemExit(
+            f"{pair}: losses are {apart:.2e} apart within {GATE_STEPS} steps, so no speed is told: {a} {b}"
+        )
+    turns = [("titanlite", 0), ("torchtitan", 1), ("torchtitan", 1), ("titanlite", 0)]
+    found: list[list[dict[str, Any]]] = [[], []]
+    for who, which in turns:
+        found[which].append(block(options, who, pair, weights, gate=False))
+    tokens = options.batch * options.seq_len
+    result: dict[str, Any] = {"losses apart": apart, "blocks": found}
+    for who, blocks in zip(("titanlite", "torchtitan"), found, strict=True):
+        seconds = sorted(second for one in blocks for second in one["seconds"])
+        result[who] = {
+            "tok/s": tokens / statistics.median(seconds),
+            "p99 / median": seconds[int(len(seconds) * 0.99) - 1] / statistics.median(seconds),
+            "GiB": max((one["reserved"] or 0) for one in blocks),
+        }
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", default="llama3_1b")
+    parser.add_argument("--flavor", default="llama3_1b")
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--recompute", choices=("none", "full", "selective"), default="none")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--pairs", default=",".join(PAIRS))
+    parser.add_argument("--key", action="append", default=[], help="another --section.key=value for both")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--weights", help=argparse.SUPPRESS)
+    parser.add_argument("--pair", help=argparse.SUPPRESS)
+    parser.add_argument("--gate", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(options)), flush=True)
+        os._exit(0)  # process groups of both are of no use any more
+    results: dict[str, Any] = {}
+    body = [f"`{' '.join(arguments_of(options))}`, torchtitan {VERSION}.", ""]
+    body += [
+        "| pair | | tok/s | ratio | p99 / median | peak reserved | losses apart (20 steps) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        for pair in options.pairs.split(","):
+            results[pair] = one = compare(options, pair, Path(name))
+            for who in ("titanlite", "torchtitan"):
+                ratio = f"{one['titanlite']['tok/s'] / one['torchtitan']['tok/s']:.3f}" if who == "titanlite" else ""
+                told = one[who]
+                body.append(
+                    f"| {pair} | {who} | {told['tok/s']:,.0f} | {ratio} | {told['p99 / median']:.3f} "
+                    f"| {told['GiB']:.2f} GiB | {one['losses apart']:.1e} |"
+                )
+                print(body[-1], flush=True)
+    report.write("vs_torchtitan", f"titanlite and torchtitan {VERSION}, one device", body, results)
+
+
+if __name__ == "__main__":
+    main()

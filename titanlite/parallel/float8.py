@@ -1,0 +1,110 @@
+"""float8 training of linear layers: matrix products of 8-bit numbers, one scale per tensor.
+
+What it is: both sides of each of a linear layer's three products (output, gradient of the input, gradient of the
+weight) are scaled so that their largest number just fits, rounded to 8 bits, multiplied by `torch._scaled_mm`, and
+scaled back; sums are fp32, the result has the compute dtype (arXiv 2209.05433). Inputs and weights are e4m3 (4 bits of
+exponent, 3 of mantissa, up to 448), gradients of outputs e5m2 (up to 57,344): they need range more than digits. Scales
+are those of the tensor at hand, not of earlier steps. Parameters, gradients, moments and all that is no matrix product
+stay as they are.
+What it costs: a pass over each tensor for its largest number and one to round it, which the compiler fuses with what
+comes before: without `compile` it is slower than bfloat16. The output projection keeps its precision, as do layers that
+`float8.skip` names and those whose sides the hardware cannot take (multiples of 16).
+`float8.emulate` computes the same numbers with fp32 products, on any device, slowly.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.config import ConfigError
+from titanlite.config_parallel import Float8
+
+logger = logging.getLogger("titanlite")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16  # of both sides of a matrix, for the hardware
+SMALLEST = 1e-12  # the largest number of a tensor counts as at least this: a tensor may be zero
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`x` as 8-bit numbers, and what they must be multiplied by (fp32 scalar) to be `x` again."""
+    largest = x.abs().amax().float().clamp(min=SMALLEST)
+    limit = torch.finfo(dtype).max
+    return (x.float() * (limit / largest)).clamp(-limit, limit).to(dtype), largest / limit
+
+
+def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: torch.dtype, emulate: bool, fast: bool) -> Tensor:
+    """a (M, K) times b (K, N), each 8-bit numbers and their scale. `fast`: sums of fewer bits within the hardware."""
+    (x, x_scale), (y, y_scale) = a, b
+    if emulate:
+        return ((x.float() @ y.float()) * (x_scale * y_scale)).to(out)
+    by_columns = y.t().contiguous().t()  # what the hardware takes
+    return torch._scaled_mm(x.contiguous(), by_columns, x_scale, y_scale, out_dtype=out, use_fast_accum=fast)
+
+
+class _Float8Linear(torch.autograd.Function):
+    """x (M, K), weight (N, K) -> x weight^T (M, N)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, emulate: bool) -> Tensor:
+        x8, w8 = quantize(x, E4M3), quantize(weight, E4M3)
+        # The weight itself is kept: it is the parameter, which sharding may free and gather again; its 8 bits are not.
+        ctx.save_for_backward(*x8, weight)
+        ctx.emulate = emulate
+        return product(x8, (w8[0].t(), w8[1]), x.dtype, emulate, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x8, x_scale, weight = ctx.saved_tensors
+        (g8, g_scale), w8 = quantize(gradient, E5M2), quantize(weight, E4M3)
+        to_x = product((g8, g_scale), w8, gradient.dtype, ctx.emulate, fast=False)
+        to_weight = product((g8.t(), g_scale), (x8, x_scale), weight.dtype, ctx.emulate, fast=False)
+        return to_x, to_weight, None
+
+
+def float8_linear(x: Tensor, weight: Tensor, emulate: bool) -> Tensor:
+    """x (..., K), weight (N, K) -> (..., N). Rows that are no multiple of 16 are filled up with zeros."""
+    rows = x.reshape(-1, x.shape[-1])
+    missing = -rows.shape[0] % MULTIPLE
+    if missing:
+        rows = F.pad(rows, (0, 0, 0, missing))
+    out: Tensor = _Float8Linear.apply(rows, weight, emulate)
+    return out[: len(out) - missing].unflatten(0, x.shape[:-1])
+
+
+def apply_float8(model: Any, config: Float8, device_type: str) -> None:
+    """Replaces the forward of each linear layer in the blocks that is not skipped; parameters stay.
+
+    Raises ConfigError where the device has no such products.
+    """
+    if not config.enabled:
+        return
+    if not config.emulate and (device_type != "cuda" or torch.cuda.get_device_capability() < (8, 9)):
+        raise ConfigError(
+            "float8.enabled = true needs a CUDA device of compute capability 8.9 (L40S, H100) or later; "
+            "float8.emulate = true computes the same numbers on any, slowly"
+        )
+    linear: dict[str, Any] = {
+        name: module for name, module in model.layers.named_modules() if isinstance(module, nn.Linear)
+    }
+    left = {name for name, module in linear.items() if any(part in f"layers.{name}" for part in config.skipped)}
+    odd = {name for name, module in linear.items() if any(side % MULTIPLE for side in module.weight.shape)}
+    for name, module in linear.items():
+        if name not in left | odd:
+            module.forward = functools.partial(_forward, module, emulate=config.emulate)
+    logger.info(
+        "float8: %d linear layers; %d skipped by name, %d for sides that are no multiples of %d",
+        len(linear) - len(left | odd),
+        len(left),
+        len(odd - left),
+        MULTIPLE,
+    )
+
+
+def _forward(module: nn.Linear, x: Tensor, emulate: bool) -> Tensor:
+    return float8_linear(x, module.weight, emulate)
