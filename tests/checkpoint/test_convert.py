@@ -336,11 +336,19 @@ def test_a_mistake_is_one_error(steps, tmp_path, monkeypatch, capsys, arguments,
 def test_force_replaces(steps, tmp_path):
     target = tmp_path / "there"
     convert(steps["grouped"], target, "hf", tell=quiet)
-    (target / "mine").write_text("old")
     convert(steps["scaled"], target, "llama", force=True, tell=quiet)
     assert load_full_state(target).model == SCALED
     assert sorted(os.listdir(tmp_path)) == ["there"]
-    assert not (target / "mine").exists()
+    assert not (target / "config.json").exists()
+    for to in FORMATS:
+        convert(steps["debug"], target, to, force=True, tell=quiet) if to != "torch" else None
+    (target / "mine").write_text("mine")
+    with pytest.raises(ConfigError, match="folder of what convert writes, and this one has mine"):
+        convert(steps["scaled"], target, "llama", force=True, tell=quiet)
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(ConfigError, match="and this is a link or a device"):
+        convert(steps["scaled"], tmp_path / "link", "llama", force=True, tell=quiet)
+    assert (target / "mine").read_text() == "mine"
 
 
 def test_force_replaces_nothing_else(steps, tmp_path, monkeypatch, capsys):
@@ -458,7 +466,7 @@ def test_what_is_too_large_for_a_dtype_is_not_finite(tmp_path):
 def test_a_full_disk_is_seen_before(steps, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 20))
-    with pytest.raises(ConfigError, match=r"0\.00 GB free"):
+    with pytest.raises(ConfigError, match=r"1 MB free, and 67 MB needed"):
         convert(steps["grouped"], tmp_path / "there", "hf", tell=quiet)
     assert not list(tmp_path.iterdir())
 

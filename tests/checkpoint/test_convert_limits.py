@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import logging
@@ -13,10 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from model_builder import SMALL, small_model
+from safetensors.torch import save_file
 from torch import Tensor
 
+from titanlite.checkpoint import convert as module
 from titanlite.checkpoint import storage
 from titanlite.checkpoint.convert import convert, load_full_state
+from titanlite.checkpoint.convert_command import _size
 from titanlite.checkpoint.formats import full_state, targets
 from titanlite.checkpoint.formats.full_state import expected_shapes
 from titanlite.checkpoint.manifest import Damaged
@@ -111,18 +115,68 @@ def test_step_0_can_be_asked_for_and_is_warned_of(tmp_path, caplog):
         assert convert(run, tmp_path / "newest", "torch", tell=quiet).about.step == 5
         assert not caplog.records
         assert convert(run, tmp_path / "first.pt", step=0, tell=quiet).about.step == 0
-    assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["step 0, before any training"]
+    assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["step 0"]
     assert main(["convert", str(run), str(tmp_path / "also.pt"), "--step", "0"]) == 0
     assert load_full_state(tmp_path / "also.pt").about.step == 0
     with pytest.raises(ConfigError, match=r"--step 0: .* is no run; leave --step out"):
         load_full_state(tmp_path / "also.pt", step=0)
 
 
+def test_sizes_of_shards():
+    assert [_size(text) for text in ("5GB", "1.5 mb", "12", "2TB")] == [5 * 10**9, 1_500_000, 12, 2 * 10**12]
+    for text in ("", "0", "0.1", "5GiB", "-1GB", "GB"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a size as 5GB"):
+            _size(text)
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "titanlite"])
+def test_length_and_step_go_along_or_are_not_made_up(tmp_path, caplog, to):
+    source = make_file(tmp_path / "a.pt", step=7, seq_len=96)
+    target = tmp_path / f"b{'.pt' if to == 'torch' else ''}"
+    convert(source, target, to, tell=quiet)
+    convert(target, tmp_path / "c.safetensors", tell=quiet)
+    about = load_full_state(tmp_path / "c.safetensors").about
+    assert (about.step, about.seq_len) == (7, 96)
+    convert(tmp_path / "c.safetensors", tmp_path / "hf", "hf", tell=quiet)
+    assert json.loads((tmp_path / "hf/config.json").read_text())["max_position_embeddings"] == 96
+    assert "does not tell the length" not in caplog.text
+    convert(make_file(tmp_path / "d.pt"), tmp_path / "e", "titanlite", tell=quiet)
+    assert load_full_state(tmp_path / "e").about.seq_len == 0
+    with caplog.at_level(logging.WARNING, "titanlite"):
+        convert(tmp_path / "e", tmp_path / "f", "hf", tell=quiet)
+    assert "does not tell the length it was trained on; wrote 8192" in caplog.text
+
+
+def test_parts_that_are_no_model_are_named(tmp_path):
+    save_file({"model.layers.3.self_attn.q_proj.weight": torch.ones(2, 2)}, tmp_path / "model-00003.safetensors")
+    with pytest.raises(ConfigError, match=r"has Hugging Face's names \('model.layers.3.self_attn"):
+        load_full_state(tmp_path / "model-00003.safetensors")
+    save_file({"optimizer.state.norm.weight.exp_avg": torch.ones(2)}, tmp_path / "training-00000.safetensors")
+    with pytest.raises(ConfigError, match="holds what a run goes on with, and no model"):
+        load_full_state(tmp_path / "training-00000.safetensors")
+
+
+def test_what_was_not_compared_is_not_called_so(tmp_path, monkeypatch):
+    told: list[str] = []
+    weights = {"norm.weight": torch.full((32,), float("nan"))}
+    source = make_file(tmp_path / "a.pt", more=weights)
+    convert(source, tmp_path / "b", "hf", force=True, tell=told.append)
+    assert told[-1] == "verified: 30 tensors bit by bit; its logits are not finite"
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "different_tensors", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        convert(make_file(tmp_path / "c.pt"), tmp_path / "d", "hf", tell=told.append)
+    assert told[-1] == f"interrupted: {tmp_path / 'd'} is whole, and was not compared to its end"
+
+
 @pytest.mark.parametrize("target", ["x.pt", "x.safetensors", "x.gguf"])
 def test_one_file_has_no_shards(tmp_path, capsys, target):
     source = make_file(tmp_path / "a.pt")
     assert main(["convert", str(source), str(tmp_path / target), "--shard-size", "1MB"]) == 2
-    assert "is written as one file; allowed in folders: hf, safetensors" in capsys.readouterr().err
+    assert "is not cut; allowed: hf, safetensors, in folders" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 

@@ -285,7 +285,7 @@ def read_where_one_may_not(folder: Path, number: int) -> None:
     """Rank 1 meets an error that is not the folder's."""
     from titanlite.checkpoint import storage
 
-    def refuse(path):
+    def refuse(path, stop):
         raise OSError(number, os.strerror(number))
 
     if torch.distributed.get_rank() == 1:
@@ -304,7 +304,7 @@ def test_what_a_process_may_not_read_is_not_damaged(pool, step, number):
 
 def load_together(folder: Path) -> None:
     with pytest.raises(Damaged, match="SHA-256 has changed"):
-        load_weights(folder, state()["model"], FLAVORS["debug"])
+        load_weights(folder, state()["model"], FLAVORS["debug"], b"")
 
 
 def test_damage_is_seen_by_all_processes(pool, step):

@@ -90,6 +90,9 @@ def test_degrees_resolve_to_the_world_size(world_size, arguments, expected):
         (4, ["parallel.reshard_after_forward=3"], 'parallel.reshard_after_forward = "3": expected a number of processes that divides parallel.dp_shard x parallel.cp = 4 and is neither 1 nor all of them; allowed: 2'),
         (2, ["parallel.reshard_after_forward=2"], "allowed: none for 2, so use default, always or never"),
         (2, ["parallel.reshard_after_forward=allways"], 'parallel.reshard_after_forward = "allways": expected default, always, never or a number; did you mean always?'),
+        # float8
+        (2, ["parallel.tp=2", "float8.enabled"], "float8.enabled = true: its layers are not cut; expected parallel.tp = 1"),
+        (1, ["float8.enabled", "float8.skip=attention.wk, feed_foward.w1"], "float8.skip: feed_foward.w1 is in the name of no linear layer; expected parts of attention.wq, attention.wk, attention.wv, attention.wo, feed_forward.w1, feed_forward.w2, feed_forward.w3; did you mean feed_forward.w1?"),
         (1, ["recompute.mode=memory_budget"], "recompute.mode = memory_budget is the compiler's; expected compile.enabled = true and not backend eager"),
     ],
 )  # fmt: skip

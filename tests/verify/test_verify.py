@@ -15,6 +15,7 @@ from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.verify.command import FIGURES, judge, verify
 from titanlite.verify.compare import make_batch, measure, reference
 from titanlite.verify.ladder import Case, ladder, layouts, make_case, parse_layout
+from titanlite.verify.pool import WorkerError
 
 SMALL = ["debug", "--model.dim=32", "--model.ffn_dim=64", "--training.seq_len=32"]
 
@@ -86,6 +87,23 @@ def average_gradients(*arguments):
     finally:
         for name in names:
             setattr(FSDPModule, name, kept[name])
+
+
+def compile_at_the_end(*arguments):
+    """A graph more in the fifth step."""
+    from titanlite.verify import compare
+
+    original, calls = compare._graphs_so_far, []
+
+    def graphs(config):
+        calls.append(None)
+        return original(config) + (len(calls) == compare.STEPS)
+
+    compare._graphs_so_far = graphs
+    try:
+        return measure(*arguments)
+    finally:
+        compare._graphs_so_far = original
 
 
 def count_locally(*arguments):
@@ -169,6 +187,13 @@ def test_bf16_does_not_hide_a_forgotten_reduction(pool, right):
     layout = "tp=2,training.compute_dtype=bfloat16"
     assert run(pool, measure, layout, right)["passed"]
     assert not run(pool, forget_a_reduction, layout, right)["passed"]
+
+
+def test_a_late_recompilation_fails(pool, right):
+    layout = "dp_shard=2,compile.enabled,compile.backend=aot_eager"
+    assert run(pool, measure, layout, right)["passed"]
+    with pytest.raises(WorkerError, match="compiled 1 graphs after the second step; expected none"):
+        run(pool, compile_at_the_end, layout, right)
 
 
 def test_what_is_no_number_fails():

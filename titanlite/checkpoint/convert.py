@@ -88,8 +88,8 @@ def convert(
     target = Path(os.path.abspath(target))
     to = _format(target, to)
     as_dtype, q8 = _dtype(dtype, to)
-    if shard_size and (to not in SHARDED or target.suffix in SUFFIXES):
-        raise ConfigError(f"--shard-size: {to} is written as one file; allowed in folders: {', '.join(SHARDED)}")
+    if shard_size and (to not in SHARDED or (to == "safetensors" and target.suffix == ".safetensors")):
+        raise ConfigError(f"--shard-size: {target.name} ({to}) is not cut; allowed: {', '.join(SHARDED)}, in folders")
     state = open_full_state(Path(source), step, model, trust_pickle)
     require_free(state.path, target, force)
     what = Selection(state, as_dtype, full, q8)
@@ -103,7 +103,11 @@ def convert(
     except ConfigError as error:
         raise Mismatch([*error.problems, f"{target} cannot be read again; do not use it"]) from None
     if verify:
-        _verify(state, result, to, what, full, tell)
+        try:
+            _verify(state, result, to, what, full, tell)
+        except (KeyboardInterrupt, SystemExit):
+            tell(f"interrupted: {target} is whole, and was not compared to its end")
+            raise
     return result
 
 
@@ -118,8 +122,8 @@ def _write(
 ) -> None:
     """Writes beside the target, and gives the result its name; or leaves nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(target.parent).free) < what.nbytes + ROOM:
-        raise ConfigError(f"{target.parent}: {free / 1e9:.2f} GB free, and {what.nbytes / 1e9:.2f} GB to write")
+    if (free := shutil.disk_usage(target.parent).free) < (need := what.nbytes + ROOM):
+        raise ConfigError(f"{target.parent}: {free / 1e6:,.0f} MB free, and {need / 1e6:,.0f} MB needed")
     beside = temporary(target)
     sweep(target, state.path)
     progress = _Progress(what.nbytes, tell)
@@ -131,9 +135,7 @@ def _write(
         publish(beside, target)
     except Damaged:
         if not state.path.exists():
-            raise ConfigError(
-                f"{state.path}: was deleted while it was read; does its run keep only the newest (checkpoint.keep)?"
-            ) from None
+            raise ConfigError(f"{state.path}: was deleted while it was read; see its run's checkpoint.keep") from None
         raise
     finally:
         remove(beside)
@@ -168,7 +170,7 @@ def _require_sense(state: FullState, to: str, full: bool, force: bool) -> None:
     if state.about.finite is False and not force:
         raise ConfigError(f"{state.path}: holds NaN or infinity; choose another step, or convert it with --force")
     if state.about.step == 0:
-        logger.warning("%s: step 0, before any training", state.path)
+        logger.warning("%s: step 0: before any training, or weights of which the step was not known", state.path)
     if to in ("titanlite", "hf", "llama", "gguf") or state.about.model:
         _require_model(state)
     if to in ("hf", "gguf") and (ranks := state.about.tokenizer):
@@ -287,10 +289,11 @@ def _verify(
 
     target = result.path
     problems = different_tensors(state, result, rounded, full)
-    said = f"verified: {len(state.tensors)} tensors bit by bit"
+    said = f"verified: {len(state.tensors) + (len(state.others) if full else 0)} tensors bit by bit"
     if not problems and state.about.model and not full:
-        problems = [problem for problem in [different_answers(state, target, to, result, rounded)] if problem]
-        said += ", and the model's logits"
+        problem = different_answers(state, target, to, result, rounded)
+        problems = [problem] if problem else []
+        said += "; its logits are not finite" if problem is None else ", and the model's logits"
     if problems:
         raise Mismatch([*problems[:8], f"{target} is not what {state.path} is; it stays where it is, do not use it"])
     tell(said)

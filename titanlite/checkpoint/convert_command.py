@@ -14,7 +14,7 @@ from titanlite.checkpoint.formats.targets import TARGETS
 from titanlite.config import ConfigError
 
 EXIT_MISMATCH = 1
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def run(argv: list[str]) -> int:
@@ -43,7 +43,8 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--force", action="store_true", help="replace TARGET; convert what is not finite")
     parser.add_argument("--trust-pickle", action="store_true", help="unpickle a stock DCP index: runs its code")
     options = vars(parser.parse_args(argv))
-    before = signal.signal(signal.SIGTERM, _stop)  # so that what is half written is removed
+    stops = (signal.SIGTERM, signal.SIGHUP)  # at which what is half written is to be removed
+    before = [signal.signal(number, _stop) for number in stops]
     try:
         convert(**options, tell=lambda text: print(text, file=sys.stderr, flush=True))
     except Mismatch as error:
@@ -53,7 +54,8 @@ def run(argv: list[str]) -> int:
     except OSError as error:
         raise ConfigError(f"{error.filename or options['target']}: {error.strerror or error}") from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(stops, before, strict=True):
+            signal.signal(number, handler)
     return 0
 
 
@@ -68,7 +70,7 @@ def _step(text: str) -> int:
 
 
 def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*(KB|MB|GB|)", text.upper())
-    if not match or not int(match[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB|)", text.upper())
+    if not match or float(match[1]) * UNITS[match[2]] < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a size as 5GB, 500MB or a number of bytes")
-    return int(match[1]) * UNITS[match[2]]
+    return int(float(match[1]) * UNITS[match[2]])

@@ -57,7 +57,12 @@ def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
 
 
 def load_weights(
-    path: Path, state: dict[str, Any], model: LlamaConfig, trust_pickle: bool = False, group: Any = None
+    path: Path,
+    state: dict[str, Any],
+    model: LlamaConfig,
+    tokenizer: bytes,
+    trust_pickle: bool = False,
+    group: Any = None,
 ) -> Path:
     """Fills `state` (parameter name -> tensor or DTensor) from a checkpoint of any format; a run's newest.
 
@@ -65,15 +70,23 @@ def load_weights(
     ConfigError where that is damaged, not finite or not of `model`'s shape.
     """
     if not from_rank0(lambda: is_ours(path)):
-        agree_on(lambda: _fill(open_full_state(path, trust_pickle=trust_pickle), state, model))
+        full = agree_on(lambda: open_full_state(path, trust_pickle=trust_pickle))
+        _compare_tokenizers(full, tokenizer)
+        agree_on(lambda: _fill(full, state, model))
         return path
     folder: Path = from_rank0(lambda: find_step_folder(path))  # the run it belongs to may be saving another one now
     if problems := verify_together(folder, "model", group):
         raise Damaged([*problems, _others(folder)])
     if not read_manifest(folder).finite:
         raise ConfigError(f"{folder}: holds NaN or infinity; choose another step")
+    _compare_tokenizers(open_full_state(folder), tokenizer)
     read_step(folder, {"model": state}, group=group)
     return folder
+
+
+def _compare_tokenizers(full: FullState, tokenizer: bytes) -> None:
+    if full.about.tokenizer not in (None, tokenizer):
+        logger.warning("%s: was trained with another tokenizer, so its embeddings are of other tokens", full.path)
 
 
 def _fill(full: FullState, state: dict[str, Any], model: LlamaConfig) -> None:

@@ -94,7 +94,14 @@ class Checkpointer:
             return
         weights = self.states["model"].state_dict()
         model = LlamaConfig.from_json(self.extra_files["model.json"].decode())
-        origin = load_weights(Path(source), weights, model, self.config.trust_pickle, self.saver.group)
+        origin = load_weights(
+            Path(source),
+            weights,
+            model,
+            self.extra_files["tokenizer.model"],
+            self.config.trust_pickle,
+            self.saver.group,
+        )
         self.states["model"].load_state_dict(weights)
         logger.info("no checkpoint in %s: starting with the weights of %s", self.folder, origin)
 

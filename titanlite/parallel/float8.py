@@ -14,7 +14,6 @@ comes before: without `compile` it is slower than bfloat16. The output projectio
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import Any
 
@@ -77,8 +76,17 @@ def float8_linear(x: Tensor, weight: Tensor, emulate: bool) -> Tensor:
     return out[: len(out) - missing].unflatten(0, x.shape[:-1])
 
 
+class Float8Linear(nn.Linear):
+    """A linear layer without bias, its products in 8 bits."""
+
+    emulate: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        return float8_linear(x, self.weight, self.emulate)
+
+
 def apply_float8(model: Any, config: Float8, device_type: str) -> None:
-    """Replaces the forward of each linear layer in the blocks that is not skipped; parameters stay.
+    """Replaces the class of each linear layer in the blocks that is not skipped; parameters stay.
 
     Raises ConfigError where the device has no such products.
     """
@@ -96,7 +104,8 @@ def apply_float8(model: Any, config: Float8, device_type: str) -> None:
     odd = {name for name, module in linear.items() if any(side % MULTIPLE for side in module.weight.shape)}
     for name, module in linear.items():
         if name not in left | odd:
-            module.forward = functools.partial(_forward, module, emulate=config.emulate)
+            # The class and not the forward is replaced: then all blocks have the same code, and one compiled graph.
+            module.__class__, module.emulate = Float8Linear, config.emulate
     logger.info(
         "float8: %d linear layers; %d skipped by name, %d for sides that are no multiples of %d",
         len(linear) - len(left | odd),
@@ -104,7 +113,3 @@ def apply_float8(model: Any, config: Float8, device_type: str) -> None:
         len(odd - left),
         MULTIPLE,
     )
-
-
-def _forward(module: nn.Linear, x: Tensor, emulate: bool) -> Tensor:
-    return float8_linear(x, module.weight, emulate)

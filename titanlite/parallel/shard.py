@@ -70,13 +70,12 @@ def apply_shard(model: Any, config: Parallel, mesh: Mesh, compute: torch.dtype, 
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     units = units_of(model)
-    for unit in units:
-        if unit is not units[-1]:
-            fully_shard(unit, reshard_after_forward=_reshard(config, mesh, last=False), **options)
     # A loss that projects needs what the last unit has, or, tied, what the model itself has.
-    last = not isinstance(model.output, DeferredOutput) and _reshard(config, mesh, last=True)
-    fully_shard(units[-1], reshard_after_forward=last, **options)
-    fully_shard(model, reshard_after_forward=last, **options)
+    at_the_end = not isinstance(model.output, DeferredOutput) and _reshard(config, mesh, last=True)
+    for unit in units:
+        reshard = at_the_end if unit is units[-1] else _reshard(config, mesh, last=False)
+        fully_shard(unit, reshard_after_forward=reshard, **options)
+    fully_shard(model, reshard_after_forward=at_the_end, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # A divisor of 1 alone would need PREMUL_SUM, which gloo lacks: ask for a plain sum as well.

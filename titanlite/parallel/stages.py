@@ -56,7 +56,8 @@ class Stages:
         if mesh["tp"].size() > 1:
             loss = functools.partial(vocabulary_cut_cross_entropy_sum, mesh=mesh["tp"])
         if config.compile.loss:
-            loss = torch.compile(loss, backend=config.compile.backend)
+            # The last chunk may be smaller: two graphs, where one for any size cannot be made of a cut vocabulary.
+            loss = torch.compile(loss, backend=config.compile.backend, dynamic=False)
         for part in parts:
             if isinstance(part.output, DeferredOutput):
                 loss = ChunkedLoss(part.output, config.loss.num_chunks, loss, mesh["tp"])

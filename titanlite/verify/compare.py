@@ -3,7 +3,7 @@
 What it is: `reference` trains the plain model in one process, with a plain PyTorch loop that uses nothing of
 `parallel/`, `optim/clip.py` or `optim/loss.py`. `measure` trains in a layout, built of the very parts that train.py is
 built of, and compares: the loss and the gradient norm of each step, each parameter's whole gradient at the first step,
-and the parameters after the last.
+and the parameters after the last. What is compiled must have been so by the end of the second step.
 
 The data is made to catch what even data hides: every sequence has another number of targets, so a mean of means
 differs from the mean; tokens are uniform, so all of the vocabulary takes part.
@@ -86,6 +86,8 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
 def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     """Trains in this layout, all processes together; the largest relative differences from the reference.
 
+    Raises RuntimeError where something is compiled after the second step.
+
     Of the loss and the gradient norm: over all steps. Of gradients and parameters: the norm of the difference over the
     norm of the reference's tensor, over all tensors and processes.
     """
@@ -103,6 +105,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     optimizer = build_optimizer(parts, config.optimizer)
     expected = torch.load(path, map_location="cpu", mmap=True)
     found = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "parameters": 0.0}
+    graphs: list[int] = []
     for step in range(STEPS):
         whole = make_batch(step, training.global_batch_size, training.seq_len, llama.vocab_size)
         local = [Batch(*pair) for pair in zip(*(part.split(training.local_batch_size) for part in whole), strict=True)]
@@ -120,9 +123,19 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
             found[name] = _worse(found[name], abs(float(value) / expected[name][step] - 1))
         optimizer.step()
         optimizer.zero_grad()
+        graphs.append(_graphs_so_far(config))
+    if graphs[-1] > graphs[1]:
+        raise RuntimeError(f"compiled {graphs[-1] - graphs[1]} graphs after the second step; expected none")
     parameters = (named for part in parts for named in part.named_parameters())
     found["parameters"] = _farthest(parameters, expected["parameters"])
     return found
+
+
+def _graphs_so_far(config: Config) -> int:
+    """How many graphs torch.compile has made in this process."""
+    if not (config.compile.enabled or config.compile.loss):
+        return 0  # importing it takes seconds
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def _device(config: Config) -> torch.device:

@@ -126,7 +126,7 @@ def ladder(processes: int, quick: bool, device: str) -> Iterator[str]:
     for axis in () if quick else ("tp", "cp", "pp"):
         yield f"{axis}=2,training.compute_dtype=bfloat16"
     if processes >= 4 and not quick:
-        yield "pp=2,tp=2,pp_split=output"
+        yield from (f"pp=2,tp=2,pp_split=output{also}" for also in ("", ",loss.num_chunks=3"))
     if device == "cuda":
         yield from ("cp=2,cp_method=ring", "tp=2,async_tp,compile.enabled")
 

@@ -84,8 +84,8 @@ def _difference(a: FullTensor, b: FullTensor, rounded: Rounded) -> str:
     return ""
 
 
-def different_answers(source: FullState, path: Path, format: str, result: FullState, rounded: Rounded) -> str:
-    """What is wrong with the logits of the result for a fixed prompt, if anything."""
+def different_answers(source: FullState, path: Path, format: str, result: FullState, rounded: Rounded) -> str | None:
+    """What is wrong with the logits of the result for a fixed prompt, if anything; None where they are not finite."""
     config = source.model
     tokens = torch.arange(PROMPT) * 7919 % config.vocab_size
 
@@ -96,7 +96,7 @@ def different_answers(source: FullState, path: Path, format: str, result: FullSt
         tensors = {name: raw[theirs] for name, theirs in huggingface.names(config).items()}
     theirs = _their_logits(config, Weights(tensors), tokens, half_split=format == "hf")
     if not bool(ours.isfinite().all()):
-        return ""  # finite weights can be too large to answer; that the bits are the same is known
+        return None  # finite weights can be too large to answer, too; that the bits are the same is known
     apart, largest = float((ours - theirs).abs().max()), float(ours.abs().max())
     if not apart <= TOLERANCE * max(largest, 1e-3):
         return f"{path}: logits are {apart:.3g} apart from the source's, of up to {largest:.3g}"

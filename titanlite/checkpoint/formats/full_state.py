@@ -22,6 +22,7 @@ from titanlite.checkpoint.manifest import Damaged
 from titanlite.config import ConfigError
 from titanlite.model.flavors import LlamaConfig
 
+ORIGIN = "titanlite.json"  # beside weights whose format has no place for it: step and trained length
 BLOCK = 1 << 22  # bytes of rows read at a time: memory of that size is used again, larger pieces go back to the system
 
 
@@ -176,7 +177,7 @@ class FullState(Mapping[str, Tensor]):
             if self.about.format == "titanlite":
                 raise Damaged(f"{self.path / 'model.json'}: not in the manifest")
             raise ConfigError(
-                f"{self.path}: {self.about.format} that does not tell the model's shape; give --model, a flavor or the "
+                f"{self.path} ({self.about.format}) does not tell the model's shape; give --model, a flavor or the "
                 "path of a model.json"
             )
         return self.about.model

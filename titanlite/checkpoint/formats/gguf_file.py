@@ -93,12 +93,13 @@ def _dequantized(data: np.ndarray) -> np.ndarray:
 def write(
     path: Path,
     state: FullState,
+    length: int,
     dtype: torch.dtype | None,
     q8: bool,
     looked_at: Callable[[str, Tensor], object],
     told: Told,
 ) -> None:
-    """Writes the file; `looked_at` sees every block as it is written.
+    """Writes the file; `length` is the trained one, `looked_at` sees every block as it is written.
 
     Raises ConfigError where the model does not fit the format, OSError.
     """
@@ -107,7 +108,7 @@ def write(
         raise ConfigError(f"--dtype q8_0: rows of {odd[0]} numbers; allowed: multiples of {BLOCK_Q8_0}")
     writer = gguf.GGUFWriter(path, "llama")
     try:
-        _describe(writer, state, dtype, q8)
+        _describe(writer, state, length, dtype, q8)
         _write_tensors(writer, state, dtype, q8, looked_at, told)
     finally:
         writer.close()
@@ -152,14 +153,14 @@ def _write_tensors(
         writer.write_tensor_data(factors)
 
 
-def _describe(writer: Any, state: FullState, dtype: torch.dtype | None, q8: bool) -> None:
+def _describe(writer: Any, state: FullState, length: int, dtype: torch.dtype | None, q8: bool) -> None:
     gguf, config = package(), state.model
     matrix = kind_of(state.tensors["tok_embeddings.weight"], dtype, q8)
     files = gguf.LlamaFileType
     types = {"F32": files.ALL_F32, "F16": files.MOSTLY_F16, "BF16": files.MOSTLY_BF16, "Q8_0": files.MOSTLY_Q8_0}
     writer.add_file_type(types[matrix])
     writer.add_block_count(config.num_layers)
-    writer.add_context_length(state.about.seq_len or 8192)
+    writer.add_context_length(length)
     writer.add_embedding_length(config.dim)
     writer.add_feed_forward_length(config.ffn_dim)
     writer.add_head_count(config.num_heads)

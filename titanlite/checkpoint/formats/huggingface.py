@@ -90,11 +90,12 @@ def to_config(config: LlamaConfig, seq_len: int, dtype: str, bos: int | None, eo
 
 def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
     """The model of a config.json. Raises ConfigError for what our Llama is not, with every reason."""
+    if (kind := fields.get("model_type")) != "llama":
+        raise ConfigError(f"{path}: model_type = {kind!r}; allowed: 'llama'")
     rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
     heads, dim = fields["num_attention_heads"], fields["hidden_size"]
     kind = rope.get("rope_type", rope.get("type", "default"))
     allowed = {
-        "model_type": (fields.get("model_type"), ("llama",)),
         "hidden_act": (fields.get("hidden_act", "silu"), ("silu", "swish")),
         "attention_bias": (fields.get("attention_bias", False), (False,)),
         "mlp_bias": (fields.get("mlp_bias", False), (False,)),

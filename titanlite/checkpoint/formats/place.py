@@ -12,9 +12,14 @@ import secrets
 import shutil
 from pathlib import Path
 
-from titanlite.checkpoint.formats.safetensors_files import INDEX
 from titanlite.checkpoint.storage import sync_folder
 from titanlite.config import ConfigError
+
+OURS = re.compile(  # names of what a conversion, or a run's checkpoint, consists of
+    r"(model|training)-?.*\.safetensors|model\.safetensors\.index\.json|.*\.distcp|\.metadata|consolidated\.\d+\.pth"
+    r"|(manifest|config|generation_config|params|model|data|titanlite|tokenizer|tokenizer_config)\.json"
+    r"|special_tokens_map\.json|config\.toml|tokenizer\.model"
+)
 
 
 def require_free(source: Path, target: Path, force: bool) -> None:
@@ -26,10 +31,13 @@ def require_free(source: Path, target: Path, force: bool) -> None:
         raise ConfigError(f"{target}: is or holds the folder one is in; choose another place")
     if (target.exists() or target.is_symlink()) and not force:
         raise ConfigError(f"{target}: exists already; choose another name, or replace it with --force")
-    if target.is_dir() and (content := list(target.iterdir())):
-        known = {"manifest.json", ".metadata", "config.json", "params.json", "model.json", "model.safetensors", INDEX}
-        if any(path.is_dir() for path in content) or not known & {path.name for path in content}:
-            raise ConfigError(f"{target}: --force replaces a folder that convert has written, and this is another")
+    if target.is_symlink() or (target.exists() and not target.is_file() and not target.is_dir()):
+        raise ConfigError(f"{target}: --force replaces files and folders, and this is a link or a device")
+    content = sorted(target.iterdir()) if target.is_dir() else []
+    if others := [path.name for path in content if path.is_dir() or not OURS.fullmatch(path.name)]:
+        raise ConfigError(
+            f"{target}: --force replaces a folder of what convert writes, and this one has {', '.join(others[:3])}"
+        )
 
 
 def publish(temporary: Path, target: Path) -> None:

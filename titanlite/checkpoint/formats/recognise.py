@@ -9,10 +9,9 @@ import contextlib
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 from titanlite.checkpoint.formats import huggingface, meta, stock
-from titanlite.checkpoint.formats.full_state import About, FullState, FullTensor, same_numbers
+from titanlite.checkpoint.formats.full_state import ORIGIN, About, FullState, FullTensor, same_numbers
 from titanlite.checkpoint.formats.safetensors_files import INDEX, read_folder, read_header
 from titanlite.checkpoint.formats.torch_file import Tree, read_tree
 from titanlite.checkpoint.manifest import DTYPES, Damaged, file_problems, read_file, read_manifest
@@ -22,6 +21,7 @@ from titanlite.model.flavors import FLAVORS, LlamaConfig
 from titanlite.spelling import suggestion
 
 ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.")  # of a model's parameters
+HUGGING_FACE = ("embed_tokens.", ".self_attn.", ".mlp.", "lm_head.")  # in names of theirs, and in none of ours
 TRAINING = ("optimizer.", "schedule.", "data.", "progress.", "random.")  # of what else a run of ours saves
 READABLE = (
     "a run's or a step's folder, a stock DCP folder (.metadata), a Hugging Face folder (config.json), a folder with "
@@ -79,14 +79,14 @@ def _open(path: Path, step: int | None, trust_pickle: bool) -> FullState:
     if is_ours(path):
         return _open_step(path, step)
     if stock.is_stock_dcp(path):
-        return _named(path, stock.read_folder(path, trust_pickle), About("dcp", **_beside(path)))
+        return _named(path, stock.read_folder(path, trust_pickle), _beside(path, "dcp"))
     if (path / "params.json").is_file() and any(path.glob("consolidated.*")):
         return meta.open_folder(path)
     weights = (path / INDEX).is_file() or (path / "model.safetensors").is_file()
     if weights and (path / "config.json").is_file():
         return huggingface.open_folder(path)
     if weights:
-        return _named(path, read_folder(path), About("safetensors", **_beside(path)))
+        return _named(path, read_folder(path), _beside(path, "safetensors"))
     if any(path.glob("pytorch_model*.bin")):
         raise ConfigError(
             f"{path}: has its weights in pytorch_model.bin; have transformers write them as safetensors: "
@@ -157,9 +157,8 @@ def _open_file(path: Path) -> FullState:
         return _of_tree(path, read_tree(path))
     if path.suffix == ".safetensors":
         found, metadata = read_header(path)
-        if "model.embed_tokens.weight" in found:
-            raise ConfigError(f"{path}: a file of a Hugging Face folder; give the folder, with its config.json")
         about = About("safetensors", _model_of(path, metadata["model"].encode() if "model" in metadata else None))
+        _tell(about, metadata.get("titanlite", "{}"))
         return _named(path, found, about)
     raise ConfigError(
         f"{path}: neither a zip archive of torch.save (older files: load and save them with torch >= 1.6) nor a "
@@ -175,27 +174,36 @@ def _of_tree(path: Path, tree: Tree) -> FullState:
             flat = tree[key]
     if isinstance(shape := tree.get("model_config"), dict):
         about.model = _model_of(path, json.dumps(shape, default=str).encode())
-    if type(step := tree.get("step")) is int and step >= 0:
-        about.step = step
-    if type(length := tree.get("seq_len")) is int and length > 0:
-        about.seq_len = length
+    _tell(about, json.dumps({name: tree.get(name) for name in ("step", "seq_len")}, default=str))
     if isinstance(tokenizer := tree.get("tokenizer"), FullTensor):
         about.tokenizer = tokenizer.read().numpy().tobytes()
     state = _named(path, {name: value for name, value in flat.items() if isinstance(value, FullTensor)}, about)
     if isinstance(rest := tree.get("training"), dict):
         state.others |= {name: value for name, value in rest.items() if isinstance(value, FullTensor)}
     if not state.tensors:
-        raise ConfigError(f"{path}: holds no tensors, but {', '.join(list(tree)[:8]) or 'nothing'}")
+        raise ConfigError(f"{path}: a dict without tensors: {', '.join(list(tree)[:8]) or 'nothing'}")
     return state
 
 
-def _beside(folder: Path) -> dict[str, Any]:
-    """model.json and tokenizer.model of a folder, where they are."""
-    shape, ranks = folder / "model.json", folder / "tokenizer.model"
-    return {
-        "model": _model_of(shape, shape.read_bytes()) if shape.is_file() else None,
-        "tokenizer": ranks.read_bytes() if ranks.is_file() else None,
+def _beside(folder: Path, form: str) -> About:
+    """What model.json, tokenizer.model and titanlite.json of a folder tell, where they are."""
+    content = {
+        name: (folder / name).read_bytes() if (folder / name).is_file() else None
+        for name in ("model.json", "tokenizer.model", ORIGIN)
     }
+    about = About(form, _model_of(folder / "model.json", content["model.json"]), content["tokenizer.model"])
+    _tell(about, (content[ORIGIN] or b"{}").decode("utf-8", "replace"))
+    return about
+
+
+def _tell(about: About, text: str) -> None:
+    """Adds step and length from a JSON object, as far as they make sense."""
+    with contextlib.suppress(ValueError, RecursionError):
+        known = json.loads(text)
+        if isinstance(known, dict):
+            step, length = known.get("step"), known.get("seq_len")
+            about.step = step if type(step) is int and step >= 0 else about.step
+            about.seq_len = length if type(length) is int and length > 0 else about.seq_len
 
 
 def _named(path: Path, found: dict[str, FullTensor], about: About) -> FullState:
@@ -206,8 +214,12 @@ def _named(path: Path, found: dict[str, FullTensor], about: About) -> FullState:
     plain = {name.replace("_orig_mod.", "").removeprefix("module."): tensor for name, tensor in found.items()}
     if len(plain) < len(found):
         raise ConfigError(f"{path}: has the same parameters twice, with and without the prefix of a wrapper")
-    if "model.embed_tokens.weight" in plain:
-        raise ConfigError(f"{path}: has Hugging Face's names; give a folder with its config.json and model.safetensors")
+    if theirs := [name for name in plain if any(part in name for part in HUGGING_FACE)]:
+        raise ConfigError(
+            f"{path}: has Hugging Face's names ({theirs[0]!r}); give a folder with config.json and safetensors files"
+        )
+    if all(name.startswith(TRAINING) for name in plain):
+        raise ConfigError(f"{path}: holds what a run goes on with, and no model; give the folder")
     root, training, is_dcp = "", set[str](), about.format == "dcp"
     if "tok_embeddings.weight" in plain:
         # Trainers put what they like beside a model into DCP; elsewhere only what we put there is no parameter.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.formats import gguf_file, huggingface, meta, stock
-from titanlite.checkpoint.formats.full_state import FullState, FullTensor, half_split
+from titanlite.checkpoint.formats.full_state import ORIGIN, FullState, FullTensor, half_split
 from titanlite.checkpoint.formats.huggingface_tokenizer import to_files
 from titanlite.checkpoint.formats.safetensors_files import Outgoing, Told, both, write_file
 from titanlite.checkpoint.formats.safetensors_files import write_folder as write_shards
@@ -28,6 +29,7 @@ from titanlite.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntr
 from titanlite.checkpoint.shard_file import DTYPE_NAMES, Aside, digest_of, is_finite
 from titanlite.data.tokenizer import Tokenizer
 
+logger = logging.getLogger("titanlite")
 DEFAULT_LENGTH = 8192  # for a format that must name the longest sequence, where the source does not
 Write = Callable[[Path, FullState, "Selection", int, Told], None]
 
@@ -81,9 +83,24 @@ def _write_small(folder: Path, files: dict[str, bytes]) -> None:
             os.fsync(file.fileno())
 
 
+def _origin(state: FullState) -> str:
+    return json.dumps({"step": state.about.step, "seq_len": state.about.seq_len}) + "\n"
+
+
+def _length(state: FullState) -> int:
+    """The trained length for a format that must name one."""
+    if not state.about.seq_len:
+        logger.warning("%s: does not tell the length it was trained on; wrote %d", state.path, DEFAULT_LENGTH)
+    return state.about.seq_len or DEFAULT_LENGTH
+
+
 def _shape_and_tokenizer(state: FullState) -> dict[str, bytes]:
     files = {"model.json": state.about.model.to_json().encode()} if state.about.model else {}
     return files | ({"tokenizer.model": state.about.tokenizer} if state.about.tokenizer else {})
+
+
+def _beside(state: FullState) -> dict[str, bytes]:
+    return _shape_and_tokenizer(state) | {ORIGIN: _origin(state).encode()}
 
 
 def to_titanlite(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
@@ -107,7 +124,7 @@ def to_titanlite(path: Path, state: FullState, what: Selection, shard_size: int,
     _write_small(path, small)
     files |= {name: FileEntry(len(content), digest_of(path / name)) for name, content in small.items()}
     made = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    config = state.about.config or {"training": {"seq_len": state.about.seq_len or DEFAULT_LENGTH}}
+    config = state.about.config or ({"training": {"seq_len": state.about.seq_len}} if state.about.seq_len else {})
     step = state.about.step or 0
     manifest = Manifest(
         step, not what.nonfinite, made, torch.__version__, {}, config, state.about.data, None, files, tensors
@@ -118,19 +135,19 @@ def to_titanlite(path: Path, state: FullState, what: Selection, shard_size: int,
 def to_dcp(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
     """A stock DCP folder, with torchtitan's names: the model's at the root."""
     stock.write_folder(path, what.model | what.others, told)
-    _write_small(path, _shape_and_tokenizer(state))
+    _write_small(path, _beside(state))
 
 
 def to_safetensors(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
     """Our names; one file if the path ends so, else a folder, in shards where it is large."""
     tensors = what.model | what.others
     if path.suffix == ".safetensors":
-        about = {"format": "pt"} | ({"model": state.about.model.to_json()} if state.about.model else {})
-        write_file(path, tensors, about, told)
+        shape = {"model": state.about.model.to_json()} if state.about.model else {}
+        write_file(path, tensors, {"format": "pt", "titanlite": _origin(state), **shape}, told)
         return
     path.mkdir()
     write_shards(path, tensors, shard_size, told)
-    _write_small(path, _shape_and_tokenizer(state))
+    _write_small(path, _beside(state))
 
 
 def to_torch(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
@@ -160,7 +177,7 @@ def to_llama(path: Path, state: FullState, what: Selection, shard_size: int, tol
 def to_huggingface(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
     """A folder for `transformers.AutoModelForCausalLM.from_pretrained`, and AutoTokenizer's."""
     path.mkdir()
-    config, length = state.model, state.about.seq_len or DEFAULT_LENGTH
+    config, length = state.model, _length(state)
     tensors: dict[str, Outgoing] = {}
     for ours, theirs in huggingface.names(config).items():
         width = config.head_dim if huggingface.is_turned(ours) else 0
@@ -182,7 +199,7 @@ def to_huggingface(path: Path, state: FullState, what: Selection, shard_size: in
 
 def to_gguf(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
     """llama.cpp's file."""
-    gguf_file.write(path, state, what.dtype, what.q8, what.looked_at, told)
+    gguf_file.write(path, state, _length(state), what.dtype, what.q8, what.looked_at, told)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
