@@ -97,7 +97,7 @@ def main(config: Config) -> int:
     # 3. Model: without memory first, then split, then memory for this process's part only, then values
     watchdog.phase("building the model")
     with torch.device("meta"):
-        model = Llama(llama, training.seq_len)
+        model = Llama(llama, training.seq_len).to(getattr(torch, training.param_dtype))
     parts = split(model, config, mesh)  # one, or the pipeline stages of this process
     for part in parts:
         part.to_empty(device="cpu" if config.parallel.cpu_offload else device)

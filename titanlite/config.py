@@ -85,6 +85,11 @@ class Training:
         "dtype of forward and backward; auto: bfloat16 on CUDA, else float32",
         choices=("auto", "float32", "bfloat16"),
     )
+    param_dtype: str = key(
+        "float32",
+        "dtype of the parameters and gradients that are kept; bfloat16 saves 4 bytes per parameter, and learns less",
+        choices=("float32", "bfloat16"),
+    )
     reduce_dtype: str = key(
         "float32", "dtype in which gradients are summed over processes", choices=("float32", "bfloat16")
     )
@@ -101,6 +106,9 @@ class Optimizer:
     weight_decay: float = key(0.1, "decoupled weight decay", min=0)
     decayed: str = key(
         "all", "what decays: all parameters, or only the linear layers' weights", choices=("all", "linear")
+    )
+    state_dtype: str = key(
+        "float32", "dtype of the moments; bfloat16 saves 4 bytes per parameter", choices=("float32", "bfloat16")
     )
     implementation: str = key("auto", "auto: fused", choices=("auto", "fused", "foreach", "for-loop"))
 

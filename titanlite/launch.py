@@ -1,7 +1,8 @@
 """Starts the training processes of this node.
 
 What it is: `titanlite train`, which run_train.sh calls: it checks the config and prepares the data before torch is
-imported, so that a mistake is reported at once, then starts NGPU processes of train.py through torchrun.
+imported, so that a mistake is reported at once, then starts NGPU processes of train.py through torchrun; a single one
+by itself, which saves the seconds in which torchrun imports torch.
 Why it is not torchrun alone: torchrun answers every worker's exit code with 1 and a stack trace, restarts those that
 have stopped on purpose, and on a signal gives them 30 seconds. Here a signal (SIGTERM, Ctrl-C, or the SIGUSR1 of a
 scheduler) is passed on to the workers, which save and leave in their own time, their exit code is ours, and what has
@@ -27,6 +28,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.plan.layout import check_layout, resolve_degrees
 
+DRIVERS = ("nvidiactl", "dxg", "kfd")  # of NVIDIA, on Linux and in WSL, and of AMD
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
 
@@ -71,11 +73,18 @@ def launch(argv: list[str]) -> int:
             # Each time the next port: a node that is quicker must not meet the others' last attempt, still ending.
             address = os.environ.get("MASTER_ADDR", "127.0.0.1")
             meeting = ["--master-addr", address, "--master-port", str(port + restart)]
-        code = _torchrun([*arguments, *meeting, str(TRAIN), *argv])
+        alone = nodes * here == 1 and "MASTER_PORT" not in os.environ
+        code = _alone(argv) if alone else _torchrun([*arguments, *meeting, str(TRAIN), *argv])
         if code in (0, EXIT_CONFIG, EXIT_STOPPED) or _passed_on or restart == restarts:
             break
         print(f"restarting ({restart + 1} of {restarts})", file=sys.stderr)
     return code
+
+
+def _alone(argv: list[str]) -> int:
+    """train.py as the only process, in a session of its own as torchrun's are: Ctrl-C reaches us, and we pass it on."""
+    code = subprocess.Popen([sys.executable, str(TRAIN), *argv], start_new_session=True).wait()
+    return _explain({0: code}) if code else 0
 
 
 def _torchrun(arguments: list[str]) -> int:
@@ -173,10 +182,12 @@ def _number(name: str, default: int, low: int = 1, high: int = 1_000_000) -> int
 
 
 def _default_processes(device: str) -> int:
-    """One process per CUDA device, or a single one on the CPU."""
+    """One process per CUDA device, or a single one on the CPU. Without a driver there is no need to import torch."""
+    if device == "cpu" or not any(Path("/dev", name).exists() for name in DRIVERS):
+        return 1
     import torch
 
-    return 1 if device == "cpu" else max(1, torch.cuda.device_count())
+    return max(1, torch.cuda.device_count())
 
 
 def _cores() -> int:

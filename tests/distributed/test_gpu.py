@@ -12,6 +12,9 @@ from safetensors.torch import load_file
 from titanlite.checkpoint.background import Saver
 from titanlite.checkpoint.manifest import Facts
 from titanlite.checkpoint.storage import write_step
+from titanlite.model.flavors import FLAVORS
+from titanlite.parallel.attention import attention_kernel
+from titanlite.parallel.float8 import float8_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -26,6 +29,10 @@ def test_bf16_on_the_gpu_follows_fp32_on_the_cpu(pool, arguments, tmp_path):
 
 
 OPTIONS = ["recompute.mode=selective", "recompute.mode=full", "compile.enabled", "training.compute_dtype=float32"]
+OPTIONS += ["loss.num_chunks=3"]
+needs_float8 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no 8-bit products here"
+)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -35,6 +42,39 @@ def test_options_follow_plain_bf16(pool, arguments, tmp_path, option):
     assert pool.run(1, train_run, [*run, "--run.name=other", f"--{option}"], timeout=300) == [0]
     for step, values in curve(tmp_path / "plain").items():
         assert curve(tmp_path / "other")[step] == pytest.approx(values, rel=2e-2)
+
+
+@needs_float8
+def test_products_in_8_bits_are_those_that_are_emulated():
+    """The same 8-bit numbers on both sides; sums differ, since the hardware's have fewer bits."""
+    found = []
+    for emulate in (False, True):
+        generator = torch.Generator("cuda").manual_seed(0)
+        x = torch.randn(3, 50, 256, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        weight = torch.randn(512, 256, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        out = float8_linear(x, weight, emulate)
+        out.square().sum().backward()
+        found.append([out.detach(), x.grad, weight.grad])
+    for hardware, emulated in zip(*found, strict=True):
+        assert (hardware - emulated).float().norm() <= 1e-2 * emulated.float().norm()
+
+
+@needs_float8
+@pytest.mark.parametrize("compiled", ["true", "false"])
+def test_float8_follows_bf16(pool, arguments, tmp_path, compiled):
+    run = [*arguments, "--run.device=cuda", f"--compile.enabled={compiled}"]
+    assert pool.run(1, train_run, [*run, "--run.name=plain"], timeout=300) == [0]
+    assert pool.run(1, train_run, [*run, "--run.name=float8", "--float8.enabled"], timeout=300) == [0]
+    for step, (loss, _) in curve(tmp_path / "plain").items():
+        assert curve(tmp_path / "float8")[step][0] == pytest.approx(loss, rel=2e-2)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="cuDNN's may not be there"
+)
+def test_cudnn_computes_attention_on_hopper():
+    device = torch.device("cuda")
+    assert attention_kernel(FLAVORS["llama3_1b"], 4096, torch.bfloat16, device) == "cudnn"
 
 
 def test_verify_on_one_gpu(tmp_path):

@@ -22,6 +22,28 @@ def test_sigterm_and_resume_is_bit_identical(pool, arguments, tmp_path, processe
 
 
 @pytest.mark.parametrize(
+    "low",
+    [["optimizer.state_dtype=bfloat16"], ["training.param_dtype=bfloat16", "optimizer.state_dtype=float32"]],
+    ids=str,
+)
+def test_resume_in_low_precision_is_bit_identical(pool, arguments, tmp_path, low):
+    options = [*arguments, *(f"--{option}" for option in low)]
+    assert pool.run(2, train_run, [*options, "--run.name=whole"]) == [0, 0]
+    run = [*options, "--run.name=stopped"]
+    assert pool.run(2, train_until, 3, run) == [75, 75]
+    assert pool.run(2, train_run, run) == [0, 0]
+    assert curve(tmp_path / "stopped") == curve(tmp_path / "whole")
+    saved = read_manifest(tmp_path / "stopped/checkpoints/step-3").tensors
+    dtypes = {name.partition(".")[0] + name.rpartition(".")[2]: entry.dtype for name, entry in saved.items()}
+    weights, moments = ("BF16", "F32") if "param_dtype" in low[0] else ("F32", "BF16")
+    assert (dtypes["modelweight"], dtypes["optimizerexp_avg"], dtypes["optimizerexp_avg_sq"]) == (
+        weights,
+        moments,
+        moments,
+    )
+
+
+@pytest.mark.parametrize(
     ("before", "layout_before", "after", "layout_after"),
     [
         (4, [], 1, []),

@@ -1,6 +1,6 @@
 """AdamW over the model's parameters.
 
-What it is: torch's AdamW (arXiv 1711.05101), fused unless asked otherwise.
+What it is: torch's AdamW (arXiv 1711.05101), fused unless asked otherwise; ours where something is not fp32.
 What it costs: two fp32 numbers per parameter (the moments); with fp32 parameters and gradients 16 bytes per
 parameter in all, divided by dp_shard. The fused implementation updates them in one pass.
 Weight decay acts on all parameters by default, as in torchtitan; `optimizer.decayed = "linear"` spares norms and
@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from titanlite.config import Optimizer as OptimizerSection
+from titanlite.optim.low_precision import LowPrecisionAdamW
 
 logger = logging.getLogger("titanlite")
 
 
-def build_optimizer(parts: list[Any], config: OptimizerSection) -> torch.optim.AdamW:
+def build_optimizer(parts: list[Any], config: OptimizerSection) -> torch.optim.Optimizer:
     """AdamW over the parts of a model, with one parameter group, or two where only the linear layers decay."""
     implementation = "fused" if config.implementation == "auto" else config.implementation
     decayed: list[nn.Parameter] = []
@@ -29,7 +30,13 @@ def build_optimizer(parts: list[Any], config: OptimizerSection) -> torch.optim.A
         linear = parameter.ndim == 2 and not name.startswith("tok_embeddings")
         (decayed if linear or config.decayed == "all" else spared).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": spared, "weight_decay": 0.0}]
-    logger.info("AdamW (%s): %d tensors decay, %d do not", implementation, len(decayed), len(spared))
+    dtypes = {parameter.dtype for parameter in (*decayed, *spared)} | {getattr(torch, config.state_dtype)}
+    low = dtypes != {torch.float32}
+    told = "moments " + config.state_dtype if low else implementation
+    logger.info("AdamW (%s): %d tensors decay, %d do not", told, len(decayed), len(spared))
+    if low:
+        groups = [group for group in groups if group["params"]]
+        return LowPrecisionAdamW(groups, config.lr, config.betas, config.eps, getattr(torch, config.state_dtype))
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,

@@ -19,8 +19,9 @@ The trades, as keys of [parallel]:
 * `cpu_offload` keeps the 16 P/N bytes in CPU memory, at the price of a copy each way and of AdamW on the CPU.
 
 At N = R = 1 it stays for the dtypes: fp32 parameters, compute in `training.compute_dtype`, gradients summed in
-`training.reduce_dtype`, the same path on one process and on many. One process that computes in fp32 has no use for it
-and goes without: it would copy weights and gradients to themselves, a tenth of a small model's step on CPU.
+`training.reduce_dtype`, the same path on one process and on many. One process that computes in the dtype of its
+parameters has no use for it and goes without: it would copy weights and gradients to themselves, a tenth of a small
+model's step on CPU.
 """
 
 from __future__ import annotations
@@ -46,12 +47,13 @@ def units_of(model: Any) -> list[list[nn.Module]]:
     return [unit for unit in (first, *([block] for block in model.layers.values()), norm + output) if unit]
 
 
-def has_use(config: Parallel, compute: torch.dtype) -> bool:
+def has_use(model: Any, config: Parallel, compute: torch.dtype) -> bool:
     """Whether there are other processes, a dtype to cast to, or a memory to offload to.
 
     Where another axis alone has processes, it does no more than bring gradients into the form of their parameters.
     """
-    return dist.get_world_size() > 1 or compute != torch.float32 or config.cpu_offload
+    cast = any(parameter.dtype != compute for parameter in model.parameters())
+    return dist.get_world_size() > 1 or cast or config.cpu_offload
 
 
 def apply_shard(model: Any, config: Parallel, mesh: Mesh, compute: torch.dtype, reduce: torch.dtype) -> None:
@@ -59,7 +61,7 @@ def apply_shard(model: Any, config: Parallel, mesh: Mesh, compute: torch.dtype, 
 
     Gradients are summed, never averaged: the loss is already divided by the global number of targets.
     """
-    if not has_use(config, compute):
+    if not has_use(model, config, compute):
         return
     replicated = mesh["dp_replicate"].size() > 1
     options: dict[str, Any] = {

@@ -1,0 +1,82 @@
+"""Does the data keep up? Text to tokens, and tokens to batches.
+
+    python benchmarks/data.py [--path FOLDER]
+
+Tokenises text into shards (once, as the first start of a run does), then reads steps of batches from them as training
+does: first with a cold page cache where the system lets one drop it, then warm. A minute on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import report
+
+sys.path.insert(0, str(report.ROOT))
+
+from titanlite.config import Data
+from titanlite.data.prepare import prepare
+from titanlite.data.shards import Tokens, read_manifest
+from titanlite.data.stream import TrainStream, Windows
+from titanlite.data.tokenizer import Tokenizer
+
+SEQ_LEN, BATCH, STEPS = 2048, 8, 400
+
+
+def drop(folder: Path) -> bool:
+    """Takes a folder's files out of the page cache; False where that cannot be asked for."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    return True
+
+
+def read(prepared: Path) -> float:
+    """Tokens per second of batches, as one process reads them."""
+    manifest = read_manifest(prepared)
+    windows = Windows(Tokens(prepared, manifest, "train"), SEQ_LEN, "training")
+    stream = TrainStream(windows, seed=0, local_batch_size=BATCH, accumulation=1, rank=0, world=1)
+    started = time.perf_counter()
+    for _ in range(STEPS):
+        stream.next_step()
+    return STEPS * BATCH * SEQ_LEN / (time.perf_counter() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--path", default="", help="text; default: the standard library")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as cache:
+        started = time.perf_counter()
+        prepared = prepare(Data(path=options.path, cache=cache), Tokenizer(), lambda text: None)
+        seconds = time.perf_counter() - started
+        manifest = read_manifest(prepared)
+        tokens = sum(len(Tokens(prepared, manifest, part)) for part in ("train", "validation"))
+        cold = read(prepared) if drop(prepared) else None
+        warm = read(prepared)
+    found: dict[str, Any] = {
+        "prepare tok/s": tokens / seconds,
+        "tokens": tokens,
+        "cold tok/s": cold,
+        "warm tok/s": warm,
+    }
+    body = ["| what | tok/s |", "|---|---|"]
+    body.append(f"| text to shards, {tokens:,} tokens, one process | {tokens / seconds:,.0f} |")
+    body += [f"| batches of {BATCH} x {SEQ_LEN}, cold | {cold:,.0f} |"] if cold else []
+    body.append(f"| the same, warm | {warm:,.0f} |")
+    print("\n".join(body))
+    report.write("data", "Data", body, found)
+
+
+if __name__ == "__main__":
+    main()

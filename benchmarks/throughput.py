@@ -1,0 +1,146 @@
+"""How fast does each flavor train on this device, and in how much memory?
+
+    python benchmarks/throughput.py [--cases "cpu|gpu|NAME;NAME"] [--steps 20] [--list]
+
+Each case is a configuration in a process of its own: so many steps that do not count, then as many that do, on random
+tokens, made of the parts that train.py is made of. Tokens per second by the median step; MFU by the formula of
+`titanlite/plan/flops.py`; p99 over the median; peak memory; and how often the host waited for the device in the counted
+steps, which should be never (CUDA only). A case that does not fit the memory says so, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import report
+
+ONE_B = ["llama3_1b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"]
+THREE_B = ["llama3_3b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"]
+EIGHT_B = ["llama3_8b", "--training.seq_len=8192", "--training.local_batch_size=1", "--recompute.mode=full"]
+CHUNKS = "--loss.num_chunks=8"
+CASES: dict[str, list[str]] = {
+    "1b": [*ONE_B, CHUNKS],
+    "1b, whole loss": ONE_B,
+    "1b, eager": [*ONE_B, CHUNKS, "--compile.enabled=false"],
+    "1b, compiled loss": [*ONE_B, CHUNKS, "--compile.loss"],
+    "1b, selective": [*ONE_B, CHUNKS, "--recompute.mode=selective"],
+    "1b, full": [*ONE_B, CHUNKS, "--recompute.mode=full"],
+    "1b, memory budget 0.5": [*ONE_B, CHUNKS, "--recompute.mode=memory_budget"],
+    "1b, float8": [*ONE_B, CHUNKS, "--float8.enabled"],
+    "1b, 8192": [*ONE_B, CHUNKS, "--training.seq_len=8192", "--training.local_batch_size=1"],
+    "3b": [*THREE_B, CHUNKS],
+    "3b, float8": [*THREE_B, CHUNKS, "--float8.enabled"],
+    "8b": [*EIGHT_B, CHUNKS],
+    "8b, float8": [*EIGHT_B, CHUNKS, "--float8.enabled"],
+    "debug": ["debug", "--training.local_batch_size=8"],
+    "debug, compiled": ["debug", "--training.local_batch_size=8", "--compile.enabled"],
+    "debug, bf16": ["debug", "--training.local_batch_size=8", "--training.compute_dtype=bfloat16"],
+    "25m": ["cpu_25m"],
+    "25m, 4 chunks": ["cpu_25m", "--loss.num_chunks=4"],
+    "25m, compiled": ["cpu_25m", "--compile.enabled"],
+    "25m, bf16": ["cpu_25m", "--training.compute_dtype=bfloat16"],
+    "25m, full": ["cpu_25m", "--recompute.mode=full"],
+}
+SETS = {
+    "gpu": [name for name in CASES if name[0] in "138"],
+    "cpu": [name for name in CASES if name[0] not in "138"],
+}
+
+
+def child(arguments: list[str], steps: int) -> dict[str, Any]:
+    """Measures one case in this process."""
+    import torch
+    from contestants import Titanlite, make_batch, timed
+
+    from titanlite.plan.flops import flops_per_token, peak_tflops
+    from titanlite.runtime import device_name, peak_memory_gib
+
+    subject = Titanlite(arguments)
+    config, device = subject.config, subject.device
+    batches = [make_batch(config, subject.llama, device, number) for number in range(steps)]
+    loss = float(subject.step(*batches[0]))
+    timed(subject.step, batches, device)
+    waits = None
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            subject.step(*batches[0])
+        torch.cuda.set_sync_debug_mode("default")
+        waits = sum("synchroniz" in str(one.message) for one in told)
+    seconds = timed(subject.step, batches, device)
+    tokens = config.training.local_batch_size * config.training.seq_len
+    median = statistics.median(seconds)
+    peak = peak_tflops(device_name(device))
+    tflops = tokens / median * flops_per_token(subject.llama, config.training.seq_len) / 1e12
+    return {
+        "device": device_name(device),
+        "loss": loss,
+        "tok/s": tokens / median,
+        "tflops": tflops,
+        "mfu": 100 * tflops / peak if peak else None,
+        "p99 / median": sorted(seconds)[int(len(seconds) * 0.99) - 1] / median,
+        "GiB": peak_memory_gib(device),
+        "host waits": waits,
+        "seconds": seconds,
+    }
+
+
+def measure(name: str, steps: int) -> dict[str, Any]:
+    """Measures one case in a process of its own."""
+    command = [sys.executable, __file__, "--child", name, "--steps", str(steps)]
+    environment = os.environ | {"PYTHONPATH": str(report.ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
+        return {"failed": "out of memory" if "OutOfMemory" in done.stderr else last[:200]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def row(name: str, found: dict[str, Any]) -> str:
+    if "failed" in found:
+        return f"| {name} | {found['failed']} | | | | | |"
+    mfu = f"{found['mfu']:.1f} %" if found["mfu"] is not None else "n/a"
+    waits = found["host waits"] if found["host waits"] is not None else "n/a"
+    return (
+        f"| {name} | {found['tok/s']:,.0f} | {found['tflops']:.3g} | {mfu} | {found['p99 / median']:.3f} "
+        f"| {found['GiB']:.2f} | {waits} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cases", default="", help="cpu, gpu, or names; default: by the device")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--list", action="store_true", help="print the cases and what they are")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(f"{name}: {' '.join(arguments)}" for name, arguments in CASES.items()))
+        return
+    if options.child:
+        print(json.dumps(child(CASES[options.child], options.steps)), flush=True)
+        os._exit(0)  # gloo's threads can abort an orderly end
+    import torch
+
+    chosen = options.cases or ("gpu" if torch.cuda.is_available() else "cpu")
+    names = SETS.get(chosen) or [name.strip() for name in chosen.split(";")]
+    body = ["| case | tok/s | TFLOP/s | MFU | p99 / median | peak GiB | host waits |", "|---|---|---|---|---|---|---|"]
+    results = {}
+    for name in names:
+        results[name] = measure(name, options.steps)
+        body.append(row(name, results[name]))
+        print(body[-1], flush=True)
+        lines = [*body, "", *(f"- {one}: `{' '.join(CASES[one])}`" for one in results)]
+        report.write(f"throughput_{chosen}" if chosen in SETS else "throughput", "Throughput", lines, results)
+
+
+if __name__ == "__main__":
+    main()
