@@ -2,9 +2,9 @@
 
     python benchmarks/vs_transformers.py [--sizes 1M,25M,125M] [--no-compile]
 
-Same weights, same tokens, fp32 on CPU (bfloat16 compute on CUDA), fused AdamW, clipping to norm 1; titanlite is built of
-the parts of train.py. First the losses of the first steps must agree; then steps in the order A B B A, medians. Eager,
-and compiled: ours by block and the loss, theirs as a whole. A quarter of an hour on two cores.
+Same weights, same tokens, fp32 on CPU (bfloat16 compute on CUDA), fused AdamW, clipping to norm 1; titanlite is made
+of the parts of train.py. First the losses of the first steps must agree; then steps in the order A B B A, medians.
+Eager, and compiled: ours by block and the loss, theirs as a whole. A quarter of an hour on two cores.
 """
 
 from __future__ import annotations
