@@ -97,7 +97,7 @@ def main(config: Config) -> int:
     # 3. Model: without memory first, then split, then memory for this process's part only, then values
     watchdog.phase("building the model")
     with torch.device("meta"):
-        model = Llama(llama, training.seq_len).to(getattr(torch, training.param_dtype))
+        model = Llama(llama, training.seq_len)
     parts = split(model, config, mesh)  # one, or the pipeline stages of this process
     for part in parts:
         part.to_empty(device="cpu" if config.parallel.cpu_offload else device)
@@ -219,7 +219,7 @@ def say_what_runs(
         logger.info(note)
     training = config.training
     compute, reduce = compute_dtypes(config, device.type)
-    attention = attention_kernel(llama, training.seq_len, compute, device)
+    attention = attention_kernel(llama, training.seq_len, compute, device) if degrees["cp"] == 1 else "over processes"
     layout = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one process"
     logger.info(
         f"{config.model.flavor}: {llama.num_parameters:,} parameters, vocabulary {llama.vocab_size:,}; "

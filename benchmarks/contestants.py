@@ -177,10 +177,6 @@ class Measured:
     def median(self) -> float:
         return statistics.median(self.steps)
 
-    @property
-    def p99(self) -> float:
-        return sorted(self.steps)[min(len(self.steps) - 1, int(len(self.steps) * 0.99))]
-
 
 def wait(device: torch.device) -> None:
     if device.type == "cuda":

@@ -9,8 +9,11 @@ cd "$(dirname "$0")/.."
 marks="${MARKS:-benchmarks/.done}/$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 
 need() {
-    local missing=()
-    for package in "$@"; do python3 -m pip show -q "${package%%=*}" 2>/dev/null || missing+=("$package"); done
+    local missing=() package found
+    for package in "$@"; do
+        found="$(python3 -m pip list --format=freeze 2>/dev/null | grep -i "^${package%%=*}==" || true)"
+        [[ -n $found && ( $package != *==* || $found == "$package" ) ]] || missing+=("$package")
+    done
     if ((${#missing[@]})); then
         python3 -m pip install -q ${WHEELS:+--no-index --find-links "$WHEELS"} "${missing[@]}"
     fi
@@ -18,22 +21,20 @@ need() {
 
 run() {
     case $1 in
-        tests) need pytest psutil safetensors tiktoken regex numpy
-               python3 -m pytest -q -m gpu --timeout-method=none 2>/dev/null || python3 -m pytest -q -m gpu ;;
+        tests) need pytest psutil safetensors tiktoken regex numpy &&
+               python3 -m pytest -q -m gpu ;;
         verify) python3 -m titanlite verify --quick ;;
         throughput) python3 benchmarks/throughput.py --cases gpu ;;
-        torchtitan-1b) need torchtitan==0.2.2; python3 benchmarks/vs_torchtitan.py ;;
-        torchtitan-3b) need torchtitan==0.2.2
+        torchtitan-1b) need torchtitan==0.2.2 && python3 benchmarks/vs_torchtitan.py ;;
+        torchtitan-3b) need torchtitan==0.2.2 &&
                        python3 benchmarks/vs_torchtitan.py --config llama3_3b --flavor llama3_3b --batch 1 ;;
-        transformers) need transformers; python3 benchmarks/vs_transformers.py --sizes 1B ;;
-        overhead) python3 benchmarks/overhead.py llama3_1b --training.seq_len=4096 --training.local_batch_size=1 \
-                      --training.global_batch_size=1 --recompute.mode=full ;;
+        transformers) need transformers && python3 benchmarks/vs_transformers.py --sizes 1B ;;
         checkpoint) python3 benchmarks/checkpoint.py --gb 8 ;;
         *) echo "no part $1; there are: $parts" >&2; return 2 ;;
     esac
 }
 
-parts="tests throughput torchtitan-1b torchtitan-3b transformers verify overhead checkpoint"
+parts="tests throughput torchtitan-1b torchtitan-3b transformers verify checkpoint"
 if (($# == 0)); then
     echo "usage: benchmarks/gpu.sh all | PART ...    parts: $parts"
     exit 0

@@ -22,15 +22,27 @@ def cpu() -> str:
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
+def gpus() -> list[str]:
+    """The names of the CUDA devices, where this process knows torch."""
+    torch = sys.modules.get("torch")
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch else []
+
+
+def p99(seconds: list[float]) -> float:
+    """The 99th percentile: of fewer than 100 the largest."""
+    ordered = sorted(seconds)
+    return ordered[max(0, -(-99 * len(ordered) // 100) - 1)]
+
+
 def write(name: str, title: str, body: list[str], results: Any) -> None:
     """Writes the lines of `body` as Markdown and `results` as JSON."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     head = {
         "date": datetime.date.today().isoformat(),
-        "machine": cpu(),
+        "machine": ", ".join([cpu(), *gpus()]),
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
-        "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "commit": commit.strip(),
     }
     target = ROOT / "benchmarks/results" / f"{head['date']}-{name}"

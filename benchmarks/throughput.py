@@ -86,7 +86,7 @@ def child(arguments: list[str], steps: int) -> dict[str, Any]:
         "tok/s": tokens / median,
         "tflops": tflops,
         "mfu": 100 * tflops / peak if peak else None,
-        "p99 / median": sorted(seconds)[int(len(seconds) * 0.99) - 1] / median,
+        "p99 / median": report.p99(seconds) / median,
         "GiB": peak_memory_gib(device),
         "host waits": waits,
         "seconds": seconds,

@@ -84,6 +84,16 @@ def block(options: argparse.Namespace, who: str, pair: str, weights: Path, gate:
     return found
 
 
+def clock() -> int | None:
+    """MHz, where the package that asks the driver is installed (nvidia-ml-py)."""
+    import torch
+
+    try:
+        return torch.cuda.clock_rate()
+    except (ModuleNotFoundError, RuntimeError):
+        return None
+
+
 def child(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from contestants import make_batch, timed
@@ -104,7 +114,7 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "reserved": torch.cuda.max_memory_reserved() / 2**30 if cuda else None,
-        "clock": torch.cuda.clock_rate() if cuda else None,
+        "clock": clock() if cuda else None,
     }
 
 
@@ -126,7 +136,7 @@ def compare(options: argparse.Namespace, pair: str, folder: Path) -> dict[str, A
         seconds = sorted(second for one in blocks for second in one["seconds"])
         result[who] = {
             "tok/s": tokens / statistics.median(seconds),
-            "p99 / median": seconds[int(len(seconds) * 0.99) - 1] / statistics.median(seconds),
+            "p99 / median": report.p99(seconds) / statistics.median(seconds),
             "GiB": max((one["reserved"] or 0) for one in blocks),
         }
     return result
@@ -168,7 +178,7 @@ def main() -> None:
                     f"| {told['GiB']:.2f} GiB | {one['losses apart']:.1e} |"
                 )
                 print(body[-1], flush=True)
-    report.write("vs_torchtitan", f"titanlite and torchtitan {VERSION}, one device", body, results)
+    report.write(f"vs_torchtitan_{options.flavor}", f"titanlite and torchtitan {VERSION}, one device", body, results)
 
 
 if __name__ == "__main__":

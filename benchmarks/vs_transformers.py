@@ -3,7 +3,7 @@
     python benchmarks/vs_transformers.py [--sizes 1M,25M,125M] [--no-compile]
 
 Same weights, same tokens, fp32 on CPU (bfloat16 compute on CUDA), fused AdamW, clipping to norm 1; titanlite is made
-of the parts of train.py. First the losses of the first steps must agree; then steps in the order A B B A, medians.
+of the parts of train.py. First the losses of the first step must agree; then steps in the order A B B A, medians.
 Eager, and compiled: ours by block and the loss, theirs as a whole. A quarter of an hour on two cores.
 """
 
@@ -83,7 +83,9 @@ def main() -> None:
                 f"| {one['ratio']:.2f} | {one['losses apart']:.1e} |"
             )
             print(body[-1], flush=True)
-    report.write("vs_transformers", "titanlite and transformers, one device", body, results)
+    report.write(
+        "vs_transformers" + "_gpu" * torch.cuda.is_available(), "titanlite and transformers, one device", body, results
+    )
 
 
 if __name__ == "__main__":

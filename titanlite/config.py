@@ -16,6 +16,8 @@ from titanlite.config_parallel import Comm, Compile, Float8, Loss, Parallel, Rec
 # Exit codes: wrong input; stopped by a signal after saving; ended by the watchdog because a process hangs
 EXIT_CONFIG, EXIT_STOPPED, EXIT_HUNG = 2, 75, 124
 
+LAUNCHED = "TITANLITE_LAUNCHED"  # in the environment of a process that our launcher has started without torchrun
+
 
 class ConfigError(ValueError):
     """The user's input is wrong. Carries every problem found, one string each."""

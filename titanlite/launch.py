@@ -21,7 +21,7 @@ import threading
 import time
 from pathlib import Path
 
-from titanlite.config import EXIT_CONFIG, EXIT_HUNG, EXIT_STOPPED, ConfigError
+from titanlite.config import EXIT_CONFIG, EXIT_HUNG, EXIT_STOPPED, LAUNCHED, ConfigError
 from titanlite.configure import load_config
 from titanlite.data.prepare import find_text, prepare
 from titanlite.data.tokenizer import Tokenizer
@@ -83,7 +83,15 @@ def launch(argv: list[str]) -> int:
 
 def _alone(argv: list[str]) -> int:
     """train.py as the only process, in a session of its own as torchrun's are: Ctrl-C reaches us, and we pass it on."""
-    code = subprocess.Popen([sys.executable, str(TRAIN), *argv], start_new_session=True).wait()
+    others = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "TORCHELASTIC_RUN_ID",
+    )  # of somebody else's launcher
+    environment = {name: value for name, value in os.environ.items() if name not in others} | {LAUNCHED: "1"}
+    code = subprocess.Popen([sys.executable, str(TRAIN), *argv], start_new_session=True, env=environment).wait()
     return _explain({0: code}) if code else 0
 
 

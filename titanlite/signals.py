@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from titanlite.config import LAUNCHED
+
 logger = logging.getLogger("titanlite")
 
 
@@ -37,7 +39,7 @@ class Requests:
     def __init__(self, timeout_seconds: int) -> None:
         self.stop = False  # agreed by all processes, and once true it stays
         self._seen = 0.0  # when this process was signalled
-        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._launcher = os.getppid() if {"TORCHELASTIC_RUN_ID", LAUNCHED} & os.environ.keys() else None
         # A CPU group: asking every step must not wait for the GPU.
         timeout = timedelta(seconds=timeout_seconds)
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None

@@ -214,10 +214,10 @@ def _hashing(state: FullState, what: Selection, progress: Told) -> Iterator[Told
 
         try:
             yield told
+            whole.result()
         except BaseException:
             stop.set()
             raise
-        whole.result()
 
 
 def _require_whole(state: FullState, what: Selection, stop: Event) -> None:

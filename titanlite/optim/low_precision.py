@@ -11,13 +11,14 @@ numbers, where the fused one has one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+Columns = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 PIECE = 1 << 25  # numbers whose fp32 copies are in memory at a time
 
 
@@ -46,42 +47,57 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
                     for name in ("exp_avg", "exp_avg_sq"):
                         state[name] = torch.zeros_like(parameter, dtype=self.dtype)
                 state["step"] += 1
-            for piece in _pieces(parameters):
-                self._update(piece, group)
+            if parameters:
+                steps = float(self.state[parameters[0]]["step"])
+                for piece in self._pieces(parameters):
+                    _update(*piece, steps, group)
 
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        states = [self.state[parameter] for parameter in parameters]
-        beta1, beta2 = group["betas"]
-        kept = [_local(parameters), _local(s["exp_avg"] for s in states), _local(s["exp_avg_sq"] for s in states)]
-        weights, first, second = ([tensor.float() for tensor in tensors] for tensors in kept)
-        gradients = [gradient.float() for gradient in _local(p.grad for p in parameters if p.grad is not None)]
-        torch._foreach_lerp_(first, gradients, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-        steps = float(states[0]["step"])
-        divisor = torch._foreach_sqrt(second)
-        torch._foreach_div_(divisor, (1 - beta2**steps) ** 0.5)
-        torch._foreach_add_(divisor, group["eps"])
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_addcdiv_(weights, first, divisor, -group["lr"] / (1 - beta1**steps))
-        for tensors, computed in zip(kept, (weights, first, second), strict=True):
-            torch._foreach_copy_(tensors, computed)  # rounds; nothing where both are the same fp32 tensor
+    def _pieces(self, parameters: list[Tensor]) -> Iterator[Columns]:
+        """Weights, both moments and gradients of up to PIECE numbers at a time, of one or more parameters."""
+        piece: list[tuple[Tensor, ...]] = []
+        count = 0
+        for parameter in parameters:
+            state = self.state[parameter]
+            whole = [_local(t) for t in (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad)]
+            if all(tensor.is_contiguous() for tensor in whole):
+                rows = list(zip(*(tensor.view(-1).split(PIECE) for tensor in whole), strict=True))
+            else:
+                rows = [tuple(whole)]
+            for row in rows:
+                if piece and count + row[0].numel() > PIECE:
+                    yield tuple(map(list, zip(*piece, strict=True)))  # type: ignore[misc]
+                    piece, count = [], 0
+                piece.append(row)
+                count += row[0].numel()
+        if piece:
+            yield tuple(map(list, zip(*piece, strict=True)))  # type: ignore[misc]
 
 
-def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What this process has of them, not copies."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+def _update(
+    weights: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    gradients: list[Tensor],
+    steps: float,
+    group: dict[str, Any],
+) -> None:
+    """AdamW's step, in place."""
+    beta1, beta2 = group["betas"]
+    kept = (weights, first, second)
+    w, m, v, g = ([tensor.float() for tensor in tensors] for tensors in (*kept, gradients))
+    torch._foreach_lerp_(m, g, 1 - beta1)
+    torch._foreach_mul_(v, beta2)
+    torch._foreach_addcmul_(v, g, g, 1 - beta2)
+    divisor = torch._foreach_sqrt(v)
+    torch._foreach_div_(divisor, (1 - beta2**steps) ** 0.5)
+    torch._foreach_add_(divisor, group["eps"])
+    torch._foreach_mul_(w, 1 - group["lr"] * group["weight_decay"])
+    torch._foreach_addcdiv_(w, m, divisor, -group["lr"] / (1 - beta1**steps))
+    for tensors, computed in zip(kept, (w, m, v), strict=True):
+        if tensors[0].dtype != torch.float32:  # else they are the same
+            torch._foreach_copy_(tensors, computed)
 
 
-def _pieces(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Some parameters at a time: as many as have PIECE numbers, or one that has more."""
-    piece: list[Tensor] = []
-    count = 0
-    for parameter in parameters:
-        if piece and count + parameter.numel() > PIECE:
-            yield piece
-            piece, count = [], 0
-        piece.append(parameter)
-        count += parameter.numel()
-    if piece:
-        yield piece
+def _local(tensor: Any) -> Tensor:
+    """What this process has of it, not a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

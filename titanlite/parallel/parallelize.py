@@ -32,8 +32,11 @@ def compute_dtypes(config: Config, device_type: str) -> tuple[torch.dtype, torch
 
 
 def split(model: Any, config: Config, mesh: Mesh) -> list[Any]:
-    """The parts of an untouched model on the meta device that this process holds, each parallelised."""
-    parts = cut(model, config.parallel, mesh["pp"])
+    """The parts of an untouched model on the meta device that this process holds, each parallelised.
+
+    Parameters become `training.param_dtype`; the RoPE table, which is made anew, does not.
+    """
+    parts = cut(model.to(getattr(torch, config.training.param_dtype)), config.parallel, mesh["pp"])
     for part in parts:
         parallelize(part, config, mesh)
     return parts

@@ -54,6 +54,10 @@ def without_effect(config: Config, degrees: dict[str, int]) -> list[str]:
             config.recompute.mode in ("full", "selective"),
             ["recompute.every"],
         ),
+        "moments or parameters are bfloat16": (
+            config.optimizer.state_dtype == config.training.param_dtype == "float32",
+            ["optimizer.implementation"],
+        ),
         "float8.enabled = false": (config.float8.enabled, ["float8.skip", "float8.emulate"]),
         "recompute.mode is not memory_budget": (config.recompute.mode == "memory_budget", ["recompute.budget"]),
     }

@@ -113,7 +113,9 @@ def _same_reference(config: Config, llama: LlamaConfig) -> Any:
 def judge(case: Case, found: dict[str, float], seconds: float) -> dict[str, Any]:
     """A row of the result. What is no number has not passed."""
     training = case.config.training
-    tolerances = TOLERANCES["bfloat16" if "bfloat16" in (training.compute_dtype, training.reduce_dtype) else "float32"]
+    tolerances = TOLERANCES[
+        "bfloat16" if "bfloat16" in (training.compute_dtype, training.reduce_dtype, training.param_dtype) else "float32"
+    ]
     passed = all(found[name] <= tolerances[name] for name in FIGURES)
     figures = {name: found[name] if found[name] == found[name] else None for name in FIGURES}
     return {"layout": case.name, "processes": case.processes, **figures, "seconds": seconds, "passed": passed}

@@ -95,7 +95,7 @@ def ladder(processes: int, quick: bool, device: str) -> Iterator[str]:
     compiled = ["compile.enabled", *(f"recompute.mode={m},compile.enabled" for m in RECOMPUTE_MODES if not quick)]
     compiled = [f"{option},compile.backend={compiler}" for option in compiled]
     if processes == 1:
-        yield from (*options, *recompute, *compiled)
+        yield from (*options, *recompute, *compiled, "loss.num_chunks=3", "model.embeddings=untied,loss.num_chunks=3")
         return
     yield from (f"pp=2,pp_schedule={schedule}" for schedule in PP_SCHEDULES if schedule != "1F1B")
     yield "cp=2,cp_method=ulysses"

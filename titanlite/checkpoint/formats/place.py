@@ -53,8 +53,9 @@ def publish(temporary: Path, target: Path) -> None:
         target.rename(old)
         try:
             temporary.rename(target)
-        except OSError:
-            old.rename(target)
+        except BaseException:  # also a signal
+            if not target.exists():
+                old.rename(target)
             raise
         remove(old)
     sync_folder(target.parent)

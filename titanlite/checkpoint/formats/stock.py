@@ -154,6 +154,8 @@ class _Writer(FileSystemWriter):
             work: list[futures.Future[None]] = []
 
             def sync(descriptor: int) -> None:
+                if len(work) > 7:  # each holds an open file
+                    work.pop(0).result()
                 work.append(thread.submit(_sync_and_close, os.dup(descriptor)))
 
             for number, item in enumerate(plan.items):
