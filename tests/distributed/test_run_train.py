@@ -74,6 +74,13 @@ def slow_arguments(arguments):
     ]
 
 
+def test_another_launchers_environment_does_not_matter(arguments, tmp_path):
+    stale = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}
+    code, output = finish(start([*arguments, "--training.steps=1"], NGPU="1", **stale))
+    assert code == 0, output
+    assert "step 1/1  loss" in output
+
+
 def test_trains_prints_a_sample_and_what_to_try_next(arguments, tmp_path):
     code, output = finish(start([*arguments, "--run.sample_tokens=20"], NGPU="2"))
     assert code == 0, output
@@ -89,9 +96,9 @@ def test_trains_prints_a_sample_and_what_to_try_next(arguments, tmp_path):
     assert list(curve(tmp_path / "debug")) == list(range(1, 9))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_to_the_launcher_saves_and_exits_75(slow_arguments, tmp_path, number):
-    process = start(slow_arguments, NGPU="2")
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, "2"), (signal.SIGINT, "2"), (signal.SIGINT, "1")])
+def test_signal_to_the_launcher_saves_and_exits_75(slow_arguments, tmp_path, number, processes):
+    process = start(slow_arguments, NGPU=processes)
     wait_for_step(tmp_path / "debug", 3, process)
     process.send_signal(number)
     code, output = finish(process)
@@ -151,8 +158,9 @@ def test_a_signal_to_every_process_at_once_saves(slow_arguments, tmp_path):
     assert len(list((tmp_path / "debug").glob("checkpoints/step-*"))) == 1
 
 
-def test_workers_leave_when_their_launcher_is_killed(slow_arguments, tmp_path):
-    process = start([*slow_arguments, "--training.steps=100000"], NGPU="2")
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_workers_leave_when_their_launcher_is_killed(slow_arguments, tmp_path, processes):
+    process = start([*slow_arguments, "--training.steps=100000"], NGPU=processes)
     wait_for_step(tmp_path / "debug", 3, process)
     orphans = workers(process)
     process.kill()
