@@ -89,7 +89,7 @@ class Training:
     )
     param_dtype: str = key(
         "float32",
-        "dtype of the parameters and gradients that are kept; bfloat16 saves 4 bytes per parameter; small updates are lost",
+        "dtype of parameters and gradients; bfloat16 saves 4 bytes per parameter, and small updates are lost",
         choices=("float32", "bfloat16"),
     )
     reduce_dtype: str = key(
