@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from titanlite.checkpoint.formats.fill import fill
+from titanlite.checkpoint.formats.pickled import UnsafeName, read_pickle
 from titanlite.checkpoint.formats.recognise import open_full_state
 from titanlite.checkpoint.formats.stock_index import MAX_INDEX_BYTES
 from titanlite.config import ConfigError
@@ -194,6 +195,20 @@ HARMFUL = {  # raw programs
     "another object": pickle.dumps([1, 2]),
     "a long name": named("x" * 1_000_000, "y") + b".",
 }
+
+
+def test_members_of_enumerations_may_be_fetched_by_name():
+    """As Python 3.11.2 pickles them; of listed classes only, and of nothing else."""
+    good = b"\x80\x04cbuiltins\ngetattr\nca.b\nEnum\n\x8c\x01X\x86R."
+    made = read_pickle(good, {"a.b.Enum"})
+    assert (made.name, made.arguments) == ("a.b.Enum", ("X",))
+    for bad in (
+        good.replace(b"ca.b\nEnum\n", b"\x8c\x04path"),
+        good.replace(b"Enum", b"Evil"),
+        good.replace(b"\x8c\x01X\x86", b"\x8c\x01X\x8c\x01Y\x87"),
+    ):
+        with pytest.raises(UnsafeName):
+            read_pickle(bad, {"a.b.Enum"})
 
 
 @pytest.mark.parametrize("program", HARMFUL.values(), ids=HARMFUL)

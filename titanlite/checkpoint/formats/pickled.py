@@ -16,6 +16,10 @@ import struct
 from collections.abc import Callable, Container
 from typing import Any
 
+GETATTR = (
+    "builtins.getattr"  # how Python 3.11.0 to 3.11.3 pickle a member of an enumeration: of a listed class, by name
+)
+
 
 class Name(str):
     """A class or function by its full name; as a value, what an enumeration or a dtype is pickled as."""
@@ -92,7 +96,7 @@ class _Machine:
         return self.pop(self.marks.pop())
 
     def find(self, name: str) -> None:
-        if name not in self.names:
+        if name not in self.names and name != GETATTR:
             raise UnsafeName(name if len(name) < 100 else name[:100] + "...")
         self.stack.append(Name(name))
 
@@ -100,6 +104,12 @@ class _Machine:
         function, arguments = self.pop(-2)
         if type(function) is not Name or type(arguments) is not tuple:
             raise TypeError
+        if function == GETATTR:
+            match arguments:
+                case (Name() as member_of, str(member)) if type(member) is str:
+                    function, arguments = member_of, (member,)
+                case _:
+                    raise UnsafeName(GETATTR)
         ordered = function == "collections.OrderedDict" and arguments == ()
         self.stack.append(Pairs() if ordered else Made(function, arguments))
 
