@@ -29,7 +29,8 @@ from titanlite.checkpoint.manifest import Facts
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError, step_folder
 from titanlite.config import EXIT_CONFIG, EXIT_STOPPED, Config, ConfigError, portable
-from titanlite.configure import load_config, to_toml
+from titanlite.config_text import to_toml
+from titanlite.configure import load_config
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import Tokens, read_manifest
 from titanlite.data.stream import TrainStream, Windows, count_targets
@@ -45,6 +46,7 @@ from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
 from titanlite.parallel.attention import attention_kernel
+from titanlite.parallel.compile import compiles_blocks
 from titanlite.parallel.mesh import DATA_AXES, LOSS_AXES, Mesh, data_rank, sum_over
 from titanlite.parallel.parallelize import compute_dtypes, split
 from titanlite.parallel.shard import assign_shard
@@ -52,7 +54,7 @@ from titanlite.parallel.stages import Stages
 from titanlite.plan.flops import flops_per_token, peak_tflops
 from titanlite.plan.layout import check_layout
 from titanlite.plan.techniques import without_effect
-from titanlite.runtime import to_device
+from titanlite.runtime import one_ahead, to_device
 from titanlite.signals import Requests
 from titanlite.watchdog import Watchdog
 
@@ -68,9 +70,9 @@ def main(config: Config) -> int:
     setup_logging(rank)
     tokenizer = Tokenizer(config.data.tokenizer)
     llama = resolve_flavor(config.model, tokenizer.size)
-    degrees = check_layout(config, llama, world_size)
-    runtime.require_agreement(configuration=portable(config))
-    mesh = Mesh(device.type, degrees, config.comm.group_timeout_seconds)
+    compute, _ = compute_dtypes(config, llama.dim, device.type)
+    runtime.require_agreement(configuration=portable(config), processor=str(compute))
+    mesh = Mesh(device.type, check_layout(config, llama, world_size), config.comm.group_timeout_seconds)
     dp_rank, dp_size = data_rank(mesh)
     sum_counts, sum_losses = (functools.partial(sum_over, mesh=mesh, axes=axes) for axes in (DATA_AXES, LOSS_AXES))
     folder = Path(config.run.folder, config.run.name)
@@ -122,7 +124,7 @@ def main(config: Config) -> int:
         "tokenizer.model": tokenizer.path.read_bytes(),
         "model.json": llama.to_json().encode(),
     }
-    facts = Facts(degrees, dataclasses.asdict(config), manifest["fingerprint"])
+    facts = Facts(mesh.degrees, dataclasses.asdict(config), manifest["fingerprint"])
     checkpoint = Checkpointer(config.checkpoint, folder, states, extra_files, facts, device)
     watchdog.phase("loading")
     checkpoint.load()
@@ -155,7 +157,7 @@ def main(config: Config) -> int:
     )
     if rank == 0:
         (folder / "config.toml").write_text(to_toml(config))
-    say_what_runs(config, llama, degrees, accumulation, device)
+    say_what_runs(config, llama, mesh, accumulation, device)
 
     # 6. Loop: one optimizer step after the other
     stop_validation = watchdog.marking("validation", requests.agree_to_stop)
@@ -173,10 +175,9 @@ def main(config: Config) -> int:
             batches = stream.next_step()  # local batches of tokens and labels, each (B, S)
             num_targets = sum_counts(to_device(count_targets(batches), device))
             loss = torch.zeros((), device=device)
-            for index, (tokens, labels) in enumerate(batches):
+            for index, (tokens, labels) in enumerate(one_ahead(batches, device)):
                 watchdog.phase("forward and backward", progress.step)
-                x, y, last_batch = to_device(tokens, device), to_device(labels, device), index == accumulation - 1
-                loss += stages.forward_backward(x, y, num_targets, last_batch)
+                loss += stages.forward_backward(tokens, labels, num_targets, index == accumulation - 1)
             watchdog.phase("update", progress.step)
             grad_norm = clip_grad_norm(parts, training.max_norm, device, stages.held_twice)
             lr = schedule.lr
@@ -211,20 +212,20 @@ def main(config: Config) -> int:
     return 0 if finished else EXIT_STOPPED
 
 
-def say_what_runs(
-    config: Config, llama: LlamaConfig, degrees: dict[str, int], accumulation: int, device: torch.device
-) -> None:
+def say_what_runs(config: Config, llama: LlamaConfig, mesh: Mesh, accumulation: int, device: torch.device) -> None:
     """Rank 0 prints the model, the processes and the batch, and which settings change nothing."""
-    for note in without_effect(config, degrees):
+    for note in without_effect(config, mesh.degrees):
         logger.info(note)
     training = config.training
-    compute, reduce = compute_dtypes(config, device.type)
-    attention = attention_kernel(llama, training.seq_len, compute, device) if degrees["cp"] == 1 else "over processes"
-    layout = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one process"
+    compute, reduce = compute_dtypes(config, llama.dim, device.type)
+    alone = mesh["cp"].size() == 1
+    attention = attention_kernel(llama, training.seq_len, compute, device) if alone else "over processes"
+    layout = ", ".join(f"{axis} {degree}" for axis, degree in mesh.degrees.items() if degree > 1) or "one process"
+    blocks = f"blocks compiled by {config.compile.backend}" if compiles_blocks(config, mesh) else "blocks not compiled"
     logger.info(
         f"{config.model.flavor}: {llama.num_parameters:,} parameters, vocabulary {llama.vocab_size:,}; "
         f"{runtime.device_name(device)} x {dist.get_world_size()} ({layout}), compute {compute}, reduce {reduce}, "
-        f"attention {attention}; "
+        f"attention {attention}, {blocks}; "
         f"{training.global_batch_size} sequences of {training.seq_len} per step, "
         f"in {accumulation} local batches of {training.local_batch_size}"
     )

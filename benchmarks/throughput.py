@@ -28,7 +28,7 @@ CHUNKS = "--loss.num_chunks=8"
 CASES: dict[str, list[str]] = {
     "1b": [*ONE_B, CHUNKS],
     "1b, whole loss": ONE_B,
-    "1b, eager": [*ONE_B, CHUNKS, "--compile.enabled=false"],
+    "1b, not compiled": [*ONE_B, CHUNKS, "--compile.enabled=false"],
     "1b, compiled loss": [*ONE_B, CHUNKS, "--compile.loss"],
     "1b, selective": [*ONE_B, CHUNKS, "--recompute.mode=selective"],
     "1b, full": [*ONE_B, CHUNKS, "--recompute.mode=full"],
@@ -44,8 +44,9 @@ CASES: dict[str, list[str]] = {
     "debug, bf16": ["debug", "--training.local_batch_size=8", "--training.compute_dtype=bfloat16"],
     "25m": ["cpu_25m"],
     "25m, 4 chunks": ["cpu_25m", "--loss.num_chunks=4"],
-    "25m, compiled": ["cpu_25m", "--compile.enabled"],
-    "25m, bf16": ["cpu_25m", "--training.compute_dtype=bfloat16"],
+    "25m, compiled": ["cpu_25m", "--compile.enabled", "--compile.loss"],
+    "25m, fp32": ["cpu_25m", "--training.compute_dtype=float32"],
+    "25m, fp32, compiled": ["cpu_25m", "--training.compute_dtype=float32", "--compile.enabled", "--compile.loss"],
     "25m, full": ["cpu_25m", "--recompute.mode=full"],
 }
 SETS = {

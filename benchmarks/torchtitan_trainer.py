@@ -111,7 +111,7 @@ def build(config: Config, llama: LlamaConfig, pair: str, weights: dict[str, Tens
         if scaling
         else RoPEScalingArgs(scaling_factor=1.0),
     )
-    dtypes = compute_dtypes(config, device.type)
+    dtypes = compute_dtypes(config, llama.dim, device.type)
 
     def parallelize(model: Any, dims: Any, job_config: Any) -> Any:
         model = parallelize_llama(model, dims, job_config)

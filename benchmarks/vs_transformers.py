@@ -37,6 +37,7 @@ GATE = {"cpu": 1e-5, "cuda": 2e-3}  # of the first loss, relative
 def compare(size: str, compiled: bool) -> dict[str, Any]:
     arguments, steps = SIZES[size]
     arguments = [*arguments, *(f"--compile.{what}={str(compiled).lower()}" for what in ("enabled", "loss"))]
+    arguments += [] if torch.cuda.is_available() else ["--training.compute_dtype=float32"]
     ours = Titanlite(arguments)
     theirs = HuggingFace(arguments, ours.device, compiled)
     config, device = ours.config, ours.device

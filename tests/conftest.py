@@ -55,4 +55,5 @@ def arguments(text_file, tmp_path):
         "--checkpoint.freq=0",
         "--validation.freq=3",
         "--validation.samples=21",
+        "--compile.enabled=false",
     ]

@@ -10,7 +10,18 @@ FILES = [ROOT / "train.py", *sorted((ROOT / "titanlite").rglob("*.py"))]
 
 # From the ground up. A file imports from its own folder and from the floors below.
 FLOORS = [
-    {"config", "config_parallel", "configure", "spelling", "runtime", "signals", "watchdog", "blame"},
+    {
+        "config",
+        "config_parallel",
+        "config_text",
+        "configure",
+        "cores",
+        "spelling",
+        "runtime",
+        "signals",
+        "watchdog",
+        "blame",
+    },
     {"model", "data", "optim"},
     {"plan", "parallel", "checkpoint", "observe"},
     {"train", "launch", "cli", "verify", "__main__", "__init__"},

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from titanlite.config import ConfigError, sections
-from titanlite.configure import all_keys, flavors, help_text, load_config, to_toml
+from titanlite.config_text import help_text, to_toml
+from titanlite.configure import all_keys, flavors, load_config
 from titanlite.model.flavors import FLAVORS
 
 
@@ -59,8 +60,11 @@ def test_defaults_base_file_and_command_line_in_this_order(toml):
         (["--training.steps", "1_000"], "training.steps", 1000),
         (["--optimizer.lr", "1e-3"], "optimizer.lr", 1e-3),
         (["--optimizer.betas=[0.5, 0.6]"], "optimizer.betas", (0.5, 0.6)),
-        (["--compile.enabled"], "compile.enabled", True),
-        (["--compile.enabled", "--training.steps=3"], "compile.enabled", True),
+        (["--compile.loss"], "compile.loss", True),
+        (["--compile.loss", "--training.steps=3"], "compile.loss", True),
+        (["--compile.enabled"], "compile.enabled", "true"),
+        (["--compile.enabled", "False"], "compile.enabled", "false"),
+        (["--compile.enabled=auto"], "compile.enabled", "auto"),
         (["--parallel.reduce_every_microbatch=false"], "parallel.reduce_every_microbatch", False),
         (["--parallel.reduce_every_microbatch", "False"], "parallel.reduce_every_microbatch", False),
         (["--parallel.dp_shard", "-1"], "parallel.dp_shard", -1),
@@ -76,7 +80,13 @@ def test_command_line_forms(argv, key, value):
 
 
 def test_a_flag_does_not_swallow_the_config():
+    assert load_config(["--compile.loss", "cpu_25m"]).run.name == "cpu_25m"
     assert load_config(["--compile.enabled", "cpu_25m"]).run.name == "cpu_25m"
+
+
+def test_a_switch_takes_true_and_false_of_toml(toml):
+    for text, value in (("true", "true"), ("false", "false"), ('"auto"', "auto"), ('"true"', "true")):
+        assert load_config([toml(f"[compile]\nenabled = {text}\n")]).compile.enabled == value
 
 
 @pytest.mark.parametrize(
@@ -87,7 +97,9 @@ def test_a_flag_does_not_swallow_the_config():
         ("--training.steps=true", 'training.steps = "true": expected an integer'),
         ("--training.steps=", 'training.steps = "": expected an integer'),
         ("--training.steps", "--training.steps: a value is missing; expected an integer"),
-        ("--compile.enabled=1", "compile.enabled = 1: expected true or false"),
+        ("--compile.loss=1", "compile.loss = 1: expected true or false"),
+        ("--compile.enabled=1", 'compile.enabled = "1": expected one of auto, true, false'),
+        ("--compile.enabled=ture", 'compile.enabled = "ture": expected one of auto, true, false; did you mean true?'),
         ("--optimizer.lr=nan", "optimizer.lr = NaN: expected a number, at least 0"),
         ("--optimizer.lr=inf", "optimizer.lr = Infinity: expected a finite number"),
         ("--optimizer.betas=" + "[" * 100_000, "expected a list of two numbers"),

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _wants_help(argv: list[str]) -> bool:
-    from titanlite.configure import help_text
+    from titanlite.config_text import help_text
 
     if wanted := bool({"-h", "--help"} & set(argv)):
         print(help_text())
@@ -77,7 +77,8 @@ def train(argv: list[str]) -> int:
 def config(argv: list[str]) -> int:
     if _wants_help(argv):
         return 0
-    from titanlite.configure import load_config, to_toml
+    from titanlite.config_text import to_toml
+    from titanlite.configure import load_config
 
     print(to_toml(load_config(argv)), end="")
     return 0

@@ -84,7 +84,8 @@ class Training:
     max_norm: float = key(1.0, "gradients are clipped to this global norm; 0: measured only", min=0)
     compute_dtype: str = key(
         "auto",
-        "dtype of forward and backward; auto: bfloat16 on CUDA, else float32",
+        "dtype of forward and backward; auto: bfloat16 on CUDA, and on CPUs that multiply it if the model is wide "
+        "enough to gain, else float32",
         choices=("auto", "float32", "bfloat16"),
     )
     param_dtype: str = key(

@@ -86,7 +86,11 @@ class Recompute:
 class Compile:
     """torch.compile, block by block."""
 
-    enabled: bool = key(False, "compile each transformer block")
+    enabled: str = key(
+        "auto",
+        "compile each transformer block; auto: on CUDA, unless the pipeline's schedule cannot, and for memory_budget",
+        choices=("auto", "true", "false"),
+    )
     loss: bool = key(False, "compile the loss too")
     backend: str = key("inductor", "the compiler", choices=("inductor", "aot_eager", "eager"))
 

@@ -39,13 +39,6 @@ TYPE_NAMES = {
     str: "a string",
     tuple: "a list of two numbers",
 }
-USAGE = """usage: ./run_train.sh [CONFIG] [--section.key=value ...]
-
-  CONFIG                 a TOML file, or the name of one in train_configs/ (default: debug)
-                         flavors here: {flavors}
-  --section.key=value    overrides a key; `--section.key value` and, for true, `--section.key` work as well
-  NGPU, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, LOG_RANK: environment variables, see README.md
-"""
 
 
 def load_config(argv: list[str]) -> Config:
@@ -113,12 +106,12 @@ def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None, str]
             positional.append(word)
             continue
         name, equals, text = word[2:].partition("=")
-        boolean = _type_of(name) is bool
+        words = _switch_words(name)
         if equals:
             overrides.append((name, text, f"--{name}"))
-        elif rest and not rest[0].startswith("--") and (not boolean or rest[0].lower() in ("true", "false")):
+        elif rest and not rest[0].startswith("--") and (not words or rest[0].lower() in words):
             overrides.append((name, rest.pop(0), f"--{name}"))
-        elif boolean:
+        elif words:
             overrides.append((name, "true", f"--{name}"))
         else:
             overrides.append((name, None, f"--{name}"))
@@ -190,7 +183,7 @@ def _where(path: Path, text: str, section: str, name: str) -> str:
     return str(path)
 
 
-def _type_of(name: str) -> type | None:
+def type_of(name: str) -> type | None:
     """The declared type of `section.key`, None if there is no such key. tuple[...] counts as tuple."""
     section, _, entry = name.partition(".")
     cls = sections().get(section)
@@ -198,16 +191,31 @@ def _type_of(name: str) -> type | None:
     return getattr(declared, "__origin__", declared)
 
 
+def _meta(name: str) -> Any:
+    """What a key's declaration says beside its type."""
+    section, _, entry = name.partition(".")
+    return next(f.metadata for f in dataclasses.fields(sections()[section]) if f.name == entry)
+
+
+def _switch_words(name: str) -> tuple[str, ...]:
+    """The words that a key takes which stands for true without any; none for other keys."""
+    declared = type_of(name)
+    choices = _meta(name)["choices"] if declared else ()
+    return choices if "true" in choices else ("true", "false") if declared is bool else ()
+
+
 def _set_from_text(
     name: str, text: str | None, origin: str, values: dict[str, dict[str, Any]], problems: list[str]
 ) -> None:
     """Sets a key from the command line's text, read as the declared type."""
-    declared = _type_of(name)
+    declared = type_of(name)
     value: Any = text
     if declared is not None and text is None:
         problems.append(f"{origin}: a value is missing; expected {TYPE_NAMES[declared]}")
         return
-    if declared is not None and declared is not str and text is not None:
+    if declared is str and text is not None and text.lower() in _switch_words(name):
+        value = text.lower()
+    elif declared is not None and declared is not str and text is not None:
         with contextlib.suppress(ValueError, RecursionError):  # else it stays a string, which `_set` refuses
             value = _number(text) if declared in (int, float) else json.loads(text.lower())
     _set(name, value, origin, values, problems)
@@ -220,7 +228,7 @@ def _number(text: str) -> int | float | str:
 
 def _set(name: str, value: Any, origin: str, values: dict[str, dict[str, Any]], problems: list[str]) -> None:
     """Checks one value against its declaration and stores it, or notes the problem."""
-    declared = _type_of(name)
+    declared = type_of(name)
     section, _, entry = name.partition(".")
     if declared is None:
         near = suggestion(name, all_keys(), 1)
@@ -231,7 +239,9 @@ def _set(name: str, value: Any, origin: str, values: dict[str, dict[str, Any]], 
             near = f"; that is a section: set one of its keys, {', '.join(k for k in all_keys() if k.startswith(name))}"
         problems.append(f"{origin}: unknown key {name}{near}")
         return
-    meta = next(f.metadata for f in dataclasses.fields(sections()[section]) if f.name == entry)
+    meta = _meta(name)
+    if isinstance(value, bool) and "true" in meta["choices"]:
+        value = str(value).lower()  # TOML's true and false, beside auto
     value, expected = _convert(value, declared, meta)
     if expected:
         near = suggestion(value, list(meta["choices"])) if isinstance(value, str) and meta["choices"] else ""
@@ -268,32 +278,3 @@ def _convert(value: Any, declared: type, meta: Any) -> tuple[Any, str]:
 
 def all_keys() -> list[str]:
     return [f"{section}.{f.name}" for section, cls in sections().items() for f in dataclasses.fields(cls)]
-
-
-def help_text() -> str:
-    """Every key with type, default and a line of explanation, by section."""
-    lines = [USAGE.format(flavors=", ".join(flavors()))]
-    for section, cls in sections().items():
-        lines.append(f"[{section}]  {(cls.__doc__ or '').strip()}")
-        for f in dataclasses.fields(cls):
-            declared = _type_of(f"{section}.{f.name}")
-            name = "[number,number]" if declared is tuple else getattr(declared, "__name__", "")
-            kind = "|".join(map(str, f.metadata["choices"])) or name
-            lines.append(f"  --{section}.{f.name}  {kind}  (default {_toml(f.default)})\n      {f.metadata['help']}")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml(value: Any) -> str:
-    """A value in TOML; JSON writes strings, numbers and lists the same way."""
-    text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
-    return text.replace("\x7f", "\\u007f")  # the one control character that JSON leaves as it is
-
-
-def to_toml(config: Config) -> str:
-    """The resolved configuration as a TOML file that `load_config` reads back to the same `Config`."""
-    blocks = []
-    for section in sections():
-        entries = dataclasses.asdict(getattr(config, section))
-        blocks.append(f"[{section}]\n" + "".join(f"{name} = {_toml(value)}\n" for name, value in entries.items()))
-    return "\n".join(blocks)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from titanlite.config import EXIT_CONFIG, EXIT_HUNG, EXIT_STOPPED, LAUNCHED, ConfigError
 from titanlite.configure import load_config
+from titanlite.cores import usable_cores
 from titanlite.data.prepare import find_text, prepare
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
@@ -62,7 +63,7 @@ def launch(argv: list[str]) -> int:
     prepare(config.data, tokenizer[0])
 
     # One thread per core in all; more would make the processes wait for each other.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // here)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // here)))
     # For the c10d rendezvous: a restart must not see old keys (pytorch#135712).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     arguments = ["--nproc-per-node", str(here), "--nnodes", str(nodes), "--node-rank", str(node)]
@@ -196,8 +197,3 @@ def _default_processes(device: str) -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
-
-
-def _cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import gc
 import logging
 import os
@@ -15,7 +16,7 @@ import resource
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -81,6 +82,36 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+def one_ahead(batches: Iterable[tuple[Tensor, ...]], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+    """The batches on the device. On CUDA the next is copied while the caller computes with this one.
+
+    Copies have a stream of their own, so the computation waits for none but its own.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    copies = _copy_stream(device)
+
+    def on_the_way(batch: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+        with torch.cuda.stream(copies):
+            return None if batch is None else tuple(to_device(tensor, device) for tensor in batch)
+
+    rest = iter(batches)
+    coming = on_the_way(next(rest, None))
+    while coming is not None:
+        here, computing = coming, torch.cuda.current_stream(device)
+        computing.wait_stream(copies)
+        for tensor in here:
+            tensor.record_stream(computing)  # its memory is the copies' stream's: not to be used again too soon
+        coming = on_the_way(next(rest, None))
+        yield here
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """The most memory held so far: reserved by the allocator on CUDA, resident in this process on CPU."""
     if device.type == "cuda":
@@ -115,7 +146,8 @@ def require_agreement(**facts: str) -> None:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, facts)
     if problems := [
-        f"rank {rank} has another {name} than rank 0: nodes need the same command, data, Python version and folder"
+        f"rank {rank} has another {name} than rank 0: nodes need the same command, data, Python version, folder and "
+        "kind of processor"
         for rank, other in enumerate(found)
         for name in facts
         if other[name] != found[0][name]

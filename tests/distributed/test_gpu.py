@@ -15,6 +15,7 @@ from titanlite.checkpoint.storage import write_step
 from titanlite.model.flavors import FLAVORS
 from titanlite.parallel.attention import attention_kernel
 from titanlite.parallel.float8 import float8_linear
+from titanlite.runtime import one_ahead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -28,7 +29,13 @@ def test_bf16_on_the_gpu_follows_fp32_on_the_cpu(pool, arguments, tmp_path):
     assert all(row["mfu"] is None or 0 < row["mfu"] < 100 for row in rows(tmp_path / "gpu") if "mfu" in row)
 
 
-OPTIONS = ["recompute.mode=selective", "recompute.mode=full", "compile.enabled", "training.compute_dtype=float32"]
+OPTIONS = [
+    "recompute.mode=selective",
+    "recompute.mode=full",
+    "compile.enabled",
+    "compile.enabled=auto",
+    "training.compute_dtype=float32",
+]
 OPTIONS += ["loss.num_chunks=3"]
 needs_float8 = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no 8-bit products here"
@@ -136,6 +143,18 @@ def test_a_run_that_saves_in_the_background_goes_on(pool, arguments, tmp_path, m
     assert pool.run(1, train_run, [*run, "--run.name=stopped"], timeout=120) == [0]
     for step, values in curve(tmp_path / "whole").items():
         assert curve(tmp_path / "stopped")[step] == pytest.approx(values, rel=1e-3)
+
+
+def test_batches_that_are_copied_ahead_arrive_whole():
+    """More of them than fit in flight at once, while the device has other work."""
+    device = torch.device("cuda")
+    batches = [(torch.full((512, 512), i), torch.full((512, 512), -i)) for i in range(50)]
+    work, sums = torch.randn(4096, 4096, device=device), []
+    for tokens, labels in one_ahead(batches, device):
+        work = work @ work / 64
+        sums.append(torch.stack([tokens.sum(), labels.sum()]))
+    assert torch.stack(sums).tolist() == [[i * 512**2, -i * 512**2] for i in range(50)]
+    assert list(one_ahead([], device)) == []
 
 
 def run_that_may_not_wait(arguments: list[str]) -> int:

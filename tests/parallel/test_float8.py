@@ -14,7 +14,7 @@ import torch
 from model_builder import EVEN, small_model
 
 from titanlite.config import ConfigError
-from titanlite.config_parallel import Compile, Float8, Recompute
+from titanlite.config_parallel import Float8, Recompute
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.float8 import E4M3, E5M2, Float8Linear, apply_float8, float8_linear, quantize
@@ -106,7 +106,7 @@ def test_it_compiles_with_recomputation_to_one_graph_and_the_same_numbers(mode):
     for index, block in enumerate(model.layers.values()):
         steps = [
             functools.partial(apply_recompute, block, Recompute(mode=mode), index),
-            functools.partial(apply_compile, block, Compile(enabled=True, backend="aot_eager")),
+            functools.partial(apply_compile, block, "aot_eager"),
         ]
         for step in steps[:: -1 if mode == "full" else 1]:
             step()

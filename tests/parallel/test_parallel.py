@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,10 +11,13 @@ from model_builder import build_stages, full, small_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.config_parallel import Compile, Recompute
+from titanlite.config import Config, Training
+from titanlite.config_parallel import Recompute
+from titanlite.configure import load_config
 from titanlite.optim.loss import cross_entropy_sum
-from titanlite.parallel.compile import apply_compile
+from titanlite.parallel.compile import apply_compile, compiles_blocks
 from titanlite.parallel.mesh import LOSS_AXES, Mesh, data_rank, sum_over
+from titanlite.parallel.parallelize import compute_dtypes
 from titanlite.parallel.recompute import apply_recompute
 from titanlite.plan.layout import AXES
 
@@ -105,7 +110,7 @@ def test_compiled_blocks_give_the_same_gradients_and_compile_once(mode):
     for index, block in enumerate(model.layers.values()):
         if mode != "full":
             apply_recompute(block, Recompute(mode=mode), index)
-        apply_compile(block, Compile(enabled=True, backend="aot_eager"))
+        apply_compile(block, "aot_eager")
         if mode == "full":
             apply_recompute(block, Recompute(mode=mode), index)
     assert_same(gradients(model), expected, rtol=1e-5, atol=1e-6)
@@ -178,3 +183,42 @@ def mesh_facts(degrees: dict[str, int]) -> tuple:
 )
 def test_mesh_axes_ranks_and_sums(pool, degrees, ranks, data, total):
     assert pool.run(4, mesh_facts, degrees)[3] == (ranks, data, total)
+
+
+@pytest.mark.parametrize(
+    ("given", "dim", "device", "native", "expected"),
+    [
+        ("auto", 128, "cuda", False, torch.bfloat16),
+        ("auto", 512, "cpu", True, torch.bfloat16),
+        ("auto", 128, "cpu", True, torch.float32),  # its casts cost more than its products gain
+        ("auto", 512, "cpu", False, torch.float32),
+        ("float32", 512, "cpu", True, torch.float32),
+        ("float32", 512, "cuda", True, torch.float32),
+        ("bfloat16", 128, "cpu", False, torch.bfloat16),
+    ],
+)
+def test_dtype_of_computation(monkeypatch, given, dim, device, native, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native})
+    config = Config(training=Training(compute_dtype=given, reduce_dtype="float32"))
+    assert compute_dtypes(config, dim, device) == (expected, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "pp", "expected"),
+    [
+        ([], "cuda", 1, True),
+        ([], "cpu", 1, False),
+        (["--compile.enabled"], "cpu", 1, True),
+        (["--compile.enabled=false"], "cuda", 1, False),
+        (["--recompute.mode=memory_budget"], "cpu", 1, True),
+        (["--parallel.pp_schedule=ZBVZeroBubble"], "cuda", 2, False),
+        (["--parallel.pp_schedule=ZBVZeroBubble"], "cuda", 1, True),
+        (["--parallel.pp_schedule=Interleaved1F1B"], "cuda", 2, True),
+    ],
+)
+def test_what_auto_compiles(options, device, pp, expected):
+    class Line(dict):
+        device_type = device
+
+    mesh = Line(pp=SimpleNamespace(size=lambda: pp))
+    assert compiles_blocks(load_config(["debug", *options]), mesh) is expected

@@ -93,7 +93,9 @@ def test_degrees_resolve_to_the_world_size(world_size, arguments, expected):
         # float8
         (2, ["parallel.tp=2", "float8.enabled"], "float8.enabled = true: its layers are not cut; expected parallel.tp = 1"),
         (1, ["float8.enabled", "float8.skip=attention.wk, feed_foward.w1"], "float8.skip: feed_foward.w1 is in the name of no linear layer; expected parts of attention.wq, attention.wk, attention.wv, attention.wo, feed_forward.w1, feed_forward.w2, feed_forward.w3; did you mean feed_forward.w1?"),
-        (1, ["recompute.mode=memory_budget"], "recompute.mode = memory_budget is the compiler's; expected compile.enabled = true and not backend eager"),
+        (1, ["recompute.mode=memory_budget"], None),
+        (2, ["parallel.pp=2", "parallel.pp_schedule=ZBVZeroBubble", "recompute.mode=memory_budget"], "with compile.enabled = true use one of GPipe, 1F1B, Interleaved1F1B, LoopedBFS"),
+        (1, ["recompute.mode=memory_budget", "compile.enabled=false"], "recompute.mode = memory_budget is the compiler's; expected compile.enabled = true and not backend eager"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_names_keys_and_the_nearest_that_would(world_size, arguments, expected):
@@ -107,7 +109,9 @@ def test_what_does_not_fit_names_keys_and_the_nearest_that_would(world_size, arg
 
 def test_everything_that_does_not_fit_is_told_at_once():
     with pytest.raises(ConfigError) as caught:
-        degrees(8, "parallel.tp=4", "parallel.cp=2", "training.seq_len=126", "parallel.async_tp")
+        degrees(
+            8, "parallel.tp=4", "parallel.cp=2", "training.seq_len=126", "parallel.async_tp", "compile.enabled=false"
+        )
     assert len(caught.value.problems) == 3
 
 

@@ -95,9 +95,9 @@ def compile_at_the_end(*arguments):
 
     original, calls = compare._graphs_so_far, []
 
-    def graphs(config):
+    def graphs():
         calls.append(None)
-        return original(config) + (len(calls) == compare.STEPS)
+        return original() + (len(calls) == compare.STEPS)
 
     compare._graphs_so_far = graphs
     try:

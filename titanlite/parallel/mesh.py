@@ -39,7 +39,7 @@ class Mesh:
 
     def __init__(self, device_type: str, degrees: Mapping[str, int], timeout_seconds: int) -> None:
         """`degrees`: axis -> size, outermost first; the product is the world size."""
-        self.device_type = device_type
+        self.device_type, self.degrees = device_type, dict(degrees)
         sizes = {"pp": degrees["pp"], "dp_replicate": degrees["dp_replicate"]}
         sizes |= {"dp_shard_cp": degrees["dp_shard"] * degrees["cp"], "tp": degrees["tp"]}
         self._weights, self._tokens = (

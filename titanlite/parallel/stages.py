@@ -75,7 +75,7 @@ class Stages:
     def _pipeline(self, loss: Any, config: Config, device: torch.device) -> Pipeline:
         training, parallel, llama = config.training, config.parallel, self.parts[0].config
         here, tp, size = len(self.sequences.here), self.mesh["tp"].size(), parallel.pp_microbatch_size
-        compute, _ = compute_dtypes(config, device.type)
+        compute, _ = compute_dtypes(config, llama.dim, device.type)
 
         def example(*shape: int) -> Tensor:
             return torch.empty(size, *shape, dtype=compute, device="meta", requires_grad=True)

@@ -132,7 +132,7 @@ def _tensor(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iter
     if broken := [f"{name} = {size}" for name, size in sizes.items() if size % tp]:
         near = nearest(tp, lambda n: all(size % n == 0 for size in [*sizes.values(), _world(degrees)]), llama.num_heads)
         yield f"parallel.tp = {tp} does not divide {' and '.join(broken)}; nearest that divide all: {near}"
-    inductor = config.compile.enabled and config.compile.backend == "inductor" and config.run.device != "cpu"
+    inductor = config.compile.enabled != "false" and config.compile.backend == "inductor" and config.run.device != "cpu"
     if config.parallel.async_tp and not (tp > 1 and inductor):
         yield (
             "parallel.async_tp = true: the compiler overlaps it on GPUs; expected parallel.tp > 1, "

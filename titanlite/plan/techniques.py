@@ -21,12 +21,13 @@ LINEAR = (  # of a block
 def compiler_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
     """What torch.compile is needed for, and what it cannot do."""
     compile, parallel = config.compile, config.parallel
-    if config.recompute.mode == "memory_budget" and (not compile.enabled or compile.backend == "eager"):
+    budget = config.recompute.mode == "memory_budget"
+    if budget and (compile.enabled == "false" or compile.backend == "eager"):
         yield "recompute.mode = memory_budget is the compiler's; expected compile.enabled = true and not backend eager"
     if degrees["pp"] > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
         others = ", ".join(name for name in PP_SCHEDULES if name not in SPLIT_BACKWARD)
         why = f"parallel.pp_schedule = {parallel.pp_schedule} computes a layer's two gradients apart, which"
-        if compile.enabled:
+        if compile.enabled == "true" or (budget and compile.enabled == "auto"):
             yield f"{why} compiled blocks cannot; with compile.enabled = true use one of {others}"
         if config.recompute.mode == "selective":
             yield f"{why} recompute.mode = selective cannot; use recompute.mode = full, or one of {others}"

@@ -79,7 +79,8 @@ def make_case(arguments: list[str], layout: str, device: str) -> Case:
     # AdamW divides a gradient by its size. Where that is rounding alone, the usual eps of 1e-8 lets a difference in the
     # last bit move a weight by the whole learning rate; 1e-5 holds such weights still, and in the reference as well.
     options |= {"optimizer.eps": "1e-5", "optimizer.decayed": "all", "run.device": device}
-    options |= {"training.compute_dtype": "float32", "training.reduce_dtype": "float32", **given}
+    options |= {"training.compute_dtype": "float32", "training.reduce_dtype": "float32", "compile.enabled": "false"}
+    options |= given
     config = load_config([*arguments, *(f"--{key}={value}" for key, value in options.items())])
     return Case(layout or "one process", processes, config)
 
