@@ -203,12 +203,21 @@ def timed(step: Step, batches: list[tuple[Tensor, Tensor]], device: torch.device
 
 def side_by_side(
     a: Step, b: Step, batches: list[tuple[Tensor, Tensor]], device: torch.device, rounds: int = 1
-) -> tuple[Measured, Measured]:
-    """A B B A, so often; every turn takes all batches."""
+) -> tuple[Measured, Measured, float]:
+    """A B B A, so often; every turn takes all batches.
+
+    Also how much faster A is: the median over the rounds, so that a machine whose speed drifts counts for both.
+    """
     found: tuple[list[float], list[float]] = ([], [])
-    for which in (0, 1, 1, 0) * rounds:
-        found[which].extend(timed((a, b)[which], batches, device))
-    return Measured(found[0]), Measured(found[1])
+    ratios = []
+    for _ in range(rounds):
+        turns: tuple[list[float], list[float]] = ([], [])
+        for which in (0, 1, 1, 0):
+            turns[which].extend(timed((a, b)[which], batches, device))
+        ratios.append(statistics.median(turns[1]) / statistics.median(turns[0]))
+        for all_of_it, turn in zip(found, turns, strict=True):
+            all_of_it.extend(turn)
+    return Measured(found[0]), Measured(found[1]), statistics.median(ratios)
 
 
 def threads() -> str:

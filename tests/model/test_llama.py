@@ -170,3 +170,19 @@ def test_impossible_shapes_are_named():
     assert "model.dim = 130 over model.num_heads = 4" in text
     assert "model.num_kv_heads = 3 does not divide model.num_heads = 4; allowed: 1, 2, 4" in text
     assert "model.vocab_size = 10 (flavor debug): expected at least the tokenizer's 4112 ids" in text
+
+
+def test_rope_is_the_same_for_the_compiler():
+    """Which gets real arithmetic instead of complex."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 3, 8, generator=generator)
+    weights = torch.randn(2, 5, 3, 8, generator=generator)
+    table = rope_table(FLAVORS["debug"], torch.arange(9))[:, :4]
+    found = []
+    for turn in (apply_rope, torch.compile(apply_rope, backend="aot_eager", fullgraph=True)):
+        given = x.clone().requires_grad_()
+        turned = turn(given, table)
+        (turned * weights).sum().backward()
+        found.append((turned, given.grad))
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-7)

@@ -51,12 +51,16 @@ def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     """Turns neighbouring pairs of each head, in fp32. x: (B, S, heads, Dh), rope: (S or more, Dh / 2, 2).
 
-    Real arithmetic: complex kernels are not fused by the compiler.
+    A pair is a complex number, times cos + i sin: one kernel, four to eight times as fast on CPU as its real parts one
+    by one. The compiler fuses those, and no complex ones.
     """
-    rope = rope[: x.shape[1]]
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # each (B, S, heads, Dh / 2)
-    cos, sin = rope[:, None].unbind(-1)  # each (S, 1, Dh / 2)
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).type_as(x)
+    pairs, rope = x.float().unflatten(-1, (-1, 2)), rope[: x.shape[1], None]  # (B, S, heads, Dh / 2, 2), (S, 1, ...)
+    if torch.compiler.is_compiling():
+        (a, b), (cos, sin) = pairs.unbind(-1), rope.unbind(-1)
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope))
+    return turned.flatten(-2).type_as(x)
 
 
 def truncated_normal(weight: Tensor, std: float, cut: float, generator: torch.Generator) -> Tensor:
