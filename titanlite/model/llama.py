@@ -189,18 +189,19 @@ class Llama(nn.Module):
         self,
         seed: int,
         assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
-        rope_device: torch.device | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """Draws every parameter and rebuilds the RoPE table, on `rope_device` if that is another than now.
+        """Draws every parameter, and makes the RoPE table, on `device`: the one that computes, if not theirs.
 
         Each parameter has a generator of its own, seeded by its name, and is drawn whole, so the weights do not
         depend on how or over how many processes it is stored: `assign(parameter, full_value)` puts it there.
         """
         for name, parameter in self.named_parameters():
-            generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()) ^ seed)
-            full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+            there = device or parameter.device  # a GPU draws other numbers than a CPU
+            generator = torch.Generator(there).manual_seed(zlib.crc32(name.encode()) ^ seed)
+            full = torch.empty(parameter.shape, dtype=torch.float32, device=there)
             assign(parameter, self._draw(name, full, generator))
-        self.reset_rope(rope_device or self.rope.device)
+        self.reset_rope(device or self.rope.device)
 
     def reset_rope(self, device: torch.device) -> None:
         """Makes the RoPE table, the only thing of the model that no checkpoint holds."""
