@@ -46,9 +46,8 @@ from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
 from titanlite.parallel.attention import attention_kernel
-from titanlite.parallel.compile import compiles_blocks
 from titanlite.parallel.mesh import DATA_AXES, LOSS_AXES, Mesh, data_rank, sum_over
-from titanlite.parallel.parallelize import compute_dtypes, split
+from titanlite.parallel.parallelize import compute_dtypes, settle, split, uncompiled
 from titanlite.parallel.shard import assign_shard
 from titanlite.parallel.stages import Stages
 from titanlite.plan.flops import flops_per_token, peak_tflops
@@ -70,8 +69,9 @@ def main(config: Config) -> int:
     setup_logging(rank)
     tokenizer = Tokenizer(config.data.tokenizer)
     llama = resolve_flavor(config.model, tokenizer.size)
-    compute, _ = compute_dtypes(config, llama.dim, device.type)
-    runtime.require_agreement(configuration=portable(config), processor=str(compute))
+    settled = settle(config, llama.dim, device.type)  # `auto`
+    runtime.require_agreement(configuration=portable(config), compute_dtype=settled.training.compute_dtype)
+    config = settled
     mesh = Mesh(device.type, check_layout(config, llama, world_size), config.comm.group_timeout_seconds)
     dp_rank, dp_size = data_rank(mesh)
     sum_counts, sum_losses = (functools.partial(sum_over, mesh=mesh, axes=axes) for axes in (DATA_AXES, LOSS_AXES))
@@ -221,7 +221,8 @@ def say_what_runs(config: Config, llama: LlamaConfig, mesh: Mesh, accumulation: 
     alone = mesh["cp"].size() == 1
     attention = attention_kernel(llama, training.seq_len, compute, device) if alone else "over processes"
     layout = ", ".join(f"{axis} {degree}" for axis, degree in mesh.degrees.items() if degree > 1) or "one process"
-    blocks = f"blocks compiled by {config.compile.backend}" if compiles_blocks(config, mesh) else "blocks not compiled"
+    why_not = uncompiled(config, mesh)
+    blocks = f"blocks not compiled ({why_not})" if why_not else f"blocks compiled by {config.compile.backend}"
     logger.info(
         f"{config.model.flavor}: {llama.num_parameters:,} parameters, vocabulary {llama.vocab_size:,}; "
         f"{runtime.device_name(device)} x {dist.get_world_size()} ({layout}), compute {compute}, reduce {reduce}, "

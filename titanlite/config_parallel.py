@@ -6,6 +6,7 @@ No torch is imported.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,11 +89,29 @@ class Compile:
 
     enabled: str = key(
         "auto",
-        "compile each transformer block; auto: on CUDA, unless the pipeline's schedule cannot, and for memory_budget",
+        "compile each transformer block; auto: on CUDA (not with what cannot be compiled), and wherever recompute.mode "
+        "is memory_budget",
         choices=("auto", "true", "false"),
     )
     loss: bool = key(False, "compile the loss too")
     backend: str = key("inductor", "the compiler", choices=("inductor", "aot_eager", "eager"))
+
+
+def why_not_compiled(
+    compile: Compile, recompute: Recompute, parallel: Parallel, degrees: Mapping[str, int], device: str
+) -> str:
+    """Why transformer blocks are not compiled on a device (cuda or cpu), in words; empty where they are."""
+    if compile.enabled != "auto":
+        return "" if compile.enabled == "true" else "compile.enabled = false"
+    if recompute.mode == "memory_budget":
+        return ""
+    if device != "cuda":
+        return "compile.enabled = auto, on CPU"
+    if degrees["pp"] > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
+        return f"{parallel.pp_schedule} cannot"
+    if degrees["cp"] > 1 and parallel.cp_method == "ring":
+        return "ring attention patches what they call"
+    return ""
 
 
 @dataclass(frozen=True)

@@ -146,8 +146,8 @@ def require_agreement(**facts: str) -> None:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, facts)
     if problems := [
-        f"rank {rank} has another {name} than rank 0: nodes need the same command, data, Python version, folder and "
-        "kind of processor"
+        f"rank {rank} has another {name} than rank 0: nodes need the same command, data, Python version, folder, and "
+        "processors for which `auto` means the same"
         for rank, other in enumerate(found)
         for name in facts
         if other[name] != found[0][name]

@@ -37,6 +37,7 @@ OPTIONS = [
     "training.compute_dtype=float32",
 ]
 OPTIONS += ["loss.num_chunks=3"]
+COMPILED = pytest.mark.parametrize("compiled", ["auto", "false"])
 needs_float8 = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no 8-bit products here"
 )
@@ -49,6 +50,8 @@ def test_options_follow_plain_bf16(pool, arguments, tmp_path, option):
     assert pool.run(1, train_run, [*run, "--run.name=other", f"--{option}"], timeout=300) == [0]
     for step, values in curve(tmp_path / "plain").items():
         assert curve(tmp_path / "other")[step] == pytest.approx(values, rel=2e-2)
+    compiled = "blocks compiled by inductor" in (tmp_path / "other/log.txt").read_text()
+    assert compiled == option.startswith("compile.enabled")
 
 
 @needs_float8
@@ -67,7 +70,7 @@ def test_products_in_8_bits_are_those_that_are_emulated():
 
 
 @needs_float8
-@pytest.mark.parametrize("compiled", ["true", "false"])
+@COMPILED
 def test_float8_follows_bf16(pool, arguments, tmp_path, compiled):
     run = [*arguments, "--run.device=cuda", f"--compile.enabled={compiled}"]
     assert pool.run(1, train_run, [*run, "--run.name=plain"], timeout=300) == [0]
@@ -99,11 +102,12 @@ def test_cpu_offload_follows_plain_training(pool, arguments, tmp_path):
         assert curve(tmp_path / "offloaded")[step] == pytest.approx(values, rel=1e-3)
 
 
-def test_resume_on_the_gpu(pool, arguments, tmp_path):
-    run = [*arguments, "--run.device=cuda"]
-    assert pool.run(1, train_run, [*run, "--run.name=whole"], timeout=120) == [0]
-    assert pool.run(1, train_until, 3, [*run, "--run.name=stopped"], timeout=120) == [75]
-    assert pool.run(1, train_run, [*run, "--run.name=stopped"], timeout=120) == [0]
+@COMPILED
+def test_resume_on_the_gpu(pool, arguments, tmp_path, compiled):
+    run = [*arguments, "--run.device=cuda", f"--compile.enabled={compiled}"]
+    assert pool.run(1, train_run, [*run, "--run.name=whole"], timeout=300) == [0]
+    assert pool.run(1, train_until, 3, [*run, "--run.name=stopped"], timeout=300) == [75]
+    assert pool.run(1, train_run, [*run, "--run.name=stopped"], timeout=300) == [0]
     for step, values in curve(tmp_path / "whole").items():
         assert curve(tmp_path / "stopped")[step] == pytest.approx(values, rel=1e-3)
 
@@ -146,14 +150,18 @@ def test_a_run_that_saves_in_the_background_goes_on(pool, arguments, tmp_path, m
 
 
 def test_batches_that_are_copied_ahead_arrive_whole():
-    """More of them than fit in flight at once, while the device has other work."""
+    """Small ones while the device has work, whose memory must not be used again too soon; and large ones that take
+    milliseconds to arrive and are read at once."""
     device = torch.device("cuda")
-    batches = [(torch.full((512, 512), i), torch.full((512, 512), -i)) for i in range(50)]
-    work, sums = torch.randn(4096, 4096, device=device), []
-    for tokens, labels in one_ahead(batches, device):
-        work = work @ work / 64
-        sums.append(torch.stack([tokens.sum(), labels.sum()]))
-    assert torch.stack(sums).tolist() == [[i * 512**2, -i * 512**2] for i in range(50)]
+    work = torch.randn(4096, 4096, device=device)
+    for side, products in ((512, 1), (2900, 0)):
+        sums = []
+        batches = ((torch.full((side, side), i), torch.full((side, side), -i)) for i in range(20))
+        for tokens, labels in one_ahead(batches, device):
+            for _ in range(products):
+                work = work @ work / 64
+            sums.append(torch.stack([tokens.sum(), labels.sum()]))
+        assert torch.stack(sums).tolist() == [[i * side**2, -i * side**2] for i in range(20)]
     assert list(one_ahead([], device)) == []
 
 
@@ -175,6 +183,7 @@ def run_that_may_not_wait(arguments: list[str]) -> int:
         TrainStream.next_step = original
 
 
-def test_a_step_that_is_not_logged_does_not_wait_for_the_gpu(pool, arguments):
-    quiet = ["--run.device=cuda", "--metrics.log_freq=5", "--validation.freq=0"]
-    assert pool.run(1, run_that_may_not_wait, [*arguments, *quiet], timeout=120) == [0]
+@COMPILED
+def test_a_step_that_is_not_logged_does_not_wait_for_the_gpu(pool, arguments, compiled):
+    quiet = ["--run.device=cuda", "--metrics.log_freq=5", "--validation.freq=0", f"--compile.enabled={compiled}"]
+    assert pool.run(1, run_that_may_not_wait, [*arguments, *quiet], timeout=300) == [0]

@@ -1,5 +1,7 @@
 """The same TOML gives the same losses on 1, 2 and 4 processes, in every kind of layout."""
 
+import json
+
 import pytest
 from runs import curve, train_run, validation
 
@@ -68,3 +70,11 @@ def test_accumulation_does_not_change_the_numbers(pool, arguments, tmp_path):
         assert pool.run(1, train_run, [*arguments, f"--run.name={size}", f"--training.local_batch_size={size}"]) == [0]
     for step, values in curve(tmp_path / "1").items():
         assert values == pytest.approx(curve(tmp_path / "8")[step], rel=1e-5)
+
+
+def test_a_run_records_the_dtype_that_auto_meant(pool, arguments, tmp_path):
+    """So that going on where `auto` means another is told."""
+    assert pool.run(1, train_run, [*arguments, "--run.name=run", "--run.device=cpu"]) == [0]
+    assert 'compute_dtype = "float32"' in (tmp_path / "run/config.toml").read_text()
+    manifest = next((tmp_path / "run/checkpoints").glob("step-*/manifest.json"))
+    assert json.loads(manifest.read_text())["config"]["training"]["compute_dtype"] == "float32"

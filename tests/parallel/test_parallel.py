@@ -11,13 +11,13 @@ from model_builder import build_stages, full, small_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.config import Config, Training
+from titanlite.config import Config, ConfigError, Training
 from titanlite.config_parallel import Recompute
 from titanlite.configure import load_config
 from titanlite.optim.loss import cross_entropy_sum
-from titanlite.parallel.compile import apply_compile, compiles_blocks
+from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.mesh import LOSS_AXES, Mesh, data_rank, sum_over
-from titanlite.parallel.parallelize import compute_dtypes
+from titanlite.parallel.parallelize import compute_dtypes, settle, uncompiled
 from titanlite.parallel.recompute import apply_recompute
 from titanlite.plan.layout import AXES
 
@@ -201,6 +201,7 @@ def test_dtype_of_computation(monkeypatch, given, dim, device, native, expected)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native})
     config = Config(training=Training(compute_dtype=given, reduce_dtype="float32"))
     assert compute_dtypes(config, dim, device) == (expected, torch.float32)
+    assert settle(config, dim, device).training.compute_dtype == str(expected).removeprefix("torch.")
 
 
 @pytest.mark.parametrize(
@@ -214,11 +215,26 @@ def test_dtype_of_computation(monkeypatch, given, dim, device, native, expected)
         (["--parallel.pp_schedule=ZBVZeroBubble"], "cuda", 2, False),
         (["--parallel.pp_schedule=ZBVZeroBubble"], "cuda", 1, True),
         (["--parallel.pp_schedule=Interleaved1F1B"], "cuda", 2, True),
+        (["--parallel.cp_method=ring"], "cuda", 1, False),
     ],
 )
-def test_what_auto_compiles(options, device, pp, expected):
-    class Line(dict):
-        device_type = device
+def test_what_auto_compiles(monkeypatch, options, device, pp, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    mesh = SimpleNamespace(device_type=device, degrees={"pp": pp, "cp": 2})
+    assert (uncompiled(load_config(["cpu_25m", *options]), mesh) == "") is expected
 
-    mesh = Line(pp=SimpleNamespace(size=lambda: pp))
-    assert compiles_blocks(load_config(["debug", *options]), mesh) is expected
+
+def test_without_a_compiler_auto_is_off_and_true_an_error(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-cc")
+    monkeypatch.setenv("CXX", "no-such-cxx")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    degrees = dict.fromkeys(AXES, 1)
+    on_cuda, on_cpu = (SimpleNamespace(device_type=name, degrees=degrees) for name in ("cuda", "cpu"))
+    assert "no-such-cc" in uncompiled(load_config(["llama3_1b"]), on_cuda)
+    assert uncompiled(load_config(["llama3_1b", "--compile.backend=aot_eager"]), on_cuda) == ""
+    with pytest.raises(ConfigError, match=r"compile\.enabled = true needs a compiler: .*no-such-cc"):
+        uncompiled(load_config(["llama3_1b", "--compile.enabled"]), on_cuda)
+    with pytest.raises(ConfigError, match=r"recompute\.mode = memory_budget needs a compiler: .*no-such-cxx"):
+        uncompiled(load_config(["cpu_25m", "--compile.enabled=auto", "--recompute.mode=memory_budget"]), on_cpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
+    assert "below 7.0" in uncompiled(load_config(["llama3_1b"]), on_cuda)

@@ -62,6 +62,7 @@ def test_degrees_resolve_to_the_world_size(world_size, arguments, expected):
         (4, ["parallel.tp=4"], "parallel.tp = 4 does not divide model.num_kv_heads = 2; nearest that divide all: 1 or 2"),
         (3, ["parallel.tp=3"], "does not divide model.num_heads = 4 and model.num_kv_heads = 2 and model.ffn_dim = 352 and model.vocab_size = 4112 and training.seq_len = 128; nearest that divide all: 1"),
         (2, ["parallel.tp=2", "training.seq_len=127"], "parallel.tp = 2 does not divide training.seq_len = 127; nearest that divide all: 1"),
+        (4, ["parallel.tp=2", "parallel.pp=2", "parallel.pp_schedule=ZBVZeroBubble", "parallel.async_tp", "compile.enabled=auto"], "expected parallel.tp > 1, compile.enabled = true"),
         (2, ["parallel.async_tp", "compile.enabled"], "parallel.async_tp = true: the compiler overlaps it on GPUs; expected parallel.tp > 1, compile.enabled = true, compile.backend = inductor and not run.device = cpu"),
         # context parallel
         (2, ["parallel.cp=2", "training.seq_len=130"], "training.seq_len = 130 is not a multiple of 2 x parallel.cp = 4 (each process has a chunk from the head and one from the tail); nearest: 128 or 132, or parallel.cp = 1"),
@@ -93,8 +94,8 @@ def test_degrees_resolve_to_the_world_size(world_size, arguments, expected):
         # float8
         (2, ["parallel.tp=2", "float8.enabled"], "float8.enabled = true: its layers are not cut; expected parallel.tp = 1"),
         (1, ["float8.enabled", "float8.skip=attention.wk, feed_foward.w1"], "float8.skip: feed_foward.w1 is in the name of no linear layer; expected parts of attention.wq, attention.wk, attention.wv, attention.wo, feed_forward.w1, feed_forward.w2, feed_forward.w3; did you mean feed_forward.w1?"),
-        (1, ["recompute.mode=memory_budget"], None),
-        (2, ["parallel.pp=2", "parallel.pp_schedule=ZBVZeroBubble", "recompute.mode=memory_budget"], "with compile.enabled = true use one of GPipe, 1F1B, Interleaved1F1B, LoopedBFS"),
+        (1, ["recompute.mode=memory_budget", "compile.enabled=auto"], None),
+        (2, ["parallel.pp=2", "parallel.pp_schedule=ZBVZeroBubble", "recompute.mode=memory_budget", "compile.enabled=auto"], "with recompute.mode = memory_budget use one of GPipe, 1F1B, Interleaved1F1B, LoopedBFS"),
         (1, ["recompute.mode=memory_budget", "compile.enabled=false"], "recompute.mode = memory_budget is the compiler's; expected compile.enabled = true and not backend eager"),
     ],
 )  # fmt: skip

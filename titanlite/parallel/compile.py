@@ -4,8 +4,7 @@ What it is: the block's forward becomes one compiled graph. All blocks have the 
 and reused: a short wait however deep the model. fully_shard's communication stays outside of the graph, in hooks;
 that of tensor and context parallel is inside, where the compiler can move it. The loss can be compiled too.
 
-On CUDA it is the default: it saves a sixth of a step and memory. On CPU a step is matrix products, which it leaves as
-they are: it gains no more than a few percent there, and has to be asked for.
+On CUDA it is the default. On CPU a step is matrix products, which it leaves as they are: it has to be asked for there.
 
 What it costs: seconds at the first step, for each kind of block (context parallel processes have masks of their own,
 so each compiles its own). What it saves: reading and writing of intermediate results that are fused away.
@@ -13,20 +12,27 @@ so each compiles its own). What it saves: reading and writing of intermediate re
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import torch
 from torch import nn
 
-from titanlite.config import Config
-from titanlite.config_parallel import SPLIT_BACKWARD
-from titanlite.parallel.mesh import Mesh
 
+def what_inductor_lacks(device_type: str) -> str:
+    """What the compiler needs on this device and does not find, in words; empty if nothing.
 
-def compiles_blocks(config: Config, mesh: Mesh) -> bool:
-    """What `compile.enabled` means on these processes."""
-    if config.compile.enabled == "auto":
-        splits = mesh["pp"].size() > 1 and config.parallel.pp_schedule in SPLIT_BACKWARD
-        return config.recompute.mode == "memory_budget" or (mesh.device_type == "cuda" and not splits)
-    return config.compile.enabled == "true"
+    It writes programs: C++ for CPUs, and on GPUs kernels that a small C program starts.
+    """
+    if device_type == "cuda" and torch.cuda.get_device_capability() < (7, 0):
+        return "the GPU's compute capability is below 7.0"
+    variable, usual = ("CC", ("gcc", "clang")) if device_type == "cuda" else ("CXX", ("g++", "clang++"))
+    names = [os.environ[variable]] if variable in os.environ else usual
+    return (
+        ""
+        if any(map(shutil.which, names))
+        else f"no compiler found ({' or '.join(names)}; {variable} can name another)"
+    )
 
 
 def apply_compile(block: nn.Module, backend: str) -> None:

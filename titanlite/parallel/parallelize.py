@@ -7,13 +7,15 @@ graph, and sharding's hooks stay outside of it.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
-from titanlite.config import Config
+from titanlite.config import Config, ConfigError
+from titanlite.config_parallel import why_not_compiled
 from titanlite.parallel.chunked import defer_output
-from titanlite.parallel.compile import apply_compile, compiles_blocks
+from titanlite.parallel.compile import apply_compile, what_inductor_lacks
 from titanlite.parallel.context import apply_context
 from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.mesh import Mesh
@@ -28,8 +30,8 @@ WIDE = 256  # the width from which bfloat16 is worth its casts on a CPU that mul
 def compute_dtypes(config: Config, dim: int, device_type: str) -> tuple[torch.dtype, torch.dtype]:
     """(compute, reduce) dtypes for a model of this width.
 
-    `auto` computes in bfloat16 on CUDA, and on a CPU with instructions for it: there the step of a model of width 512
-    takes two thirds of the time, that of a model of width 128 a third more.
+    `auto` computes in bfloat16 on CUDA, and on a CPU with instructions for it: its products take half the time, its
+    casts more than that saves where matrices are small.
     """
     name = config.training.compute_dtype
     if name == "auto":
@@ -39,9 +41,26 @@ def compute_dtypes(config: Config, dim: int, device_type: str) -> tuple[torch.dt
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for products of bfloat16."""
+    """Whether this CPU has x86's instructions for products of bfloat16; others were not measured."""
     found = torch.cpu.get_capabilities()
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
+def settle(config: Config, dim: int, device_type: str) -> Config:
+    """The config with the dtype that `auto` means here, which is what the run is and its checkpoints tell."""
+    compute, _ = compute_dtypes(config, dim, device_type)
+    name = str(compute).removeprefix("torch.")
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, compute_dtype=name))
+
+
+def uncompiled(config: Config, mesh: Mesh) -> str:
+    """Why blocks are not compiled here; empty where they are. Raises ConfigError where they cannot be, but must."""
+    why = why_not_compiled(config.compile, config.recompute, config.parallel, mesh.degrees, mesh.device_type)
+    lacks = what_inductor_lacks(mesh.device_type) if not why and config.compile.backend == "inductor" else ""
+    if lacks and (config.compile.enabled == "true" or config.recompute.mode == "memory_budget"):
+        key = "compile.enabled = true" if config.compile.enabled == "true" else "recompute.mode = memory_budget"
+        raise ConfigError(f"{key} needs a compiler: {lacks}; expected one, or compile.enabled = false without it")
+    return why or lacks
 
 
 def split(model: Any, config: Config, mesh: Mesh) -> list[Any]:
@@ -65,7 +84,7 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
     for name, block in model.layers.items():
         if not outside:
             apply_recompute(block, config.recompute, int(name))
-        if compiles_blocks(config, mesh):
+        if not uncompiled(config, mesh):
             apply_compile(block, config.compile.backend)
         if outside:
             apply_recompute(block, config.recompute, int(name))

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from titanlite.config import Config, ConfigError
-from titanlite.config_parallel import PP_SCHEDULES, Parallel
+from titanlite.config_parallel import PP_SCHEDULES, Parallel, why_not_compiled
 from titanlite.model.flavors import LlamaConfig
 from titanlite.plan.techniques import compiler_problems, float8_problems
 from titanlite.spelling import suggestion
@@ -132,7 +132,9 @@ def _tensor(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iter
     if broken := [f"{name} = {size}" for name, size in sizes.items() if size % tp]:
         near = nearest(tp, lambda n: all(size % n == 0 for size in [*sizes.values(), _world(degrees)]), llama.num_heads)
         yield f"parallel.tp = {tp} does not divide {' and '.join(broken)}; nearest that divide all: {near}"
-    inductor = config.compile.enabled != "false" and config.compile.backend == "inductor" and config.run.device != "cpu"
+    device = "cpu" if config.run.device == "cpu" else "cuda"
+    why = why_not_compiled(config.compile, config.recompute, config.parallel, degrees, device)
+    inductor = not why and config.compile.backend == "inductor" and device == "cuda"
     if config.parallel.async_tp and not (tp > 1 and inductor):
         yield (
             "parallel.async_tp = true: the compiler overlaps it on GPUs; expected parallel.tp > 1, "

@@ -27,8 +27,9 @@ def compiler_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int
     if degrees["pp"] > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
         others = ", ".join(name for name in PP_SCHEDULES if name not in SPLIT_BACKWARD)
         why = f"parallel.pp_schedule = {parallel.pp_schedule} computes a layer's two gradients apart, which"
+        asked = "compile.enabled = true" if compile.enabled == "true" else "recompute.mode = memory_budget"
         if compile.enabled == "true" or (budget and compile.enabled == "auto"):
-            yield f"{why} compiled blocks cannot; with compile.enabled = true use one of {others}"
+            yield f"{why} compiled blocks cannot; with {asked} use one of {others}"
         if config.recompute.mode == "selective":
             yield f"{why} recompute.mode = selective cannot; use recompute.mode = full, or one of {others}"
 

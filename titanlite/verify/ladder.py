@@ -79,8 +79,8 @@ def make_case(arguments: list[str], layout: str, device: str) -> Case:
     # AdamW divides a gradient by its size. Where that is rounding alone, the usual eps of 1e-8 lets a difference in the
     # last bit move a weight by the whole learning rate; 1e-5 holds such weights still, and in the reference as well.
     options |= {"optimizer.eps": "1e-5", "optimizer.decayed": "all", "run.device": device}
-    options |= {"training.compute_dtype": "float32", "training.reduce_dtype": "float32", "compile.enabled": "false"}
-    options |= given
+    options |= {"training.compute_dtype": "float32", "training.reduce_dtype": "float32"}
+    options |= {"compile.enabled": "auto" if given.get("recompute.mode") == "memory_budget" else "false", **given}
     config = load_config([*arguments, *(f"--{key}={value}" for key, value in options.items())])
     return Case(layout or "one process", processes, config)
 
@@ -129,7 +129,8 @@ def ladder(processes: int, quick: bool, device: str) -> Iterator[str]:
     if processes >= 4 and not quick:
         yield from (f"pp=2,tp=2,pp_split=output{also}" for also in ("", ",loss.num_chunks=3"))
     if device == "cuda":
-        yield from ("cp=2,cp_method=ring", "tp=2,async_tp,compile.enabled")
+        yield from ("cp=2,cp_method=ring", "cp=2,cp_method=ulysses,compile.enabled", "tp=2,async_tp,compile.enabled")
+        yield "pp=2,pp_schedule=Interleaved1F1B,compile.enabled"
 
 
 def layouts(processes: int, quick: bool) -> Iterator[dict[str, int]]:
