@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The GPU benchmarks, in parts of at most ten minutes: `benchmarks/gpu.sh` lists them, `benchmarks/gpu.sh PART ...` runs
-# some, `benchmarks/gpu.sh all` all that have not been run on this commit. A part that ends leaves its mark in $MARKS
+# The GPU benchmarks, in parts of minutes each: `benchmarks/gpu.sh` lists them, `benchmarks/gpu.sh PART ...` runs some,
+# `benchmarks/gpu.sh all` all that have not been run with these sources. A part that ends leaves its mark in $MARKS
 # (default: benchmarks/.done), so the same command goes on where the last one was stopped. Results go to benchmarks/results/,
 # and to $OUT as well if that is set. $WHEELS is a folder of wheels to install what is missing from; without it, pip asks
 # its index.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-marks="${MARKS:-benchmarks/.done}/$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+sources="$(find titanlite benchmarks tests train_configs train.py -type f -name '*.py' -o -name '*.toml' | sort | xargs cat)"
+marks="${MARKS:-benchmarks/.done}/$(sha256sum <<< "$sources" | cut -c1-12)"
 
 need() {
     local missing=() package found
@@ -20,27 +21,33 @@ need() {
 }
 
 run() {
+    local size pair
     case $1 in
-        tests) need pytest psutil safetensors tiktoken regex numpy &&
-               python3 -m pytest -q -m gpu ;;
+        tests) need pytest psutil && python3 -m pytest -q -m gpu ;;
         verify) python3 -m titanlite verify --quick ;;
-        throughput) python3 benchmarks/throughput.py --cases gpu ;;
-        torchtitan-1b) need torchtitan==0.2.2 && python3 benchmarks/vs_torchtitan.py ;;
-        torchtitan-3b) need torchtitan==0.2.2 &&
-                       python3 benchmarks/vs_torchtitan.py --config llama3_3b --flavor llama3_3b --batch 1 ;;
+        levers) python3 benchmarks/levers.py ;;
+        throughput-*) python3 benchmarks/throughput.py --cases "${1#throughput-}" ;;
+        torchtitan-*) IFS=- read -r _ size pair <<< "$1"
+                      need torchtitan==0.2.2 &&
+                      python3 benchmarks/vs_torchtitan.py --pairs "$pair" --config "llama3_$size" --flavor "llama3_$size" \
+                          --batch "$([[ $size == 1b ]] && echo 2 || echo 1)" ;;
         transformers) need transformers && python3 benchmarks/vs_transformers.py --sizes 1B ;;
-        checkpoint) python3 benchmarks/checkpoint.py --gb 8 ;;
-        *) echo "no part $1; there are: $parts" >&2; return 2 ;;
+        checkpoint) python3 benchmarks/checkpoint.py --gb 2 ;;
     esac
 }
 
-parts="tests throughput torchtitan-1b torchtitan-3b transformers verify checkpoint"
+parts="tests throughput-1b throughput-levers throughput-3b throughput-8b levers torchtitan-1b-autocast torchtitan-1b-fsdp
+    torchtitan-3b-autocast torchtitan-3b-fsdp transformers verify checkpoint"
 if (($# == 0)); then
-    echo "usage: benchmarks/gpu.sh all | PART ...    parts: $parts"
+    echo "usage: benchmarks/gpu.sh all | PART ...    parts:" $parts
     exit 0
 fi
 [[ $1 == all ]] && set -- $parts
+for part in "$@"; do
+    if [[ " "$(echo $parts)" " != *" $part "* ]]; then echo "no part $part; there are:" $parts >&2; exit 2; fi
+done
 mkdir -p "$marks"
+need safetensors tiktoken regex numpy
 failed=()
 for part in "$@"; do
     if [[ -e $marks/$part ]]; then echo "== $part: done before"; continue; fi

@@ -23,7 +23,7 @@ from typing import Any
 import report
 
 DEFAULT = ["cpu_25m", "--training.local_batch_size=4", "--training.global_batch_size=4"]
-DEFAULT += ["--training.compute_dtype=float32"]  # as the bare loop does
+DEFAULT += ["--training.compute_dtype=float32", "--compile.enabled=false"]  # as the bare loop does
 ALONE = ["--checkpoint.freq=0", "--validation.freq=0", "--metrics.log_freq=1", "--run.sample_tokens=0"]
 UNCOUNTED = 2
 BARE = """

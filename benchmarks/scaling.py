@@ -23,12 +23,12 @@ from typing import Any
 
 import report
 
-DEFAULT = ["cpu_25m", "--training.seq_len=256", "--training.local_batch_size=1"]
+DEFAULT = ["cpu_25m", "--training.seq_len=256", "--training.local_batch_size=1", "--parallel.pp_schedule=GPipe"]
 ALONE = ["--checkpoint.freq=0", "--validation.freq=0", "--metrics.log_freq=1", "--run.sample_tokens=0"]
 TRACED = ["--profiling.enabled", "--profiling.warmup_steps=1", "--profiling.active_steps=2"]
 UNCOUNTED = 3
 BATCH = 4  # sequences, all processes together, at strong scaling
-COLLECTIVES = ("gloo:", "nccl:", "c10d::", "record_param_comms")
+ON_CPU, ON_GPU = ("gloo:", "c10d::", "record_param_comms"), "nccl"  # what collectives are called in a trace
 
 
 def run(processes: int, sequences: int, options: argparse.Namespace, traced: bool) -> tuple[float, float]:
@@ -62,8 +62,10 @@ def communication(folder: Path) -> float:
     events = json.loads(gzip.decompress(sorted(folder.glob("*rank-0.json.gz"))[0].read_bytes()))["traceEvents"]
     spans = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("ph") == "X" and e.get("dur")]
     whole = max(end for _, end, _ in spans) - min(begin for begin, _, _ in spans)
+    kernels = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") == "kernel"]
+    found = [span for span in kernels if span[2].startswith(ON_GPU)] or [s for s in spans if s[2].startswith(ON_CPU)]
     busy, reached = 0.0, 0.0
-    for begin, end, _ in sorted(span for span in spans if span[2].startswith(COLLECTIVES)):
+    for begin, end, _ in sorted(found):
         busy += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return busy / whole
@@ -90,7 +92,7 @@ def main() -> None:
             results.append({"processes": processes, "kind": kind, "tok/s": speed, "communication": share})
             body.append(f"| {processes} | {kind} | {sequences} | {speed:,.0f} | {ratio:.2f} | {100 * share:.0f} % |")
             print(body[-1], flush=True)
-    report.write("scaling", f"More processes along {options.axis}", body, results)
+            report.write("scaling", f"More processes along {options.axis}", body, results)
 
 
 if __name__ == "__main__":

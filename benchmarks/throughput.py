@@ -1,6 +1,6 @@
 """How fast does each flavor train on this device, and in how much memory?
 
-    python benchmarks/throughput.py [--cases "cpu|gpu|NAME;NAME"] [--steps 20] [--list]
+    python benchmarks/throughput.py [--cases "SET or NAME;NAME"] [--steps 20] [--list]
 
 Each case is a configuration in a process of its own: so many steps that do not count, then as many that do, on random
 tokens, made of the parts that train.py is made of. Tokens per second by the median step; MFU by the formula of
@@ -24,6 +24,7 @@ import report
 ONE_B = ["llama3_1b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"]
 THREE_B = ["llama3_3b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"]
 EIGHT_B = ["llama3_8b", "--training.seq_len=8192", "--training.local_batch_size=1", "--recompute.mode=full"]
+WIDTH_256 = ["cpu_25m", "--model.dim=256", "--model.num_heads=4", "--model.num_kv_heads=4", "--model.ffn_dim=768"]
 CHUNKS = "--loss.num_chunks=8"
 CASES: dict[str, list[str]] = {
     "1b": [*ONE_B, CHUNKS],
@@ -42,6 +43,8 @@ CASES: dict[str, list[str]] = {
     "debug": ["debug", "--training.local_batch_size=8"],
     "debug, compiled": ["debug", "--training.local_batch_size=8", "--compile.enabled"],
     "debug, bf16": ["debug", "--training.local_batch_size=8", "--training.compute_dtype=bfloat16"],
+    "256 wide, fp32": [*WIDTH_256, "--training.compute_dtype=float32"],
+    "256 wide, bf16": [*WIDTH_256, "--training.compute_dtype=bfloat16"],
     "25m": ["cpu_25m"],
     "25m, 4 chunks": ["cpu_25m", "--loss.num_chunks=4"],
     "25m, compiled": ["cpu_25m", "--compile.enabled", "--compile.loss"],
@@ -51,6 +54,10 @@ CASES: dict[str, list[str]] = {
 }
 SETS = {
     "gpu": [name for name in CASES if name[0] in "138"],
+    "1b": ["1b", "1b, whole loss", "1b, not compiled", "1b, compiled loss", "1b, 8192"],
+    "levers": ["1b, selective", "1b, full", "1b, memory budget 0.5", "1b, float8"],
+    "3b": ["3b", "3b, float8"],
+    "8b": ["8b", "8b, float8"],
     "cpu": [name for name in CASES if name[0] not in "138"],
 }
 
@@ -118,7 +125,7 @@ def row(name: str, found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", default="", help="cpu, gpu, or names; default: by the device")
+    parser.add_argument("--cases", default="", help="a set (cpu, gpu, 1b, levers, 3b, 8b), or names")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--list", action="store_true", help="print the cases and what they are")
     parser.add_argument("--child", help=argparse.SUPPRESS)

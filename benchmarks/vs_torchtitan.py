@@ -53,12 +53,20 @@ def arguments_of(options: argparse.Namespace) -> list[str]:
 def ours(arguments: list[str], weights: Path) -> Any:
     """A step of titanlite; its initial weights go to `weights` if nothing is there."""
     import torch
-    from contestants import Titanlite, initial_weights
+    from contestants import Titanlite
 
     subject = Titanlite(arguments)
     if not weights.exists():
-        torch.save(initial_weights(subject.config, subject.llama, torch.device("cpu")).state_dict(), weights)
+        torch.save(weights_of(subject), weights)
     return subject, subject.step
+
+
+def weights_of(subject: Any) -> dict[str, Any]:
+    """What a titanlite begins with, in CPU memory. Drawn where it was drawn: a GPU draws other numbers."""
+    from contestants import initial_weights
+
+    whole = initial_weights(subject.config, subject.llama, subject.device)
+    return {name: tensor.cpu() for name, tensor in whole.state_dict().items()}
 
 
 def theirs(arguments: list[str], weights: Path, pair: str) -> Any:
@@ -105,7 +113,12 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
         subject, step = theirs(arguments, weights, options.pair)
     config, llama, device = subject.config, subject.llama, subject.device
     count = GATE_STEPS if options.gate else options.steps
-    batches = [make_batch(config, llama, device, number) for number in range(count)]
+    # torchtitan counts the targets before it moves a batch to the device, so it gets its batches where a loader would
+    # have them, and copies them itself.
+    place = torch.device("cpu") if options.child == "torchtitan" else device
+    batches = [make_batch(config, llama, place, number) for number in range(count)]
+    if place != device:
+        batches = [(tokens.pin_memory(), labels.pin_memory()) for tokens, labels in batches]
     if options.gate:
         return {"losses": [float(step(*batch)) for batch in batches]}
     timed(step, batches, device)
@@ -178,7 +191,10 @@ def main() -> None:
                     f"| {told['GiB']:.2f} GiB | {one['losses apart']:.1e} |"
                 )
                 print(body[-1], flush=True)
-    report.write(f"vs_torchtitan_{options.flavor}", f"titanlite and torchtitan {VERSION}, one device", body, results)
+    which = "" if options.pairs == ",".join(PAIRS) else f"_{options.pairs.replace(',', '_')}"
+    report.write(
+        f"vs_torchtitan_{options.flavor}{which}", f"titanlite and torchtitan {VERSION}, one device", body, results
+    )
 
 
 if __name__ == "__main__":

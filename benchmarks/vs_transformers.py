@@ -70,7 +70,7 @@ def main() -> None:
     import transformers
 
     body = [f"transformers {transformers.__version__}, {threads()}.", ""]
-    body += ["| parameters | tokens per step | | titanlite | transformers | ratio | first losses apart |"]
+    body += ["| parameters | tokens per step | | titanlite | transformers | ratio, by rounds | first losses apart |"]
     body += ["|---|---|---|---|---|---|---|"]
     results = {}
     for size in options.sizes.split(","):
