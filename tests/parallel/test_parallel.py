@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 from types import SimpleNamespace
 
 import pytest
@@ -236,5 +238,9 @@ def test_without_a_compiler_auto_is_off_and_true_an_error(monkeypatch):
         uncompiled(load_config(["llama3_1b", "--compile.enabled"]), on_cuda)
     with pytest.raises(ConfigError, match=r"recompute\.mode = memory_budget needs a compiler: .*no-such-cxx"):
         uncompiled(load_config(["cpu_25m", "--compile.enabled=auto", "--recompute.mode=memory_budget"]), on_cpu)
+    monkeypatch.setenv("CC", sys.executable)  # a program that is there
+    assert uncompiled(load_config(["llama3_1b"]), on_cuda) == ""
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/no/headers")
+    assert "no /no/headers/Python.h" in uncompiled(load_config(["llama3_1b"]), on_cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
     assert "below 7.0" in uncompiled(load_config(["llama3_1b"]), on_cuda)

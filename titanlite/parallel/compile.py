@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -22,17 +24,16 @@ from torch import nn
 def what_inductor_lacks(device_type: str) -> str:
     """What the compiler needs on this device and does not find, in words; empty if nothing.
 
-    It writes programs: C++ for CPUs, and on GPUs kernels that a small C program starts.
+    It writes programs that Python calls: C++ for CPUs, and on GPUs kernels that a small C program starts.
     """
     if device_type == "cuda" and torch.cuda.get_device_capability() < (7, 0):
         return "the GPU's compute capability is below 7.0"
     variable, usual = ("CC", ("gcc", "clang")) if device_type == "cuda" else ("CXX", ("g++", "clang++"))
     names = [os.environ[variable]] if variable in os.environ else usual
-    return (
-        ""
-        if any(map(shutil.which, names))
-        else f"no compiler found ({' or '.join(names)}; {variable} can name another)"
-    )
+    if not any(map(shutil.which, names)):
+        return f"no compiler found ({' or '.join(names)}; {variable} can name another)"
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return "" if headers.exists() else f"no {headers} (Debian and Ubuntu: apt install python3-dev)"
 
 
 def apply_compile(block: nn.Module, backend: str) -> None:
