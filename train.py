@@ -221,7 +221,7 @@ def say_what_runs(config: Config, llama: LlamaConfig, mesh: Mesh, accumulation: 
     alone = mesh["cp"].size() == 1
     attention = attention_kernel(llama, training.seq_len, compute, device) if alone else "over processes"
     layout = ", ".join(f"{axis} {degree}" for axis, degree in mesh.degrees.items() if degree > 1) or "one process"
-    why_not = uncompiled(config, mesh)
+    why_not = uncompiled(config, llama.dim, mesh)
     blocks = f"blocks not compiled ({why_not})" if why_not else f"blocks compiled by {config.compile.backend}"
     logger.info(
         f"{config.model.flavor}: {llama.num_parameters:,} parameters, vocabulary {llama.vocab_size:,}; "

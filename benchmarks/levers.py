@@ -1,6 +1,6 @@
 """What does each lever bring on this device, against the same model without it?
 
-    python benchmarks/levers.py [--pairs "25m, compiled/25m; ..."] [--rounds 6]
+    python benchmarks/levers.py [--pairs "25m, full/25m; ..."] [--rounds 6]
 
 Each pair is two cases of `throughput.py`, both in one process: rounds of steps in the order A B B A after a few that do
 not count, and the median over the rounds of how much faster A is. So a machine whose speed drifts counts for both.
@@ -25,9 +25,11 @@ PAIRS = {
         "debug, compiled/debug",
         "debug, bf16/debug",
         "256 wide, bf16/256 wide, fp32",
+        "256 wide, bf16, compiled/256 wide, bf16",
         "25m/25m, fp32",
-        "25m, fp32, compiled/25m, fp32",
-        "25m, compiled/25m",
+        "25m/25m, not compiled",
+        "25m, fp32/25m, fp32, not compiled",
+        "25m, compiled loss/25m",
         "25m, 4 chunks/25m",
         "25m, full/25m",
     ],

@@ -24,6 +24,7 @@ from typing import Any
 import report
 
 DEFAULT = ["cpu_25m", "--training.seq_len=256", "--training.local_batch_size=1", "--parallel.pp_schedule=GPipe"]
+DEFAULT += ["--compile.enabled=false"]
 ALONE = ["--checkpoint.freq=0", "--validation.freq=0", "--metrics.log_freq=1", "--run.sample_tokens=0"]
 TRACED = ["--profiling.enabled", "--profiling.warmup_steps=1", "--profiling.active_steps=2"]
 UNCOUNTED = 3

@@ -24,7 +24,14 @@ import report
 ONE_B = ["llama3_1b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"]
 THREE_B = ["llama3_3b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"]
 EIGHT_B = ["llama3_8b", "--training.seq_len=8192", "--training.local_batch_size=1", "--recompute.mode=full"]
-WIDTH_256 = ["cpu_25m", "--model.dim=256", "--model.num_heads=4", "--model.num_kv_heads=4", "--model.ffn_dim=768"]
+WIDTH_256 = [
+    "cpu_25m",
+    "--compile.enabled=false",
+    "--model.dim=256",
+    "--model.num_heads=4",
+    "--model.num_kv_heads=4",
+    "--model.ffn_dim=768",
+]
 CHUNKS = "--loss.num_chunks=8"
 CASES: dict[str, list[str]] = {
     "1b": [*ONE_B, CHUNKS],
@@ -45,12 +52,14 @@ CASES: dict[str, list[str]] = {
     "debug, bf16": ["debug", "--training.local_batch_size=8", "--training.compute_dtype=bfloat16"],
     "256 wide, fp32": [*WIDTH_256, "--training.compute_dtype=float32"],
     "256 wide, bf16": [*WIDTH_256, "--training.compute_dtype=bfloat16"],
+    "256 wide, bf16, compiled": [*WIDTH_256, "--training.compute_dtype=bfloat16", "--compile.enabled"],
     "25m": ["cpu_25m"],
     "25m, 4 chunks": ["cpu_25m", "--loss.num_chunks=4"],
-    "25m, compiled": ["cpu_25m", "--compile.enabled", "--compile.loss"],
-    "25m, fp32": ["cpu_25m", "--training.compute_dtype=float32"],
-    "25m, fp32, compiled": ["cpu_25m", "--training.compute_dtype=float32", "--compile.enabled", "--compile.loss"],
+    "25m, compiled loss": ["cpu_25m", "--compile.loss"],
     "25m, full": ["cpu_25m", "--recompute.mode=full"],
+    "25m, not compiled": ["cpu_25m", "--compile.enabled=false"],
+    "25m, fp32": ["cpu_25m", "--training.compute_dtype=float32"],
+    "25m, fp32, not compiled": ["cpu_25m", "--training.compute_dtype=float32", "--compile.enabled=false"],
 }
 SETS = {
     "gpu": [name for name in CASES if name[0] in "138"],

@@ -20,7 +20,7 @@ import torch
 from contestants import HuggingFace, Titanlite, make_batch, side_by_side, threads
 
 SIZES = {  # arguments of train.py, steps of a turn, rounds of four turns
-    "1M": (["debug", "--training.local_batch_size=8"], 5, 12),
+    "1M": (["debug", "--training.local_batch_size=8"], 5, 30),
     "25M": (["cpu_25m"], 1, 12),
     "125M": (
         [
@@ -86,9 +86,8 @@ def main() -> None:
                 f"| {one['ratio']:.2f} | {one['losses apart']:.1e} |"
             )
             print(body[-1], flush=True)
-    report.write(
-        "vs_transformers" + "_gpu" * torch.cuda.is_available(), "titanlite and transformers, one device", body, results
-    )
+    which = "" if options.sizes == parser.get_default("sizes") else "_" + options.sizes.replace(",", "_")
+    report.write("vs_transformers" + which, "titanlite and transformers, one device", body, results)
 
 
 if __name__ == "__main__":

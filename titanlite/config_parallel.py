@@ -6,6 +6,7 @@ No torch is imported.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ PP_SCHEDULES |= dict.fromkeys(
     ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"), 2
 )
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # weights' gradients apart from inputs'
+WIDE = 256  # the width from which a CPU gains by bfloat16 and by compiling (benchmarks/levers.py)
 
 
 def key(
@@ -89,8 +91,8 @@ class Compile:
 
     enabled: str = key(
         "auto",
-        "compile each transformer block; auto: on CUDA (not with what cannot be compiled), and wherever recompute.mode "
-        "is memory_budget",
+        "compile each transformer block; auto: on CUDA, and on Linux on CPUs if the model is at least 256 wide (not "
+        "with what cannot be compiled), and wherever recompute.mode is memory_budget",
         choices=("auto", "true", "false"),
     )
     loss: bool = key(False, "compile the loss too")
@@ -98,15 +100,17 @@ class Compile:
 
 
 def why_not_compiled(
-    compile: Compile, recompute: Recompute, parallel: Parallel, degrees: Mapping[str, int], device: str
+    compile: Compile, recompute: Recompute, parallel: Parallel, degrees: Mapping[str, int], dim: int, device: str
 ) -> str:
-    """Why transformer blocks are not compiled on a device (cuda or cpu), in words; empty where they are."""
+    """Why the blocks of a model `dim` wide are not compiled on a device (cuda, cpu), in words; empty where they are."""
     if compile.enabled != "auto":
         return "" if compile.enabled == "true" else "compile.enabled = false"
     if recompute.mode == "memory_budget":
         return ""
-    if device != "cuda":
-        return "compile.enabled = auto, on CPU"
+    if device == "cpu" and dim < WIDE:
+        return f"less than {WIDE} wide, on a CPU"
+    if device == "cpu" and sys.platform != "linux":
+        return "not tried on this system's CPUs"
     if degrees["pp"] > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
         return f"{parallel.pp_schedule} cannot"
     if degrees["cp"] > 1 and parallel.cp_method == "ring":

@@ -207,23 +207,25 @@ def test_dtype_of_computation(monkeypatch, given, dim, device, native, expected)
 
 
 @pytest.mark.parametrize(
-    ("options", "device", "pp", "expected"),
+    ("options", "dim", "device", "pp", "expected"),
     [
-        ([], "cuda", 1, True),
-        ([], "cpu", 1, False),
-        (["--compile.enabled"], "cpu", 1, True),
-        (["--compile.enabled=false"], "cuda", 1, False),
-        (["--recompute.mode=memory_budget"], "cpu", 1, True),
-        (["--parallel.pp_schedule=ZBVZeroBubble"], "cuda", 2, False),
-        (["--parallel.pp_schedule=ZBVZeroBubble"], "cuda", 1, True),
-        (["--parallel.pp_schedule=Interleaved1F1B"], "cuda", 2, True),
-        (["--parallel.cp_method=ring"], "cuda", 1, False),
+        ([], 128, "cuda", 1, True),
+        ([], 128, "cpu", 1, False),
+        ([], 512, "cpu", 1, sys.platform == "linux"),
+        (["--compile.enabled"], 128, "cpu", 1, True),
+        (["--compile.enabled=false"], 2048, "cuda", 1, False),
+        (["--recompute.mode=memory_budget"], 128, "cpu", 1, True),
+        (["--parallel.pp_schedule=ZBVZeroBubble"], 2048, "cuda", 2, False),
+        (["--parallel.pp_schedule=ZBVZeroBubble"], 512, "cpu", 2, False),
+        (["--parallel.pp_schedule=ZBVZeroBubble"], 2048, "cuda", 1, True),
+        (["--parallel.pp_schedule=Interleaved1F1B"], 2048, "cuda", 2, True),
+        (["--parallel.cp_method=ring"], 2048, "cuda", 1, False),
     ],
 )
-def test_what_auto_compiles(monkeypatch, options, device, pp, expected):
+def test_what_auto_compiles(monkeypatch, options, dim, device, pp, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     mesh = SimpleNamespace(device_type=device, degrees={"pp": pp, "cp": 2})
-    assert (uncompiled(load_config(["cpu_25m", *options]), mesh) == "") is expected
+    assert (uncompiled(load_config(["cpu_25m", *options]), dim, mesh) == "") is expected
 
 
 def test_without_a_compiler_auto_is_off_and_true_an_error(monkeypatch):
@@ -232,15 +234,15 @@ def test_without_a_compiler_auto_is_off_and_true_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     degrees = dict.fromkeys(AXES, 1)
     on_cuda, on_cpu = (SimpleNamespace(device_type=name, degrees=degrees) for name in ("cuda", "cpu"))
-    assert "no-such-cc" in uncompiled(load_config(["llama3_1b"]), on_cuda)
-    assert uncompiled(load_config(["llama3_1b", "--compile.backend=aot_eager"]), on_cuda) == ""
+    assert "no-such-cc" in uncompiled(load_config(["llama3_1b"]), 2048, on_cuda)
+    assert uncompiled(load_config(["llama3_1b", "--compile.backend=aot_eager"]), 2048, on_cuda) == ""
     with pytest.raises(ConfigError, match=r"compile\.enabled = true needs a compiler: .*no-such-cc"):
-        uncompiled(load_config(["llama3_1b", "--compile.enabled"]), on_cuda)
+        uncompiled(load_config(["llama3_1b", "--compile.enabled"]), 2048, on_cuda)
     with pytest.raises(ConfigError, match=r"recompute\.mode = memory_budget needs a compiler: .*no-such-cxx"):
-        uncompiled(load_config(["cpu_25m", "--compile.enabled=auto", "--recompute.mode=memory_budget"]), on_cpu)
+        uncompiled(load_config(["cpu_25m", "--compile.enabled=auto", "--recompute.mode=memory_budget"]), 512, on_cpu)
     monkeypatch.setenv("CC", sys.executable)  # a program that is there
-    assert uncompiled(load_config(["llama3_1b"]), on_cuda) == ""
+    assert uncompiled(load_config(["llama3_1b"]), 2048, on_cuda) == ""
     monkeypatch.setattr(sysconfig, "get_path", lambda name: "/no/headers")
-    assert "no /no/headers/Python.h" in uncompiled(load_config(["llama3_1b"]), on_cuda)
+    assert "no /no/headers/Python.h" in uncompiled(load_config(["llama3_1b"]), 2048, on_cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
-    assert "below 7.0" in uncompiled(load_config(["llama3_1b"]), on_cuda)
+    assert "below 7.0" in uncompiled(load_config(["llama3_1b"]), 2048, on_cuda)

@@ -4,7 +4,8 @@ What it is: the block's forward becomes one compiled graph. All blocks have the 
 and reused: a short wait however deep the model. fully_shard's communication stays outside of the graph, in hooks;
 that of tensor and context parallel is inside, where the compiler can move it. The loss can be compiled too.
 
-On CUDA it is the default. On CPU a step is matrix products, which it leaves as they are: it has to be asked for there.
+It is the default on CUDA, and on CPU for models that are not small: of their steps little is left beside the matrix
+products, which it leaves as they are, but the runs are long.
 
 What it costs: seconds at the first step, for each kind of block (context parallel processes have masks of their own,
 so each compiles its own). What it saves: reading and writing of intermediate results that are fused away.

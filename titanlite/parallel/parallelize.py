@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from titanlite.config import Config, ConfigError
-from titanlite.config_parallel import why_not_compiled
+from titanlite.config_parallel import WIDE, why_not_compiled
 from titanlite.parallel.chunked import defer_output
 from titanlite.parallel.compile import apply_compile, what_inductor_lacks
 from titanlite.parallel.context import apply_context
@@ -23,8 +23,6 @@ from titanlite.parallel.pipeline import cut
 from titanlite.parallel.recompute import apply_recompute
 from titanlite.parallel.shard import apply_shard
 from titanlite.parallel.tensor import apply_tensor
-
-WIDE = 256  # the width from which bfloat16 is worth its casts on a CPU that multiplies it
 
 
 def compute_dtypes(config: Config, dim: int, device_type: str) -> tuple[torch.dtype, torch.dtype]:
@@ -53,9 +51,10 @@ def settle(config: Config, dim: int, device_type: str) -> Config:
     return dataclasses.replace(config, training=dataclasses.replace(config.training, compute_dtype=name))
 
 
-def uncompiled(config: Config, mesh: Mesh) -> str:
-    """Why blocks are not compiled here; empty where they are. Raises ConfigError where they cannot be, but must."""
-    why = why_not_compiled(config.compile, config.recompute, config.parallel, mesh.degrees, mesh.device_type)
+def uncompiled(config: Config, dim: int, mesh: Mesh) -> str:
+    """Why blocks of this width are not compiled; empty if they are. Raises ConfigError if they cannot be, but must."""
+    sections = config.compile, config.recompute, config.parallel
+    why = why_not_compiled(*sections, mesh.degrees, dim, mesh.device_type)
     lacks = what_inductor_lacks(mesh.device_type) if not why and config.compile.backend == "inductor" else ""
     if lacks and (config.compile.enabled == "true" or config.recompute.mode == "memory_budget"):
         key = "compile.enabled = true" if config.compile.enabled == "true" else "recompute.mode = memory_budget"
@@ -84,7 +83,7 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
     for name, block in model.layers.items():
         if not outside:
             apply_recompute(block, config.recompute, int(name))
-        if not uncompiled(config, mesh):
+        if not uncompiled(config, model.config.dim, mesh):
             apply_compile(block, config.compile.backend)
         if outside:
             apply_recompute(block, config.recompute, int(name))

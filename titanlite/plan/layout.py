@@ -133,7 +133,7 @@ def _tensor(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iter
         near = nearest(tp, lambda n: all(size % n == 0 for size in [*sizes.values(), _world(degrees)]), llama.num_heads)
         yield f"parallel.tp = {tp} does not divide {' and '.join(broken)}; nearest that divide all: {near}"
     device = "cpu" if config.run.device == "cpu" else "cuda"
-    why = why_not_compiled(config.compile, config.recompute, config.parallel, degrees, device)
+    why = why_not_compiled(config.compile, config.recompute, config.parallel, degrees, llama.dim, device)
     inductor = not why and config.compile.backend == "inductor" and device == "cuda"
     if config.parallel.async_tp and not (tp > 1 and inductor):
         yield (

@@ -123,7 +123,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
             found[name] = _worse(found[name], abs(float(value) / expected[name][step] - 1))
         optimizer.step()
         optimizer.zero_grad()
-        graphs.append(_graphs_so_far() if config.compile.loss or not uncompiled(config, mesh) else 0)
+        graphs.append(_graphs_so_far() if config.compile.loss or not uncompiled(config, llama.dim, mesh) else 0)
     if graphs[-1] > graphs[1]:
         raise RuntimeError(f"compiled {graphs[-1] - graphs[1]} graphs after the second step; expected none")
     parameters = (named for part in parts for named in part.named_parameters())
