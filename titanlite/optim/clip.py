@@ -51,13 +51,15 @@ def clip_grad_norm(parts: list[Any], max_norm: float, device: torch.device, twic
 def _square(gradients: list[Tensor]) -> Tensor:
     """The float64 sum of all squares."""
     if gradients[0].device.type == "cpu":
-        # ROW numbers at a time in fp32, what is left and the sums in float64: 1e-9 off, without the float64 copy of
-        # each gradient that torch would make.
+        # ROW numbers at a time in fp32, sums of these in float64: 1e-9 off, without the float64 copy of each gradient
+        # that torch would make. What does not divide into rows, as a rule something small, is copied.
         norms = []
         for flat in (gradient.flatten() for gradient in gradients):
-            rows, rest = flat.split([flat.numel() // ROW * ROW, flat.numel() % ROW])
-            norms.append(torch.linalg.vector_norm(rows.view(-1, ROW), dim=1, dtype=torch.float32).double())
-            norms.append(torch.linalg.vector_norm(rest, dtype=torch.float64)[None])
+            if flat.numel() % ROW:
+                norms.append(torch.linalg.vector_norm(flat, dtype=torch.float64)[None])
+            else:
+                rows = flat.view(flat.numel() // ROW, ROW)
+                norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).double())
         return torch.cat(norms).square().sum()
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()  # in few kernels
 
