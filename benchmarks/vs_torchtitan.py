@@ -115,9 +115,10 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
     count = GATE_STEPS if options.gate else options.steps
     # torchtitan counts the targets before it moves a batch to the device, so it gets its batches where a loader would
     # have them, and copies them itself.
-    place = torch.device("cpu") if options.child == "torchtitan" else device
+    loaded = options.child == "torchtitan"
+    place = torch.device("cpu") if loaded else device
     batches = [make_batch(config, llama, place, number) for number in range(count)]
-    if place != device:
+    if loaded and device.type == "cuda":
         batches = [(tokens.pin_memory(), labels.pin_memory()) for tokens, labels in batches]
     if options.gate:
         return {"losses": [float(step(*batch)) for batch in batches]}
