@@ -253,7 +253,7 @@ def _set(name: str, value: Any, origin: str, values: dict[str, dict[str, Any]], 
 
 def _convert(value: Any, declared: type, meta: Any) -> tuple[Any, str]:
     """The value in its declared type and "", or the value as found and what was expected instead."""
-    expected = TYPE_NAMES[declared]
+    expected = "one of " + ", ".join(map(str, meta["choices"])) if meta["choices"] else TYPE_NAMES[declared]
     parts = value if declared is tuple and isinstance(value, list) and len(value) == 2 else [value]
     number = declared in (float, tuple)
     good = [
@@ -265,7 +265,7 @@ def _convert(value: Any, declared: type, meta: Any) -> tuple[Any, str]:
     if declared is str and any("\ud800" <= letter <= "\udfff" for letter in value):
         return value, "text in UTF-8"
     if meta["choices"] and value not in meta["choices"]:
-        return value, "one of " + ", ".join(map(str, meta["choices"]))
+        return value, expected
     low, high = meta["min"], meta["max"]
     for part in parts:
         if (low is not None and not part >= low) or (high is not None and not part <= high):

@@ -63,7 +63,8 @@ def launch(argv: list[str]) -> int:
     prepare(config.data, tokenizer[0])
 
     # One thread per core in all; more would make the processes wait for each other.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // here)))
+    if not os.environ.get("OMP_NUM_THREADS"):
+        os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // here))
     # For the c10d rendezvous: a restart must not see old keys (pytorch#135712).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     arguments = ["--nproc-per-node", str(here), "--nnodes", str(nodes), "--node-rank", str(node)]

@@ -155,6 +155,15 @@ def require_agreement(**facts: str) -> None:
         raise ConfigError(problems)
 
 
+def of_any_process(text: str) -> str:
+    """What some process says; empty where none says anything. All call it together and get the same."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return text
+    found: list[Any] = [""] * dist.get_world_size()
+    dist.all_gather_object(found, text)
+    return next((f"rank {rank}: {said}" for rank, said in enumerate(found) if said), "")
+
+
 def claim_folder(folder: Path) -> Any:
     """Makes the run's folder and locks it; the lock lasts as long as the object returned.
 

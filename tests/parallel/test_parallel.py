@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import sys
-import sysconfig
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +17,7 @@ from titanlite.config import Config, ConfigError, Training
 from titanlite.config_parallel import Recompute
 from titanlite.configure import load_config
 from titanlite.optim.loss import cross_entropy_sum
-from titanlite.parallel.compile import apply_compile
+from titanlite.parallel.compile import apply_compile, what_inductor_lacks
 from titanlite.parallel.mesh import LOSS_AXES, Mesh, data_rank, sum_over
 from titanlite.parallel.parallelize import compute_dtypes, settle, uncompiled
 from titanlite.parallel.recompute import apply_recompute
@@ -228,21 +228,60 @@ def test_what_auto_compiles(monkeypatch, options, dim, device, pp, expected):
     assert (uncompiled(load_config(["cpu_25m", *options]), dim, mesh) == "") is expected
 
 
-def test_without_a_compiler_auto_is_off_and_true_an_error(monkeypatch):
-    monkeypatch.setenv("CC", "no-such-cc")
-    monkeypatch.setenv("CXX", "no-such-cxx")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    degrees = dict.fromkeys(AXES, 1)
-    on_cuda, on_cpu = (SimpleNamespace(device_type=name, degrees=degrees) for name in ("cuda", "cpu"))
-    assert "no-such-cc" in uncompiled(load_config(["llama3_1b"]), 2048, on_cuda)
-    assert uncompiled(load_config(["llama3_1b", "--compile.backend=aot_eager"]), 2048, on_cuda) == ""
-    with pytest.raises(ConfigError, match=r"compile\.enabled = true needs a compiler: .*no-such-cc"):
-        uncompiled(load_config(["llama3_1b", "--compile.enabled"]), 2048, on_cuda)
-    with pytest.raises(ConfigError, match=r"recompute\.mode = memory_budget needs a compiler: .*no-such-cxx"):
-        uncompiled(load_config(["cpu_25m", "--compile.enabled=auto", "--recompute.mode=memory_budget"]), 512, on_cpu)
-    monkeypatch.setenv("CC", sys.executable)  # a program that is there
-    assert uncompiled(load_config(["llama3_1b"]), 2048, on_cuda) == ""
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/no/headers")
-    assert "no /no/headers/Python.h" in uncompiled(load_config(["llama3_1b"]), 2048, on_cuda)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
-    assert "below 7.0" in uncompiled(load_config(["llama3_1b"]), 2048, on_cuda)
+@pytest.fixture
+def compiler(monkeypatch):
+    """Sets the compilers for C and C++, and looks for them anew."""
+
+    def use(program: str, capability: tuple[int, int] = (9, 0)) -> None:
+        for name in ("CC", "CXX"):
+            monkeypatch.setenv(name, program)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        what_inductor_lacks.cache_clear()
+
+    yield use
+    what_inductor_lacks.cache_clear()
+
+
+ON_CUDA, ON_CPU = (SimpleNamespace(device_type=name, degrees=dict.fromkeys(AXES, 1)) for name in ("cuda", "cpu"))
+
+
+def test_without_a_compiler_auto_is_off_and_true_an_error(compiler, tmp_path):
+    compiler("no-such-program")
+    assert uncompiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == "CC = 'no-such-program' is no program"
+    assert uncompiled(load_config(["llama3_1b", "--compile.backend=aot_eager"]), 2048, ON_CUDA) == ""
+    with pytest.raises(ConfigError, match=r"compile\.enabled = true needs a compiler: CC .*compile\.enabled = false"):
+        uncompiled(load_config(["llama3_1b", "--compile.enabled"]), 2048, ON_CUDA)
+    with pytest.raises(ConfigError, match=r"memory_budget needs a compiler: CXX .* or another recompute\.mode"):
+        uncompiled(load_config(["cpu_25m", "--recompute.mode=memory_budget"]), 512, ON_CPU)
+    compiler("")
+    assert uncompiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == "CC = '' is no program"
+    works, fails = tmp_path / "works", tmp_path / "fails"
+    for path, code in ((works, 0), (fails, 1)):
+        path.write_text(f"#!/bin/sh\nexit {code}\n")
+        path.chmod(0o755)
+    compiler(str(fails))
+    assert "finds no Python.h" in uncompiled(load_config(["llama3_1b"]), 2048, ON_CUDA)
+    compiler(str(works))
+    assert uncompiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == ""
+    compiler(str(works), capability=(6, 1))
+    assert "below 7.0" in uncompiled(load_config(["llama3_1b"]), 2048, ON_CUDA)
+
+
+def ask_where_one_has_no_compiler() -> tuple[str, str]:
+    """What both processes are told for auto, and for true."""
+    os.environ["CXX"] = "g++" if dist.get_rank() == 0 else "no-such-program"
+    what_inductor_lacks.cache_clear()
+    mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, 77)
+    try:
+        uncompiled(load_config(["cpu_25m", "--compile.enabled"]), 512, mesh)
+        refused = ""
+    except ConfigError as error:
+        refused = str(error)
+    return uncompiled(load_config(["cpu_25m"]), 512, mesh), refused
+
+
+def test_all_processes_compile_or_none(pool):
+    for auto, refused in pool.run(2, ask_where_one_has_no_compiler):
+        assert auto.startswith("rank ")
+        assert "no-such-program" in auto
+        assert "compile.enabled = true needs a compiler: rank " in refused

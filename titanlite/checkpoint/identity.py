@@ -57,7 +57,7 @@ def _identity(config: dict[str, dict[str, Any]], files: dict[str, bytes]) -> dic
 def changes(was: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> list[str]:
     """What is told, though it may change: how the run learns from here on."""
     found = []
-    for section in ("training", "optimizer", "schedule"):
+    for section in ("training", "optimizer", "schedule", "float8"):
         for key, value in json.loads(json.dumps(now[section])).items():
             if (before := was.get(section, {}).get(key, value)) != value:
                 found.append(f"{section}.{key} {before} -> {value}")

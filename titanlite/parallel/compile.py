@@ -13,15 +13,17 @@ so each compiles its own). What it saves: reading and writing of intermediate re
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
+import subprocess
 import sysconfig
-from pathlib import Path
 
 import torch
 from torch import nn
 
 
+@functools.cache
 def what_inductor_lacks(device_type: str) -> str:
     """What the compiler needs on this device and does not find, in words; empty if nothing.
 
@@ -29,12 +31,14 @@ def what_inductor_lacks(device_type: str) -> str:
     """
     if device_type == "cuda" and torch.cuda.get_device_capability() < (7, 0):
         return "the GPU's compute capability is below 7.0"
-    variable, usual = ("CC", ("gcc", "clang")) if device_type == "cuda" else ("CXX", ("g++", "clang++"))
-    names = [os.environ[variable]] if variable in os.environ else usual
-    if not any(map(shutil.which, names)):
-        return f"no compiler found ({' or '.join(names)}; {variable} can name another)"
-    headers = Path(sysconfig.get_path("include"), "Python.h")
-    return "" if headers.exists() else f"no {headers} (Debian and Ubuntu: apt install python3-dev)"
+    variable, usual, language = ("CC", ("gcc", "clang"), "c") if device_type == "cuda" else ("CXX", ("g++",), "c++")
+    names = (os.environ[variable],) if variable in os.environ else usual
+    program = next((found for name in names if (found := shutil.which(name))), None)
+    if program is None:
+        return f"{variable} = {names[0]!r} is no program" if variable in os.environ else f"no {' or '.join(usual)}"
+    command = [program, "-x", language, "-fsyntax-only", "-I", sysconfig.get_path("include"), "-"]
+    done = subprocess.run(command, input=b"#include <Python.h>\n", capture_output=True, check=False)
+    return f"{program} finds no Python.h (Debian and Ubuntu: apt install python3-dev)" if done.returncode else ""
 
 
 def apply_compile(block: nn.Module, backend: str) -> None:

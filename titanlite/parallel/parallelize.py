@@ -23,6 +23,7 @@ from titanlite.parallel.pipeline import cut
 from titanlite.parallel.recompute import apply_recompute
 from titanlite.parallel.shard import apply_shard
 from titanlite.parallel.tensor import apply_tensor
+from titanlite.runtime import of_any_process
 
 
 def compute_dtypes(config: Config, dim: int, device_type: str) -> tuple[torch.dtype, torch.dtype]:
@@ -52,14 +53,25 @@ def settle(config: Config, dim: int, device_type: str) -> Config:
 
 
 def uncompiled(config: Config, dim: int, mesh: Mesh) -> str:
-    """Why blocks of this width are not compiled; empty if they are. Raises ConfigError if they cannot be, but must."""
+    """Why blocks of this width are not compiled; empty if they are. The same on all processes, which call it together.
+
+    Raises ConfigError if they must be and cannot.
+    """
     sections = config.compile, config.recompute, config.parallel
     why = why_not_compiled(*sections, mesh.degrees, dim, mesh.device_type)
-    lacks = what_inductor_lacks(mesh.device_type) if not why and config.compile.backend == "inductor" else ""
-    if lacks and (config.compile.enabled == "true" or config.recompute.mode == "memory_budget"):
-        key = "compile.enabled = true" if config.compile.enabled == "true" else "recompute.mode = memory_budget"
-        raise ConfigError(f"{key} needs a compiler: {lacks}; expected one, or compile.enabled = false without it")
-    return why or lacks
+    if why or config.compile.backend != "inductor":
+        return why
+    if config.compile.enabled == "true":
+        require_inductor("compile.enabled = true", "compile.enabled = false", mesh.device_type)
+    if config.recompute.mode == "memory_budget":
+        require_inductor("recompute.mode = memory_budget", "another recompute.mode", mesh.device_type)
+    return of_any_process(what_inductor_lacks(mesh.device_type))
+
+
+def require_inductor(what: str, otherwise: str, device_type: str) -> None:
+    """Raises ConfigError on all processes, which call it together, where some process cannot compile."""
+    if lacks := of_any_process(what_inductor_lacks(device_type)):
+        raise ConfigError(f"{what} needs a compiler: {lacks}; expected one, or {otherwise}")
 
 
 def split(model: Any, config: Config, mesh: Mesh) -> list[Any]:
@@ -80,10 +92,11 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
     apply_tensor(model, mesh["tp"], config.parallel.async_tp)
     apply_context(model, mesh["cp"], config.parallel.cp_method)
     outside = config.recompute.mode == "full"  # of the compiled block, of which nothing is kept
+    compiled = not uncompiled(config, model.config.dim, mesh)
     for name, block in model.layers.items():
         if not outside:
             apply_recompute(block, config.recompute, int(name))
-        if not uncompiled(config, model.config.dim, mesh):
+        if compiled:
             apply_compile(block, config.compile.backend)
         if outside:
             apply_recompute(block, config.recompute, int(name))

@@ -21,7 +21,7 @@ from titanlite.parallel.attention import preferred_attention
 from titanlite.parallel.chunked import ChunkedLoss, DeferredOutput
 from titanlite.parallel.context import Sequences
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.parallelize import compute_dtypes
+from titanlite.parallel.parallelize import compute_dtypes, require_inductor
 from titanlite.parallel.pipeline import Pipeline, add_tied_gradients
 from titanlite.parallel.shard import reduce_gradients_when
 from titanlite.parallel.tensor import loss_context, vocabulary_cut_cross_entropy_sum
@@ -55,6 +55,8 @@ class Stages:
         loss: Any = cross_entropy_sum
         if mesh["tp"].size() > 1:
             loss = functools.partial(vocabulary_cut_cross_entropy_sum, mesh=mesh["tp"])
+        if config.compile.loss and config.compile.backend == "inductor":
+            require_inductor("compile.loss = true", "compile.loss = false", device.type)
         if config.compile.loss:
             # The last chunk may be smaller: two graphs, where one for any size cannot be made of a cut vocabulary.
             loss = torch.compile(loss, backend=config.compile.backend, dynamic=False)

@@ -23,7 +23,10 @@ def compiler_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int
     compile, parallel = config.compile, config.parallel
     budget = config.recompute.mode == "memory_budget"
     if budget and (compile.enabled == "false" or compile.backend == "eager"):
-        yield "recompute.mode = memory_budget is the compiler's; expected compile.enabled = true and not backend eager"
+        yield (
+            "recompute.mode = memory_budget is the compiler's; expected compile.enabled = auto or true, and "
+            "compile.backend not eager"
+        )
     if degrees["pp"] > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
         others = ", ".join(name for name in PP_SCHEDULES if name not in SPLIT_BACKWARD)
         why = f"parallel.pp_schedule = {parallel.pp_schedule} computes a layer's two gradients apart, which"

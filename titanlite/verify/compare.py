@@ -106,6 +106,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     expected = torch.load(path, map_location="cpu", mmap=True)
     found = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "parameters": 0.0}
     graphs: list[int] = []
+    compiles = config.compile.loss or not uncompiled(config, llama.dim, mesh)
     for step in range(STEPS):
         whole = make_batch(step, training.global_batch_size, training.seq_len, llama.vocab_size)
         local = [Batch(*pair) for pair in zip(*(part.split(training.local_batch_size) for part in whole), strict=True)]
@@ -123,7 +124,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
             found[name] = _worse(found[name], abs(float(value) / expected[name][step] - 1))
         optimizer.step()
         optimizer.zero_grad()
-        graphs.append(_graphs_so_far() if config.compile.loss or not uncompiled(config, llama.dim, mesh) else 0)
+        graphs.append(_graphs_so_far() if compiles else 0)
     if graphs[-1] > graphs[1]:
         raise RuntimeError(f"compiled {graphs[-1] - graphs[1]} graphs after the second step; expected none")
     parameters = (named for part in parts for named in part.named_parameters())
