@@ -37,6 +37,9 @@ def p99(seconds: list[float]) -> float:
 def write(name: str, title: str, body: list[str], results: Any) -> None:
     """Writes the lines of `body` as Markdown and `results` as JSON."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    changed = ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
+    if subprocess.run(changed, cwd=ROOT, capture_output=True, text=True).stdout:
+        commit = f"{commit.strip()} and changes"
     head = {
         "date": datetime.date.today().isoformat(),
         "machine": ", ".join([cpu(), *gpus()]),

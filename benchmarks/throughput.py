@@ -21,6 +21,10 @@ from typing import Any
 
 import report
 
+sys.path.insert(0, str(report.ROOT))
+
+from titanlite.spelling import suggestion
+
 ONE_B = ["llama3_1b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"]
 THREE_B = ["llama3_3b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"]
 EIGHT_B = ["llama3_8b", "--training.seq_len=8192", "--training.local_batch_size=1", "--recompute.mode=full"]
@@ -69,6 +73,16 @@ SETS = {
     "8b": ["8b", "8b, float8"],
     "cpu": [name for name in CASES if name[0] not in "138"],
 }
+
+
+def named(names: list[str]) -> list[str]:
+    """These names of cases; ends with a message if one is unknown."""
+    for name in names:
+        if name not in CASES:
+            raise SystemExit(
+                f"error: no case {name!r}{suggestion(name, list(CASES))}; --list of throughput.py shows all"
+            )
+    return names
 
 
 def child(arguments: list[str], steps: int) -> dict[str, Any]:
@@ -139,6 +153,8 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the cases and what they are")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: expected at least 1")
     if options.list:
         print("\n".join(f"{name}: {' '.join(arguments)}" for name, arguments in CASES.items()))
         return
@@ -148,7 +164,7 @@ def main() -> None:
     import torch
 
     chosen = options.cases or ("gpu" if torch.cuda.is_available() else "cpu")
-    names = SETS.get(chosen) or [name.strip() for name in chosen.split(";")]
+    names = SETS.get(chosen) or named([name.strip() for name in chosen.split(";")])
     body = ["| case | tok/s | TFLOP/s | MFU | p99 / median | peak GiB | host waits |", "|---|---|---|---|---|---|---|"]
     results = {}
     for name in names:
