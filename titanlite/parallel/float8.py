@@ -41,7 +41,10 @@ def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: torch.dtype
     """a (M, K) times b (K, N), each 8-bit numbers and their scale. `fast`: sums of fewer bits within the hardware."""
     (x, x_scale), (y, y_scale) = a, b
     if emulate:
-        return ((x.float() @ y.float()) * (x_scale * y_scale)).to(out)
+        found = (x.float() @ y.float()) * (x_scale * y_scale)
+        # Not `to` alone: where it changes nothing it returns its input, and torch 2.11 compiles a Function whose result
+        # has two names to one without gradient (pytorch#180642).
+        return found if found.dtype == out else found.to(out)
     by_columns = y.t().contiguous().t()  # what the hardware takes
     return torch._scaled_mm(x.contiguous(), by_columns, x_scale, y_scale, out_dtype=out, use_fast_accum=fast)
 
