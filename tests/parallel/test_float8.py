@@ -121,7 +121,7 @@ def losses_of(folder: Path, name: str, options: list[str]) -> list[float]:
     """Of 200 steps of debug."""
     command = [sys.executable, "train.py", "debug", f"--run.folder={folder}", f"--run.name={name}", "--run.device=cpu"]
     command += ["--training.steps=200", "--metrics.log_freq=1", "--validation.freq=0", "--run.sample_tokens=0"]
-    command += ["--training.local_batch_size=8", "--checkpoint.freq=0", *options]
+    command += ["--training.local_batch_size=8", "--checkpoint.freq=0", "--optimizer.lr=5e-4", *options]
     subprocess.run(command, check=True, cwd=ROOT, timeout=1200, stdout=subprocess.DEVNULL)
     losses = [json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 200
@@ -130,15 +130,16 @@ def losses_of(folder: Path, name: str, options: list[str]) -> list[float]:
 
 @pytest.mark.slow
 def test_it_trains_as_well_as_without(tmp_path):
-    """Against bf16: the mean loss of 200 steps within 0.5 %, that of the last 20 not higher by more; both fall 2 nats.
+    """Against bf16: the mean loss of 200 steps within 0.1 %, and that of the last 20; both fall 2 nats.
 
-    The last losses themselves differ by chance: fp32's are 0.7 % higher than bf16's.
+    At a learning rate at which rounding stays rounding. At debug's own, 3e-3, it grows to chance: fp32 and bf16 are 1 %
+    apart in either direction, by the seed.
     """
     plain = losses_of(tmp_path, "bf16", ["--training.compute_dtype=bfloat16"])
     eight = losses_of(tmp_path, "float8", ["--float8.enabled", "--float8.emulate"])
     assert eight != plain
-    assert sum(eight) == pytest.approx(sum(plain), rel=5e-3)
-    assert sum(eight[-20:]) < 1.005 * sum(plain[-20:])
+    assert sum(eight) == pytest.approx(sum(plain), rel=1e-3)
+    assert sum(eight[-20:]) == pytest.approx(sum(plain[-20:]), rel=1e-3)
     assert min(plain[0], eight[0]) - max(sum(plain[-20:]), sum(eight[-20:])) / 20 > 2
 
 
