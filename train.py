@@ -69,7 +69,7 @@ def main(config: Config) -> int:
     setup_logging(rank)
     tokenizer = Tokenizer(config.data.tokenizer)
     llama = resolve_flavor(config.model, tokenizer.size)
-    settled = settle(config, llama.dim, device.type)  # `auto`
+    settled = settle(config, llama.dim, device.type)  # what `auto` means here
     runtime.require_agreement(configuration=portable(config), compute_dtype=settled.training.compute_dtype)
     config = settled
     mesh = Mesh(device.type, check_layout(config, llama, world_size), config.comm.group_timeout_seconds)

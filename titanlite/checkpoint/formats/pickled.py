@@ -16,9 +16,8 @@ import struct
 from collections.abc import Callable, Container
 from typing import Any
 
-GETATTR = (
-    "builtins.getattr"  # how Python 3.11.0 to 3.11.3 pickle a member of an enumeration: of a listed class, by name
-)
+# How Python 3.11.0 to 3.11.3 pickle a member of an enumeration: of a listed class, by name
+GETATTR = "builtins.getattr"
 
 
 class Name(str):
