@@ -48,10 +48,14 @@ class Mesh:
         for group in (*self._weights.get_all_groups(), *self._tokens.get_all_groups()):
             # A mesh gives its groups torch's default time-out, and no public way to another (torch 2.11 to 2.13).
             _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+        self._lines: dict[str | tuple[str, ...], DeviceMesh] = {}  # a DeviceMesh makes a new one at each access
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        names = {axes} if isinstance(axes, str) else set(axes)
-        return (self._weights if names <= set(self._weights.mesh_dim_names or ()) else self._tokens)[axes]
+        if axes not in self._lines:
+            names = {axes} if isinstance(axes, str) else set(axes)
+            mesh = self._weights if names <= set(self._weights.mesh_dim_names or ()) else self._tokens
+            self._lines[axes] = mesh[axes]
+        return self._lines[axes]
 
 
 def data_rank(mesh: Mesh) -> tuple[int, int]:
