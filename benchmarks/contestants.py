@@ -7,7 +7,6 @@ the device. All clip to norm 1 and use fused AdamW.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import statistics
@@ -167,17 +166,6 @@ class HuggingFace:
         return loss.detach()
 
 
-@dataclasses.dataclass
-class Measured:
-    """Seconds of the steps of one contestant."""
-
-    steps: list[float]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.steps)
-
-
 def wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -203,10 +191,10 @@ def timed(step: Step, batches: list[tuple[Tensor, Tensor]], device: torch.device
 
 def side_by_side(
     a: Step, b: Step, batches: list[tuple[Tensor, Tensor]], device: torch.device, rounds: int = 1
-) -> tuple[Measured, Measured, float]:
-    """A B B A, so often; every turn takes all batches.
+) -> tuple[tuple[list[float], list[float]], list[float]]:
+    """A B B A, so often; every turn takes all batches. The seconds of each step of A and of B.
 
-    Also how much faster A is: the median over the rounds, so that a machine whose speed drifts counts for both.
+    Also by round how much faster A is: the median over rounds stays fair where a machine's speed drifts.
     """
     found: tuple[list[float], list[float]] = ([], [])
     ratios = []
@@ -217,7 +205,7 @@ def side_by_side(
         ratios.append(statistics.median(turns[1]) / statistics.median(turns[0]))
         for all_of_it, turn in zip(found, turns, strict=True):
             all_of_it.extend(turn)
-    return Measured(found[0]), Measured(found[1]), statistics.median(ratios)
+    return found, ratios
 
 
 def threads() -> str:

@@ -3,14 +3,16 @@
     python benchmarks/levers.py [--pairs "25m, full/25m; ..."] [--rounds 6]
 
 Each pair is two cases of `throughput.py`, both in one process: rounds of steps in the order A B B A after a few that do
-not count, and the median over the rounds of how much faster A is. So a machine whose speed drifts counts for both.
-Memory is in the table of `throughput.py`, where each case has a process of its own. Six minutes on two cores.
+not count, and the median over the rounds of how much faster A is. So a machine whose speed drifts counts for both. Half
+of the rounds are in a second process, in which B is built first: whose memory lies better is worth some percent.
+Peak memory is in the table of `throughput.py`, where each case has a process of its own. Ten minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -38,16 +40,34 @@ PAIRS = {
 UNCOUNTED = 3
 
 
-def child(pair: str, rounds: int) -> dict[str, Any]:
-    """Measures one pair in this process."""
+def child(pair: str, rounds: int, order: list[int]) -> dict[str, Any]:
+    """Measures one pair in this process: the seconds of the steps of both, and the ratios of all rounds."""
     from contestants import Titanlite, make_batch, side_by_side, timed
 
-    a, b = (Titanlite(CASES[name]) for name in pair.split("/"))
+    built = {i: Titanlite(CASES[pair.split("/")[i]]) for i in order}
+    a, b = built[0], built[1]
     batch = make_batch(a.config, a.llama, a.device, 0)
     for subject in (a, b):
         timed(subject.step, [batch] * UNCOUNTED, a.device)
-    first, second, ratio = side_by_side(a.step, b.step, [batch], a.device, rounds)
-    return {"ratio": ratio, "seconds": [statistics.median(one.steps) for one in (first, second)]}
+    seconds, ratios = side_by_side(a.step, b.step, [batch], a.device, rounds)
+    return {"ratios": ratios, "seconds": seconds}
+
+
+def measure(pair: str, rounds: int) -> dict[str, Any] | None:
+    """Half of the rounds with A built first, half with B; None if the pair cannot run here."""
+    found = []
+    for order in ("01", "10"):
+        command = [sys.executable, __file__, "--child", pair, order, "--rounds", str(math.ceil(rounds / 2))]
+        environment = os.environ | {"PYTHONPATH": str(report.ROOT)}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+        if done.returncode:  # too much memory for two, or a device that cannot
+            return None
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    return {
+        "ratio": statistics.median(ratio for one in found for ratio in one["ratios"]),
+        "seconds": [statistics.median(second for one in found for second in one["seconds"][i]) for i in (0, 1)],
+        "by process": [statistics.median(one["ratios"]) for one in found],
+    }
 
 
 def main() -> None:
@@ -56,12 +76,13 @@ def main() -> None:
         "--pairs", default="", help="cpu, gpu, or A/B; A/B of throughput's cases; default: by the device"
     )
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: expected at least 1")
     if options.child:
-        print(json.dumps(child(options.child, options.rounds)), flush=True)
+        pair, order = options.child
+        print(json.dumps(child(pair, options.rounds, [int(i) for i in order])), flush=True)
         os._exit(0)  # gloo's threads can abort an orderly end
     import torch
 
@@ -69,18 +90,18 @@ def main() -> None:
     pairs = PAIRS.get(chosen) or [pair.strip() for pair in chosen.split(";")]
     if bad := [pair for pair in pairs if len(named(pair.split("/"))) != 2]:
         parser.error(f"--pairs {bad[0]!r}: expected two cases, as in 25m, full/25m")
-    body = ["| case | against | times as fast | seconds per step |", "|---|---|---|---|"]
+    body = ["| case | against | times as fast | A first, B first | seconds per step |", "|---|---|---|---|---|"]
     results: dict[str, Any] = {}
     for pair in pairs:
-        command = [sys.executable, __file__, "--child", pair, "--rounds", str(options.rounds)]
-        environment = os.environ | {"PYTHONPATH": str(report.ROOT)}
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
         a, b = pair.split("/")
-        if done.returncode:  # too much memory for two, or a device that cannot; the others go on
-            body.append(f"| {a} | {b} | failed | |")
+        one = measure(pair, options.rounds)
+        if one is None:  # the others go on
+            body.append(f"| {a} | {b} | failed | | |")
             continue
-        results[pair] = one = json.loads(done.stdout.splitlines()[-1])
-        body.append(f"| {a} | {b} | {one['ratio']:.2f} | {one['seconds'][0]:.3f}, {one['seconds'][1]:.3f} |")
+        results[pair] = one
+        by_process = ", ".join(f"{ratio:.2f}" for ratio in one["by process"])
+        seconds = ", ".join(f"{second:.3f}" for second in one["seconds"])
+        body.append(f"| {a} | {b} | {one['ratio']:.2f} | {by_process} | {seconds} |")
         print(body[-1], flush=True)
         lines = [*body, "", *(f"- {name}: `{' '.join(CASES[name])}`" for pair in results for name in pair.split("/"))]
         report.write(f"levers_{chosen}" if chosen in PAIRS else "levers", "Levers", list(dict.fromkeys(lines)), results)
