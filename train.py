@@ -228,7 +228,7 @@ def say_what_runs(config: Config, llama: LlamaConfig, mesh: Mesh, accumulation: 
         f"{runtime.device_name(device)} x {dist.get_world_size()} ({layout}), compute {compute}, reduce {reduce}, "
         f"attention {attention}, {blocks}; "
         f"{training.global_batch_size} sequences of {training.seq_len} per step, "
-        f"in {accumulation} local batches of {training.local_batch_size}"
+        f"{accumulation} x {training.local_batch_size} in each process"
     )
 
 

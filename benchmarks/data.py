@@ -57,6 +57,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--path", default="", help="text; default: the standard library")
     options = parser.parse_args()
+    if options.path and not os.path.exists(options.path):
+        parser.error(f"--path {options.path}: no such file or folder")
     with tempfile.TemporaryDirectory() as cache:
         started = time.perf_counter()
         prepared = prepare(Data(path=options.path, cache=cache), Tokenizer(), lambda text: None)

@@ -29,8 +29,8 @@ from contestants import HuggingFace, Titanlite, configuration, make_batch, side_
 from titanlite import runtime
 
 SIZES = {  # arguments of train.py, steps of a turn, rounds of four turns in a process, processes
-    "1M": (["debug", "--training.local_batch_size=8"], 5, 4, 8),
-    "25M": (["cpu_25m"], 1, 3, 4),
+    "1M": (["debug", "--training.local_batch_size=8"], 5, 8, 8),
+    "25M": (["cpu_25m"], 1, 2, 4),
     "125M": (
         [
             "cpu_25m",
@@ -38,11 +38,15 @@ SIZES = {  # arguments of train.py, steps of a turn, rounds of four turns in a p
             *("--model.ffn_dim=2048", "--model.vocab_size=50304", "--training.local_batch_size=2"),
         ],
         1,
+        3,
         2,
-        4,
     ),
     "1B": (
-        ["llama3_1b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"],
+        [
+            "llama3_1b",
+            *("--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"),
+            "--loss.num_chunks=1",
+        ],
         20,
         1,
         2,

@@ -72,6 +72,12 @@ def test_counts_in_the_environment(monkeypatch, text):
     assert launch._number("NNODES", 3) == 3
 
 
+def test_threads_in_the_environment(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    with pytest.raises(launch.ConfigError, match=r"OMP_NUM_THREADS = 'many' in the environment: expected an integer"):
+        launch.launch(["debug"])
+
+
 def test_processes_that_a_passed_on_signal_ends_early_were_stopped(monkeypatch, capsys):
     """While they import torch they handle nothing; there is nothing to save yet, and the run may start again."""
     monkeypatch.setattr(launch, "_passed_on", [1.0])

@@ -43,6 +43,8 @@ def launch(argv: list[str]) -> int:
     here = _number("NGPU", 0) if os.environ.get("NGPU") else _default_processes(config.run.device)
     port = _number("MASTER_PORT", 29500, high=65535)
     restarts = _number("MAX_RESTARTS", 0, low=0)
+    # One thread per core in all; more would make the processes wait for each other.
+    threads = _number("OMP_NUM_THREADS", max(1, usable_cores() // here))
     tokenizer: list[Tokenizer] = []
     llama: list[LlamaConfig] = []
     problems: list[str] = []
@@ -62,9 +64,7 @@ def launch(argv: list[str]) -> int:
         raise ConfigError(problems)
     prepare(config.data, tokenizer[0])
 
-    # One thread per core in all; more would make the processes wait for each other.
-    if not os.environ.get("OMP_NUM_THREADS"):
-        os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // here))
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     # For the c10d rendezvous: a restart must not see old keys (pytorch#135712).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     arguments = ["--nproc-per-node", str(here), "--nnodes", str(nodes), "--node-rank", str(node)]
