@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titanlite.config import Config, Training
-from titanlite.config_parallel import Parallel
+from titanlite.config_parallel import Loss, Parallel
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 from titanlite.parallel.mesh import Mesh
@@ -37,10 +37,14 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def build_stages(parallel: dict[str, Any], seed: int = 0, llama: LlamaConfig = SMALL, **training: Any) -> Stages:
+def build_stages(
+    parallel: dict[str, Any], seed: int = 0, llama: LlamaConfig = SMALL, num_chunks: int = 1, **training: Any
+) -> Stages:
     """This process's parts of the model in a layout: `parallel` is the section, `training` others of its keys."""
     config = Config(
-        training=Training(**{"seq_len": 16, "local_batch_size": 2, **training}), parallel=Parallel(**parallel)
+        training=Training(**{"seq_len": 16, "local_batch_size": 2, **training}),
+        parallel=Parallel(**parallel),
+        loss=Loss(num_chunks=num_chunks),
     )
     mesh = Mesh("cpu", {axis: parallel.get(axis, 1) for axis in AXES}, 77)
     with torch.device("meta"):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from allocations import Largest
 from model_builder import small_model
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config import Optimizer, Schedule
 from titanlite.optim import low_precision
@@ -81,28 +79,6 @@ def test_chunked_loss_equals_the_plain_one(num_chunks, dtype):
     with torch.no_grad():
         value = chunked(hidden.to(dtype), weight.to(dtype), labels, num_chunks, cross_entropy_sum)
     torch.testing.assert_close(value / 70, wanted[0])
-
-
-class Largest(TorchDispatchMode):
-    """The most bytes of tensors that were alive at once, and were made in here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}
-        self.now = self.most = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage().data_ptr()) not in self.alive:
-                self.alive[key] = size = tensor.untyped_storage().nbytes()
-                self.now += size
-                self.most = max(self.most, self.now)
-                weakref.finalize(tensor.untyped_storage(), self.free, key)
-        return result
-
-    def free(self, key: int) -> None:
-        self.now -= self.alive.pop(key)
 
 
 def test_chunked_loss_takes_a_part_of_the_memory():
