@@ -2,11 +2,12 @@
 
 Each contestant is built from the same configuration, has the weights of `Titanlite` with that seed, and takes batches
 of tokens and labels, (B, S) each: `step(tokens, labels)` is one optimizer step and returns the mean loss before it, on
-the device. All clip to norm 1 and use fused AdamW.
+the device. All clip to norm 1 and use fused AdamW at a constant rate.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import statistics
@@ -22,18 +23,21 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from titanlite import config as config_module
 from titanlite import runtime
 from titanlite.checkpoint.formats import huggingface
 from titanlite.checkpoint.formats.full_state import half_split
 from titanlite.config import Config
 from titanlite.configure import load_config
-from titanlite.data.stream import IGNORED
+from titanlite.data.stream import Batch, count_targets
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.schedule import Schedule
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.parallelize import split
+from titanlite.parallel.parallelize import split, uncompiled
 from titanlite.parallel.shard import assign_shard
 from titanlite.parallel.stages import Stages
 from titanlite.plan.layout import check_layout
@@ -47,11 +51,22 @@ def configuration(arguments: list[str]) -> tuple[Config, LlamaConfig]:
     return config, resolve_flavor(config.model, 4112)
 
 
-def make_batch(config: Config, llama: LlamaConfig, device: torch.device, number: int) -> tuple[Tensor, Tensor]:
-    """Random tokens and the next ones as labels, (B, S), the same for every contestant."""
-    generator = torch.Generator().manual_seed(number)
-    shape = (config.training.local_batch_size, config.training.seq_len + 1)
-    tokens = torch.randint(llama.vocab_size, shape, generator=generator)
+@functools.cache
+def text() -> Tensor:
+    """Half a million tokens of the standard library, in the bundled vocabulary."""
+    tokenizer, ids = Tokenizer(), []
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        ids += tokenizer.encode(path.read_text(errors="replace"))
+        if len(ids) > 500_000:
+            break
+    return torch.tensor(ids)
+
+
+def make_batch(config: Config, device: torch.device, number: int) -> tuple[Tensor, Tensor]:
+    """Windows of the text and the next tokens as labels, (B, S), the same for every contestant."""
+    size, seq_len = config.training.local_batch_size, config.training.seq_len
+    starts = [(number * size + row) * seq_len % (len(text()) - seq_len - 1) for row in range(size)]
+    tokens = torch.stack([text()[start : start + seq_len + 1] for start in starts])
     return tokens[:, :-1].contiguous().to(device), tokens[:, 1:].contiguous().to(device)
 
 
@@ -63,6 +78,7 @@ class Titanlite:
     def __init__(self, arguments: list[str]) -> None:
         self.config, self.llama = configuration(arguments)
         self.device = runtime.start(self.config.run.device, 600, self.config.run.seed)
+        constant = config_module.Schedule(name="constant", warmup_steps=0)
         mesh = Mesh(self.device.type, check_layout(self.config, self.llama, 1), 600)
         with torch.device("meta"):
             model = Llama(self.llama, self.config.training.seq_len)
@@ -72,13 +88,20 @@ class Titanlite:
             part.init_weights(self.config.run.seed, assign_shard, self.device)
         self.stages = Stages(self.parts, self.config, mesh, self.device)
         self.optimizer = build_optimizer(self.parts, self.config.optimizer)
+        self.schedule = Schedule(self.optimizer, constant, self.config.optimizer.lr, self.config.training.steps)
+        self.not_compiled = uncompiled(self.config, self.llama.dim, mesh)
 
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        num_targets = (labels != IGNORED).sum()
+        """A batch that is in CPU memory goes to the device as in train.py."""
+        num_targets = count_targets([Batch(tokens, labels)])
+        if tokens.device != self.device:
+            num_targets = runtime.to_device(num_targets, self.device)
+            ((tokens, labels),) = runtime.one_ahead([(tokens, labels)], self.device)
         loss = self.stages.forward_backward(tokens, labels, num_targets, True)
         clip_grad_norm(self.parts, self.config.training.max_norm, self.device, self.stages.held_twice)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.schedule.step()
         return loss
 
 

@@ -3,10 +3,10 @@
     python benchmarks/overhead.py [--steps 8] [--rounds 3] [-- CONFIG --section.key=value ...]
 
 Three processes in turn, in rounds in the order A B C C B A: train.py itself (data, clipping, metrics, signals,
-watchdog), a bare loop around the same model on random tokens, and the same bare loop with `fully_shard` around each
-block and the model. Each does so many steps after two that do not count. Each round compares its medians; told is the
-median over the rounds, and how far they are apart: on a machine that is shared, a round may say anything. The default
-is 25 million parameters and 2,048 tokens per step. A quarter of an hour on two cores.
+watchdog), a bare loop around the same model on text, and the same bare loop with `fully_shard` around each block and
+the model. Each does so many steps after two that do not count. Each round compares its medians; told is the median over
+the rounds, and how far they are apart: on a machine that is shared, a round may say anything. The default is 25 million
+parameters and 2,048 tokens per step. A quarter of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ import torch
 from contestants import Bare, configuration, make_batch, timed
 from titanlite import runtime
 arguments, steps, sharded = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "fsdp"
-config, llama = configuration(arguments)
+config, _ = configuration(arguments)
 device = runtime.start(config.run.device, 600, 0)
 bare = Bare(arguments, device)
 if sharded:
     bare.shard()
-batches = [make_batch(config, llama, device, number) for number in range(steps)]
+batches = [make_batch(config, device, number) for number in range(steps)]
 print(json.dumps(timed(bare.step, batches, device)))
 """
 KINDS = {"train.py": "", "bare loop": "plain", "bare loop with fully_shard": "fsdp"}

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+NO_MEMORY = "out of memory"
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -23,15 +24,38 @@ def cpu() -> str:
 
 
 def gpus() -> list[str]:
-    """The names of the CUDA devices, where this process knows torch."""
-    torch = sys.modules.get("torch")
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch else []
+    """The names of the CUDA devices."""
+    import torch
+
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
 def p99(seconds: list[float]) -> float:
-    """The 99th percentile: of fewer than 100 the largest."""
+    """The 99th percentile: of 100 or fewer the largest."""
     ordered = sorted(seconds)
     return ordered[max(0, -(-99 * len(ordered) // 100) - 1)]
+
+
+def child(command: list[str]) -> dict[str, Any]:
+    """What a process printed last, as JSON; or {"failed": why}, so that the others can go on."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode == 0:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
+    return {"failed": NO_MEMORY if "OutOfMemory" in done.stderr else f"exit code {done.returncode}: {last[:200]}"}
+
+
+def failure(*found: dict[str, Any]) -> str | None:
+    """The first of these that failed, in words."""
+    return next((one["failed"] for one in found if "failed" in one), None)
+
+
+def exit_code(results: dict[str, Any]) -> None:
+    """Ends with 1 if something failed that a larger memory would not mend: benchmarks/gpu.sh tries it again."""
+    if any(one.get("failed", NO_MEMORY) != NO_MEMORY for one in results.values()):
+        raise SystemExit(1)
 
 
 def write(name: str, title: str, body: list[str], results: Any) -> None:

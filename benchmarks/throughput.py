@@ -2,10 +2,11 @@
 
     python benchmarks/throughput.py [--cases "SET or NAME;NAME"] [--steps 20] [--list]
 
-Each case is a configuration in a process of its own: so many steps that do not count, then as many that do, on random
-tokens, made of the parts that train.py is made of. Tokens per second by the median step; MFU by the formula of
-`titanlite/plan/flops.py`; p99 over the median; peak memory; and how often the host waited for the device in the counted
-steps, which should be never (CUDA only). A case that does not fit the memory says so, and the others go on.
+Each case is a configuration in a process of its own: so many steps that do not count, then as many that do, on text,
+made of the parts that train.py is made of. Tokens per second by the median step; MFU by the formula of
+`titanlite/plan/flops.py`; the median step, and the 99th percentile (of 100 steps or fewer the slowest) over it; peak
+memory; how often the host waited for the device in a step, which should be never (CUDA only); the dtype, and whether
+blocks were compiled, or why not. A case that does not fit the memory says so, and the others go on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import warnings
 from typing import Any
@@ -89,12 +89,13 @@ def child(arguments: list[str], steps: int) -> dict[str, Any]:
     import torch
     from contestants import Titanlite, make_batch, timed
 
+    from titanlite.parallel.parallelize import compute_dtypes
     from titanlite.plan.flops import flops_per_token, peak_tflops
     from titanlite.runtime import device_name, peak_memory_gib
 
     subject = Titanlite(arguments)
     config, device = subject.config, subject.device
-    batches = [make_batch(config, subject.llama, device, number) for number in range(steps)]
+    batches = [make_batch(config, device, number) for number in range(steps)]
     loss = float(subject.step(*batches[0]))
     timed(subject.step, batches, device)
     waits = None
@@ -116,32 +117,30 @@ def child(arguments: list[str], steps: int) -> dict[str, Any]:
         "tok/s": tokens / median,
         "tflops": tflops,
         "mfu": 100 * tflops / peak if peak else None,
-        "p99 / median": report.p99(seconds) / median,
+        "p50": median,
+        "p99": report.p99(seconds),
         "GiB": peak_memory_gib(device),
         "host waits": waits,
+        "compute": str(compute_dtypes(config, subject.llama.dim, device.type)[0]).removeprefix("torch."),
+        "not compiled": subject.not_compiled,
         "seconds": seconds,
     }
 
 
 def measure(name: str, steps: int) -> dict[str, Any]:
     """Measures one case in a process of its own."""
-    command = [sys.executable, __file__, "--child", name, "--steps", str(steps)]
-    environment = os.environ | {"PYTHONPATH": str(report.ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
-        return {"failed": "out of memory" if "OutOfMemory" in done.stderr else last[:200]}
-    return json.loads(done.stdout.splitlines()[-1])
+    return report.child([sys.executable, __file__, "--child", name, "--steps", str(steps)])
 
 
 def row(name: str, found: dict[str, Any]) -> str:
     if "failed" in found:
-        return f"| {name} | {found['failed']} | | | | | |"
+        return f"| {name} | {found['failed']} | | | | | | | |"
     mfu = f"{found['mfu']:.1f} %" if found["mfu"] is not None else "n/a"
     waits = found["host waits"] if found["host waits"] is not None else "n/a"
+    how = f"{found['compute']}, {found['not compiled'] or 'compiled'}"
     return (
-        f"| {name} | {found['tok/s']:,.0f} | {found['tflops']:.3g} | {mfu} | {found['p99 / median']:.3f} "
-        f"| {found['GiB']:.2f} | {waits} |"
+        f"| {name} | {found['tok/s']:,.0f} | {found['tflops']:.3g} | {mfu} | {found['p50']:.3f} "
+        f"| {found['p99'] / found['p50']:.3f} | {found['GiB']:.2f} | {waits} | {how} |"
     )
 
 
@@ -164,7 +163,8 @@ def main() -> None:
 
     chosen = options.cases or ("gpu" if torch.cuda.is_available() else "cpu")
     names = SETS.get(chosen) or named([name.strip() for name in chosen.split(";")])
-    body = ["| case | tok/s | TFLOP/s | MFU | p99 / median | peak GiB | host waits |", "|---|---|---|---|---|---|---|"]
+    body = ["| case | tok/s | TFLOP/s | MFU | p50, s | p99 / p50 | peak GiB | host waits | computed |"]
+    body += ["|---|---|---|---|---|---|---|---|---|"]
     results = {}
     for name in names:
         results[name] = measure(name, options.steps)
@@ -172,6 +172,7 @@ def main() -> None:
         print(body[-1], flush=True)
         lines = [*body, "", *(f"- {one}: `{' '.join(CASES[one])}`" for one in results)]
         report.write(f"throughput_{chosen}" if chosen in SETS else "throughput", "Throughput", lines, results)
+    report.exit_code(results)
 
 
 if __name__ == "__main__":

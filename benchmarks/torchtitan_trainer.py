@@ -54,7 +54,7 @@ def job(config: Config, compute: str) -> Any:
     optimizer.eps, optimizer.weight_decay = config.optimizer.eps, config.optimizer.weight_decay
     made.lr_scheduler.warmup_steps, made.lr_scheduler.decay_ratio = 0, 0.0
     made.activation_checkpoint.mode, made.activation_checkpoint.selective_ac_option = RECOMPUTE[config.recompute.mode]
-    made.compile.enable, made.compile.components = config.compile.enabled == "true", ["model"]
+    made.compile.enable, made.compile.components = config.compile.enabled == "true", ["model", "loss"]
     made.metrics.log_freq = 1 << 40
     made.training.gc_freq = config.training.gc_freq or 1 << 40
     return made

@@ -3,18 +3,17 @@
     python benchmarks/vs_transformers.py [--sizes 1M,25M,125M] [--no-compile]
 
 Same weights, same tokens, fp32 on CPU (bfloat16 compute on CUDA), fused AdamW, clipping to norm 1; titanlite is made
-of the parts of train.py. First the losses of the first step must agree; then rounds of turns in the order A B B A, and
-the median over the rounds. Eager, and compiled: ours by block and the loss, theirs as a whole.
+of the parts of train.py. First the losses must agree, of the first step and of two after it; then rounds of turns in
+the order A B B A, and the median over the rounds. Eager, and compiled: ours by block and the loss, theirs as a whole.
 
 Rounds are spread over processes, in every other of which theirs is built first: at 1 million parameters whose memory
-lies better is worth 4 % of a step, and differs from process to process. Half an hour on two cores.
+lies better is worth 4 % of a step, and differs from process to process. Forty minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -30,7 +29,7 @@ from titanlite import runtime
 
 SIZES = {  # arguments of train.py, steps of a turn, rounds of four turns in a process, processes
     "1M": (["debug", "--training.local_batch_size=8"], 5, 8, 8),
-    "25M": (["cpu_25m"], 1, 2, 4),
+    "25M": (["cpu_25m"], 1, 4, 4),
     "125M": (
         [
             "cpu_25m",
@@ -52,7 +51,7 @@ SIZES = {  # arguments of train.py, steps of a turn, rounds of four turns in a p
         2,
     ),
 }
-GATE = {"cpu": 1e-5, "cuda": 2e-3}  # of the first loss, relative
+GATE = {"cpu": 1e-5, "cuda": 1e-3}  # of the first loss, relative; ten times that for two more
 
 
 def one_process(size: str, compiled: bool, theirs_first: bool) -> dict[str, Any]:
@@ -68,17 +67,17 @@ def one_process(size: str, compiled: bool, theirs_first: bool) -> dict[str, Any]
     ]
     order = (1, 0) if theirs_first else (0, 1)
     built = {i: build[i]() for i in order}
-    batches = [make_batch(config, llama, device, number) for number in range(steps)]
+    batches = [make_batch(config, device, number) for number in range(steps)]
     losses = {i: [float(built[i].step(*batches[j % steps])) for j in range(3)] for i in order}
-    apart = abs(losses[0][0] - losses[1][0]) / losses[1][0]
-    if not apart <= GATE[device.type] or not all(map(math.isfinite, losses[0] + losses[1])):
+    apart = [abs(a - b) / b for a, b in zip(losses[0], losses[1], strict=True)]
+    if not (apart[0] <= GATE[device.type] and max(apart) <= 10 * GATE[device.type]):
         raise SystemExit(f"{size}: the first losses differ, so no speed is told: {losses}")
     seconds, ratios = side_by_side(built[0].step, built[1].step, batches, device, rounds)
     return {
         "parameters": llama.num_parameters,
         "tokens per step": config.training.local_batch_size * config.training.seq_len,
         "first losses": [losses[0][0], losses[1][0]],
-        "losses apart": apart,
+        "losses apart": apart[0],
         "steps": seconds,
         "ratios": ratios,
     }

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titanlite.config import Config, Training
-from titanlite.config_parallel import Loss, Parallel
+from titanlite.config_parallel import Parallel
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 from titanlite.parallel.mesh import Mesh
@@ -38,13 +38,16 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def build_stages(
-    parallel: dict[str, Any], seed: int = 0, llama: LlamaConfig = SMALL, num_chunks: int = 1, **training: Any
+    parallel: dict[str, Any], seed: int = 0, llama: LlamaConfig = SMALL, *sections: Any, **training: Any
 ) -> Stages:
-    """This process's parts of the model in a layout: `parallel` is the section, `training` others of its keys."""
+    """This process's parts of the model in a layout: `parallel` is the section, `training` others of its keys.
+
+    `sections`: others, as objects.
+    """
     config = Config(
         training=Training(**{"seq_len": 16, "local_batch_size": 2, **training}),
         parallel=Parallel(**parallel),
-        loss=Loss(num_chunks=num_chunks),
+        **{type(section).__name__.lower(): section for section in sections},
     )
     mesh = Mesh("cpu", {axis: parallel.get(axis, 1) for axis in AXES}, 77)
     with torch.device("meta"):

@@ -13,6 +13,7 @@ from titanlite import cores
 def machine(tmp_path, monkeypatch):
     """Makes a machine of so many threads, some of which share a core, and a control group."""
     monkeypatch.setattr(cores, "CONTROL_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(cores, "OWN_GROUPS", tmp_path / "groups/own")
     monkeypatch.setattr(cores, "TOPOLOGY", tmp_path / "cpu")
 
     def make(allowed: set[int], cores_of: list[str], files: dict[str, str]) -> int:
@@ -47,6 +48,20 @@ def machine(tmp_path, monkeypatch):
         (set(range(64)), [], {"cpu.max": "damaged"}, 64),
         ({0}, [], {"cpu.max": "800000 100000\n"}, 1),
         (set(range(8)), [], {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        (set(range(8)), [], {"own": "0::/a/b\n", "a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000"}, 3),
+        (set(range(8)), [], {"own": "0::/a\n", "a/cpu.max": "300000 100000", "cpu.max": "200000 100000"}, 2),
+        (set(range(8)), [], {"own": "0::/host/only\n", "cpu.max": "400000 100000"}, 4),
+        (set(range(8)), [], {"own": "0::/../b\n", "b/cpu.max": "400000 100000"}, 8),
+        (
+            set(range(8)),
+            [],
+            {
+                "own": "4:cpu,cpuacct:/a\n1:name=systemd:/b\n",
+                "cpu/a/cpu.cfs_quota_us": "200000\n",
+                "cpu/a/cpu.cfs_period_us": "100000\n",
+            },
+            2,
+        ),
         (set(range(8)), [], {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
     ],
 )

@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
@@ -32,11 +33,27 @@ def _siblings(thread: int) -> str:
 
 
 def _quota() -> float:
-    """How many cores' time the control group may use; infinite without a limit."""
+    """How many cores' time may be used: the least that this process's control group, or one above it, is given."""
+    own = ["0::/", "0:cpu:/"]
+    with contextlib.suppress(OSError):
+        own += OWN_GROUPS.read_text().splitlines()
+    least = float("inf")
+    for line in own:  # version 2: "0::/path"; version 1: "4:cpu,cpuacct:/path"
+        _, controllers, path = line.split(":", 2)
+        top = CONTROL_GROUPS / ("cpu" if "cpu" in controllers.split(",") else "")
+        group = top / path.strip("/")
+        while group.is_relative_to(top):  # in a container a path may lead nowhere, and its top is what it is given
+            least = min(least, _limit(group))
+            group = group.parent
+    return least
+
+
+def _limit(group: Path) -> float:
+    """A control group's own quota in cores; infinite without one."""
     with contextlib.suppress(OSError, ValueError):  # version 2: "200000 100000", or "max 100000"
-        limit, period = (CONTROL_GROUPS / "cpu.max").read_text().split()
+        limit, period = (group / "cpu.max").read_text().split()
         return float("inf") if limit == "max" else int(limit) / int(period)
     with contextlib.suppress(OSError, ValueError):  # version 1; -1 is no limit
-        limit, period = ((CONTROL_GROUPS / f"cpu/cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        limit, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         return int(limit) / int(period) if int(limit) > 0 else float("inf")
     return float("inf")

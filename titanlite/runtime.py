@@ -85,7 +85,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 def one_ahead(batches: Iterable[tuple[Tensor, ...]], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
     """The batches on the device. On CUDA the next is copied while the caller computes with this one.
 
-    Copies have a stream of their own, so the computation waits for none but its own.
+    Copies have a stream of their own, so the computation waits for none but its own. The first batch of a step is
+    copied while the device still computes the step before: the host waits for that only where it logs.
     """
     if device.type != "cuda":
         yield from batches
@@ -228,6 +229,7 @@ class GarbageCollection:
         if not self.freq:
             return
         if not self.frozen:
+            gc.collect()
             gc.freeze()  # what the set-up and the first step leave behind stays: no later collection looks at it
             self.frozen = True
         elif step % self.freq == 0:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import logging
 import math
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -115,18 +118,33 @@ def test_traces_are_written_for_each_rank(pool, arguments, tmp_path):
 
 
 def reads_of_a_run(arguments: list[str]) -> dict[int, int]:
-    """step -> how often the step read a number from a tensor (`.item()`, `.tolist()`, `bool()`, `float()`)."""
+    """step -> how often it read from a tensor: `.item()`, `.tolist()`, `bool()`; `.cpu()`, `.numpy()`, `.to("cpu")`."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from titanlite.data.stream import TrainStream
 
     counts: dict[int, int] = {}
 
+    def note() -> None:
+        if counts:
+            counts[max(counts)] += 1
+
     class Reads(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten._local_scalar_dense.default and counts:
-                counts[max(counts)] += 1
+            if func is torch.ops.aten._local_scalar_dense.default:
+                note()
             return func(*args, **(kwargs or {}))
+
+    def counted(name: str, counts_if) -> Any:
+        """Patches a method that copies from a device where there is one: here it would give the tensor itself."""
+        method = getattr(torch.Tensor, name)
+
+        def patched(tensor, *args, **kwargs):
+            if counts_if(*args, *kwargs.values()):
+                note()
+            return method(tensor, *args, **kwargs)
+
+        return mock.patch.object(torch.Tensor, name, patched)
 
     original = TrainStream.next_step
 
@@ -134,12 +152,13 @@ def reads_of_a_run(arguments: list[str]) -> dict[int, int]:
         counts[len(counts) + 1] = 0
         return original(stream)
 
-    TrainStream.next_step = next_step
-    try:
-        with Reads():
-            train_run(arguments)
-    finally:
-        TrainStream.next_step = original
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(TrainStream, "next_step", next_step))
+        for name in ("cpu", "numpy"):
+            stack.enter_context(counted(name, lambda *args: True))
+        stack.enter_context(counted("to", lambda *args: "cpu" in [arg for arg in args if isinstance(arg, str)]))
+        stack.enter_context(Reads())
+        train_run(arguments)
     return counts
 
 

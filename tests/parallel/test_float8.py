@@ -8,10 +8,11 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from model_builder import EVEN, small_model
+from model_builder import EVEN, build_stages, full, small_model
 
 from titanlite.config import ConfigError
 from titanlite.config_parallel import Float8, Recompute
@@ -115,6 +116,29 @@ def test_it_compiles_with_recomputation_to_one_graph_and_the_same_numbers(mode):
     for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert (a.grad - b.grad).norm() <= 1e-5 * a.grad.norm(), name
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "four blocks, one graph"
+
+
+def gradients_of(parallel: dict[str, Any], compute: str) -> dict[str, torch.Tensor]:
+    """Of one batch, with emulated float8: whole, whatever part of them this process has."""
+    stages = build_stages(parallel, 0, EVEN, Float8(enabled=True, emulate=True), compute_dtype=compute)
+    layers = [module for module in stages.parts[0].modules() if isinstance(module, Float8Linear)]
+    assert layers
+    tokens = torch.randint(EVEN.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
+    for last in (False, True):
+        stages.forward_backward(tokens[:, :-1], tokens[:, 1:], torch.tensor(32), last)
+    return {name: full(parameter.grad) for name, parameter in stages.parts[0].named_parameters()}
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_sharded_weights_have_the_same_scales(pool, compute):
+    """Two processes with the same batch each: gradients are the sum of two equal ones, so twice those of one process.
+
+    A scale of a shard instead of the weight would show, and a weight that was freed before the backward.
+    """
+    (alone,) = pool.run(1, gradients_of, {}, compute)
+    for found in pool.run(2, gradients_of, {"dp_shard": 2}, compute):
+        for name, gradient in found.items():
+            assert (gradient / 2 - alone[name]).norm() <= 1e-6 * alone[name].norm(), name
 
 
 def losses_of(folder: Path, name: str, options: list[str]) -> list[float]:

@@ -51,8 +51,8 @@ def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     """Turns neighbouring pairs of each head, in fp32. x: (B, S, heads, Dh), rope: (S or more, Dh / 2, 2).
 
-    A pair is a complex number, times cos + i sin: one kernel, four to eight times as fast on CPU as its real parts one
-    by one. The compiler fuses those, and no complex ones.
+    A pair is a complex number, times cos + i sin: one kernel where its real parts one by one take many. The compiler
+    fuses those, and no complex ones.
     """
     pairs, rope = x.float().unflatten(-1, (-1, 2)), rope[: x.shape[1], None]  # (B, S, heads, Dh / 2, 2), (S, 1, ...)
     if torch.compiler.is_compiling():

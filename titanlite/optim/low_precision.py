@@ -4,9 +4,9 @@ What it is: the same update (arXiv 1711.05101), computed in fp32; what is kept b
 of the moments and of the parameters. torch's own wants one dtype for all.
 What it costs: with bfloat16 moments 4 bytes per parameter less, with bfloat16 parameters (and so gradients) another 4.
 In exchange numbers lose digits at every step. A moment changes by some per cent at once, so its 8 bits matter little;
-with beta2 above 0.99 the second one would stand still. A parameter that would change by less than 1/512 of itself does
-not change at all, which small learning rates feel most. Time: a dozen kernels for each 32 million
-numbers, where the fused one has one.
+with beta2 above 0.99 the second one would stand still. A parameter that would change by less than 1/512 to 1/256 of
+itself (by its mantissa) does not change at all, which small learning rates feel most. Time: a dozen kernels for each
+32 million numbers, where the fused one has one.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What it is: `F.scaled_dot_product_attention` has several: cuDNN's, FlashAttention (arXiv 2307.08691), a memory-efficient
 one (arXiv 2112.05682), and plain products. Without a word torch takes the first of its own order that fits dtype,
-shapes and mask. Here cuDNN comes first on CUDA: on Hopper it is about twice as fast as FlashAttention 2.
+shapes and mask. Here cuDNN comes first on CUDA: others found it about twice as fast as FlashAttention 2 on Hopper.
 What it costs: nothing. Which one is taken is printed at the start (not under context parallel, whose masks differ): a
 silent fallback to plain products would keep S^2 numbers per head.
 """

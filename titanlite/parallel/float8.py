@@ -7,9 +7,9 @@ exponent, 3 of mantissa, up to 448), gradients of outputs e5m2 (up to 57,344): t
 are those of the tensor at hand, not of earlier steps. Parameters, gradients, moments and all that is no matrix product
 stay as they are.
 What it costs: a pass over each tensor for its largest number and one to round it, which the compiler fuses with what
-comes before: without `compile` it is slower than bfloat16. The output projection keeps its precision, as do layers that
-`float8.skip` names and those whose sides the hardware cannot take (multiples of 16).
-`float8.emulate` computes the same numbers with fp32 products, on any device, slowly.
+comes before: without `compile` they are kernels of their own. The output projection keeps its precision, as do layers
+that `float8.skip` names and those whose sides the hardware cannot take (multiples of 16). `float8.emulate` computes the
+same numbers with fp32 products, on any device, slowly.
 """
 
 from __future__ import annotations

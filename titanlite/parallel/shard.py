@@ -79,7 +79,8 @@ def apply_shard(model: Any, config: Parallel, mesh: Mesh, compute: torch.dtype, 
         fully_shard(unit, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=at_the_end, **options)
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        # A single process has nothing to divide by, and a divisor would cost it a pass over all gradients.
+        if isinstance(module, FSDPModule) and options["mesh"].size() > 1:
             # A divisor of 1 alone would need PREMUL_SUM, which gloo lacks: ask for a plain sum as well.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
