@@ -26,7 +26,7 @@ run() {
         tests) need pytest psutil && python3 -m pytest -q -m gpu ;;
         verify) python3 -m titanlite verify --quick ;;
         levers) python3 benchmarks/levers.py ;;
-        throughput-*) python3 benchmarks/throughput.py --cases "${1#throughput-}" ;;
+        throughput-*) python3 benchmarks/throughput.py --steps 100 --cases "${1#throughput-}" ;;
         torchtitan-*) IFS=- read -r _ size pair <<< "$1"
                       need torchtitan==0.2.2 &&
                       python3 benchmarks/vs_torchtitan.py --pairs "$pair" --config "llama3_$size" --flavor "llama3_$size" \

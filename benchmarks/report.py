@@ -31,7 +31,7 @@ def gpus() -> list[str]:
 
 
 def p99(seconds: list[float]) -> float:
-    """The 99th percentile: of 100 or fewer the largest."""
+    """The 99th percentile: of fewer than 100 the largest."""
     ordered = sorted(seconds)
     return ordered[max(0, -(-99 * len(ordered) // 100) - 1)]
 

@@ -2,9 +2,9 @@
 
     python benchmarks/throughput.py [--cases "SET or NAME;NAME"] [--steps 20] [--list]
 
-Each case is a configuration in a process of its own: so many steps that do not count, then as many that do, on text,
+Each case is a configuration in a process of its own: up to 20 steps that do not count, then those that do, on text,
 made of the parts that train.py is made of. Tokens per second by the median step; MFU by the formula of
-`titanlite/plan/flops.py`; the median step, and the 99th percentile (of 100 steps or fewer the slowest) over it; peak
+`titanlite/plan/flops.py`; the median step, and the 99th percentile (of fewer than 100 steps the slowest) over it; peak
 memory; how often the host waited for the device in a step, which should be never (CUDA only); the dtype, and whether
 blocks were compiled, or why not. A case that does not fit the memory says so, and the others go on.
 """
@@ -25,6 +25,7 @@ sys.path.insert(0, str(report.ROOT))
 
 from titanlite.spelling import suggestion
 
+UNCOUNTED = 20
 ONE_B = ["llama3_1b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"]
 THREE_B = ["llama3_3b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"]
 EIGHT_B = ["llama3_8b", "--training.seq_len=8192", "--training.local_batch_size=1", "--recompute.mode=full"]
@@ -97,7 +98,7 @@ def child(arguments: list[str], steps: int) -> dict[str, Any]:
     config, device = subject.config, subject.device
     batches = [make_batch(config, device, number) for number in range(steps)]
     loss = float(subject.step(*batches[0]))
-    timed(subject.step, batches, device)
+    timed(subject.step, batches[:UNCOUNTED], device)
     waits = None
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("warn")
