@@ -48,15 +48,15 @@ KINDS = {"train.py": "", "bare loop": "plain", "bare loop with fully_shard": "fs
 def measure(kind: str, arguments: list[str], steps: int, folder: Path) -> list[float]:
     """Seconds of the counted steps of one process."""
     environment = os.environ | {"PYTHONPATH": str(report.ROOT)}
-    if KINDS[kind]:
-        command = [sys.executable, "-c", BARE, json.dumps(arguments), str(steps), KINDS[kind]]
-        done = subprocess.run(command, cwd=report.ROOT, env=environment, check=True, stdout=-1, text=True)
-        return json.loads(done.stdout.splitlines()[-1])[UNCOUNTED:]
     run = tempfile.mkdtemp(dir=folder)
     own = [f"--run.folder={run}", "--run.name=run", f"--training.steps={steps}", *ALONE]
-    subprocess.run(
-        [sys.executable, "train.py", *arguments, *own], cwd=report.ROOT, env=environment, check=True, stdout=-1
-    )
+    bare = ["-c", BARE, json.dumps(arguments), str(steps), KINDS[kind]]
+    command = [sys.executable, *(bare if KINDS[kind] else ["train.py", *arguments, *own])]
+    done = subprocess.run(command, cwd=report.ROOT, env=environment, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{kind} ended with exit code {done.returncode}")  # it has said why
+    if KINDS[kind]:
+        return json.loads(done.stdout.splitlines()[-1])[UNCOUNTED:]
     seconds = [json.loads(line)["seconds"] for line in Path(run, "run/metrics.jsonl").read_text().splitlines()]
     return [b - a for a, b in zip([0.0, *seconds], seconds, strict=False)][UNCOUNTED:]
 
@@ -67,6 +67,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("arguments", nargs="*", default=DEFAULT)
     options = parser.parse_args()
+    if min(options.steps, options.rounds) < 1:
+        parser.error(f"--steps {options.steps} --rounds {options.rounds}: expected at least 1 of each")
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     over: dict[str, list[float]] = {kind: [] for kind in KINDS}  # a round's median step over the bare loop's, less one
     with tempfile.TemporaryDirectory() as folder:

@@ -163,7 +163,7 @@ def main() -> None:
     import torch
 
     chosen = options.cases or ("gpu" if torch.cuda.is_available() else "cpu")
-    names = SETS.get(chosen) or named([name.strip() for name in chosen.split(";")])
+    names = SETS.get(chosen) or named([name.strip() for name in chosen.split(";") if name.strip()])
     body = ["| case | tok/s | TFLOP/s | MFU | p50, s | p99 / p50 | peak GiB | host waits | computed |"]
     body += ["|---|---|---|---|---|---|---|---|---|"]
     results = {}

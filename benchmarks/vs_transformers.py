@@ -26,6 +26,7 @@ import torch
 from contestants import HuggingFace, Titanlite, configuration, make_batch, side_by_side, threads
 
 from titanlite import runtime
+from titanlite.spelling import suggestion
 
 SIZES = {  # arguments of train.py, steps of a turn, rounds of four turns in a process, processes
     "1M": (["debug", "--training.local_batch_size=8"], 5, 8, 8),
@@ -115,13 +116,18 @@ def main() -> None:
         size, *switches = options.one
         print(json.dumps(one_process(size, *(switch == "1" for switch in switches))), flush=True)
         os._exit(0)  # gloo's threads can abort an orderly end
+    sizes = [size.strip() for size in options.sizes.split(",")]
+    if unknown := [size for size in sizes if size not in SIZES]:
+        parser.error(
+            f"--sizes {unknown[0]!r}: expected some of {', '.join(SIZES)}{suggestion(unknown[0], list(SIZES))}"
+        )
     import transformers
 
     body = [f"transformers {transformers.__version__}, {threads()}.", ""]
     body += ["| parameters | tokens per step | | titanlite | transformers | ratio | by process | first losses apart |"]
     body += ["|---|---|---|---|---|---|---|---|"]
     results = {}
-    for size in options.sizes.split(","):
+    for size in sizes:
         for compiled in (False, True) if options.compile else (False,):
             one = compare(size, compiled)
             how = "compiled" if compiled else "eager"
@@ -132,7 +138,7 @@ def main() -> None:
                 f"| {min(one['by process']):.2f} to {max(one['by process']):.2f} | {one['losses apart']:.1e} |"
             )
             print(body[-1], flush=True)
-    which = "" if options.sizes == parser.get_default("sizes") else "_" + options.sizes.replace(",", "_")
+    which = "" if options.sizes == parser.get_default("sizes") else "_" + "_".join(sizes)
     report.write("vs_transformers" + which, "titanlite and transformers, one device", body, results)
 
 

@@ -143,6 +143,7 @@ class Loss:
         "project onto the vocabulary and compute the loss for so many parts of the tokens, one after the other: "
         "logits take 1/n of the memory",
         min=1,
+        max=65536,
     )
 
 

@@ -271,14 +271,26 @@ def test_a_hostile_model_shape_takes_no_memory(pool, arguments, tmp_path, shape)
 
 
 def test_what_does_not_fit_is_listed_by_name(step):
-    other = {"model": {"a": torch.zeros(4, 3), "b": torch.zeros(5), "c": torch.zeros(1)}}
+    whole_numbers = torch.zeros(5, dtype=torch.int64)
+    other = {
+        "model": {"a": torch.zeros(4, 3), "b": whole_numbers, "c": torch.zeros(1)},
+        "training": {"count": whole_numbers.float()[0]},
+    }
     with pytest.raises(ConfigError) as caught:
         read_step(step, other, alone=True)
     assert [problem.split(": ", 1)[1] for problem in caught.value.problems] == [
         "model.a is F32 [3, 4], and F32 [4, 3] in this model",
-        "model.b is BF16 [5], and F32 [5] in this model",
+        "model.b is BF16 [5], and I64 [5] in this model",
         "holds no model.c",
+        "training.count is I64 [], and F32 [] in this model",
     ]
+
+
+def test_another_precision_is_rounded_to(step):
+    other = {"model": {"a": torch.zeros(3, 4, dtype=torch.bfloat16), "b": torch.zeros(5)}}
+    read_step(step, other, alone=True)
+    assert other["model"]["a"].equal(torch.arange(12.0).reshape(3, 4).bfloat16())
+    assert other["model"]["b"].equal(torch.ones(5))
 
 
 def read_where_one_may_not(folder: Path, number: int) -> None:

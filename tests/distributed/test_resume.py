@@ -43,6 +43,23 @@ def test_resume_in_low_precision_is_bit_identical(pool, arguments, tmp_path, low
     )
 
 
+def test_precision_may_change_and_weights_of_any_begin_a_run(pool, arguments, tmp_path):
+    """fp32, then moments in bfloat16, then parameters too, then fp32 again; and a new run from weights in bfloat16."""
+    low = ["--optimizer.state_dtype=bfloat16", "--training.param_dtype=bfloat16"]
+    for steps, keys in ((2, []), (4, low[:1]), (6, low), (8, [])):
+        assert pool.run(2, train_run, [*arguments, f"--training.steps={steps}", "--parallel.dp_shard=2", *keys]) == [
+            0,
+            0,
+        ]
+    log = (tmp_path / "debug/log.txt").read_text()
+    for change in ("optimizer.state_dtype float32 -> bfloat16", "training.param_dtype bfloat16 -> float32"):
+        assert f"{change}" in log
+    losses = [row["loss"] for row in rows(tmp_path / "debug") if "loss" in row]
+    assert losses[-1] < losses[0]
+    begin = ["--run.name=next", f"--checkpoint.initial_load={tmp_path}/debug", *low]
+    assert pool.run(1, train_run, [*arguments, *begin]) == [0]
+
+
 @pytest.mark.parametrize(
     ("before", "layout_before", "after", "layout_after"),
     [

@@ -93,6 +93,7 @@ def test_degrees_resolve_to_the_world_size(world_size, arguments, expected):
         (2, ["parallel.reshard_after_forward=allways"], 'parallel.reshard_after_forward = "allways": expected default, always, never or a number; did you mean always?'),
         # float8
         (2, ["parallel.tp=2", "float8.enabled"], "float8.enabled = true: its layers are not cut; expected parallel.tp = 1"),
+        (1, ["float8.enabled", "float8.skip=layers"], "float8.skip = 'layers' skips all linear layers; expected some, or float8.enabled = false"),
         (1, ["float8.enabled", "float8.skip=attention.wk, feed_foward.w1"], "float8.skip: feed_foward.w1 is in the name of no linear layer; expected parts of attention.wq, attention.wk, attention.wv, attention.wo, feed_forward.w1, feed_forward.w2, feed_forward.w3; did you mean feed_forward.w1?"),
         (1, ["recompute.mode=memory_budget", "compile.enabled=auto"], None),
         (2, ["parallel.pp=2", "parallel.pp_schedule=ZBVZeroBubble", "recompute.mode=memory_budget", "compile.enabled=auto"], "with recompute.mode = memory_budget use one of GPipe, 1F1B, Interleaved1F1B, LoopedBFS"),

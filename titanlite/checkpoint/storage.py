@@ -38,7 +38,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp import Contents, Reader, Writer
-from titanlite.checkpoint.manifest import Damaged, Facts, FileEntry, Manifest, damage, file_problems, read_manifest
+from titanlite.checkpoint.manifest import (
+    DTYPES,
+    Damaged,
+    Facts,
+    FileEntry,
+    Manifest,
+    damage,
+    file_problems,
+    read_manifest,
+)
 from titanlite.checkpoint.shard_file import DTYPE_NAMES, digest_of
 from titanlite.config import ConfigError
 
@@ -210,13 +219,19 @@ def verify_together(folder: Path, prefix: str = "", group: Any = None) -> list[s
 
 
 def require_fit(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
-    """Raises ConfigError where the checkpoint has not all tensors of `state` in their shapes and dtypes."""
+    """Raises ConfigError where the checkpoint has not all tensors of `state` in their shapes.
+
+    Floating-point dtypes may differ: precision may change within a run, and what is read is rounded.
+    """
     problems = []
     for name, value in ((f"{part}.{name}", value) for part, values in state.items() for name, value in values.items()):
         if (entry := manifest.tensors.get(name)) is None:
             problems.append(f"{folder}: holds no {name}")
-        elif (was := (entry.dtype, entry.shape)) != (now := (DTYPE_NAMES.get(value.dtype), list(value.shape))):
-            problems.append(f"{folder}: {name} is {was[0]} {was[1]}, and {now[0]} {now[1]} in this model")
+            continue
+        both_float = DTYPES[entry.dtype].is_floating_point and value.is_floating_point()
+        if entry.shape != list(value.shape) or not (both_float or DTYPES[entry.dtype] == value.dtype):
+            now = f"{DTYPE_NAMES.get(value.dtype)} {list(value.shape)}"
+            problems.append(f"{folder}: {name} is {entry.dtype} {entry.shape}, and {now} in this model")
     if problems:
         more = [f"and {len(problems) - 5} more like these"] if len(problems) > 6 else []
         raise ConfigError(problems[: 5 if more else 6] + more)

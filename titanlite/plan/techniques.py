@@ -38,7 +38,7 @@ def compiler_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int
 
 
 def float8_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
-    """What float8 layers cannot be part of, and names that skip nothing."""
+    """What float8 layers cannot be part of, and names that skip nothing or all."""
     if not config.float8.enabled:
         return
     if degrees["tp"] > 1:
@@ -48,6 +48,8 @@ def float8_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int])
         if not any(part in name for name in names):
             near = suggestion(part, [*LINEAR, *(f"layers.{i}." for i in range(llama.num_layers))])
             yield f"float8.skip: {part} is in the name of no linear layer; expected parts of {', '.join(LINEAR)}{near}"
+    if all(any(part in name for part in config.float8.skipped) for name in names):
+        yield f"float8.skip = {config.float8.skip!r} skips all linear layers; expected some, or float8.enabled = false"
 
 
 def without_effect(config: Config, degrees: dict[str, int]) -> list[str]:
