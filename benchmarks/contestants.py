@@ -94,7 +94,7 @@ class Titanlite:
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """A batch that is in CPU memory goes to the device as in train.py."""
         num_targets = count_targets([Batch(tokens, labels)])
-        if tokens.device != self.device:
+        if tokens.device.type != self.device.type:
             num_targets = runtime.to_device(num_targets, self.device)
             ((tokens, labels),) = runtime.one_ahead([(tokens, labels)], self.device)
         loss = self.stages.forward_backward(tokens, labels, num_targets, True)
