@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -206,6 +207,19 @@ def test_dtype_of_computation(monkeypatch, given, dim, device, native, expected)
     assert settle(config, dim, device).training.compute_dtype == str(expected).removeprefix("torch.")
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretends that there is one, and looks anew for what the compiler needs."""
+
+    def pretend(capability: tuple[int, int] = (9, 0), triton: bool = True) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr("titanlite.parallel.compile.has_triton_package", lambda: triton)
+        what_inductor_lacks.cache_clear()
+
+    yield pretend
+    what_inductor_lacks.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("options", "dim", "device", "pp", "expected"),
     [
@@ -222,24 +236,22 @@ def test_dtype_of_computation(monkeypatch, given, dim, device, native, expected)
         (["--parallel.cp_method=ring"], 2048, "cuda", 1, False),
     ],
 )
-def test_what_auto_compiles(monkeypatch, options, dim, device, pp, expected):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+def test_what_auto_compiles(gpu, options, dim, device, pp, expected):
+    gpu()
     mesh = SimpleNamespace(device_type=device, degrees={"pp": pp, "cp": 2})
     assert (uncompiled(load_config(["cpu_25m", *options]), dim, mesh) == "") is expected
 
 
 @pytest.fixture
-def compiler(monkeypatch):
-    """Sets the compilers for C and C++, and looks for them anew."""
+def compiler(gpu, monkeypatch):
+    """Sets the compilers for C and C++, on a machine with a GPU."""
 
-    def use(program: str, capability: tuple[int, int] = (9, 0)) -> None:
+    def use(program: str, **of_the_gpu: Any) -> None:
         for name in ("CC", "CXX"):
             monkeypatch.setenv(name, program)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        what_inductor_lacks.cache_clear()
+        gpu(**of_the_gpu)
 
-    yield use
-    what_inductor_lacks.cache_clear()
+    return use
 
 
 ON_CUDA, ON_CPU = (SimpleNamespace(device_type=name, degrees=dict.fromkeys(AXES, 1)) for name in ("cuda", "cpu"))
@@ -265,6 +277,8 @@ def test_without_a_compiler_auto_is_off_and_true_an_error(compiler, tmp_path):
     assert uncompiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == ""
     compiler(str(works), capability=(6, 1))
     assert "below 7.0" in uncompiled(load_config(["llama3_1b"]), 2048, ON_CUDA)
+    compiler(str(works), triton=False)
+    assert uncompiled(load_config(["llama3_1b"]), 2048, ON_CUDA).startswith("no Triton")
 
 
 def ask_where_one_has_no_compiler() -> tuple[str, str]:

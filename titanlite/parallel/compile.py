@@ -14,7 +14,6 @@ so each compiles its own). What it saves: reading and writing of intermediate re
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ import sysconfig
 
 import torch
 from torch import nn
+from torch.utils._triton import has_triton_package
 
 
 @functools.cache
@@ -32,7 +32,7 @@ def what_inductor_lacks(device_type: str) -> str:
     """
     if device_type == "cuda" and torch.cuda.get_device_capability() < (7, 0):
         return "the GPU's compute capability is below 7.0"
-    if device_type == "cuda" and importlib.util.find_spec("triton") is None:
+    if device_type == "cuda" and not has_triton_package():
         return "no Triton (a package that torch's CUDA builds bring)"
     variable, usual, language = ("CC", ("gcc", "clang"), "c") if device_type == "cuda" else ("CXX", ("g++",), "c++")
     names = (os.environ[variable],) if variable in os.environ else usual
