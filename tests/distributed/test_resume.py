@@ -47,13 +47,11 @@ def test_precision_may_change_and_weights_of_any_begin_a_run(pool, arguments, tm
     """fp32, then moments in bfloat16, then parameters too, then fp32 again; and a new run from weights in bfloat16."""
     low = ["--optimizer.state_dtype=bfloat16", "--training.param_dtype=bfloat16"]
     for steps, keys in ((2, []), (4, low[:1]), (6, low), (8, [])):
-        assert pool.run(2, train_run, [*arguments, f"--training.steps={steps}", "--parallel.dp_shard=2", *keys]) == [
-            0,
-            0,
-        ]
+        run = [*arguments, f"--training.steps={steps}", "--parallel.dp_shard=2", *keys]
+        assert pool.run(2, train_run, run) == [0, 0]
     log = (tmp_path / "debug/log.txt").read_text()
     for change in ("optimizer.state_dtype float32 -> bfloat16", "training.param_dtype bfloat16 -> float32"):
-        assert f"{change}" in log
+        assert change in log
     losses = [row["loss"] for row in rows(tmp_path / "debug") if "loss" in row]
     assert losses[-1] < losses[0]
     begin = ["--run.name=next", f"--checkpoint.initial_load={tmp_path}/debug", *low]

@@ -12,6 +12,8 @@ from titanlite.model.flavors import LlamaConfig
 
 WIDE = LlamaConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=16, vocab_size=8192)
 SHAPE = (4, 512)  # sequences and their length: 64 MiB of logits
+# How many parts a process computes the logits in, without chunks: shards, or microbatches of a pipeline.
+PARTS = {"dp_shard": 1, "tp": 2, "cp": 2, "pp": 4}
 
 
 def most_bytes(parallel: dict[str, int], num_chunks: int) -> int:
@@ -23,11 +25,9 @@ def most_bytes(parallel: dict[str, int], num_chunks: int) -> int:
     return largest.most if hasattr(stages.parts[-1].output, "projection" if num_chunks > 1 else "weight") else 0
 
 
-@pytest.mark.parametrize("axis", ["dp_shard", "tp", "cp", "pp"])
+@pytest.mark.parametrize("axis", PARTS)
 def test_the_loss_takes_a_part_of_the_memory(pool, axis):
     whole, chunked = (max(pool.run(2, most_bytes, {axis: 2}, n)) for n in (1, 8))
-    logits = (
-        4 * SHAPE[0] * SHAPE[1] * WIDE.vocab_size // (2 if axis in ("tp", "cp", "pp") else 1)
-    )  # pp: of microbatches
-    assert whole >= 2 * logits  # the measure sees them and their gradient
+    at_once = 4 * SHAPE[0] * SHAPE[1] * WIDE.vocab_size // PARTS[axis]
+    assert whole >= 2 * at_once  # the measure sees them and their gradient
     assert chunked <= whole / 5  # 5.8 to 7.5 when this was written: the embedding's gradient is not cut

@@ -119,7 +119,7 @@ def test_it_compiles_with_recomputation_to_one_graph_and_the_same_numbers(mode):
 
 
 def gradients_of(parallel: dict[str, Any], compute: str) -> dict[str, torch.Tensor]:
-    """Of one batch, with emulated float8: whole, whatever part of them this process has."""
+    """Of a batch twice, with emulated float8: whole, whatever part of them this process has."""
     stages = build_stages(parallel, 0, EVEN, Float8(enabled=True, emulate=True), compute_dtype=compute)
     layers = [module for module in stages.parts[0].modules() if isinstance(module, Float8Linear)]
     assert layers
