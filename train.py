@@ -22,40 +22,42 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titanlite import runtime
-from titanlite.checkpoint.load import load_model, open_verified
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import Facts
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError, step_folder
-from titanlite.config import EXIT_CONFIG, EXIT_STOPPED, Config, ConfigError, portable
-from titanlite.config_text import to_toml
-from titanlite.configure import load_config
+from titanlite.config.load import load_config
+from titanlite.config.schema import EXIT_CONFIG, EXIT_STOPPED, Config, ConfigError, portable
+from titanlite.config.text import to_toml
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import Tokens, read_manifest
 from titanlite.data.stream import TrainStream, Windows, count_targets
+from titanlite.data.to_device import one_ahead, to_device
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.distributed import process_group
+from titanlite.distributed.agreement import require_agreement
+from titanlite.distributed.garbage_collection import GarbageCollection
+from titanlite.distributed.mesh import DATA_AXES, LOSS_AXES, Mesh, data_rank, sum_over
+from titanlite.distributed.run_folder import claim_folder
+from titanlite.distributed.signals import Requests
+from titanlite.distributed.watchdog import Watchdog
+from titanlite.formats.load import load_model, open_verified
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.model.flops import flops_per_token, peak_tflops
 from titanlite.model.generate import generate
 from titanlite.model.llama import Llama
 from titanlite.observe.logging import log_to_file, setup_logging
 from titanlite.observe.metrics import Metrics, NonFinite, Progress
 from titanlite.observe.profile import profiler
-from titanlite.observe.validate import Validator
+from titanlite.observe.validation import Validator
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
 from titanlite.parallel.attention import attention_kernel
-from titanlite.parallel.mesh import DATA_AXES, LOSS_AXES, Mesh, data_rank, sum_over
+from titanlite.parallel.fsdp import assign_shard
 from titanlite.parallel.parallelize import compute_dtypes, settle, split, uncompiled
-from titanlite.parallel.shard import assign_shard
+from titanlite.parallel.rules import check_layout, without_effect
 from titanlite.parallel.stages import Stages
-from titanlite.plan.flops import flops_per_token, peak_tflops
-from titanlite.plan.layout import check_layout
-from titanlite.plan.techniques import without_effect
-from titanlite.runtime import one_ahead, to_device
-from titanlite.signals import Requests
-from titanlite.watchdog import Watchdog
 
 logger = logging.getLogger("titanlite")
 
@@ -64,19 +66,19 @@ def main(config: Config) -> int:
     """Trains until `training.steps` or a signal. Returns the exit code: 0 finished, 75 stopped after saving."""
     # 1. World: who takes part, and how the processes are arranged
     training = config.training
-    device = runtime.start(config.run.device, config.comm.group_timeout_seconds, config.run.seed)
+    device = process_group.start(config.run.device, config.comm.group_timeout_seconds, config.run.seed)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     setup_logging(rank)
     tokenizer = Tokenizer(config.data.tokenizer)
     llama = resolve_flavor(config.model, tokenizer.size)
     settled = settle(config, llama.dim, device.type)  # what `auto` means here
-    runtime.require_agreement(configuration=portable(config), compute_dtype=settled.training.compute_dtype)
+    require_agreement(configuration=portable(config), compute_dtype=settled.training.compute_dtype)
     config = settled
     mesh = Mesh(device.type, check_layout(config, llama, world_size), config.comm.group_timeout_seconds)
     dp_rank, dp_size = data_rank(mesh)
     sum_counts, sum_losses = (functools.partial(sum_over, mesh=mesh, axes=axes) for axes in (DATA_AXES, LOSS_AXES))
     folder = Path(config.run.folder, config.run.name)
-    _lock = runtime.claim_folder(folder)  # until this function returns
+    _lock = claim_folder(folder)  # until this function returns
     if rank == 0:
         log_to_file(folder / "log.txt")
     watchdog = Watchdog(config.comm, folder, device.type == "cpu")  # names the process for which all others wait
@@ -85,7 +87,7 @@ def main(config: Config) -> int:
     # 2. Data: text, tokenised once; sample i of the stream is a function of (seed, i)
     prepared = prepare(config.data, tokenizer, logger.info)
     manifest = read_manifest(prepared)
-    runtime.require_agreement(data=manifest["fingerprint"])
+    require_agreement(data=manifest["fingerprint"])
     accumulation = training.global_batch_size // (training.local_batch_size * dp_size)
     stream = TrainStream(
         Windows(Tokens(prepared, manifest, "train"), training.seq_len, "training"),
@@ -139,7 +141,7 @@ def main(config: Config) -> int:
         total_steps=training.steps,
         tokens_per_step=training.global_batch_size * training.seq_len,
         flops_per_token=flops_per_token(llama, training.seq_len),
-        peak_tflops=peak_tflops(runtime.device_name(device)),
+        peak_tflops=peak_tflops(process_group.device_name(device)),
         before_raising=checkpoint.close,
     )
     held_out = Tokens(prepared, manifest, "validation")
@@ -161,7 +163,7 @@ def main(config: Config) -> int:
 
     # 6. Loop: one optimizer step after the other
     stop_validation = watchdog.marking("validation", requests.agree_to_stop)
-    garbage = runtime.GarbageCollection(training.gc_freq)
+    garbage = GarbageCollection(training.gc_freq)
     if progress.step == 0:
         validator.maybe_run(0, False, stop_validation)
     if progress.step >= training.steps:
@@ -225,7 +227,8 @@ def say_what_runs(config: Config, llama: LlamaConfig, mesh: Mesh, accumulation: 
     blocks = f"blocks not compiled ({why_not})" if why_not else f"blocks compiled by {config.compile.backend}"
     logger.info(
         f"{config.model.flavor}: {llama.num_parameters:,} parameters, vocabulary {llama.vocab_size:,}; "
-        f"{runtime.device_name(device)} x {dist.get_world_size()} ({layout}), compute {compute}, reduce {reduce}, "
+        f"{process_group.device_name(device)} x {dist.get_world_size()} ({layout}), "
+        f"compute {compute}, reduce {reduce}, "
         f"attention {attention}, {blocks}; "
         f"{training.global_batch_size} sequences of {training.seq_len} per step, "
         f"{accumulation} x {training.local_batch_size} in each process"
@@ -273,4 +276,4 @@ def run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    runtime.finish(run(sys.argv[1:]))
+    process_group.finish(run(sys.argv[1:]))

@@ -23,24 +23,25 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from titanlite import config as config_module
-from titanlite import runtime
-from titanlite.checkpoint.formats import huggingface
-from titanlite.checkpoint.formats.full_state import half_split
-from titanlite.config import Config
-from titanlite.configure import load_config
+from titanlite.config import schema as config_module
+from titanlite.config.load import load_config
+from titanlite.config.schema import Config
 from titanlite.data.stream import Batch, count_targets
+from titanlite.data.to_device import one_ahead, to_device
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.distributed import process_group
+from titanlite.distributed.mesh import Mesh
+from titanlite.formats import huggingface
+from titanlite.formats.full_state import half_split
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
-from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.fsdp import assign_shard
 from titanlite.parallel.parallelize import split, uncompiled
-from titanlite.parallel.shard import assign_shard
+from titanlite.parallel.rules import check_layout
 from titanlite.parallel.stages import Stages
-from titanlite.plan.layout import check_layout
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -77,7 +78,7 @@ class Titanlite:
 
     def __init__(self, arguments: list[str]) -> None:
         self.config, self.llama = configuration(arguments)
-        self.device = runtime.start(self.config.run.device, 600, self.config.run.seed)
+        self.device = process_group.start(self.config.run.device, 600, self.config.run.seed)
         constant = config_module.Schedule(name="constant", warmup_steps=0)
         mesh = Mesh(self.device.type, check_layout(self.config, self.llama, 1), 600)
         with torch.device("meta"):
@@ -95,8 +96,8 @@ class Titanlite:
         """A batch that is in CPU memory goes to the device as in train.py."""
         num_targets = count_targets([Batch(tokens, labels)])
         if tokens.device.type != self.device.type:
-            num_targets = runtime.to_device(num_targets, self.device)
-            ((tokens, labels),) = runtime.one_ahead([(tokens, labels)], self.device)
+            num_targets = to_device(num_targets, self.device)
+            ((tokens, labels),) = one_ahead([(tokens, labels)], self.device)
         loss = self.stages.forward_backward(tokens, labels, num_targets, True)
         clip_grad_norm(self.parts, self.config.training.max_norm, self.device, self.stages.held_twice)
         self.optimizer.step()

@@ -20,7 +20,7 @@ import report
 
 sys.path.insert(0, str(report.ROOT))
 
-from titanlite.config import Data
+from titanlite.config.schema import Data
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import Tokens, read_manifest
 from titanlite.data.stream import TrainStream, Windows

@@ -32,10 +32,10 @@ import json, sys, time
 sys.path.insert(0, "benchmarks")
 import torch
 from contestants import Bare, configuration, make_batch, timed
-from titanlite import runtime
+from titanlite.distributed import process_group
 arguments, steps, sharded = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "fsdp"
 config, _ = configuration(arguments)
-device = runtime.start(config.run.device, 600, 0)
+device = process_group.start(config.run.device, 600, 0)
 bare = Bare(arguments, device)
 if sharded:
     bare.shard()

@@ -23,7 +23,7 @@ import report
 
 sys.path.insert(0, str(report.ROOT))
 
-from titanlite.spelling import suggestion
+from titanlite.config.spelling import suggestion
 
 UNCOUNTED = 20
 ONE_B = ["llama3_1b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"]
@@ -90,9 +90,10 @@ def child(arguments: list[str], steps: int) -> dict[str, Any]:
     import torch
     from contestants import Titanlite, make_batch, timed
 
+    from titanlite.distributed.process_group import device_name
+    from titanlite.model.flops import flops_per_token, peak_tflops
+    from titanlite.observe.metrics import peak_memory_gib
     from titanlite.parallel.parallelize import compute_dtypes
-    from titanlite.plan.flops import flops_per_token, peak_tflops
-    from titanlite.runtime import device_name, peak_memory_gib
 
     subject = Titanlite(arguments)
     config, device = subject.config, subject.device

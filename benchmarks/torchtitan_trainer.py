@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from titanlite import runtime
-from titanlite.config import Config
+from titanlite.config.schema import Config
+from titanlite.distributed import process_group
 from titanlite.model.flavors import LlamaConfig
 from titanlite.parallel.parallelize import compute_dtypes
 
@@ -85,7 +85,7 @@ class Torchtitan:
 
 def build(config: Config, llama: LlamaConfig, pair: str, weights: dict[str, Tensor]) -> Torchtitan:
     """torchtitan with these weights. `pair`: autocast or fsdp."""
-    device = runtime.start(config.run.device, 600, config.run.seed)
+    device = process_group.start(config.run.device, 600, config.run.seed)
     if device.type != "cuda":
         _stand_in_for_cuda()
     os.environ.setdefault("LOCAL_RANK", "0")

@@ -25,8 +25,8 @@ import report
 import torch
 from contestants import HuggingFace, Titanlite, configuration, make_batch, side_by_side, threads
 
-from titanlite import runtime
-from titanlite.spelling import suggestion
+from titanlite.config.spelling import suggestion
+from titanlite.distributed import process_group
 
 SIZES = {  # arguments of train.py, steps of a turn, rounds of four turns in a process, processes
     "1M": (["debug", "--training.local_batch_size=8"], 5, 8, 8),
@@ -61,7 +61,7 @@ def one_process(size: str, compiled: bool, theirs_first: bool) -> dict[str, Any]
     arguments = [*arguments, *(f"--compile.{what}={str(compiled).lower()}" for what in ("enabled", "loss"))]
     arguments += [] if torch.cuda.is_available() else ["--training.compute_dtype=float32"]
     config, llama = configuration(arguments)
-    device = runtime.start(config.run.device, 600, config.run.seed)
+    device = process_group.start(config.run.device, 600, config.run.seed)
     build: list[Callable[[], Any]] = [
         lambda: Titanlite(arguments),
         lambda: HuggingFace(arguments, device, compiled),

@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from titanlite.config import Config, Training
-from titanlite.config_parallel import Parallel
+from titanlite.config.schema import Config, Parallel, Training
+from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
-from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.fsdp import assign_shard
+from titanlite.parallel.layout import AXES
 from titanlite.parallel.parallelize import split
-from titanlite.parallel.shard import assign_shard
 from titanlite.parallel.stages import Stages
-from titanlite.plan.layout import AXES
 
 SMALL = LlamaConfig(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=101)
 EVEN = LlamaConfig(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=104)  # fits tp and pp

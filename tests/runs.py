@@ -12,8 +12,8 @@ import train
 
 def train_run(arguments: list[str]) -> int:
     """train.py with these arguments on this rank; returns the exit code. An unexpected error is raised."""
-    from titanlite.config import ConfigError
-    from titanlite.configure import load_config
+    from titanlite.config.load import load_config
+    from titanlite.config.schema import ConfigError
 
     try:
         return train.main(load_config(arguments))

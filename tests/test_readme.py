@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config import sections
-from titanlite.configure import flavors, load_config
+from titanlite.config.load import flavors, load_config
+from titanlite.config.schema import sections
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -2,6 +2,6 @@
 
 import sys
 
-from titanlite.cli import main
+from titanlite.cli.main import main
 
 sys.exit(main())

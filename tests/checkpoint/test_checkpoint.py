@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 
 import titanlite.checkpoint.storage as storage
 from titanlite.checkpoint import shard_file
-from titanlite.checkpoint.load import load_model, open_verified, tokenizer_of
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import Facts, read_manifest
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError, find_step_folder, list_steps, read_step, sweep, write_step
-from titanlite.config import Checkpoint, ConfigError, Optimizer
+from titanlite.config.schema import Checkpoint, ConfigError, Optimizer
+from titanlite.formats.load import load_model, open_verified, tokenizer_of
 from titanlite.model.flavors import LlamaConfig
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.stages import Stages

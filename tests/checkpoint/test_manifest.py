@@ -18,11 +18,11 @@ import pytest
 import torch
 from runs import train_run
 
-from titanlite.checkpoint.load import load_model, load_weights, open_verified
 from titanlite.checkpoint.manifest import NAME, SEAL, Damaged, Facts, read_manifest
 from titanlite.checkpoint.storage import read_step, verify_files, write_step
-from titanlite.cli import main
-from titanlite.config import ConfigError
+from titanlite.cli.main import main
+from titanlite.config.schema import ConfigError
+from titanlite.formats.load import load_model, load_weights, open_verified
 from titanlite.model.flavors import FLAVORS
 
 MODEL = "model-00000.safetensors"

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from titanlite.config import ConfigError, Data
+from titanlite.config.schema import ConfigError, Data
 from titanlite.data import prepare as module
 from titanlite.data.prepare import find_text, prepare
 from titanlite.data.shards import ShardWriter, Tokens, read_manifest, token_dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from titanlite.config import ConfigError
+from titanlite.config.schema import ConfigError
 from titanlite.data.stream import IGNORED, TrainStream, Windows, count_targets, permute, validation_batches
 
 

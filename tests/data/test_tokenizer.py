@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import regex
 
-from titanlite.config import ConfigError
+from titanlite.config.schema import ConfigError
 from titanlite.data.bpe import PATTERN, train_bpe, write_rank_file
 from titanlite.data.tokenizer import BUNDLED, Tokenizer
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from model_builder import SMALL, small_model
 
-from titanlite.config import ConfigError
-from titanlite.config import Model as ModelSection
+from titanlite.config.schema import ConfigError
+from titanlite.config.schema import Model as ModelSection
 from titanlite.model.flavors import FLAVORS, RopeScaling, resolve_flavor
 from titanlite.model.llama import Llama, apply_rope, rope_table
 

@@ -45,7 +45,7 @@ def test_contract_of_metrics_jsonl(pool, arguments, tmp_path):
 
 def test_bits_per_byte_follows_from_the_text(pool, arguments, tmp_path):
     """Over the whole held-out text: nats per token * tokens / ln 2 / bytes."""
-    from titanlite.config import Data
+    from titanlite.config.schema import Data
     from titanlite.data.prepare import prepare
     from titanlite.data.shards import Tokens, read_manifest
     from titanlite.data.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from allocations import Largest
 from model_builder import small_model
 from torch import nn
 
-from titanlite.config import Optimizer, Schedule
+from titanlite.config.schema import Optimizer, Schedule
 from titanlite.optim import low_precision
 from titanlite.optim import schedule as schedule_module
 from titanlite.optim.clip import clip_grad_norm

@@ -14,12 +14,11 @@ import pytest
 import torch
 from model_builder import EVEN, build_stages, full, small_model
 
-from titanlite.config import ConfigError
-from titanlite.config_parallel import Float8, Recompute
+from titanlite.config.schema import ConfigError, Float8, Recompute
 from titanlite.optim.loss import cross_entropy_sum
+from titanlite.parallel.activation_checkpoint import apply_recompute
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.float8 import E4M3, E5M2, Float8Linear, apply_float8, float8_linear, quantize
-from titanlite.parallel.recompute import apply_recompute
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,15 +14,14 @@ from model_builder import build_stages, full, small_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.config import Config, ConfigError, Training
-from titanlite.config_parallel import Recompute
-from titanlite.configure import load_config
+from titanlite.config.load import load_config
+from titanlite.config.schema import Config, ConfigError, Recompute, Training
+from titanlite.distributed.mesh import LOSS_AXES, Mesh, data_rank, sum_over
 from titanlite.optim.loss import cross_entropy_sum
+from titanlite.parallel.activation_checkpoint import apply_recompute
 from titanlite.parallel.compile import apply_compile, what_inductor_lacks
-from titanlite.parallel.mesh import LOSS_AXES, Mesh, data_rank, sum_over
+from titanlite.parallel.layout import AXES
 from titanlite.parallel.parallelize import compute_dtypes, settle, uncompiled
-from titanlite.parallel.recompute import apply_recompute
-from titanlite.plan.layout import AXES
 
 TOKENS = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(3))
 

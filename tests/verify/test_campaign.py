@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from titanlite.verify.command import verify
+from titanlite.cli.verify import run as verify
 
 pytestmark = pytest.mark.slow
 

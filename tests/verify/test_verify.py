@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite.config import ConfigError
-from titanlite.configure import load_config
+from titanlite.cli.verify import run as verify
+from titanlite.config.load import load_config
+from titanlite.config.schema import ConfigError
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
-from titanlite.verify.command import FIGURES, judge, verify
+from titanlite.verify.campaign import FIGURES, judge
 from titanlite.verify.compare import make_batch, measure, reference
 from titanlite.verify.ladder import Case, ladder, layouts, make_case, parse_layout
 from titanlite.verify.pool import WorkerError
@@ -36,7 +37,7 @@ def right(pool, tmp_path_factory) -> Path:
 
 def forget_a_gradient_sum(*arguments):
     """Context parallel whose keys and values get the gradient of this process's queries only."""
-    from titanlite.parallel import context
+    from titanlite.parallel import context_parallel as context
 
     partial = context.Partial
     context.Partial = context.Replicate
@@ -124,7 +125,7 @@ def forget_a_reduction(*arguments):
     """Tensor parallel whose last matrix of a block hands on its part of the sum, not the sum."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    from titanlite.parallel import tensor
+    from titanlite.parallel import tensor_parallel as tensor
 
     class Forgetful(tensor.RowwiseParallel):
         @staticmethod

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.background import Saver, State
-from titanlite.checkpoint.identity import changes, require_same_run
-from titanlite.checkpoint.load import load_weights
+from titanlite.checkpoint.async_save import Saver, State
 from titanlite.checkpoint.manifest import Facts, read_manifest
+from titanlite.checkpoint.resume import changes, require_same_run
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import (
     delete_step,
@@ -33,9 +32,10 @@ from titanlite.checkpoint.storage import (
     verify_together,
     write_step,
 )
-from titanlite.config import Checkpoint, ConfigError
+from titanlite.config.schema import Checkpoint, ConfigError
+from titanlite.distributed.agreement import from_rank0
+from titanlite.formats.load import load_weights
 from titanlite.model.flavors import LlamaConfig
-from titanlite.runtime import from_rank0
 
 logger = logging.getLogger("titanlite")
 

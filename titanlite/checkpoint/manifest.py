@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titanlite.config import ConfigError
+from titanlite.config.schema import ConfigError
 
 FORMAT = 1
 NAME = "manifest.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from titanlite.checkpoint.manifest import Manifest, file_problems, read_manifest
 from titanlite.checkpoint.storage import list_steps, step_folder
-from titanlite.config import ConfigError
+from titanlite.config.schema import ConfigError
 
 
 class ManifestCache:

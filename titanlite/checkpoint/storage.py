@@ -49,7 +49,7 @@ from titanlite.checkpoint.manifest import (
     read_manifest,
 )
 from titanlite.checkpoint.shard_file import DTYPE_NAMES, digest_of
-from titanlite.config import ConfigError
+from titanlite.config.schema import ConfigError
 
 logger = logging.getLogger("titanlite")
 # DCP says this of every save and load of a single process. Set here and not around them: filters are not for threads.

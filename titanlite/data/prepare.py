@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from titanlite.config import ConfigError
-from titanlite.config import Data as DataSection
+from titanlite.config.schema import ConfigError
+from titanlite.config.schema import Data as DataSection
 from titanlite.data.shards import ShardWriter, token_dtype
 from titanlite.data.tokenizer import Tokenizer
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.config import ConfigError
+from titanlite.config.schema import ConfigError
 
 SHARD_TOKENS = 100_000_000
 

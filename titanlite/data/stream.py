@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanlite.config import ConfigError
+from titanlite.config.schema import ConfigError
 from titanlite.data.shards import Tokens
 
 IGNORED = -100  # the label of a position without a target: the default ignore_index of torch's cross entropy

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tiktoken
 
-from titanlite.config import ConfigError
+from titanlite.config.schema import ConfigError
 from titanlite.data.bpe import PATTERN
 
 BUNDLED = Path(__file__).with_name("tokenizer.model")  # 4,096 tokens, made by `titanlite tokenizer train`

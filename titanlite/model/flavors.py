@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 
-from titanlite.config import ConfigError
-from titanlite.config import Model as ModelSection
+from titanlite.config.schema import ConfigError
+from titanlite.config.schema import Model as ModelSection
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ import contextlib
 import json
 import logging
 import math
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.config import Metrics as MetricsSection
-from titanlite.runtime import peak_memory_gib
+from titanlite.config.schema import Metrics as MetricsSection
 
 logger = logging.getLogger("titanlite")
 
@@ -179,3 +180,11 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory held so far: reserved by the allocator on CUDA, resident in this process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

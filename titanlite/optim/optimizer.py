@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlite.config import Optimizer as OptimizerSection
+from titanlite.config.schema import Optimizer as OptimizerSection
 from titanlite.optim.low_precision import LowPrecisionAdamW
 
 logger = logging.getLogger("titanlite")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from titanlite.config import Schedule as ScheduleSection
+from titanlite.config.schema import Schedule as ScheduleSection
 
 
 def lr_factor(config: ScheduleSection, step: int, total_steps: int) -> float:

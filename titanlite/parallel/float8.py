@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.config import ConfigError
-from titanlite.config_parallel import Float8
+from titanlite.config.schema import ConfigError, Float8
 
 logger = logging.getLogger("titanlite")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from titanlite.config import Config, ConfigError
-from titanlite.config_parallel import WIDE, why_not_compiled
-from titanlite.parallel.chunked import defer_output
+from titanlite.config.schema import WIDE, Config, ConfigError
+from titanlite.distributed.agreement import of_any_process
+from titanlite.distributed.mesh import Mesh
+from titanlite.parallel.activation_checkpoint import apply_recompute
+from titanlite.parallel.chunked_loss import defer_output
 from titanlite.parallel.compile import apply_compile, what_inductor_lacks
-from titanlite.parallel.context import apply_context
+from titanlite.parallel.context_parallel import apply_context
 from titanlite.parallel.float8 import apply_float8
-from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.pipeline import cut
-from titanlite.parallel.recompute import apply_recompute
-from titanlite.parallel.shard import apply_shard
-from titanlite.parallel.tensor import apply_tensor
-from titanlite.runtime import of_any_process
+from titanlite.parallel.fsdp import apply_shard
+from titanlite.parallel.pipeline_parallel import cut
+from titanlite.parallel.rules import why_not_compiled
+from titanlite.parallel.tensor_parallel import apply_tensor
 
 
 def compute_dtypes(config: Config, dim: int, device_type: str) -> tuple[torch.dtype, torch.dtype]:

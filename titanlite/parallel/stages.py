@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.config import Config
+from titanlite.config.schema import Config
+from titanlite.distributed.mesh import Mesh
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.attention import preferred_attention
-from titanlite.parallel.chunked import ChunkedLoss, DeferredOutput
-from titanlite.parallel.context import Sequences
-from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.chunked_loss import ChunkedLoss, DeferredOutput
+from titanlite.parallel.context_parallel import Sequences
+from titanlite.parallel.fsdp import reduce_gradients_when
 from titanlite.parallel.parallelize import compute_dtypes, require_inductor
-from titanlite.parallel.pipeline import Pipeline, add_tied_gradients
-from titanlite.parallel.shard import reduce_gradients_when
-from titanlite.parallel.tensor import loss_context, vocabulary_cut_cross_entropy_sum
+from titanlite.parallel.pipeline_parallel import Pipeline, add_tied_gradients
+from titanlite.parallel.tensor_parallel import loss_context, vocabulary_cut_cross_entropy_sum
 
 
 class Whole:

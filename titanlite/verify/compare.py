@@ -21,18 +21,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite import runtime
-from titanlite.config import Config
+from titanlite.config.schema import Config
 from titanlite.data.stream import IGNORED, Batch, count_targets
+from titanlite.distributed import process_group
+from titanlite.distributed.mesh import DATA_AXES, LOSS_AXES, Mesh, data_rank, sum_over
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.mesh import DATA_AXES, LOSS_AXES, Mesh, data_rank, sum_over
+from titanlite.parallel.fsdp import assign_shard
 from titanlite.parallel.parallelize import split, uncompiled
-from titanlite.parallel.shard import assign_shard
+from titanlite.parallel.rules import check_layout
 from titanlite.parallel.stages import Stages
-from titanlite.plan.layout import check_layout
 
 STEPS = 5
 
@@ -139,7 +139,7 @@ def _graphs_so_far() -> int:
 
 def _device(config: Config) -> torch.device:
     """The device of the worker, whose process group exists."""
-    return runtime.start(config.run.device, config.comm.timeout_seconds, config.run.seed)
+    return process_group.start(config.run.device, config.comm.timeout_seconds, config.run.seed)
 
 
 def _farthest(found: Iterable[tuple[str, Any]], expected: dict[str, Tensor]) -> float:

@@ -14,12 +14,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from titanlite.config import Config, ConfigError, sections
-from titanlite.config_parallel import PP_SCHEDULES, SPLIT_BACKWARD
-from titanlite.configure import all_keys, load_config
+from titanlite.config.load import all_keys, load_config
+from titanlite.config.schema import PP_SCHEDULES, SPLIT_BACKWARD, Config, ConfigError, sections
+from titanlite.config.spelling import suggestion
 from titanlite.model.flavors import LlamaConfig
-from titanlite.plan.layout import AXES, check_layout
-from titanlite.spelling import suggestion
+from titanlite.parallel.layout import AXES
+from titanlite.parallel.rules import check_layout
 
 SEQUENCES = 8  # per step, over all processes; more where there are more processes
 MOST = 64  # processes

@@ -37,7 +37,7 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    from titanlite.runtime import backend
+    from titanlite.distributed.process_group import backend
 
     torch.set_num_threads(1)
     sys.path[:], rank, world_size, store, function, arguments = connection.recv()

@@ -1,0 +1,238 @@
+"""Saving behind training: what is written is the step's state, and what fails is noticed by all."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from runs import curve, train_run
+from safetensors.torch import load_file
+
+from titanlite.checkpoint import async_save, dcp, manager, shard_file
+from titanlite.checkpoint.async_save import Saver
+from titanlite.checkpoint.manifest import Facts, read_manifest
+from titanlite.checkpoint.storage import SaveError, list_steps, verify_files, write_step
+from titanlite.data.stream import TrainStream
+from titanlite.observe.metrics import NonFinite
+
+CPU = torch.device("cpu")
+
+
+def change_after_staging(folder: Path, mode: str) -> float:
+    """The state changes as soon as it may, and is written after that; returns how long training waited."""
+    changed = threading.Event()
+    weight = torch.full((100, 100), float(dist.get_rank()))
+    saver = Saver(mode, 0, CPU)
+
+    def write(state, group, failure):
+        assert mode == "disabled" or changed.wait(10)
+        write_step(folder, 1, state, {}, Facts({}, {}, ""), group, failure)
+
+    saver.save(lambda: {"model": {f"weight.{dist.get_rank()}": weight}}, write)
+    saver.wait_for_staging()
+    weight.fill_(7.0)
+    changed.set()
+    saver.wait()
+    return saver.waited
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_pinned"])
+def test_what_is_saved_is_the_state_of_the_call(pool, tmp_path, mode):
+    assert all(waited < 1 for waited in pool.run(2, change_after_staging, tmp_path, mode))
+    for rank in range(2):
+        saved = load_file(tmp_path / f"step-1/model-{rank:05}.safetensors")
+        assert saved.keys() == {f"model.weight.{rank}"}
+        assert torch.equal(saved[f"model.weight.{rank}"], torch.full((100, 100), float(rank)))
+
+
+def train_with_failures(arguments: list[str], times: int, step: int) -> tuple[str, int]:
+    """A run in which rank 1 finds the disk full, so many times, from the save of a step on.
+
+    Returns how it ended, and how many steps were begun after the last failure.
+    """
+    write_file, write_checkpoint, read = shard_file._write, manager.write_step, TrainStream.next_step
+    failed, since = [], [0]
+
+    def write(path, tensors):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    def write_step(folder, at, *rest):
+        failing = dist.get_rank() == 1 and at >= step and len(failed) < times
+        failed.extend([at] * failing)
+        shard_file._write = write if failing else write_file
+        try:
+            return write_checkpoint(folder, at, *rest)
+        except SaveError:
+            since[0] = 0
+            raise
+
+    def next_step(stream):
+        since[0] += 1
+        return read(stream)
+
+    async_save.time.sleep = lambda seconds: None  # between the tries
+    manager.write_step, TrainStream.next_step = write_step, next_step
+    try:
+        return str(train_run(arguments)), since[0]
+    except SaveError as error:
+        return f"SaveError: {error}", since[0]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_failed_save_is_tried_again(pool, arguments, tmp_path, mode):
+    run = [*arguments, f"--checkpoint.async_mode={mode}", "--checkpoint.freq=2", "--checkpoint.keep=0"]
+    assert [outcome for outcome, _ in pool.run(2, train_with_failures, run, 2, 4)] == ["0", "0"]
+    log = (tmp_path / "debug/log.txt").read_text()
+    assert "step 4 could not be saved" in log
+    assert "trying again in 2 s (2 of 2)" in log
+    assert list_steps(tmp_path / "debug/checkpoints") == [2, 4, 6]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_save_that_fails_for_good_ends_the_run_on_all_processes(pool, arguments, tmp_path, mode):
+    run = [*arguments, f"--checkpoint.async_mode={mode}", "--checkpoint.freq=2", "--training.steps=40"]
+    results = pool.run(2, train_with_failures, [*run, "--checkpoint.retries=1"], 99, 4)
+    outcomes = {outcome for outcome, _ in results}
+    assert len(outcomes) == 1
+    assert outcomes.pop().startswith(f"SaveError: step 4 could not be saved in {tmp_path}")
+    assert all(steps <= (1 if mode == "async" else 0) for _, steps in results)  # noticed in the step under way
+    folder = tmp_path / "debug/checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["step-2"]
+    assert not verify_files(folder / "step-2", read_manifest(folder / "step-2"))
+
+
+def train_with_slow_writes(arguments: list[str], seconds: float) -> tuple[int, list[tuple[float, float]]]:
+    """Exit code, and begin and end of each save's writing."""
+    original, times = shard_file.write_files, []
+
+    def write_files(files):
+        times.append([time.monotonic()])
+        time.sleep(seconds)
+        written = original(files)
+        times[-1].append(time.monotonic())
+        return written
+
+    dcp.write_files = write_files
+    return train_run(arguments), times
+
+
+def test_one_save_at_a_time_and_the_end_waits_for_the_last(pool, arguments, tmp_path):
+    run = [*arguments, "--checkpoint.async_mode=async", "--checkpoint.freq=1", "--checkpoint.keep=0"]
+    (code, times), _ = pool.run(2, train_with_slow_writes, run, 0.3)
+    assert code == 0
+    assert len(times) == 6
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(times))
+    assert list_steps(tmp_path / "debug/checkpoints") == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_saving_in_the_background_changes_no_loss_and_resumes_exactly(pool, arguments, tmp_path, processes):
+    saving = ["--checkpoint.async_mode=async", "--checkpoint.freq=1"]
+    assert pool.run(processes, train_run, [*arguments, "--run.name=whole"]) == [0] * processes
+    first = [*arguments, *saving, "--run.name=parts", "--training.steps=6"]
+    assert pool.run(processes, train_run, [*first, "--checkpoint.keep=0"]) == [0] * processes
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert pool.run(processes, train_run, [*first, "--checkpoint.load_step=3"]) == [0] * processes
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert "training waited" in (tmp_path / "parts/log.txt").read_text()
+
+
+def train_and_ask(arguments: list[str], folder: Path) -> int:
+    """A run in which somebody makes the file SAVE while it is at step 3."""
+    from titanlite.checkpoint.manager import Checkpointer
+
+    original, steps = TrainStream.next_step, iter(range(1, 1000))
+
+    def next_step(stream):
+        if next(steps) == 3 and dist.get_rank() == 0:
+            (folder / "SAVE").touch()
+        return original(stream)
+
+    TrainStream.next_step = next_step
+    looked = Checkpointer.wants_save
+
+    def wants_save(self):
+        self._looked_at = 0.0  # it looks once a second, and these steps take milliseconds
+        return looked(self)
+
+    Checkpointer.wants_save = wants_save
+    return train_run(arguments)
+
+
+def test_a_file_named_save_asks_for_a_checkpoint(pool, arguments, tmp_path):
+    assert pool.run(2, train_and_ask, arguments, tmp_path / "debug") == [0, 0]
+    assert list_steps(tmp_path / "debug/checkpoints") == [3, 6]
+    assert not (tmp_path / "debug/SAVE").exists()
+
+
+class Clock:
+    """Rank 0's clock goes on ten seconds at each look, and rank 1's stands still."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 10 * (dist.get_rank() == 0)
+        return self.now
+
+
+def train_with_a_clock(arguments: list[str]) -> int:
+    manager.time = Clock()
+    return train_run(arguments)
+
+
+def test_minutes_are_counted_by_one_clock(pool, arguments, tmp_path):
+    run = [*arguments, "--checkpoint.freq_minutes=1", "--training.steps=20", "--validation.freq=0"]
+    assert pool.run(2, train_with_a_clock, [*run, "--checkpoint.keep=0"]) == [0, 0]
+    steps = list_steps(tmp_path / "debug/checkpoints")
+    assert len(steps) >= 3
+    assert all(4 <= later - earlier <= 7 for earlier, later in itertools.pairwise(steps[:-1]))
+
+
+def fail_to_stage(folder: Path, mode: str) -> str:
+    """Rank 1 has no memory for the copy."""
+
+    def on_host(self, state):
+        raise MemoryError("no memory left")
+
+    def write(state, group, failure):
+        write_step(folder, 1, state, {}, Facts({}, {}, ""), group, failure)
+
+    if dist.get_rank() == 1:
+        Saver._on_host = on_host
+    saver = Saver(mode, 0, CPU)
+    with pytest.raises(SaveError) as caught:
+        saver.save(lambda: {"model": {f"weight.{dist.get_rank()}": torch.ones(10)}}, write)
+        saver.wait_for_staging()
+        saver.wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_what_keeps_one_process_from_staging_is_told_to_all(pool, tmp_path, mode):
+    outcomes = pool.run(2, fail_to_stage, tmp_path, mode)
+    assert outcomes == [f"step 1 could not be saved in {tmp_path}: no memory left"] * 2
+    assert not list(tmp_path.iterdir())
+
+
+def diverge_while_saving(arguments: list[str]) -> str:
+    """The save of step 1 takes longer than the steps until the norm is not finite."""
+    write_files = dcp.write_files
+    dcp.write_files = lambda files: (time.sleep(1), write_files(files))[1]
+    try:
+        return str(train_run(arguments))
+    except NonFinite as error:
+        return str(error)
+
+
+def test_divergence_waits_for_the_save_under_way(pool, arguments, tmp_path):
+    run = [*arguments, "--optimizer.lr=1e30", "--training.max_norm=0", "--checkpoint.async_mode=async"]
+    outcomes = pool.run(2, diverge_while_saving, [*run, "--checkpoint.freq=1", "--validation.freq=0"])
+    assert all("training has diverged" in outcome for outcome in outcomes)
+    assert list_steps(tmp_path / "debug/checkpoints")
+    assert not list((tmp_path / "debug/checkpoints").glob("*.tmp-*"))

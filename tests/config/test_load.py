@@ -1,0 +1,212 @@
+"""Configuration: what is read, what is refused, and how it is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+
+import pytest
+
+from titanlite.config.load import all_keys, flavors, load_config
+from titanlite.config.schema import ConfigError, sections
+from titanlite.config.text import help_text, to_toml
+from titanlite.model.flavors import FLAVORS
+
+
+def problems(*argv: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(list(argv))
+    return caught.value.problems
+
+
+@pytest.fixture
+def toml(tmp_path):
+    """Writes a TOML file and returns its path."""
+
+    def write(text: str, name: str = "run.toml") -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("flavor", flavors())
+def test_every_flavor_loads_and_its_resolved_form_reads_back_equal(flavor, toml):
+    config = load_config([flavor])
+    assert config.run.name == flavor
+    assert config.model.flavor in FLAVORS
+    assert load_config([toml(to_toml(config))]) == config
+
+
+def test_defaults_base_file_and_command_line_in_this_order(toml):
+    toml("[training]\nsteps = 5\nseq_len = 32\n[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n", "first.toml")
+    toml('base = "first.toml"\n[training]\nseq_len = 64\n', "second.toml")
+    config = load_config([toml('base = "second.toml"\n[training]\nlocal_batch_size = 8\n'), "--training.steps=7"])
+    assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (7, 64, 8)
+    assert config.optimizer.lr == 1.0
+    assert isinstance(config.optimizer.lr, float)
+    assert config.optimizer.betas == (0.8, 0.9)
+    assert config.optimizer.eps == 1e-8
+    assert config.run.name == "run"
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "value"),
+    [
+        (["--training.steps=12"], "training.steps", 12),
+        (["--training.steps", "1_000"], "training.steps", 1000),
+        (["--optimizer.lr", "1e-3"], "optimizer.lr", 1e-3),
+        (["--optimizer.betas=[0.5, 0.6]"], "optimizer.betas", (0.5, 0.6)),
+        (["--compile.loss"], "compile.loss", True),
+        (["--compile.loss", "--training.steps=3"], "compile.loss", True),
+        (["--compile.enabled"], "compile.enabled", "true"),
+        (["--compile.enabled", "False"], "compile.enabled", "false"),
+        (["--compile.enabled=auto"], "compile.enabled", "auto"),
+        (["--parallel.reduce_every_microbatch=false"], "parallel.reduce_every_microbatch", False),
+        (["--parallel.reduce_every_microbatch", "False"], "parallel.reduce_every_microbatch", False),
+        (["--parallel.dp_shard", "-1"], "parallel.dp_shard", -1),
+        (["--run.sample_prompt=a = b"], "run.sample_prompt", "a = b"),
+        (["--run.name=7"], "run.name", "7"),
+        (["--optimizer.lr=.1"], "optimizer.lr", 0.1),
+        (["--optimizer.lr=+1E-3"], "optimizer.lr", 1e-3),
+    ],
+)
+def test_command_line_forms(argv, key, value):
+    section, name = key.split(".")
+    assert getattr(getattr(load_config(["debug", *argv]), section), name) == value
+
+
+def test_a_flag_does_not_swallow_the_config():
+    assert load_config(["--compile.loss", "cpu_25m"]).run.name == "cpu_25m"
+    assert load_config(["--compile.enabled", "cpu_25m"]).run.name == "cpu_25m"
+
+
+def test_a_switch_takes_true_and_false_of_toml(toml):
+    for text, value in (("true", "true"), ("false", "false"), ('"auto"', "auto"), ('"true"', "true")):
+        assert load_config([toml(f"[compile]\nenabled = {text}\n")]).compile.enabled == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--training.steps=0", "training.steps = 0: expected an integer, at least 1"),
+        ("--training.steps=1.5", "training.steps = 1.5: expected an integer"),
+        ("--training.steps=true", 'training.steps = "true": expected an integer'),
+        ("--training.steps=", 'training.steps = "": expected an integer'),
+        ("--training.steps", "--training.steps: a value is missing; expected an integer"),
+        ("--compile.loss=1", "compile.loss = 1: expected true or false"),
+        ("--compile.enabled=1", 'compile.enabled = "1": expected one of auto, true, false'),
+        ("--compile.enabled=ture", 'compile.enabled = "ture": expected one of auto, true, false; did you mean true?'),
+        ("--optimizer.lr=nan", "optimizer.lr = NaN: expected a number, at least 0"),
+        ("--optimizer.lr=inf", "optimizer.lr = Infinity: expected a finite number"),
+        ("--optimizer.betas=" + "[" * 100_000, "expected a list of two numbers"),
+        ("--run.seed=99999999999999999999", "run.seed = 99999999999999999999: expected an integer, at least 0 and at most 9223372036854775807"),
+        ("--run.sample_prompt=\udcff", "expected text in UTF-8"),
+        ("--training=5", "--training: unknown key training; that is a section: set one of its keys, training.steps"),
+        ("--unrelated.thing=5", "--unrelated.thing: unknown key unrelated.thing"),
+        ("--optimizer.betas=[0.9]", "optimizer.betas = [0.9]: expected a list of two numbers"),
+        ("--optimizer.betas=[0.9, 1.5]", "optimizer.betas = [0.9, 1.5]: expected a list of two numbers, at least 0 and at most 0.999999"),
+        ("--schedule.name=cosin", 'schedule.name = "cosin": expected one of cosine, linear, wsd, constant; did you mean cosine?'),
+        ("--run.name=../x", "run.name = '../x': expected a plain folder name"),
+        ("--training.global_batch_size=7", "training.global_batch_size = 7 is not a multiple of training.local_batch_size = 2"),
+        ("--training.lr=3", "--training.lr: unknown key training.lr; did you mean optimizer.lr?"),
+        ("--steps=3", "--steps: unknown key steps; did you mean training.steps?"),
+    ],
+)  # fmt: skip
+def test_bad_values_on_the_command_line(argv, expected):
+    (problem,) = problems("debug", argv)
+    assert expected in problem
+    assert "did you mean" not in problem or "did you mean" in expected
+
+
+def test_a_toml_file_is_refused_with_file_and_line_and_all_problems_at_once(toml):
+    path = toml('[training]\nsteps = "many"\nseqlen = 3\n\n[trainig]\nx = 1\n[optimizer]\nlr = true\nbetas = 3\n')
+    assert problems(path, "--model.flavour=debug") == [
+        f'{path}:2: training.steps = "many": expected an integer',
+        f"{path}:3: unknown key training.seqlen; did you mean training.seq_len?",
+        f"{path}:5: unknown section [trainig]; did you mean training?",
+        f"{path}:8: optimizer.lr = true: expected a number",
+        f"{path}:9: optimizer.betas = 3: expected a list of two numbers",
+        "--model.flavour: unknown key model.flavour; did you mean model.flavor?",
+    ]
+
+
+def test_a_byte_order_mark_and_odd_letters_survive(toml):
+    assert load_config([toml("\ufeff[training]\nsteps = 5\n")]).training.steps == 5
+    config = load_config(["debug", '--run.sample_prompt=a\x7f\t"é\\'])
+    assert load_config([toml(to_toml(config))]) == config
+
+
+def test_files_are_kept_as_absolute_paths(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert load_config(["debug", "--data.path=text/a.txt"]).data.path == str(tmp_path / "text/a.txt")
+    assert load_config(["debug"]).data.path == ""
+
+
+def test_files_that_cannot_be_read(toml, tmp_path):
+    assert "no such file" in problems("x" * 300)[0]
+    (problem,) = problems("debgu")
+    assert "did you mean debug?" in problem
+    assert "no such file" in problems(str(tmp_path / "absent.toml"))[0]
+    assert "line 1" in problems(toml("[training\n"))[0]
+    loop = toml('base = "run.toml"\n')
+    assert "leads back to the file itself" in problems(loop)[0]
+    toml("", "other.toml")
+    assert "did you mean other.toml?" in problems(toml('base = "othr.toml"\n'))[0]
+    assert problems("debug", "cpu_25m")[0] == "expected one config, found 2: debug, cpu_25m"
+    assert "training is a section: write [training]" in problems(toml("training = 3\n"))[0]
+
+
+def misspellings(word: str):
+    """The word with each letter left out, doubled, replaced, and swapped with the next."""
+    for i in range(len(word)):
+        yield word[:i] + word[i + 1 :]
+        yield word[:i] + word[i] + word[i:]
+        yield word[:i] + ("x" if word[i] != "x" else "y") + word[i + 1 :]
+        if i + 1 < len(word) and word[i] != word[i + 1]:
+            yield word[:i] + word[i + 1] + word[i] + word[i + 2 :]
+
+
+@pytest.mark.parametrize("key", all_keys())
+def test_every_key_mistyped_by_one_character_is_suggested(key):
+    keys = all_keys()
+    typos = sorted({typo for typo in misspellings(key) if typo not in keys})
+    found = problems("debug", *(f"--{typo}=1" for typo in typos))
+    messages = {line.split(":")[0][2:]: line for line in found if "unknown key" in line}
+    for typo in typos:
+        named = messages[typo].partition("did you mean ")[2].removesuffix("?").split(" or ")
+        # `training.lobal_batch_size` is one letter from two keys, `parallel.p` from three: all are named
+        alike = {"parallel.pp", "parallel.cp", "parallel.tp"} if key[-2:] in ("pp", "cp", "tp") else {key}
+        assert named == [key] or (key in named and ("batch_size" in key or set(named) <= alike)), messages[typo]
+
+
+def test_a_mistake_is_found_fast_and_without_torch():
+    code = (
+        "import sys; from titanlite.cli.main import main; code = main(['train', 'debug', '--training.stpes=3']);"
+        "print(code, 'torch' in sys.modules)"
+    )
+    seconds = []
+    for _ in range(3):  # the best of three: the machine may be busy with something else
+        started = time.monotonic()
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds.append(time.monotonic() - started)
+    assert min(seconds) < 1
+    assert result.stdout.split() == ["2", "False"]
+    assert "did you mean training.steps?" in result.stderr
+
+
+def test_help_names_every_key_with_its_default_and_a_line():
+    lines = help_text().splitlines()
+    for section, cls in sections().items():
+        for field in dataclasses.fields(cls):
+            (at,) = [i for i, line in enumerate(lines) if line.startswith(f"  --{section}.{field.name}  ")]
+            assert "(default " in lines[at]
+            assert lines[at + 1].strip() == field.metadata["help"]
+
+
+def test_flavor_choices_are_the_flavors():
+    (field,) = [f for f in dataclasses.fields(sections()["model"]) if f.name == "flavor"]
+    assert set(field.metadata["choices"]) == set(FLAVORS)

@@ -1,0 +1,117 @@
+"""The campaign: whatever dies whenever, a run goes on from its newest committed checkpoint as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from runs import curve, train_run
+
+from titanlite.checkpoint import async_save, dcp, shard_file, storage
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.storage import list_steps, step_folder, verify_files
+from titanlite.verify.pool import WorkerError
+
+pytestmark = pytest.mark.slow
+
+# Fault point -> the function it lies before, within or after, and whether rank 0 alone comes by
+POINTS: dict[str, tuple[object, str, str, bool]] = {
+    "planning": (dcp.Writer, "prepare_local_plan", "before", False),
+    "mid-shard": (shard_file, "_write", "within", False),
+    "shard end": (shard_file, "_write", "after", False),
+    "before the manifest": (storage, "_write_manifest", "before", True),
+    "after the manifest": (storage, "_write_manifest", "after", True),
+    "before the rename": (storage, "_publish", "before", True),
+    "after the rename": (storage, "_publish", "after", True),
+    "in retention": (storage.shutil, "rmtree", "within", True),
+    "in async staging": (async_save.Saver, "_copy", "after", False),
+    "in async write": (dcp, "write_files", "before", False),
+}
+CASES = [
+    (point, victim, mode, step)
+    for point in POINTS
+    for victim in (0, 1)
+    for mode in ("disabled", "async")
+    for step in (2, 4)  # the first save of the run, and one that has a checkpoint before it to delete
+    if not ("async" in point and mode == "disabled") and not ("retention" in point and step == 2)
+]
+
+
+def die(arguments: list[str], point: str, victim: int, step: int) -> int:
+    """A run in which rank `victim` gets SIGKILL at that point of the save of that step."""
+    owner, name, where, first_only = POINTS[point]
+    original, save = getattr(owner, name), async_save.Saver.save
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    saving, struck = [0], []
+
+    def save_and_note(self, get_state, write):
+        self.wait()
+        saving[0] = write.args[0]
+        save(self, get_state, write)
+
+    def faulty(*args, **kwargs):
+        striker = dist.get_rank() == (0 if first_only else victim) and saving[0] == step and not struck
+        if not striker or (name == "rmtree" and not str(args[0]).endswith(".deleted")):
+            return original(*args, **kwargs)
+        struck.append(point)
+        if where == "within" and name == "_write":  # a process that dies within has done half of it
+            half = dict(list(args[1].items())[: len(args[1]) // 2 + 1])
+            original(args[0], half)
+            os.truncate(args[0], shard_file.PIECE // 1000)
+        elif where == "within":
+            next(Path(args[0]).iterdir()).unlink()
+        result = original(*args, **kwargs) if where == "after" else None
+        os.kill(pids[victim], signal.SIGKILL)
+        time.sleep(0.1)  # here, where it was another's: that one is dead now
+        return result if where == "after" else original(*args, **kwargs)
+
+    async_save.Saver.save = save_and_note
+    setattr(owner, name, faulty)
+    return train_run(arguments)
+
+
+def run_arguments(folder: Path, text_file: Path, mode: str) -> list[str]:
+    small = ["--model.dim=32", "--model.num_layers=2", "--model.ffn_dim=64", "--training.seq_len=64"]
+    batch = ["--training.steps=6", "--training.global_batch_size=8", "--training.local_batch_size=2"]
+    saving = ["--checkpoint.freq=2", "--checkpoint.keep=1", f"--checkpoint.async_mode={mode}"]
+    told = ["--run.sample_tokens=0", "--metrics.log_freq=1", "--validation.freq=0", "--schedule.warmup_steps=2"]
+    return ["debug", f"--run.folder={folder}", f"--data.path={text_file}", *small, *batch, *saving, *told]
+
+
+@pytest.fixture(scope="module")
+def whole(pool, text_file, tmp_path_factory) -> dict:
+    """The losses of a run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert pool.run(2, train_run, run_arguments(folder, text_file, "disabled")) == [0, 0]
+    return curve(folder / "debug")
+
+
+@pytest.mark.parametrize(("point", "victim", "mode", "step"), CASES)
+def test_killed_at(pool, text_file, tmp_path, whole, point, victim, mode, step):
+    run, folder = run_arguments(tmp_path, text_file, mode), tmp_path / "debug/checkpoints"
+    with pytest.raises(WorkerError, match=r"died|[Cc]onnection|closed|gloo"):
+        pool.run(2, die, run, point, victim, step)
+    steps, before = list_steps(folder), [step - 2] if step > 2 else []
+    if point in ("after the rename", "in retention"):
+        assert steps[-1] == step
+    elif POINTS[point][3] and victim == 1:  # rank 0 lives, and has all it needs to commit
+        assert steps[-1:] in ([step], before)
+    else:
+        assert steps == before
+    for there in steps:
+        path = step_folder(folder, there)
+        assert not verify_files(path, read_manifest(path))
+    assert pool.run(2, train_run, run) == [0, 0]
+    assert curve(tmp_path / "debug") == whole
+    log = (tmp_path / "debug/log.txt").read_text()
+    assert (f"resumed from {folder}/step-{steps[-1]} " if steps else "starting with new weights") in log
+    assert [path.name for path in folder.iterdir()] == ["step-6"]
+
+
+def test_there_are_enough_cases():
+    assert len(CASES) >= 60

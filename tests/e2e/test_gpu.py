@@ -1,0 +1,189 @@
+"""On a CUDA device: training in bf16, no hidden waits, and resuming. Skipped without one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from runs import curve, rows, train_run, train_until, validation
+from safetensors.torch import load_file
+
+from titanlite.checkpoint.async_save import Saver
+from titanlite.checkpoint.manifest import Facts
+from titanlite.checkpoint.storage import write_step
+from titanlite.data.to_device import one_ahead
+from titanlite.model.flavors import FLAVORS
+from titanlite.parallel.attention import attention_kernel
+from titanlite.parallel.float8 import float8_linear
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_bf16_on_the_gpu_follows_fp32_on_the_cpu(pool, arguments, tmp_path):
+    """Initial weights differ between the devices' generators, so curves are compared by what they reach."""
+    run = [*arguments, "--training.steps=30", "--optimizer.lr=1e-2"]
+    assert pool.run(1, train_run, [*run, "--run.name=cpu", "--run.device=cpu"]) == [0]
+    assert pool.run(1, train_run, [*run, "--run.name=gpu", "--run.device=cuda"], timeout=120) == [0]
+    assert validation(tmp_path / "gpu")[30] == pytest.approx(validation(tmp_path / "cpu")[30], rel=0.05)
+    assert all(row["mfu"] is None or 0 < row["mfu"] < 100 for row in rows(tmp_path / "gpu") if "mfu" in row)
+
+
+OPTIONS = [
+    "recompute.mode=selective",
+    "recompute.mode=full",
+    "compile.enabled",
+    "compile.enabled=auto",
+    "training.compute_dtype=float32",
+]
+OPTIONS += ["loss.num_chunks=3"]
+COMPILED = pytest.mark.parametrize("compiled", ["auto", "false"])
+needs_float8 = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no 8-bit products here"
+)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_follow_plain_bf16(pool, arguments, tmp_path, option):
+    run = [*arguments, "--run.device=cuda"]
+    assert pool.run(1, train_run, [*run, "--run.name=plain"], timeout=120) == [0]
+    assert pool.run(1, train_run, [*run, "--run.name=other", f"--{option}"], timeout=300) == [0]
+    for step, values in curve(tmp_path / "plain").items():
+        assert curve(tmp_path / "other")[step] == pytest.approx(values, rel=2e-2)
+    compiled = "blocks compiled by inductor" in (tmp_path / "other/log.txt").read_text()
+    assert compiled == option.startswith("compile.enabled")
+
+
+@needs_float8
+def test_products_in_8_bits_are_those_that_are_emulated():
+    """The same 8-bit numbers on both sides; sums differ, since the hardware's have fewer bits."""
+    found = []
+    for emulate in (False, True):
+        generator = torch.Generator("cuda").manual_seed(0)
+        x = torch.randn(3, 50, 256, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        weight = torch.randn(512, 256, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        out = float8_linear(x, weight, emulate)
+        out.square().sum().backward()
+        found.append([out.detach(), x.grad, weight.grad])
+    for hardware, emulated in zip(*found, strict=True):
+        assert (hardware - emulated).float().norm() <= 1e-2 * emulated.float().norm()
+
+
+@needs_float8
+@COMPILED
+def test_float8_follows_bf16(pool, arguments, tmp_path, compiled):
+    run = [*arguments, "--run.device=cuda", f"--compile.enabled={compiled}"]
+    assert pool.run(1, train_run, [*run, "--run.name=plain"], timeout=300) == [0]
+    assert pool.run(1, train_run, [*run, "--run.name=float8", "--float8.enabled"], timeout=300) == [0]
+    for step, (loss, _) in curve(tmp_path / "plain").items():
+        assert curve(tmp_path / "float8")[step][0] == pytest.approx(loss, rel=2e-2)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="cuDNN's may not be there"
+)
+def test_cudnn_computes_attention_on_hopper():
+    device = torch.device("cuda")
+    assert attention_kernel(FLAVORS["llama3_1b"], 4096, torch.bfloat16, device) == "cudnn"
+
+
+def test_verify_on_one_gpu(tmp_path):
+    """Layouts of one process, in fp32 and bf16, compiled with inductor; several GPUs need `titanlite verify` itself."""
+    from titanlite.cli.verify import run as verify
+
+    assert verify(["debug", "--run.device=cuda", "--processes=1"]) == 0
+
+
+def test_cpu_offload_follows_plain_training(pool, arguments, tmp_path):
+    run = [*arguments, "--run.device=cuda", "--training.compute_dtype=float32"]
+    assert pool.run(1, train_run, [*run, "--run.name=plain"], timeout=120) == [0]
+    assert pool.run(1, train_run, [*run, "--run.name=offloaded", "--parallel.cpu_offload"], timeout=120) == [0]
+    for step, values in curve(tmp_path / "plain").items():
+        assert curve(tmp_path / "offloaded")[step] == pytest.approx(values, rel=1e-3)
+
+
+@COMPILED
+def test_resume_on_the_gpu(pool, arguments, tmp_path, compiled):
+    run = [*arguments, "--run.device=cuda", f"--compile.enabled={compiled}"]
+    assert pool.run(1, train_run, [*run, "--run.name=whole"], timeout=300) == [0]
+    assert pool.run(1, train_until, 3, [*run, "--run.name=stopped"], timeout=300) == [75]
+    assert pool.run(1, train_run, [*run, "--run.name=stopped"], timeout=300) == [0]
+    for step, values in curve(tmp_path / "whole").items():
+        assert curve(tmp_path / "stopped")[step] == pytest.approx(values, rel=1e-3)
+
+
+def change_after_staging(folder, mode: str) -> None:
+    """The weight changes on the GPU as soon as it may, before it is written; twice, as pinned memory is used again."""
+    changed, weight = threading.Event(), torch.zeros(1_000_000, device="cuda")
+    saver = Saver(mode, 0, weight.device)
+    for step in (1, 2):
+
+        def write(state, group, failure, step=step):
+            assert mode == "disabled" or changed.wait(10)
+            write_step(folder, step, state, {}, Facts({}, {}, ""), group, failure)
+
+        weight.fill_(float(step))
+        saver.save(lambda: {"model": {"weight": weight}}, write)
+        saver.wait_for_staging()
+        weight.fill_(7.0)
+        changed.set()
+        saver.wait()
+        changed.clear()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_pinned"])
+def test_what_is_saved_in_the_background_is_the_state_of_the_call(pool, tmp_path, mode):
+    pool.run(1, change_after_staging, tmp_path, mode, timeout=120)
+    for step in (1, 2):
+        saved = load_file(tmp_path / f"step-{step}/model-00000.safetensors")["model.weight"]
+        assert torch.equal(saved, torch.full((1_000_000,), float(step)))
+
+
+@pytest.mark.parametrize("mode", ["async", "async_pinned"])
+def test_a_run_that_saves_in_the_background_goes_on(pool, arguments, tmp_path, mode):
+    run = [*arguments, "--run.device=cuda", f"--checkpoint.async_mode={mode}", "--checkpoint.freq=1"]
+    assert pool.run(1, train_run, [*run, "--run.name=whole"], timeout=120) == [0]
+    assert pool.run(1, train_until, 3, [*run, "--run.name=stopped"], timeout=120) == [75]
+    assert pool.run(1, train_run, [*run, "--run.name=stopped"], timeout=120) == [0]
+    for step, values in curve(tmp_path / "whole").items():
+        assert curve(tmp_path / "stopped")[step] == pytest.approx(values, rel=1e-3)
+
+
+def test_batches_that_are_copied_ahead_arrive_whole():
+    """Small ones while the device has work, whose memory must not be used again too soon; and large ones that take
+    milliseconds to arrive and are read at once."""
+    device = torch.device("cuda")
+    work = torch.randn(4096, 4096, device=device)
+    for side, products in ((512, 1), (2900, 0)):
+        sums = []
+        batches = ((torch.full((side, side), i), torch.full((side, side), -i)) for i in range(20))
+        for tokens, labels in one_ahead(batches, device):
+            for _ in range(products):
+                work = work @ work / 64
+            sums.append(torch.stack([tokens.sum(), labels.sum()]))
+        assert torch.stack(sums).tolist() == [[i * side**2, -i * side**2] for i in range(20)]
+    assert list(one_ahead([], device)) == []
+
+
+def run_that_may_not_wait(arguments: list[str]) -> int:
+    """Forbids synchronisation from the second step's data to the third's, neither of which is logged."""
+    from titanlite.data.stream import TrainStream
+
+    original, steps = TrainStream.next_step, iter(range(1, 1000))
+
+    def next_step(stream):
+        torch.cuda.set_sync_debug_mode("error" if next(steps) in (2, 3) else "default")
+        return original(stream)
+
+    TrainStream.next_step = next_step
+    try:
+        return train_run(arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        TrainStream.next_step = original
+
+
+@COMPILED
+def test_a_step_that_is_not_logged_does_not_wait_for_the_gpu(pool, arguments, compiled):
+    quiet = ["--run.device=cuda", "--metrics.log_freq=5", "--validation.freq=0", f"--compile.enabled={compiled}"]
+    assert pool.run(1, run_that_may_not_wait, [*arguments, *quiet], timeout=300) == [0]

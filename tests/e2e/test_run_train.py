@@ -1,0 +1,273 @@
+"""./run_train.sh as a user runs it: processes, signals, exit codes, messages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import curve, rows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This environment with the running interpreter first, so run_train.sh takes it and installs nothing."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "LOG_RANK": "0", **variables}
+
+
+def start(arguments: list[str], **variables: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [ROOT / "run_train.sh", *arguments],
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float = 90) -> tuple[int, str]:
+    """(exit code, output). Nothing of the process's session is left, whatever happened."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+        return process.returncode, output
+    finally:
+        if process.poll() is None:
+            for pid in workers(process):  # they live in sessions of their own
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
+
+
+def workers(process: subprocess.Popen) -> list[int]:
+    """The process ids of the training processes."""
+    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    lines = [line.split(None, 2) for line in listing.splitlines()]
+    return [int(pid) for pid, parent, command in lines if int(parent) == process.pid and "train.py" in command]
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
+    """Returns when metrics.jsonl has a line of `step` or later."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if (folder / "metrics.jsonl").exists() and any(row["step"] >= step for row in rows(folder)):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached: {finish(process, 1)}")
+
+
+@pytest.fixture
+def slow_arguments(arguments):
+    """A run long enough to be interrupted."""
+    return [
+        *arguments,
+        "--training.steps=40",
+        "--training.global_batch_size=64",
+        "--checkpoint.freq=10",
+        "--validation.freq=0",
+    ]
+
+
+def test_another_launchers_environment_does_not_matter(arguments, tmp_path):
+    stale = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"}
+    code, output = finish(start([*arguments, "--training.steps=1"], NGPU="1", **stale))
+    assert code == 0, output
+    assert "step 1/1  loss" in output
+
+
+def test_trains_prints_a_sample_and_what_to_try_next(arguments, tmp_path):
+    code, output = finish(start([*arguments, "--run.sample_tokens=20"], NGPU="2"))
+    assert code == 0, output
+    assert "step 6/6  loss" in output
+    assert "eta 0:00" in output
+    assert "a sample" in output
+    assert f"titanlite generate {tmp_path}/debug" in output  # the command itself, or python -m titanlite
+    assert "Traceback" not in output
+    assert (tmp_path / "debug/log.txt").read_text().count("step 6/6") == 2
+    again, text = finish(start([str(tmp_path / "debug/config.toml"), "--training.steps=8"], NGPU="1"))
+    assert again == 0, text
+    assert f"resumed from {tmp_path}/debug/checkpoints/step-6" in text
+    assert list(curve(tmp_path / "debug")) == list(range(1, 9))
+
+
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, "2"), (signal.SIGINT, "2"), (signal.SIGINT, "1")])
+def test_signal_to_the_launcher_saves_and_exits_75(slow_arguments, tmp_path, number, processes):
+    process = start(slow_arguments, NGPU=processes)
+    wait_for_step(tmp_path / "debug", 3, process)
+    process.send_signal(number)
+    code, output = finish(process)
+    assert code == 75, output
+    assert "asked to stop" in output
+    assert "the same command goes on from here" in output
+    assert "Traceback" not in output
+    code, output = finish(start(slow_arguments, NGPU="1"))
+    assert code == 0, output
+    assert sorted(curve(tmp_path / "debug")) == list(range(1, 41))
+
+
+def test_killed_run_goes_on_from_its_last_checkpoint_bit_identically(slow_arguments, tmp_path):
+    whole = [*slow_arguments, "--run.name=whole"]
+    assert finish(start(whole, NGPU="2"))[0] == 0
+    process = start(slow_arguments, NGPU="2")
+    wait_for_step(tmp_path / "debug", 13, process)
+    os.kill(workers(process)[1], signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 128 + signal.SIGKILL, output
+    assert "error: the process of rank 1 was killed by SIGKILL" in output
+    code, output = finish(start(slow_arguments, NGPU="2"))
+    assert code == 0, output
+    assert "resumed from" in output
+    assert curve(tmp_path / "debug") == curve(tmp_path / "whole")
+
+
+@pytest.fixture
+def endless_arguments(arguments):
+    """Steps so long that a run is always within one."""
+    return [*arguments, "--training.global_batch_size=16384", "--training.local_batch_size=8", "--validation.freq=1"]
+
+
+def test_second_signal_leaves_at_once(endless_arguments, tmp_path):
+    process = start(endless_arguments, NGPU="2")
+    wait_for_step(tmp_path / "debug", 0, process)
+    first, second = workers(process)
+    os.kill(second, signal.SIGSTOP)  # so the other waits in a collective, where no handler runs
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process, timeout=10)
+    assert code == 128 + signal.SIGKILL, output
+    assert not list((tmp_path / "debug").glob("checkpoints/*"))
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (first, second))
+
+
+def test_a_signal_to_every_process_at_once_saves(slow_arguments, tmp_path):
+    """As Slurm and systemd do it: each worker gets its own, and the one that the launcher passes on."""
+    process = start(slow_arguments, NGPU="2")
+    wait_for_step(tmp_path / "debug", 3, process)
+    for pid in (*workers(process), process.pid, *workers(process)):
+        os.kill(pid, signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 75, output
+    assert len(list((tmp_path / "debug").glob("checkpoints/step-*"))) == 1
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_workers_leave_when_their_launcher_is_killed(slow_arguments, tmp_path, processes):
+    process = start([*slow_arguments, "--training.steps=100000"], NGPU=processes)
+    wait_for_step(tmp_path / "debug", 3, process)
+    orphans = workers(process)
+    process.kill()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in orphans) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in orphans)
+    assert list((tmp_path / "debug").glob("checkpoints/step-*"))
+
+
+def test_two_runs_in_one_folder_are_refused(endless_arguments, tmp_path):
+    process = start(endless_arguments, NGPU="1")
+    wait_for_step(tmp_path / "debug", 0, process)
+    code, output = finish(start(endless_arguments, NGPU="2"))
+    assert code == 2, output
+    assert output.count("another process is training here") == 1
+    assert "Traceback" not in output
+    assert process.poll() is None
+    finish_now(process)
+
+
+def finish_now(process: subprocess.Popen) -> None:
+    for pid in workers(process):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+
+
+def test_folder_that_cannot_be_written_is_one_error(arguments, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, output = finish(start([*arguments, f"--run.folder={tmp_path}/file"]))
+    assert code == 2, output
+    assert output.count("error:") == 1
+    assert "run.folder, run.name" in output
+
+
+def test_a_closed_console_stops_nothing(arguments, tmp_path):
+    command = f"{ROOT}/run_train.sh {' '.join(arguments)} 2>&1 | head -1"
+    result = subprocess.run(
+        ["bash", "-c", command], env=environment(NGPU="1"), capture_output=True, text=True, timeout=90
+    )
+    assert result.stdout.count("\n") == 1
+    assert "Logging error" not in result.stderr
+    assert len(curve(tmp_path / "debug")) == 6
+
+
+def test_mistakes_are_told_before_torch_is_imported(arguments):
+    started = time.monotonic()
+    code, output = finish(start(["debug", "--trainig.steps=5", "--training.seqlen", "7", "--optimizer.lr=fast"]))
+    assert time.monotonic() - started < 3  # a fraction of a second, and some room for a busy machine
+    assert code == 2
+    assert "unknown key trainig.steps; did you mean training.steps?" in output
+    assert "unknown key training.seqlen; did you mean training.seq_len?" in output
+    assert 'optimizer.lr = "fast": expected a number' in output
+    assert "Traceback" not in output
+
+
+def test_impossible_layout_is_one_error(arguments):
+    code, output = finish(start([*arguments, "--parallel.dp_shard=3"], NGPU="2"))
+    assert code == 2
+    assert output.count("error:") == 1
+    assert "parallel.dp_shard = 3, but there are 2 processes" in output
+    code, output = finish(start(arguments, NGPU="two"))
+    assert code == 2
+    assert "NGPU = 'two' in the environment: expected an integer from 1" in output
+
+
+def test_help_lists_every_key():
+    from titanlite.config.load import all_keys
+
+    started = time.monotonic()
+    code, output = finish(start(["--help"]))
+    assert code == 0
+    assert time.monotonic() - started < 3  # a fraction of a second, and some room for a busy machine
+    assert all(f"--{key} " in output for key in all_keys())
+
+
+def test_independent_problems_are_told_together(arguments):
+    wrong = ["--model.dim=7", "--parallel.dp_shard=3", "--data.path=/no/such", "--data.tokenizer=/no/such"]
+    code, output = finish(start([*arguments, *wrong], NGPU="2"))
+    assert code == 2
+    assert output.count("error:") == 4, output
+
+
+def two_nodes(*arguments: list[str]) -> list[tuple[int, str]]:
+    """Outcomes of two launchers on one machine, one process each, which find each other at MASTER_ADDR:MASTER_PORT."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    nodes = [start(own, **shared, NODE_RANK=str(rank)) for rank, own in enumerate(arguments)]
+    return [finish(node) for node in nodes]
+
+
+def test_two_nodes(arguments, tmp_path):
+    outcomes = two_nodes(arguments, arguments)
+    assert [code for code, _ in outcomes] == [0, 0], outcomes
+    assert "CPU x 2" in outcomes[0][1]
+    assert len(curve(tmp_path / "debug")) == 6
+
+
+@pytest.mark.parametrize(
+    ("option", "fact"),
+    [("optimizer.lr=2", "configuration"), ("parallel.tp=2", "configuration"), ("run.folder=other", "folder")],
+)
+def test_nodes_that_do_not_fit_together_are_refused(arguments, tmp_path, monkeypatch, option, fact):
+    monkeypatch.chdir(tmp_path)
+    outcomes = two_nodes(arguments, [*arguments, f"--{option}"])
+    assert [code for code, _ in outcomes] == [2, 2], outcomes
+    assert f"rank 1 has another {fact} than rank 0" in outcomes[0][1]
+    assert "Traceback" not in outcomes[0][1] + outcomes[1][1]

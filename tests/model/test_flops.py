@@ -1,0 +1,47 @@
+"""FLOPs and peaks against published numbers."""
+
+import pytest
+
+from titanlite.model.flavors import FLAVORS
+from titanlite.model.flops import flops_per_token, peak_tflops
+
+
+@pytest.mark.parametrize(
+    ("flavor", "seq_len", "flops"),
+    [
+        ("llama3_8b", 8192, 57_914_449_920),
+        ("llama3_70b", 8192, 481_442_709_504),
+        ("llama3_405b", 8192, 2_625_449_459_712),
+        ("llama3_1b", 4096, 9_025_597_440),
+    ],
+)
+def test_flops_per_token(flavor, seq_len, flops):
+    assert flops_per_token(FLAVORS[flavor], seq_len) == pytest.approx(flops, rel=1e-3 if flavor == "llama3_1b" else 0)
+
+
+def test_mfu_of_a_published_row():
+    """8B at 8,192 tokens and 5,847 tokens/s on an H100: 338.6 TFLOP/s, 34.24 %."""
+    tflops = 5847 * flops_per_token(FLAVORS["llama3_8b"], 8192) / 1e12
+    assert tflops == pytest.approx(338.6, abs=0.05)
+    peak = peak_tflops("NVIDIA H100 80GB HBM3")
+    assert peak is not None
+    assert 100 * tflops / peak == pytest.approx(34.24, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("AMD Instinct MI300X", 1300),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("CPU", None),
+    ],
+)
+def test_peaks(name, peak):
+    assert peak_tflops(name) == peak

@@ -1,0 +1,64 @@
+"""What makes a run that run: what may not change between a checkpoint and the config that goes on from it.
+
+What it is: the model's shape (its tensors would not fit), and the data, the seed, the sequence length and the optimizer
+(the losses would be another run's). The latter can be accepted by name; then the checkpoints that follow hold the new
+values. All else may change freely: layout, number of processes, precision, schedule, steps, how often to save.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from titanlite.checkpoint.manifest import Damaged, Manifest, read_file
+from titanlite.config.load import ACCEPTABLE
+from titanlite.config.schema import Checkpoint, ConfigError
+
+
+def require_same_run(
+    folder: Path, manifest: Manifest, config: dict[str, dict[str, Any]], files: dict[str, bytes], section: Checkpoint
+) -> None:
+    """Raises ConfigError with every contradiction between a checkpoint and the `config` and small `files` of now."""
+    try:
+        saved = {name: read_file(folder, manifest, name) for name in ("model.json", "data.json")}
+        was = _identity(manifest.config, saved)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise Damaged(f"{folder}: {error!r}; the checkpoint is not whole") from None
+    now = _identity(config, files)
+    changed = [key for key in now if was.get(key, now[key]) != now[key] and key not in section.accepted]
+    if not changed:
+        return
+    names = {"data": "the data (its path, pattern or tokenizer, or the Python version)"}
+    problems = [f"{folder}: {names.get(key, key)} was {was.get(key)} and is {now[key]}" for key in changed]
+    if fixed := [key for key in changed if key not in ACCEPTABLE]:
+        what = "start a new run (another run.name), with checkpoint.initial_load if its weights fit"
+        problems.append(f"{', '.join(fixed)}: cannot change in a run; {what}")
+    else:
+        accepted = ",".join(sorted({*section.accepted, *changed}))
+        problems.append(f"to go on with the new values: --checkpoint.accept={accepted}; else choose another run.name")
+    raise ConfigError(problems)
+
+
+def _identity(config: dict[str, dict[str, Any]], files: dict[str, bytes]) -> dict[str, Any]:
+    """Key -> value of what makes a run that run."""
+    identity = {f"model.{name}": value for name, value in json.loads(files["model.json"]).items()}
+    for key in ACCEPTABLE:
+        section, _, name = key.partition(".")
+        if name in config.get(section, {}):  # a checkpoint may be older than the key
+            identity[key] = json.loads(json.dumps(config[section][name]))  # a tuple is a list in a manifest
+    data = json.loads(files["data.json"])
+    identity["data"] = f"{data['name']} ({data['bytes']} bytes, fingerprint {data['fingerprint'][:8]})"
+    return identity
+
+
+def changes(was: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> list[str]:
+    """What is told, though it may change: how the run learns from here on."""
+    found = []
+    for section in ("training", "optimizer", "schedule", "float8"):
+        for key, value in json.loads(json.dumps(now[section])).items():
+            if (before := was.get(section, {}).get(key, value)) != value:
+                found.append(f"{section}.{key} {before} -> {value}")
+    return found

@@ -1,0 +1,57 @@
+"""The command `titanlite`.
+
+What it is: one file per subcommand beside this one, imported when it is called: torch is imported only by those that
+compute, so the others answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from titanlite.config.schema import EXIT_CONFIG, ConfigError
+
+COMMANDS = ("train", "config", "prepare", "verify", "generate", "convert", "checkpoint", "tokenizer")
+USAGE = """usage: titanlite COMMAND ...
+
+  train [CONFIG] [--section.key=value ...]       train (what ./run_train.sh calls); --help lists every key
+  config [CONFIG] [--section.key=value ...]      check a configuration and print it in full, as TOML
+  prepare [CONFIG] [--section.key=value ...]     tokenise the text of a configuration into the cache
+  verify [CONFIG] [--quick] [--processes N]      show that every parallel layout computes what one process computes
+  generate CHECKPOINT [--prompt TEXT]            sample text from a checkpoint of any format
+  convert SOURCE TARGET [--to FORMAT]            write a checkpoint in another format, and check it
+  checkpoint list|verify|show|diff|prune ...     what lies in a run's folder, and whether it is whole
+  tokenizer train OUTPUT [--data-path PATH]      train a byte-pair encoding
+
+`titanlite COMMAND --help` tells more."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command; returns its exit code: 0, or 2 for wrong input."""
+    arguments = sys.argv[1:] if argv is None else argv
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if name in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still shows the text
+    try:
+        if name not in COMMANDS:
+            from titanlite.config.spelling import suggestion
+
+            raise ConfigError(f"unknown command {name!r}{suggestion(name, list(COMMANDS))}\n{USAGE}")
+        command: Callable[[list[str]], int] = importlib.import_module(f"titanlite.cli.{name}").run
+        return command(rest)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE

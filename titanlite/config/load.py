@@ -1,0 +1,280 @@
+"""Defaults < base files < TOML file < command line -> one frozen `Config`.
+
+What it is: the strict reader of configuration. Unknown keys, wrong types and values out of bounds are all
+collected and reported together, each with where it stands, what was found, what is allowed and the nearest
+match. Nothing is guessed and nothing is ignored.
+Why it is here: a mistyped key that silently keeps its default costs a training run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from titanlite.config.schema import Config, ConfigError, sections
+from titanlite.config.spelling import suggestion
+
+CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
+FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
+# What makes a run that run and may yet be changed on resuming, if `checkpoint.accept` names it
+ACCEPTABLE = (
+    "run.seed",
+    "data",
+    "training.seq_len",
+    "optimizer.lr",
+    "optimizer.betas",
+    "optimizer.eps",
+    "optimizer.weight_decay",
+    "optimizer.decayed",
+)
+TYPE_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    tuple: "a list of two numbers",
+}
+
+
+def load_config(argv: list[str]) -> Config:
+    """The configuration that `[CONFIG] [--section.key=value ...]` describes.
+
+    Raises ConfigError with every problem in the file, its bases and the command line at once.
+    """
+    problems: list[str] = []
+    positional, overrides = _split(argv)
+    if len(positional) > 1:
+        problems.append(f"expected one config, found {len(positional)}: {', '.join(positional)}")
+    path = _find(positional[0] if positional else "debug", problems)
+    values: dict[str, dict[str, Any]] = {name: {} for name in sections()}
+    if path is not None:
+        _read(path, values, problems, [])
+        values["run"].setdefault("name", path.stem)
+    for name, text, origin in overrides:
+        _set_from_text(name, text, origin, values, problems)
+    if problems:
+        raise ConfigError(problems)
+    config = Config(**{name: cls(**values[name]) for name, cls in sections().items()})
+    if problems := contradictions(config):
+        raise ConfigError(problems)
+    # A resolved config is run again from anywhere: its files are found by absolute paths.
+    for name in FILE_KEYS:
+        section, _, entry = name.partition(".")
+        if given := values[section].get(entry):
+            values[section][entry] = str(Path(given).absolute())
+    return Config(**{name: cls(**values[name]) for name, cls in sections().items()})
+
+
+def contradictions(config: Config) -> list[str]:
+    """What no single key can show: values that do not fit together."""
+    problems = []
+    if config.training.global_batch_size % config.training.local_batch_size:
+        whole, local = config.training.global_batch_size, config.training.local_batch_size
+        nearest = " or ".join(str(n) for n in (whole // local * local, (whole // local + 1) * local) if n)
+        problems.append(
+            f"training.global_batch_size = {whole} is not a multiple of training.local_batch_size = {local}; "
+            f"nearest: {nearest}"
+        )
+    profiling = config.profiling
+    if profiling.warmup_steps + profiling.active_steps > profiling.freq:
+        problems.append(
+            f"profiling.warmup_steps + profiling.active_steps = {profiling.warmup_steps + profiling.active_steps} "
+            f"is more than profiling.freq = {profiling.freq}"
+        )
+    for accepted in config.checkpoint.accepted:
+        if accepted not in ACCEPTABLE:
+            near = suggestion(accepted, list(ACCEPTABLE))
+            problems.append(f"checkpoint.accept: {accepted}: expected some of {', '.join(ACCEPTABLE)}{near}")
+    if not config.run.name or Path(config.run.name).name != config.run.name or config.run.name.startswith("."):
+        problems.append(f"run.name = {config.run.name!r}: expected a plain folder name")
+    return problems
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None, str]]]:
+    """Positional arguments, and (key, text or None, origin) for each option."""
+    positional: list[str] = []
+    overrides: list[tuple[str, str | None, str]] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            positional.append(word)
+            continue
+        name, equals, text = word[2:].partition("=")
+        words = _switch_words(name)
+        if equals:
+            overrides.append((name, text, f"--{name}"))
+        elif rest and not rest[0].startswith("--") and (not words or rest[0].lower() in words):
+            overrides.append((name, rest.pop(0), f"--{name}"))
+        elif words:
+            overrides.append((name, "true", f"--{name}"))
+        else:
+            overrides.append((name, None, f"--{name}"))
+    return positional, overrides
+
+
+def _find(name: str, problems: list[str]) -> Path | None:
+    """The file a CONFIG argument means: a path, or a flavor in train_configs/."""
+    path = Path(name)
+    candidates = [path, CONFIGS / f"{name}.toml"]
+    for candidate in candidates:
+        with contextlib.suppress(OSError):  # a name too long for the file system, say
+            if candidate.is_file():
+                return candidate
+    problems.append(
+        f"config {name!r}: no such file, and no such flavor in train_configs/{suggestion(name, flavors())}; "
+        f"allowed: a path or one of {', '.join(flavors())}"
+    )
+    return None
+
+
+def flavors() -> list[str]:
+    return sorted(path.stem for path in CONFIGS.glob("*.toml"))
+
+
+def _read(path: Path, values: dict[str, dict[str, Any]], problems: list[str], chain: list[Path]) -> None:
+    """Adds the keys of a TOML file to `values`, those of its base files first."""
+    path = path.resolve()
+    if path in chain:
+        problems.append(f"{path}: `base` leads back to the file itself: {' -> '.join(p.name for p in [*chain, path])}")
+        return
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        table = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        problems.append(f"{path}: {error}")
+        return
+    base = table.pop("base", None)
+    if isinstance(base, str) and len(base) < 200 and (path.parent / base).is_file():
+        _read(path.parent / base, values, problems, [*chain, path])
+    elif base is not None:
+        near = suggestion(str(base), [p.name for p in path.parent.glob("*.toml")])
+        problems.append(f"{_where(path, text, '', 'base')}: base = {base!r}: expected the path of a TOML file{near}")
+    for section, entries in table.items():
+        if section not in values:
+            near = suggestion(section, list(values))
+            problems.append(f"{_where(path, text, section, '')}: unknown section [{section}]{near}")
+        elif not isinstance(entries, dict):
+            problems.append(f"{_where(path, text, '', section)}: {section} is a section: write [{section}]")
+        else:
+            for name, value in entries.items():
+                _set(f"{section}.{name}", value, _where(path, text, section, name), values, problems)
+
+
+def _where(path: Path, text: str, section: str, name: str) -> str:
+    """`file:line` of a key, or of a section's header when `name` is empty."""
+    current = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\s*([\w-]+)\s*\]", line):
+            current = header[1]
+            if current == section and not name:
+                return f"{path}:{number}"
+        elif current == section and name and re.match(rf"""\s*["']?{re.escape(name)}["']?\s*=""", line):
+            return f"{path}:{number}"
+    return str(path)
+
+
+def type_of(name: str) -> type | None:
+    """The declared type of `section.key`, None if there is no such key. tuple[...] counts as tuple."""
+    section, _, entry = name.partition(".")
+    cls = sections().get(section)
+    declared = get_type_hints(cls).get(entry) if cls else None
+    return getattr(declared, "__origin__", declared)
+
+
+def _meta(name: str) -> Any:
+    """What a key's declaration says beside its type."""
+    section, _, entry = name.partition(".")
+    return next(f.metadata for f in dataclasses.fields(sections()[section]) if f.name == entry)
+
+
+def _switch_words(name: str) -> tuple[str, ...]:
+    """The words that a key takes which stands for true without any; none for other keys."""
+    declared = type_of(name)
+    choices = _meta(name)["choices"] if declared else ()
+    return choices if "true" in choices else ("true", "false") if declared is bool else ()
+
+
+def _set_from_text(
+    name: str, text: str | None, origin: str, values: dict[str, dict[str, Any]], problems: list[str]
+) -> None:
+    """Sets a key from the command line's text, read as the declared type."""
+    declared = type_of(name)
+    value: Any = text
+    if declared is not None and text is None:
+        problems.append(f"{origin}: a value is missing; expected {TYPE_NAMES[declared]}")
+        return
+    if declared is str and text is not None and text.lower() in _switch_words(name):
+        value = text.lower()
+    elif declared is not None and declared is not str and text is not None:
+        with contextlib.suppress(ValueError, RecursionError):  # else it stays a string, which `_set` refuses
+            value = _number(text) if declared in (int, float) else json.loads(text.lower())
+    _set(name, value, origin, values, problems)
+
+
+def _number(text: str) -> int | float | str:
+    """A number as Python writes it; true and false stay words."""
+    return int(text) if re.fullmatch(r"\s*[+-]?[\d_]+\s*", text) else float(text)
+
+
+def _set(name: str, value: Any, origin: str, values: dict[str, dict[str, Any]], problems: list[str]) -> None:
+    """Checks one value against its declaration and stores it, or notes the problem."""
+    declared = type_of(name)
+    section, _, entry = name.partition(".")
+    if declared is None:
+        near = suggestion(name, all_keys(), 1)
+        if not near:  # the section is wrong or absent, or more than a letter is
+            elsewhere = [k for k in all_keys() if k.partition(".")[2] == (entry or section)]
+            near = f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else suggestion(name, all_keys())
+        if name in sections():
+            near = f"; that is a section: set one of its keys, {', '.join(k for k in all_keys() if k.startswith(name))}"
+        problems.append(f"{origin}: unknown key {name}{near}")
+        return
+    meta = _meta(name)
+    if isinstance(value, bool) and "true" in meta["choices"]:
+        value = str(value).lower()  # TOML's true and false, beside auto
+    value, expected = _convert(value, declared, meta)
+    if expected:
+        near = suggestion(value, list(meta["choices"])) if isinstance(value, str) and meta["choices"] else ""
+        where = "" if origin == f"--{name}" else f"{origin}: "
+        problems.append(f"{where}{name} = {json.dumps(value, default=str)}: expected {expected}{near}")
+    else:
+        values[section][entry] = value
+
+
+def _convert(value: Any, declared: type, meta: Any) -> tuple[Any, str]:
+    """The value in its declared type and "", or the value as found and what was expected instead."""
+    expected = "one of " + ", ".join(map(str, meta["choices"])) if meta["choices"] else TYPE_NAMES[declared]
+    parts = value if declared is tuple and isinstance(value, list) and len(value) == 2 else [value]
+    number = declared in (float, tuple)
+    good = [
+        isinstance(p, (int, float) if number else declared) and (declared is bool or not isinstance(p, bool))
+        for p in parts
+    ]
+    if not all(good) or (declared is tuple and parts is not value):
+        return value, expected
+    if declared is str and any("\ud800" <= letter <= "\udfff" for letter in value):
+        return value, "text in UTF-8"
+    if meta["choices"] and value not in meta["choices"]:
+        return value, expected
+    low, high = meta["min"], meta["max"]
+    for part in parts:
+        if (low is not None and not part >= low) or (high is not None and not part <= high):
+            bounds = [f"at least {low}" if low is not None else "", f"at most {high}" if high is not None else ""]
+            return value, f"{expected}, " + " and ".join(b for b in bounds if b)
+    if number and not all(abs(p) < float("inf") for p in parts):
+        return value, "a finite number"
+    return (tuple(float(p) for p in parts) if declared is tuple else float(value) if declared is float else value), ""
+
+
+def all_keys() -> list[str]:
+    return [f"{section}.{f.name}" for section, cls in sections().items() for f in dataclasses.fields(cls)]

@@ -1,0 +1,50 @@
+"""A `Config` in words: `--help`, and the TOML file that is written beside every run.
+
+What it is: the way back from `configure.py`. No torch is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from titanlite.config.load import flavors, type_of
+from titanlite.config.schema import Config, sections
+
+USAGE = """usage: ./run_train.sh [CONFIG] [--section.key=value ...]
+
+  CONFIG                 a TOML file, or the name of one in train_configs/ (default: debug)
+                         flavors here: {flavors}
+  --section.key=value    overrides a key; `--section.key value` and, for true, `--section.key` work as well
+  NGPU, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, LOG_RANK: environment variables, see README.md
+"""
+
+
+def help_text() -> str:
+    """Every key with type, default and a line of explanation, by section."""
+    lines = [USAGE.format(flavors=", ".join(flavors()))]
+    for section, cls in sections().items():
+        lines.append(f"[{section}]  {(cls.__doc__ or '').strip()}")
+        for f in dataclasses.fields(cls):
+            declared = type_of(f"{section}.{f.name}")
+            name = "[number,number]" if declared is tuple else getattr(declared, "__name__", "")
+            kind = "|".join(map(str, f.metadata["choices"])) or name
+            lines.append(f"  --{section}.{f.name}  {kind}  (default {_toml(f.default)})\n      {f.metadata['help']}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    """A value in TOML; JSON writes strings, numbers and lists the same way."""
+    text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+    return text.replace("\x7f", "\\u007f")  # the one control character that JSON leaves as it is
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration as a TOML file that `load_config` reads back to the same `Config`."""
+    blocks = []
+    for section in sections():
+        entries = dataclasses.asdict(getattr(config, section))
+        blocks.append(f"[{section}]\n" + "".join(f"{name} = {_toml(value)}\n" for name, value in entries.items()))
+    return "\n".join(blocks)

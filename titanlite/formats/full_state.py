@@ -1,0 +1,206 @@
+"""All of a checkpoint as one lazy mapping, whatever format it is in: `name -> Tensor`, read when it is asked for.
+
+What it is: an index. Every format that titanlite reads comes down to boxes of tensors that lie row by row at some byte
+of some file (`Part`); what a format's reader makes is this index and what is known of the model (`About`). Names, the
+order of rows and shapes are titanlite's, so who reads need not know what the files are.
+What it costs: nothing until a tensor is read, then its bytes, by blocks of rows where one asks for blocks. Files are
+read and not mapped: mapped pages would count as memory of the process for as long as the file is open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from titanlite.checkpoint.manifest import Damaged
+from titanlite.config.schema import ConfigError
+from titanlite.model.flavors import LlamaConfig
+
+ORIGIN = "titanlite.json"  # beside weights whose format has no place for it: step and trained length
+BLOCK = 1 << 22  # bytes of rows read at a time: memory of that size is used again, larger pieces go back to the system
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor, and the byte of a file where its first number lies."""
+
+    file: Path
+    begin: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...] = ()  # in numbers; empty: row by row
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether each of its rows is spread over all of it in the file."""
+        return len(self.strides) > 1 and self.strides[0] < max(self.strides)
+
+    def locate(self, file: BinaryIO) -> tuple[int, tuple[int, ...]]:
+        """`begin` and `strides` as they are in the open file."""
+        return self.begin, self.strides
+
+    def read(self, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Its rows from `start` to `stop`, counted within it. Raises Damaged where the file has not got them."""
+        shape = (stop - start, *self.sizes[1:])
+        try:
+            with self.file.open("rb", buffering=0) as file:
+                begin, strides = self.locate(file)
+                strides = strides or tuple(math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes)))
+                span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+                values = torch.empty(0 if 0 in shape else span, dtype=dtype)
+                view = values.view(torch.uint8).numpy().data
+                file.seek(begin + start * strides[0] * dtype.itemsize)
+                while len(view):
+                    if not (size := file.readinto(view)):
+                        raise Damaged(f"{self.file}: ends {len(view)} bytes before a tensor does; it is cut short")
+                    view = view[size:]
+        except OSError as error:
+            raise Damaged(f"{self.file}: {error.strerror or error}") from None
+        return values.as_strided(shape, strides)
+
+
+@dataclass(frozen=True)
+class FullTensor:
+    """One whole tensor. `half_split`: the width of a head, where its rows lie in the order of Hugging Face."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    half_split: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows (of the first dimension) from `start` to `stop`; all of it if not told. Raises Damaged."""
+        if not self.shape:
+            return self.parts[0].read(self.dtype, 0, 1)[0]
+        stop = self.shape[0] if stop is None else stop
+        if not (width := self.half_split):
+            return self._read(start, stop)
+        first, last = start // width * width, -(-stop // width) * width
+        return interleave(self._read(first, last), width)[start - first : stop - first]
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        if len(self.parts) == 1:
+            return self.parts[0].read(self.dtype, start, stop)
+        rows = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
+        for part in self.parts:
+            top, height = part.offsets[0], part.sizes[0]
+            first, last = max(start, top), min(stop, top + height)
+            if first < last:
+                sides = zip(part.offsets[1:], part.sizes[1:], strict=True)
+                place = tuple(slice(side, side + size) for side, size in sides)
+                rows[(slice(first - start, last - start), *place)] = part.read(self.dtype, first - top, last - top)
+        return rows
+
+    def row_ranges(self, multiple: int = 1) -> list[tuple[int, int | None]]:
+        """Where to cut it, some 4 MB at a time; each range but the last has a multiple of so many rows."""
+        if not self.shape or not self.nbytes or any(part.is_transposed for part in self.parts):
+            return [(0, None)]
+        step = math.lcm(multiple, self.half_split or 1)
+        rows = max(step, BLOCK // (self.nbytes // self.shape[0]) // step * step)
+        return [(start, min(start + rows, self.shape[0])) for start in range(0, self.shape[0], rows)]
+
+    def blocks(self, multiple: int = 1) -> Iterator[Tensor]:
+        """All rows in order, as `row_ranges` cuts them."""
+        return (self.read(start, stop) for start, stop in self.row_ranges(multiple))
+
+
+def same_numbers(a: FullTensor, b: FullTensor) -> bool:
+    """Whether two tensors are one under two names; reads up to the first difference."""
+    if a.shape != b.shape or a.dtype != b.dtype or not a.nbytes:
+        return False
+    return all(torch.equal(x, y) for x, y in zip(a.blocks(), b.blocks(), strict=True))
+
+
+def half_split(rows: Tensor, width: int) -> Tensor:
+    """Rows of wq or wk as Hugging Face has them: of each head, first the even rows, then the odd.
+
+    Meta's RoPE, and ours, turns neighbours (2i, 2i + 1); theirs turns (i, i + width / 2). rows: (heads * width, D).
+    """
+    return rows.unflatten(0, (-1, width // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def interleave(rows: Tensor, width: int) -> Tensor:
+    """The inverse of `half_split`."""
+    return rows.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
+
+
+@dataclass
+class About:
+    """What is known of a checkpoint beside its tensors; None and empty where the format does not tell."""
+
+    format: str
+    model: LlamaConfig | None = None
+    tokenizer: bytes | None = None  # a tiktoken rank file
+    step: int | None = None
+    seq_len: int = 0
+    layout: str = ""
+    finite: bool | None = None
+    config: dict[str, dict[str, Any]] = field(default_factory=dict)  # the resolved configuration
+    data: str = ""  # fingerprint of the prepared data
+    files: dict[str, bytes] = field(default_factory=dict)  # small files that a step folder has beside
+
+
+class FullState(Mapping[str, Tensor]):
+    """Parameter name -> tensor, in titanlite's names and order of rows.
+
+    `others`: what a run needs to go on and a model does not (`optimizer.state.<parameter>.exp_avg`, ...).
+    """
+
+    def __init__(
+        self, path: Path, about: About, tensors: dict[str, FullTensor], others: dict[str, FullTensor] | None = None
+    ) -> None:
+        self.path, self.about, self.tensors, self.others = path, about, tensors, others or {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name].read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def model(self) -> LlamaConfig:
+        """The model's shape. Raises ConfigError where the files do not tell."""
+        if self.about.model is None:
+            if self.about.format == "titanlite":
+                raise Damaged(f"{self.path / 'model.json'}: not in the manifest")
+            raise ConfigError(
+                f"{self.path} ({self.about.format}) does not tell the model's shape; give --model, a flavor or the "
+                "path of a model.json"
+            )
+        return self.about.model
+
+
+def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of this model, in the model's order."""
+    dim, kv_dim = config.dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (config.vocab_size, dim)}
+    for i in range(config.num_layers):
+        block = {
+            "attention_norm": (dim,),
+            "attention.wq": (dim, dim),
+            "attention.wk": (kv_dim, dim),
+            "attention.wv": (kv_dim, dim),
+            "attention.wo": (dim, dim),
+            "ffn_norm": (dim,),
+            "feed_forward.w1": (config.ffn_dim, dim),
+            "feed_forward.w2": (dim, config.ffn_dim),
+            "feed_forward.w3": (config.ffn_dim, dim),
+        }
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in block.items()}
+    shapes["norm.weight"] = (dim,)
+    if not config.tied_embeddings:
+        shapes["output.weight"] = (config.vocab_size, dim)
+    return shapes

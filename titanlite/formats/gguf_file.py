@@ -1,0 +1,213 @@
+"""GGUF, llama.cpp's file: written through the `gguf` package (`pip install titanlite[gguf]`), and opened to be checked.
+
+What it is: metadata, the tokenizer and the tensors in one file. Its `llama` architecture has our order of rows. Vectors
+are fp32 whatever the matrices are; `q8_0` keeps 32 numbers of a row as 8-bit integers and a scale. Llama 3.1's
+stretch of RoPE is a tensor, by how much each frequency is divided.
+What it costs: one whole tensor in memory, as the package takes it.
+Reference: github.com/ggml-org/ggml, docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titanlite.config.schema import ConfigError
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.formats.full_state import About, FullState, FullTensor, Part, expected_shapes
+from titanlite.formats.huggingface_tokenizer import merges_of, parse_ranks, to_text
+from titanlite.formats.safetensors_files import Told
+from titanlite.model.flavors import LlamaConfig
+
+KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPES = {name: dtype for dtype, name in KINDS.items()}
+BLOCK_Q8_0 = 32  # numbers that share a scale
+FREQUENCIES = "rope_freqs.weight"
+
+
+def package() -> Any:
+    """The gguf package. Raises ConfigError where it is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise ConfigError("--to gguf: needs the gguf package; pip install gguf") from None
+    return gguf
+
+
+def names(config: LlamaConfig) -> dict[str, str]:
+    """Our parameter name -> theirs, by the package's table: our names are Meta's, which it knows."""
+    gguf = package()
+    theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
+    return {name: theirs.get_name(name, try_suffixes=(".weight",)) for name in expected_shapes(config)}
+
+
+def frequency_factors(config: LlamaConfig) -> np.ndarray | None:
+    """What each rotary frequency is divided by, fp32 (Dh / 2,); None without scaling."""
+    if (s := config.rope_scaling) is None:
+        return None
+    factors = []
+    for i in range(0, config.head_dim, 2):
+        turns = s.original_context * config.rope_theta ** (-i / config.head_dim) / (2 * math.pi)
+        blend = min(1.0, max(0.0, (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)))
+        factors.append(1 / ((1 - blend) / s.factor + blend))
+    return np.array(factors, dtype=np.float32)
+
+
+def kind_of(tensor: FullTensor, dtype: torch.dtype | None, q8: bool) -> str:
+    """The ggml type that a tensor is written as."""
+    if len(tensor.shape) < 2:
+        return "F32"
+    return "Q8_0" if q8 else KINDS[dtype or (tensor.dtype if tensor.dtype in KINDS else torch.float32)]
+
+
+def expected(tensor: FullTensor, rows: Tensor, dtype: torch.dtype | None, q8: bool) -> Tensor:
+    """What a reader of the file finds in place of these rows."""
+    kind = kind_of(tensor, dtype, q8)
+    if kind == "Q8_0":
+        return torch.from_numpy(_dequantized(_encoded(rows, kind)))
+    return rows.to(DTYPES[kind])
+
+
+def _encoded(rows: Tensor, kind: str) -> np.ndarray:
+    """The bytes of these rows, (rows, bytes), or (numbers,) in fp32."""
+    if kind == "Q8_0":
+        gguf = package()
+        with np.errstate(over="ignore"):  # scales that fp16 does not hold are found by who looks at the numbers
+            return gguf.quants.quantize(rows.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
+    converted = rows.to(DTYPES[kind]).contiguous()
+    return converted.numpy() if rows.ndim < 2 else converted.view(torch.uint8).numpy()
+
+
+def _dequantized(data: np.ndarray) -> np.ndarray:
+    gguf = package()
+    return gguf.quants.dequantize(data, gguf.GGMLQuantizationType.Q8_0)
+
+
+def write(
+    path: Path,
+    state: FullState,
+    length: int,
+    dtype: torch.dtype | None,
+    q8: bool,
+    looked_at: Callable[[str, Tensor], object],
+    told: Told,
+) -> None:
+    """Writes the file; `length` is the trained one, `looked_at` sees every block as it is written.
+
+    Raises ConfigError where the model does not fit the format, OSError.
+    """
+    gguf, config = package(), state.model
+    if q8 and (odd := [width for width in (config.dim, config.ffn_dim) if width % BLOCK_Q8_0]):
+        raise ConfigError(f"--dtype q8_0: rows of {odd[0]} numbers; allowed: multiples of {BLOCK_Q8_0}")
+    writer = gguf.GGUFWriter(path, "llama")
+    try:
+        _describe(writer, state, length, dtype, q8)
+        _write_tensors(writer, state, dtype, q8, looked_at, told)
+    finally:
+        writer.close()
+
+
+def _write_tensors(
+    writer: Any,
+    state: FullState,
+    dtype: torch.dtype | None,
+    q8: bool,
+    looked_at: Callable[[str, Tensor], object],
+    told: Told,
+) -> None:
+    gguf, config = package(), state.model
+    ours = names(config)
+    for own, name in ours.items():
+        tensor = state.tensors[own]
+        kind = gguf.GGMLQuantizationType[kind_of(tensor, dtype, q8)]
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        *rows, width = tensor.shape
+        nbytes = math.prod(rows) * width // block * size
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
+    if (factors := frequency_factors(config)) is not None:
+        writer.add_tensor_info(FREQUENCIES, factors.shape, factors.dtype, factors.nbytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for own in ours:
+        tensor = state.tensors[own]
+        kind, ranges, whole = kind_of(tensor, dtype, q8), tensor.row_ranges(), np.empty(0, np.uint8)
+        for start, stop in ranges:
+            block = tensor.read(start, stop)
+            # A scale of q8_0 is the largest of its numbers / 127, in fp16.
+            looked_at(own, (block / 127).half() if kind == "Q8_0" else block.to(DTYPES[kind]))
+            encoded = _encoded(block, kind)
+            if not start:
+                whole = np.empty((tensor.shape[0], *encoded.shape[1:]), encoded.dtype)
+            whole[start:stop] = encoded
+        writer.write_tensor_data(whole)
+        told(whole.reshape(-1).view(np.uint8).data)
+    if factors is not None:
+        writer.write_tensor_data(factors)
+
+
+def _describe(writer: Any, state: FullState, length: int, dtype: torch.dtype | None, q8: bool) -> None:
+    gguf, config = package(), state.model
+    matrix = kind_of(state.tensors["tok_embeddings.weight"], dtype, q8)
+    files = gguf.LlamaFileType
+    types = {"F32": files.ALL_F32, "F16": files.MOSTLY_F16, "BF16": files.MOSTLY_BF16, "Q8_0": files.MOSTLY_Q8_0}
+    writer.add_file_type(types[matrix])
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(length)
+    writer.add_embedding_length(config.dim)
+    writer.add_feed_forward_length(config.ffn_dim)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    if not (ranks := state.about.tokenizer):
+        writer.add_tokenizer_model("none")
+        return
+    tokenizer, tokens = Tokenizer(state.path, ranks), parse_ranks(ranks)
+    texts = [to_text(token) for token in tokens] + list(tokenizer.special)
+    kinds = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.CONTROL] * len(tokenizer.special)
+    unused = config.vocab_size - len(texts)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list(texts + [f"[PAD{i}]" for i in range(unused)])
+    writer.add_token_types(kinds + [gguf.TokenType.UNUSED] * unused)
+    writer.add_token_merges([f"{to_text(a)} {to_text(b)}" for a, b in merges_of(tokens)])
+    writer.add_bos_token_id(tokenizer.bos)
+    writer.add_eos_token_id(tokenizer.eos)
+    writer.add_add_bos_token(True)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedTensor(FullTensor):
+    """A matrix of q8_0, read as fp32."""
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        (part,) = self.parts
+        stop = self.shape[0] if stop is None else stop
+        return torch.from_numpy(_dequantized(part.read(torch.uint8, start, stop).numpy()))
+
+
+def open_written(path: Path, config: LlamaConfig) -> FullState:
+    """The tensors of such a file by our names. Raises KeyError where one is not there."""
+    gguf = package()
+    there = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    found: dict[str, FullTensor] = {}
+    for ours, theirs in names(config).items():
+        entry = there[theirs]
+        shape, kind = tuple(int(size) for size in reversed(entry.shape)), entry.tensor_type.name
+        begin, offsets = int(entry.data_offset), (0,) * len(shape)
+        if kind == "Q8_0":
+            sizes = (shape[0], int(entry.n_bytes) // shape[0])
+            found[ours] = QuantizedTensor(torch.float32, shape, (Part(path, begin, offsets, sizes),))
+        else:
+            found[ours] = FullTensor(DTYPES[kind], shape, (Part(path, begin, offsets, shape),))
+    return FullState(path, About("gguf", config), found)

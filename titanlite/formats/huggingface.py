@@ -1,0 +1,149 @@
+"""A model folder as Hugging Face's transformers reads and writes it: names, config.json, order of rows.
+
+What it is: the same tensors under other names, but for the rows of wq and wk, which lie as their RoPE wants them
+(`half_split`); w1 is `gate_proj`, w3 `up_proj`, w2 `down_proj`. Nothing errs if that is wrong: logits are off by 0.2.
+Checked against transformers 5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from titanlite.checkpoint.manifest import Damaged
+from titanlite.config.schema import ConfigError
+from titanlite.formats.full_state import About, FullState, FullTensor
+from titanlite.formats.huggingface_tokenizer import read_tokenizer
+from titanlite.formats.safetensors_files import read_folder
+from titanlite.model.flavors import LlamaConfig, RopeScaling
+
+LAYER = {  # ours -> theirs
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+TURNED = ("attention.wq", "attention.wk")  # whose rows RoPE turns
+
+
+def names(config: LlamaConfig) -> dict[str, str]:
+    """Our parameter name -> theirs, in our order."""
+    found = {"tok_embeddings.weight": "model.embed_tokens.weight"}
+    for i in range(config.num_layers):
+        found |= {f"layers.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in LAYER.items()}
+    found["norm.weight"] = "model.norm.weight"
+    if not config.tied_embeddings:
+        found["output.weight"] = "lm_head.weight"
+    return found
+
+
+def is_turned(name: str) -> bool:
+    """Whether the rows of this parameter of ours lie in another order there."""
+    return name.removesuffix(".weight").endswith(TURNED)
+
+
+def to_config(config: LlamaConfig, seq_len: int, dtype: str, bos: int | None, eos: int | None) -> dict[str, Any]:
+    """config.json for `LlamaForCausalLM`; `dtype` as torch names it, without `torch.`."""
+    scaling = None
+    if s := config.rope_scaling:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": s.factor,
+            "low_freq_factor": s.low_freq_factor,
+            "high_freq_factor": s.high_freq_factor,
+            "original_max_position_embeddings": s.original_context,
+        }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": config.tied_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": None,
+        "use_cache": True,
+        "torch_dtype": dtype,
+    }
+
+
+def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
+    """The model of a config.json. Raises ConfigError for what our Llama is not, with every reason."""
+    if (kind := fields.get("model_type")) != "llama":
+        raise ConfigError(f"{path}: model_type = {kind!r}; allowed: 'llama'")
+    rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    heads, dim = fields["num_attention_heads"], fields["hidden_size"]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    allowed = {
+        "hidden_act": (fields.get("hidden_act", "silu"), ("silu", "swish")),
+        "attention_bias": (fields.get("attention_bias", False), (False,)),
+        "mlp_bias": (fields.get("mlp_bias", False), (False,)),
+        "head_dim": (fields.get("head_dim") or dim // heads, (dim // heads,)),
+        "rope_type": (kind, ("default", "llama3")),
+    }
+    if wrong := {key: value for key, value in allowed.items() if value[0] not in value[1]}:
+        raise ConfigError(
+            [f"{path}: {key} = {found!r}; allowed: {', '.join(map(repr, can))}" for key, (found, can) in wrong.items()]
+        )
+    scaling = None
+    if kind == "llama3":
+        original = rope["original_max_position_embeddings"]
+        scaling = RopeScaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
+    config = LlamaConfig(
+        dim=dim,
+        num_layers=fields["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=fields.get("num_key_value_heads") or heads,
+        ffn_dim=fields["intermediate_size"],
+        vocab_size=fields["vocab_size"],
+        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        rope_theta=float(rope.get("rope_theta", fields.get("rope_theta", 10000.0))),
+        rope_scaling=scaling,
+        norm_eps=fields.get("rms_norm_eps", 1e-6),
+    )
+    return LlamaConfig.from_json(config.to_json())  # which checks the sizes
+
+
+def open_folder(folder: Path) -> FullState:
+    """The checkpoint in a folder with config.json and safetensors files. Raises Damaged or ConfigError."""
+    path = folder / "config.json"
+    try:
+        fields = json.loads(path.read_bytes())
+        config = from_config(path, fields)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise Damaged(f"{path}: no configuration of a Llama ({type(error).__name__}: {error})") from None
+    theirs = read_folder(folder)
+    tensors: dict[str, FullTensor] = {}
+    for name, there in names(config).items():
+        if tensor := theirs.pop(there, None):
+            turned = config.head_dim if is_turned(name) else 0
+            tensors[name] = dataclasses.replace(tensor, half_split=turned)
+    left = {name: tensor for name, tensor in theirs.items() if not name.endswith("rotary_emb.inv_freq")}
+    if config.tied_embeddings:
+        left.pop("lm_head.weight", None)  # the embedding once more
+    length = fields.get("max_position_embeddings", 0)
+    about = About("hf", config, read_tokenizer(folder), seq_len=length if type(length) is int else 0)
+    return FullState(folder, about, tensors | left)

@@ -1,0 +1,230 @@
+"""What a path holds, found by looking, as a `FullState`.
+
+What it is: one function per format that makes the index. A run's folder means its newest committed step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+
+from titanlite.checkpoint.manifest import DTYPES, Damaged, file_problems, read_file, read_manifest
+from titanlite.checkpoint.storage import find_step_folder, list_steps, step_folder
+from titanlite.config.schema import ConfigError
+from titanlite.config.spelling import suggestion
+from titanlite.formats import huggingface, meta, stock
+from titanlite.formats.full_state import ORIGIN, About, FullState, FullTensor, same_numbers
+from titanlite.formats.safetensors_files import INDEX, read_folder, read_header
+from titanlite.formats.torch_file import Tree, read_tree
+from titanlite.model.flavors import FLAVORS, LlamaConfig
+
+ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.")  # of a model's parameters
+HUGGING_FACE = ("embed_tokens.", ".self_attn.", ".mlp.", "lm_head.")  # in names of theirs, and in none of ours
+TRAINING = ("optimizer.", "schedule.", "data.", "progress.", "random.")  # of what else a run of ours saves
+READABLE = (
+    "a run's or a step's folder, a stock DCP folder (.metadata), a Hugging Face folder (config.json), a folder with "
+    "consolidated.00.pth and params.json, a .safetensors file or folder, or a file of torch.save"
+)
+
+
+def open_full_state(path: Path, step: int | None = None, model: str = "", trust_pickle: bool = False) -> FullState:
+    """The checkpoint at `path`, whatever its format. `step`: which one of a run, None the newest.
+
+    `model`: a flavor or a model.json, for files that do not tell the model's shape. Raises Damaged where it is no whole
+    checkpoint, ConfigError where it is none, or not one that is read.
+    """
+    try:
+        state = _open(path, step, trust_pickle)
+    except OSError as error:
+        raise ConfigError(f"{str(path)[:300]}: {error.strerror or error}") from None
+    if step is not None and state.about.format != "titanlite":
+        raise ConfigError(f"--step {step}: {path} is no run; leave --step out")
+    if model:
+        state.about.model = read_model(model, state)
+    output, embedding = (state.tensors.get(name) for name in ("output.weight", "tok_embeddings.weight"))
+    tied = state.about.model is not None and state.about.model.tied_embeddings
+    if tied and output and embedding and same_numbers(output, embedding):
+        del state.tensors["output.weight"]  # one parameter under both its names, as state_dict() has it
+    return state
+
+
+def read_model(model: str, state: FullState) -> LlamaConfig:
+    """A flavor's shape, with the vocabulary of the embedding there is, or that of a model.json. Raises ConfigError."""
+    if model in FLAVORS:
+        rows = state.tensors["tok_embeddings.weight"].shape[0] if "tok_embeddings.weight" in state.tensors else 0
+        return dataclasses.replace(FLAVORS[model], vocab_size=rows or FLAVORS[model].vocab_size)
+    try:
+        return LlamaConfig.from_json(Path(model).read_text())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"--model {model}: no model.json ({error}) and no flavor{suggestion(model, list(FLAVORS))}; "
+            f"flavors: {', '.join(FLAVORS)}"
+        ) from None
+
+
+def is_ours(path: Path) -> bool:
+    """Whether it is a step's folder, or that of a run which has one."""
+    with contextlib.suppress(OSError):  # a name too long, say
+        return (path / "manifest.json").is_file() or any(list_steps(folder) for folder in (path / "checkpoints", path))
+    return False
+
+
+def _open(path: Path, step: int | None, trust_pickle: bool) -> FullState:
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file or folder; expected {READABLE}")
+    if path.is_file():
+        return _open_file(path)
+    if is_ours(path):
+        return _open_step(path, step)
+    if stock.is_stock_dcp(path):
+        return _named(path, stock.read_folder(path, trust_pickle), _beside(path, "dcp"))
+    if (path / "params.json").is_file() and any(path.glob("consolidated.*")):
+        return meta.open_folder(path)
+    weights = (path / INDEX).is_file() or (path / "model.safetensors").is_file()
+    if weights and (path / "config.json").is_file():
+        return huggingface.open_folder(path)
+    if weights:
+        return _named(path, read_folder(path), _beside(path, "safetensors"))
+    if any(path.glob("pytorch_model*.bin")):
+        raise ConfigError(
+            f"{path}: has its weights in pytorch_model.bin; have transformers write them as safetensors: "
+            "from_pretrained(...).save_pretrained(...)"
+        )
+    if any((path / name).exists() for name in ("config.json", "params.json", "model.json")):
+        raise Damaged(f"{path}: describes a model, but has no weights (model.safetensors or {INDEX}) beside it")
+    raise ConfigError(f"{path}: no checkpoint; expected {READABLE}")
+
+
+def _open_step(path: Path, step: int | None) -> FullState:
+    """A step folder of ours."""
+    folder = find_step_folder(path)
+    if step is not None:
+        folder = step_folder(folder.parent, step)
+        if not folder.is_dir():
+            have = ", ".join(map(str, list_steps(folder.parent)))
+            raise ConfigError(f"--step {step}: not in {folder.parent}; allowed: {have}")
+    manifest = read_manifest(folder)
+    if problems := file_problems(folder, manifest):
+        raise Damaged(problems)
+    headers = {name: read_header(folder / name)[0] for name in manifest.files if name.endswith(".safetensors")}
+    model: dict[str, FullTensor] = {}
+    others: dict[str, FullTensor] = {}
+    for name, entry in manifest.tensors.items():
+        parts = []
+        for chunk in entry.chunks:
+            stored = headers[chunk.file].get(entry.key(name, chunk))
+            if stored is None or (stored.dtype, list(stored.shape)) != (DTYPES[entry.dtype], chunk.sizes):
+                raise Damaged(f"{folder / chunk.file}: does not hold {name} as the manifest says")
+            parts.append(dataclasses.replace(stored.parts[0], offsets=tuple(chunk.offsets)))
+        whole = FullTensor(DTYPES[entry.dtype], tuple(entry.shape), tuple(parts))
+        group = model if name.startswith("model.") else others
+        group[name.removeprefix("model.")] = whole
+    small = {name: read_file(folder, manifest, name) for name in manifest.files if not name.endswith(".safetensors")}
+    layout = " ".join(f"{axis} {degree}" for axis, degree in manifest.layout.items() if degree > 1)
+    length = manifest.config.get("training", {}).get("seq_len", 0)
+    about = About(
+        "titanlite",
+        _model_of(folder / "model.json", small.get("model.json")),
+        small.get("tokenizer.model"),
+        manifest.step,
+        length if type(length) is int else 0,
+        layout or "one process",
+        manifest.finite,
+        manifest.config,
+        manifest.data,
+        small,
+    )
+    return FullState(folder, about, model, others)
+
+
+def _model_of(path: Path, content: bytes | None) -> LlamaConfig | None:
+    if content is None:
+        return None
+    try:
+        return LlamaConfig.from_json(content.decode())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{path}: {error}") from None
+
+
+def _open_file(path: Path) -> FullState:
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == b"GGUF":
+        raise ConfigError(f"{path}: a GGUF file, which is written but not read; expected {READABLE}")
+    if start == b"PK\x03\x04":
+        return _of_tree(path, read_tree(path))
+    if path.suffix == ".safetensors":
+        found, metadata = read_header(path)
+        about = About("safetensors", _model_of(path, metadata["model"].encode() if "model" in metadata else None))
+        _tell(about, metadata.get("titanlite", "{}"))
+        return _named(path, found, about)
+    raise ConfigError(
+        f"{path}: neither a zip archive of torch.save (older files: load and save them with torch >= 1.6) nor a "
+        f".safetensors file; expected {READABLE}"
+    )
+
+
+def _of_tree(path: Path, tree: Tree) -> FullState:
+    """What torch.save was given: a model's state, or a dict with that under one of the usual keys."""
+    about, flat = About("torch"), tree
+    for key in ("model", "state_dict", "model_state_dict"):
+        if isinstance(tree.get(key), dict):
+            flat = tree[key]
+    if isinstance(shape := tree.get("model_config"), dict):
+        about.model = _model_of(path, json.dumps(shape, default=str).encode())
+    _tell(about, json.dumps({name: tree.get(name) for name in ("step", "seq_len")}, default=str))
+    if isinstance(tokenizer := tree.get("tokenizer"), FullTensor):
+        about.tokenizer = tokenizer.read().numpy().tobytes()
+    state = _named(path, {name: value for name, value in flat.items() if isinstance(value, FullTensor)}, about)
+    if isinstance(rest := tree.get("training"), dict):
+        state.others |= {name: value for name, value in rest.items() if isinstance(value, FullTensor)}
+    if not state.tensors:
+        raise ConfigError(f"{path}: a dict without tensors: {', '.join(list(tree)[:8]) or 'nothing'}")
+    return state
+
+
+def _beside(folder: Path, form: str) -> About:
+    """What model.json, tokenizer.model and titanlite.json of a folder tell, where they are."""
+    content = {
+        name: (folder / name).read_bytes() if (folder / name).is_file() else None
+        for name in ("model.json", "tokenizer.model", ORIGIN)
+    }
+    about = About(form, _model_of(folder / "model.json", content["model.json"]), content["tokenizer.model"])
+    _tell(about, (content[ORIGIN] or b"{}").decode("utf-8", "replace"))
+    return about
+
+
+def _tell(about: About, text: str) -> None:
+    """Adds step and length from a JSON object, as far as they make sense."""
+    with contextlib.suppress(ValueError, RecursionError):
+        known = json.loads(text)
+        if isinstance(known, dict):
+            step, length = known.get("step"), known.get("seq_len")
+            about.step = step if type(step) is int and step >= 0 else about.step
+            about.seq_len = length if type(length) is int and length > 0 else about.seq_len
+
+
+def _named(path: Path, found: dict[str, FullTensor], about: About) -> FullState:
+    """Parameters apart from what a run needs to go on, without the prefixes that wrappers and other trainers add.
+
+    Raises ConfigError where two names become one, or are Hugging Face's.
+    """
+    plain = {name.replace("_orig_mod.", "").removeprefix("module."): tensor for name, tensor in found.items()}
+    if len(plain) < len(found):
+        raise ConfigError(f"{path}: has the same parameters twice, with and without the prefix of a wrapper")
+    if theirs := [name for name in plain if any(part in name for part in HUGGING_FACE)]:
+        raise ConfigError(
+            f"{path}: has Hugging Face's names ({theirs[0]!r}); give a folder with config.json and safetensors files"
+        )
+    if all(name.startswith(TRAINING) for name in plain):
+        raise ConfigError(f"{path}: holds what a run goes on with, and no model; give the folder")
+    root, training, is_dcp = "", set[str](), about.format == "dcp"
+    if "tok_embeddings.weight" in plain:
+        # Trainers put what they like beside a model into DCP; elsewhere only what we put there is no parameter.
+        training = {n for n in plain if n.startswith(TRAINING) or (is_dcp and not n.startswith(ROOTS))}
+    elif "model.tok_embeddings.weight" in plain or (is_dcp and any(n.startswith("model.") for n in plain)):
+        root, training = "model.", {n for n in plain if not n.startswith("model.")}
+    model = {name.removeprefix(root): tensor for name, tensor in plain.items() if name not in training}
+    return FullState(path, about, model, {name: tensor for name, tensor in plain.items() if name in training})

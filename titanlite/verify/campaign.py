@@ -1,0 +1,87 @@
+"""Runs the layouts of `titanlite verify` and judges them.
+
+What it is: the ladder on a pool of workers, against a reference made once for each model shape; a table, and the
+verdicts. The tolerances are those of the number format: in fp32 a layout may differ by the order in which it adds.
+Layouts compute in fp32, on GPUs too, but for those that say bf16: its rounding hides small mistakes.
+What it costs: a laptop's minutes for the default config; the gradients and parameters of the model once on disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.schema import Config
+from titanlite.model.flavors import LlamaConfig
+from titanlite.verify.ladder import Case
+
+FIGURES = ("loss", "grad_norm", "gradient", "parameters")
+TOLERANCES = {  # the largest relative differences that pass
+    "float32": {"loss": 1e-5, "grad_norm": 1e-5, "gradient": 1e-5, "parameters": 1e-5},
+    "bfloat16": {"loss": 1e-3, "grad_norm": 1e-2, "gradient": 3e-2, "parameters": 3e-2},
+}
+
+
+def run_cases(cases: list[tuple[Case, LlamaConfig]], device: str, timeout: float, rows: list[dict[str, Any]]) -> None:
+    """Measures and judges each case, printing its row and adding it to `rows`; one reference for each model shape."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # workers share the cores
+    from titanlite.verify.compare import measure, reference
+    from titanlite.verify.pool import Pool, WorkerError
+
+    pool = Pool(["titanlite.verify.compare"], device, quiet=True)
+    references: dict[Any, Path] = {}
+    width = max([len(case.name) for case, _ in cases], default=6)
+    print(
+        f"{'layout':{width}}  processes  {'  '.join(f'{name:>10}' for name in FIGURES)}  seconds  verdict", flush=True
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for case, llama in cases:
+            key = _same_reference(case.config, llama)
+            started = time.monotonic()
+            found, error = dict.fromkeys(FIGURES, float("nan")), ""
+            try:
+                if key not in references:
+                    path = Path(folder, f"{len(references)}.pt")
+                    pool.run(1, reference, case.config, llama, path, timeout=timeout)
+                    references[key], started = path, time.monotonic()
+                ranks = pool.run(case.processes, measure, case.config, llama, references[key], timeout=timeout)
+                found = {name: _largest([rank[name] for rank in ranks]) for name in FIGURES}
+            except WorkerError as problem:
+                error = str(problem)
+            rows.append(judge(case, found, time.monotonic() - started))
+            _show(rows[-1], width, error)
+
+
+def _same_reference(config: Config, llama: LlamaConfig) -> Any:
+    """What the numbers of one process depend on."""
+    training = dataclasses.replace(config.training, local_batch_size=1, compute_dtype="", reduce_dtype="")
+    return llama, training, config.optimizer, config.run.seed
+
+
+def judge(case: Case, found: dict[str, float], seconds: float) -> dict[str, Any]:
+    """A row of the result. What is no number has not passed."""
+    training = case.config.training
+    tolerances = TOLERANCES[
+        "bfloat16" if "bfloat16" in (training.compute_dtype, training.reduce_dtype, training.param_dtype) else "float32"
+    ]
+    passed = all(found[name] <= tolerances[name] for name in FIGURES)
+    figures = {name: found[name] if found[name] == found[name] else None for name in FIGURES}
+    return {"layout": case.name, "processes": case.processes, **figures, "seconds": seconds, "passed": passed}
+
+
+def _show(row: dict[str, Any], width: int, error: str) -> None:
+    figures = "  ".join(f"{row[name]:10.1e}" if row[name] is not None else f"{'-':>10}" for name in FIGURES)
+    verdict = "passed" if row["passed"] else "FAILED"
+    print(f"{row['layout']:{width}}  {row['processes']:9}  {figures}  {row['seconds']:7.1f}  {verdict}", flush=True)
+    if error:
+        print("\n".join(f"    {line}" for line in error.strip().splitlines()), file=sys.stderr, flush=True)
+
+
+def _largest(values: list[float]) -> float:
+    """The largest; what is no number is larger than any."""
+    return next((value for value in values if value != value), max(values))
