@@ -22,8 +22,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from titanlite.checkpoint.load_model import load_model
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.manifest import Facts
+from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError, step_folder
 from titanlite.config.load import load_config
@@ -32,7 +33,7 @@ from titanlite.config.text import to_toml
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import Tokens, read_manifest
 from titanlite.data.stream import TrainStream, Windows, count_targets
-from titanlite.data.to_device import one_ahead, to_device
+from titanlite.data.to_device import prefetch, to_device
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed import process_group
 from titanlite.distributed.agreement import require_agreement
@@ -41,7 +42,6 @@ from titanlite.distributed.mesh import DATA_AXES, LOSS_AXES, Mesh, data_rank, su
 from titanlite.distributed.run_folder import claim_folder
 from titanlite.distributed.signals import Requests
 from titanlite.distributed.watchdog import Watchdog
-from titanlite.formats.load import load_model, open_verified
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.flops import flops_per_token, peak_tflops
 from titanlite.model.generate import generate
@@ -55,8 +55,13 @@ from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
 from titanlite.parallel.attention import attention_kernel
 from titanlite.parallel.fsdp import assign_shard
-from titanlite.parallel.parallelize import compute_dtypes, settle, split, uncompiled
-from titanlite.parallel.rules import check_layout, without_effect
+from titanlite.parallel.parallelize import (
+    compute_dtypes,
+    reason_blocks_not_compiled,
+    resolve_auto,
+    split_and_parallelize,
+)
+from titanlite.parallel.rules import check_layout, unused_settings
 from titanlite.parallel.stages import Stages
 
 logger = logging.getLogger("titanlite")
@@ -71,7 +76,7 @@ def main(config: Config) -> int:
     setup_logging(rank)
     tokenizer = Tokenizer(config.data.tokenizer)
     llama = resolve_flavor(config.model, tokenizer.size)
-    settled = settle(config, llama.dim, device.type)  # what `auto` means here
+    settled = resolve_auto(config, llama.dim, device.type)  # what `auto` means here
     require_agreement(configuration=portable(config), compute_dtype=settled.training.compute_dtype)
     config = settled
     mesh = Mesh(device.type, check_layout(config, llama, world_size), config.comm.group_timeout_seconds)
@@ -102,7 +107,7 @@ def main(config: Config) -> int:
     watchdog.phase("building the model")
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
-    parts = split(model, config, mesh)  # one, or the pipeline stages of this process
+    parts = split_and_parallelize(model, config, mesh)  # one, or the pipeline stages of this process
     for part in parts:
         part.to_empty(device="cpu" if config.parallel.cpu_offload else device)
         part.init_weights(config.run.seed, assign_shard, device)
@@ -112,8 +117,9 @@ def main(config: Config) -> int:
     optimizer = build_optimizer(parts, config.optimizer)
     schedule = Schedule(optimizer, config.schedule, config.optimizer.lr, training.steps)
     progress = Progress()
+    model_state = ModelState(parts)
     states = {
-        "model": ModelState(parts),
+        "model": model_state,
         "optimizer": OptimizerState(parts, optimizer),
         "schedule": schedule,
         "data": stream,
@@ -126,10 +132,13 @@ def main(config: Config) -> int:
         "tokenizer.model": tokenizer.path.read_bytes(),
         "model.json": llama.to_json().encode(),
     }
-    facts = Facts(mesh.degrees, dataclasses.asdict(config), manifest["fingerprint"])
+    facts = RunMetadata(mesh.degrees, dataclasses.asdict(config), manifest["fingerprint"])
     checkpoint = Checkpointer(config.checkpoint, folder, states, extra_files, facts, device)
     watchdog.phase("loading")
-    checkpoint.load()
+    if not checkpoint.load() and config.checkpoint.initial_load:
+        from titanlite.formats.load import load_weights  # foreign formats, imported only when asked for
+
+        load_weights(config.checkpoint, model_state, llama, tokenizer.path.read_bytes(), checkpoint.saver.group)
 
     # 5. What is told: the step's numbers, the loss on held-out text
     metrics = Metrics(
@@ -177,7 +186,7 @@ def main(config: Config) -> int:
             batches = stream.next_step()  # local batches of tokens and labels, each (B, S)
             num_targets = sum_counts(to_device(count_targets(batches), device))
             loss = torch.zeros((), device=device)
-            for index, (tokens, labels) in enumerate(one_ahead(batches, device)):
+            for index, (tokens, labels) in enumerate(prefetch(batches, device)):
                 watchdog.phase("forward and backward", progress.step)
                 loss += stages.forward_backward(tokens, labels, num_targets, index == accumulation - 1)
             watchdog.phase("update", progress.step)
@@ -216,14 +225,14 @@ def main(config: Config) -> int:
 
 def say_what_runs(config: Config, llama: LlamaConfig, mesh: Mesh, accumulation: int, device: torch.device) -> None:
     """Rank 0 prints the model, the processes and the batch, and which settings change nothing."""
-    for note in without_effect(config, mesh.degrees):
+    for note in unused_settings(config, mesh.degrees):
         logger.info(note)
     training = config.training
     compute, reduce = compute_dtypes(config, llama.dim, device.type)
     alone = mesh["cp"].size() == 1
     attention = attention_kernel(llama, training.seq_len, compute, device) if alone else "over processes"
     layout = ", ".join(f"{axis} {degree}" for axis, degree in mesh.degrees.items() if degree > 1) or "one process"
-    why_not = uncompiled(config, llama.dim, mesh)
+    why_not = reason_blocks_not_compiled(config, llama.dim, mesh)
     blocks = f"blocks not compiled ({why_not})" if why_not else f"blocks compiled by {config.compile.backend}"
     logger.info(
         f"{config.model.flavor}: {llama.num_parameters:,} parameters, vocabulary {llama.vocab_size:,}; "
@@ -244,7 +253,7 @@ def say_what_was_made(config: Config, folder: Path, step: int, tokenizer: Tokeni
     prompt = [tokenizer.bos, *tokenizer.encode(config.run.sample_prompt)][: seq_len - 1]
     room = min(config.run.sample_tokens, seq_len - len(prompt))
     if room > 0:  # from the checkpoint: no process may hold the whole model, whose memory is the CPU's here
-        model = load_model(open_verified(step_folder(folder / "checkpoints", step)), torch.device("cpu"), seq_len)
+        model = load_model(step_folder(folder / "checkpoints", step), torch.device("cpu"), seq_len)
         seed = config.run.seed
         new = generate(model, prompt, room, stop=tokenizer.eos, temperature=0.7, top_k=50, seed=seed)
         text = tokenizer.decode([*prompt[1:], *new])

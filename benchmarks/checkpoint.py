@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 sys.path.insert(0, str(report.ROOT))
 
-from titanlite.checkpoint.manifest import Facts, read_manifest
+from titanlite.checkpoint.manifest import RunMetadata, read_manifest
 from titanlite.checkpoint.storage import delete_step, read_step, step_folder, verify_files, write_step
 
 NUM_WEIGHTS = 12 * 9 + 3
@@ -87,7 +87,7 @@ def process(rank: int, world: int, num_bytes: int, folder: Path, answers: Any) -
     def save() -> float:
         for _ in range(2):
             step = next(steps)
-            seconds = timed(lambda: write_step(folder, step, state, {}, Facts({}, {}, "")))  # noqa: B023
+            seconds = timed(lambda: write_step(folder, step, state, {}, RunMetadata({}, {}, "")))  # noqa: B023
             if rank == 0:
                 delete_step(folder, step)
         return seconds
@@ -116,7 +116,7 @@ def process(rank: int, world: int, num_bytes: int, folder: Path, answers: Any) -
 
 def loading(folder: Path, state: dict[str, Any]) -> dict[str, float]:
     """Seconds to verify and to load, warm and cold, and to load what has just been verified."""
-    write_step(folder, 1, state, {}, Facts({}, {}, ""))
+    write_step(folder, 1, state, {}, RunMetadata({}, {}, ""))
     path = step_folder(folder, 1)
     manifest = read_manifest(path)
     found: dict[str, list[float]] = {}

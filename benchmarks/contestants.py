@@ -27,7 +27,7 @@ from titanlite.config import schema as config_module
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config
 from titanlite.data.stream import Batch, count_targets
-from titanlite.data.to_device import one_ahead, to_device
+from titanlite.data.to_device import prefetch, to_device
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed import process_group
 from titanlite.distributed.mesh import Mesh
@@ -39,7 +39,7 @@ from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
 from titanlite.parallel.fsdp import assign_shard
-from titanlite.parallel.parallelize import split, uncompiled
+from titanlite.parallel.parallelize import reason_blocks_not_compiled, split_and_parallelize
 from titanlite.parallel.rules import check_layout
 from titanlite.parallel.stages import Stages
 
@@ -79,25 +79,25 @@ class Titanlite:
     def __init__(self, arguments: list[str]) -> None:
         self.config, self.llama = configuration(arguments)
         self.device = process_group.start(self.config.run.device, 600, self.config.run.seed)
-        constant = config_module.Schedule(name="constant", warmup_steps=0)
+        constant = config_module.ScheduleConfig(name="constant", warmup_steps=0)
         mesh = Mesh(self.device.type, check_layout(self.config, self.llama, 1), 600)
         with torch.device("meta"):
             model = Llama(self.llama, self.config.training.seq_len)
-        self.parts = split(model, self.config, mesh)
+        self.parts = split_and_parallelize(model, self.config, mesh)
         for part in self.parts:
             part.to_empty(device=self.device)
             part.init_weights(self.config.run.seed, assign_shard, self.device)
         self.stages = Stages(self.parts, self.config, mesh, self.device)
         self.optimizer = build_optimizer(self.parts, self.config.optimizer)
         self.schedule = Schedule(self.optimizer, constant, self.config.optimizer.lr, self.config.training.steps)
-        self.not_compiled = uncompiled(self.config, self.llama.dim, mesh)
+        self.not_compiled = reason_blocks_not_compiled(self.config, self.llama.dim, mesh)
 
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """A batch that is in CPU memory goes to the device as in train.py."""
         num_targets = count_targets([Batch(tokens, labels)])
         if tokens.device.type != self.device.type:
             num_targets = to_device(num_targets, self.device)
-            ((tokens, labels),) = one_ahead([(tokens, labels)], self.device)
+            ((tokens, labels),) = prefetch([(tokens, labels)], self.device)
         loss = self.stages.forward_backward(tokens, labels, num_targets, True)
         clip_grad_norm(self.parts, self.config.training.max_norm, self.device, self.stages.held_twice)
         self.optimizer.step()

@@ -20,7 +20,7 @@ import report
 
 sys.path.insert(0, str(report.ROOT))
 
-from titanlite.config.schema import Data
+from titanlite.config.schema import DataConfig
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import Tokens, read_manifest
 from titanlite.data.stream import TrainStream, Windows
@@ -61,7 +61,7 @@ def main() -> None:
         parser.error(f"--path {options.path}: no such file or folder")
     with tempfile.TemporaryDirectory() as cache:
         started = time.perf_counter()
-        prepared = prepare(Data(path=options.path, cache=cache), Tokenizer(), lambda text: None)
+        prepared = prepare(DataConfig(path=options.path, cache=cache), Tokenizer(), lambda text: None)
         seconds = time.perf_counter() - started
         manifest = read_manifest(prepared)
         tokens = sum(len(Tokens(prepared, manifest, part)) for part in ("train", "validation"))

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from titanlite.config.schema import Config, Parallel, Training
+from titanlite.config.schema import Config, ParallelConfig, TrainingConfig
+from titanlite.data.tokenizer import BUNDLED
 from titanlite.distributed.mesh import Mesh
-from titanlite.model.flavors import LlamaConfig
+from titanlite.model.flavors import FLAVORS, LlamaConfig, RopeScaling
 from titanlite.model.llama import Llama
 from titanlite.parallel.fsdp import assign_shard
 from titanlite.parallel.layout import AXES
-from titanlite.parallel.parallelize import split
+from titanlite.parallel.parallelize import split_and_parallelize
 from titanlite.parallel.stages import Stages
 
 SMALL = LlamaConfig(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=101)
 EVEN = LlamaConfig(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=104)  # fits tp and pp
+
+GROUPED = LlamaConfig(dim=64, num_layers=3, num_heads=8, num_kv_heads=2, ffn_dim=96, vocab_size=211)
+EXPORTED = {  # shapes that other software is given
+    "debug": dataclasses.replace(FLAVORS["debug"], vocab_size=4112),
+    "untied": GROUPED,
+    "all heads": dataclasses.replace(GROUPED, num_kv_heads=8, vocab_size=4112),
+    "one head for keys": dataclasses.replace(GROUPED, num_kv_heads=1, tied_embeddings=True, rope_theta=10000.0),
+    "llama 3.1": dataclasses.replace(GROUPED, rope_scaling=RopeScaling(8.0, original_context=32), norm_eps=1e-6),
+}
 
 
 def small_model(seq_len: int = 16, seed: int = 0, config: LlamaConfig = SMALL) -> Llama:
@@ -44,18 +56,27 @@ def build_stages(
     `sections`: others, as objects.
     """
     config = Config(
-        training=Training(**{"seq_len": 16, "local_batch_size": 2, **training}),
-        parallel=Parallel(**parallel),
-        **{type(section).__name__.lower(): section for section in sections},
+        training=TrainingConfig(**{"seq_len": 16, "local_batch_size": 2, **training}),
+        parallel=ParallelConfig(**parallel),
+        **{type(section).__name__.removesuffix("Config").lower(): section for section in sections},
     )
     mesh = Mesh("cpu", {axis: parallel.get(axis, 1) for axis in AXES}, 77)
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
-    parts = split(model, config, mesh)
+    parts = split_and_parallelize(model, config, mesh)
     for part in parts:
         part.to_empty(device="cpu")
         part.init_weights(seed, assign_shard)
     return Stages(parts, config, mesh, torch.device("cpu"))
+
+
+def make_file(path: Path, config: LlamaConfig) -> None:
+    """A model whose attention looks about: with weights as they are drawn, every order of heads would nearly do."""
+    model = small_model(config=config)
+    weights = {name: 4 * w if "attention.w" in name else w for name, w in model.state_dict().items()}
+    ranks = torch.frombuffer(bytearray(BUNDLED.read_bytes()), dtype=torch.uint8)
+    tree = {"model": weights, "model_config": dataclasses.asdict(config), "step": 3, "seq_len": 512}
+    torch.save(tree | ({"tokenizer": ranks} if config.vocab_size >= 4112 else {}), path)
 
 
 # Of up to four processes, each axis among them

@@ -16,7 +16,8 @@ FLOORS = [
     {"data"},
     {"optim"},
     {"observe", "parallel"},
-    {"checkpoint", "formats"},
+    {"checkpoint"},
+    {"formats"},
     {"verify"},
     {"cli"},
     {"train", "__main__", "__init__"},
@@ -54,9 +55,7 @@ def test_imports_go_down(path):
     for module in imports(path):
         there = room(module)
         assert there != "train", "nothing imports train.py"
-        assert here == there or floor(there) < floor(here) or {here, there} == {"checkpoint", "formats"}, (
-            f"{path} imports {module}"
-        )
+        assert here == there or floor(there) < floor(here), f"{path} imports {module}"
 
 
 def test_the_model_knows_no_parallelism_and_parallelism_no_model():
@@ -73,7 +72,7 @@ def test_files_and_functions_are_short(path):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= (150 if (path.name, node.name) == ("train.py", "main") else 60), node.name
+            assert length <= (160 if (path.name, node.name) == ("train.py", "main") else 60), node.name
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.read_text()], ids=module_of)

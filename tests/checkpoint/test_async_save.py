@@ -14,8 +14,8 @@ from runs import curve, train_run
 from safetensors.torch import load_file
 
 from titanlite.checkpoint import async_save, dcp, manager, shard_file
-from titanlite.checkpoint.async_save import Saver
-from titanlite.checkpoint.manifest import Facts, read_manifest
+from titanlite.checkpoint.async_save import AsyncSaver
+from titanlite.checkpoint.manifest import RunMetadata, read_manifest
 from titanlite.checkpoint.storage import SaveError, list_steps, verify_files, write_step
 from titanlite.data.stream import TrainStream
 from titanlite.observe.metrics import NonFinite
@@ -27,11 +27,11 @@ def change_after_staging(folder: Path, mode: str) -> float:
     """The state changes as soon as it may, and is written after that; returns how long training waited."""
     changed = threading.Event()
     weight = torch.full((100, 100), float(dist.get_rank()))
-    saver = Saver(mode, 0, CPU)
+    saver = AsyncSaver(mode, 0, CPU)
 
     def write(state, group, failure):
         assert mode == "disabled" or changed.wait(10)
-        write_step(folder, 1, state, {}, Facts({}, {}, ""), group, failure)
+        write_step(folder, 1, state, {}, RunMetadata({}, {}, ""), group, failure)
 
     saver.save(lambda: {"model": {f"weight.{dist.get_rank()}": weight}}, write)
     saver.wait_for_staging()
@@ -201,11 +201,11 @@ def fail_to_stage(folder: Path, mode: str) -> str:
         raise MemoryError("no memory left")
 
     def write(state, group, failure):
-        write_step(folder, 1, state, {}, Facts({}, {}, ""), group, failure)
+        write_step(folder, 1, state, {}, RunMetadata({}, {}, ""), group, failure)
 
     if dist.get_rank() == 1:
-        Saver._on_host = on_host
-    saver = Saver(mode, 0, CPU)
+        AsyncSaver._on_host = on_host
+    saver = AsyncSaver(mode, 0, CPU)
     with pytest.raises(SaveError) as caught:
         saver.save(lambda: {"model": {f"weight.{dist.get_rank()}": torch.ones(10)}}, write)
         saver.wait_for_staging()

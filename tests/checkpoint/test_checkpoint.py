@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 import titanlite.checkpoint.storage as storage
 from titanlite.checkpoint import shard_file
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.manifest import Facts, read_manifest
+from titanlite.checkpoint.manifest import RunMetadata, read_manifest
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError, find_step_folder, list_steps, read_step, sweep, write_step
-from titanlite.config.schema import Checkpoint, ConfigError, Optimizer
+from titanlite.config.schema import CheckpointConfig, ConfigError, OptimizerConfig
 from titanlite.formats.load import load_model, open_verified, tokenizer_of
 from titanlite.model.flavors import LlamaConfig
 from titanlite.optim.optimizer import build_optimizer
@@ -33,7 +33,7 @@ TOKENS = torch.randint(101, (2, 17), generator=torch.Generator().manual_seed(3))
 def build(parallel: dict, seed: int, llama: LlamaConfig) -> tuple[Stages, torch.optim.Optimizer, dict]:
     """A model in some layout over all ranks, and its states."""
     stages = build_stages(parallel, seed, llama)
-    optimizer = build_optimizer(stages.parts, Optimizer())
+    optimizer = build_optimizer(stages.parts, OptimizerConfig())
     states = {"model": ModelState(stages.parts), "optimizer": OptimizerState(stages.parts, optimizer)}
     return stages, optimizer, states
 
@@ -54,7 +54,7 @@ def save_after_a_step(folder: Path, parallel: dict, llama: LlamaConfig) -> dict[
     optimizer.step()
     optimizer.zero_grad()
     state = {name: part.state_dict() for name, part in states.items()}
-    write_step(folder, 1, state, {"note.txt": b"hello"}, Facts({}, {}, ""))
+    write_step(folder, 1, state, {"note.txt": b"hello"}, RunMetadata({}, {}, ""))
     return everything(stages, optimizer)
 
 
@@ -274,7 +274,9 @@ def test_a_path_means_a_step_or_the_newest_of_a_run(tmp_path):
 
 
 def due_steps(folder: Path, freq: int, last: bool = False, newest: int = 0, asked: int = 0) -> list[int]:
-    checkpointer = Checkpointer(Checkpoint(freq=freq), folder, {}, {}, Facts({}, {}, ""), torch.device("cpu"))
+    checkpointer = Checkpointer(
+        CheckpointConfig(freq=freq), folder, {}, {}, RunMetadata({}, {}, ""), torch.device("cpu")
+    )
     checkpointer.newest = newest
     return [step for step in range(1, 7) if checkpointer.due(step, last and step == 6, step == asked)]
 

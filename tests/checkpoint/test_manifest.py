@@ -18,11 +18,11 @@ import pytest
 import torch
 from runs import train_run
 
-from titanlite.checkpoint.manifest import NAME, SEAL, Damaged, Facts, read_manifest
+from titanlite.checkpoint.manifest import NAME, SEAL, CorruptCheckpoint, RunMetadata, read_manifest
 from titanlite.checkpoint.storage import read_step, verify_files, write_step
 from titanlite.cli.main import main
 from titanlite.config.schema import ConfigError
-from titanlite.formats.load import load_model, load_weights, open_verified
+from titanlite.formats.load import load_model, open_verified, read_weights
 from titanlite.model.flavors import FLAVORS
 
 MODEL = "model-00000.safetensors"
@@ -35,7 +35,7 @@ def small_checkpoint(folder: Path) -> None:
         "training": {"count": torch.tensor(7), "random": torch.arange(9, dtype=torch.uint8)},
     }
     files = {"model.json": b"{}", "tokenizer.model": bytes(range(256))}
-    write_step(folder, 1, state, files, Facts({"dp_shard": 1}, {"run": {"name": "x"}}, "f" * 64, 1.5))
+    write_step(folder, 1, state, files, RunMetadata({"dp_shard": 1}, {"run": {"name": "x"}}, "f" * 64, 1.5))
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def step(pool, tmp_path) -> Path:
 def problems(step: Path) -> list[str]:
     try:
         return verify_files(step, read_manifest(step))
-    except Damaged as error:
+    except CorruptCheckpoint as error:
         return error.problems
 
 
@@ -187,7 +187,7 @@ def test_a_hostile_manifest_is_refused(step, change):
 def test_deep_nesting_is_refused(step):
     body = (step / NAME).read_text().rpartition(SEAL)[0].replace('"f' + "f" * 63 + '"', "[" * 100_000 + "]" * 100_000)
     (step / NAME).write_text(body + SEAL + hashlib.sha256(body.encode()).hexdigest() + '"}\n')
-    with pytest.raises(Damaged, match="RecursionError"):
+    with pytest.raises(CorruptCheckpoint, match="RecursionError"):
         read_manifest(step)
 
 
@@ -195,7 +195,7 @@ def test_another_format_is_told_from_damage(step):
     reseal(step, lambda manifest: manifest.update(format=2))
     with pytest.raises(ConfigError, match="format 2 of another titanlite") as caught:
         read_manifest(step)
-    assert not isinstance(caught.value, Damaged)
+    assert not isinstance(caught.value, CorruptCheckpoint)
 
 
 def linked(step: Path, name: str) -> None:
@@ -221,7 +221,7 @@ def test_a_file_that_the_manifest_does_not_name_is_not_read(step):
     for name in ("model.json", "tokenizer.model"):
         (step / name).unlink()
         (step / name).symlink_to("/dev/zero")
-    with pytest.raises(Damaged, match="not in the manifest"):
+    with pytest.raises(CorruptCheckpoint, match="not in the manifest"):
         load_model(open_verified(step), torch.device("cpu"), 8)
     assert main(["generate", str(step)]) == 2
 
@@ -315,8 +315,8 @@ def test_what_a_process_may_not_read_is_not_damaged(pool, step, number):
 
 
 def load_together(folder: Path) -> None:
-    with pytest.raises(Damaged, match="SHA-256 has changed"):
-        load_weights(folder, state()["model"], FLAVORS["debug"], b"")
+    with pytest.raises(CorruptCheckpoint, match="SHA-256 has changed"):
+        read_weights(folder, state()["model"], FLAVORS["debug"], b"")
 
 
 def test_damage_is_seen_by_all_processes(pool, step):

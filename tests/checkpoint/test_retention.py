@@ -9,7 +9,7 @@ import pytest
 import torch
 from runs import train_run
 
-from titanlite.checkpoint.manifest import Facts, Manifest
+from titanlite.checkpoint.manifest import Manifest, RunMetadata
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import list_steps, write_step
 
@@ -52,7 +52,7 @@ def write_some(folder: Path) -> list[int]:
     """Steps 1 to 4, of which 3 holds a NaN and 2 loses a byte afterwards; returns what counts."""
     for step in range(1, 5):
         weight = torch.tensor([1.0, float("nan") if step == 3 else 2.0])
-        write_step(folder, step, {"model": {"weight": weight}}, {}, Facts({}, {}, ""))
+        write_step(folder, step, {"model": {"weight": weight}}, {}, RunMetadata({}, {}, ""))
     shard = folder / "step-2/model-00000.safetensors"
     os.truncate(shard, shard.stat().st_size - 1)
     return [found.step for found in ManifestCache(folder).good()]

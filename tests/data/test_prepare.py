@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from titanlite.config.schema import ConfigError, Data
+from titanlite.config.schema import ConfigError, DataConfig
 from titanlite.data import prepare as module
 from titanlite.data.prepare import find_text, prepare
 from titanlite.data.shards import ShardWriter, Tokens, read_manifest, token_dtype
@@ -30,7 +30,7 @@ def test_a_single_file_is_cut_at_a_line_near_its_last_twentieth(tmp_path):
     path = tmp_path / "one.txt"
     text = "".join(f"line {i} 한국어\n" for i in range(3000))
     path.write_text(text)
-    folder = prepare(Data(path=str(path), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+    folder = prepare(DataConfig(path=str(path), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
     train, held_out = (text_of(folder, split) for split in ("train", "validation"))
     train, held_out = (t.removeprefix("<|begin_of_text|>").removesuffix("<|end_of_text|>") for t in (train, held_out))
     assert train + held_out == text
@@ -45,7 +45,7 @@ def test_one_long_line_is_cut_between_characters(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 1000)  # many blocks, each of which splits three-byte characters
     path = tmp_path / "one.txt"
     path.write_text("가나다" * 5000)
-    folder = prepare(Data(path=str(path), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+    folder = prepare(DataConfig(path=str(path), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
     joined = (text_of(folder, "train") + text_of(folder, "validation")).replace("<|begin_of_text|>", "")
     assert joined.replace("<|end_of_text|>", "") == "가나다" * 5000
 
@@ -56,20 +56,20 @@ def test_a_folder_holds_out_whole_files_by_the_hash_of_their_path(tmp_path):
     for i in range(100):
         (source / ("deep" if i % 2 else ".") / f"{i}.txt").write_text(f"document {i}\n")
     (source / ".hidden").write_text("secret")
-    folder = prepare(Data(path=str(source), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+    folder = prepare(DataConfig(path=str(source), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
     entry = read_manifest(folder)["splits"]
     assert entry["train"]["documents"] + entry["validation"]["documents"] == 100
     assert 1 <= entry["validation"]["documents"] <= 12
     documents = (text_of(folder, "train") + text_of(folder, "validation")).split("<|begin_of_text|>")[1:]
     assert sorted(documents) == sorted(f"document {i}\n<|end_of_text|>" for i in range(100))
-    only = prepare(Data(path=str(source), pattern="deep/*.txt", cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+    only = prepare(DataConfig(path=str(source), pattern="deep/*.txt", cache=str(tmp_path / "cache")), TOKENIZER, quiet)
     assert sum(split["documents"] for split in read_manifest(only)["splits"].values()) == 50
 
 
 def test_prepared_once_and_again_when_the_text_changes(tmp_path):
     path, messages = tmp_path / "one.txt", []
     path.write_text("x = 1\n" * 100)
-    section = Data(path=str(path), cache=str(tmp_path / "cache"))
+    section = DataConfig(path=str(path), cache=str(tmp_path / "cache"))
     first = prepare(section, TOKENIZER, messages.append)
     said = len(messages)
     assert prepare(section, TOKENIZER, messages.append) == first
@@ -82,7 +82,7 @@ def test_prepared_once_and_again_when_the_text_changes(tmp_path):
 def test_processes_that_start_together_prepare_once(tmp_path):
     path, messages, folders = tmp_path / "one.txt", [], []
     path.write_text("x = 1\n" * 20_000)
-    section = Data(path=str(path), cache=str(tmp_path / "cache"))
+    section = DataConfig(path=str(path), cache=str(tmp_path / "cache"))
     threads = [
         threading.Thread(target=lambda: folders.append(prepare(section, TOKENIZER, messages.append))) for _ in range(4)
     ]
@@ -97,7 +97,7 @@ def test_processes_that_start_together_prepare_once(tmp_path):
 def test_an_interrupted_preparation_leaves_nothing_that_counts(tmp_path, monkeypatch):
     path = tmp_path / "one.txt"
     path.write_text("x = 1\n" * 100)
-    section = Data(path=str(path), cache=str(tmp_path / "cache"))
+    section = DataConfig(path=str(path), cache=str(tmp_path / "cache"))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ShardWriter, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         prepare(section, TOKENIZER, quiet)
@@ -106,7 +106,7 @@ def test_an_interrupted_preparation_leaves_nothing_that_counts(tmp_path, monkeyp
 
 
 def test_default_corpus_is_the_standard_library():
-    name, root, files = find_text(Data())
+    name, root, files = find_text(DataConfig())
     assert name == "stdlib"
     assert (root / "json/decoder.py") in files
     assert (root / "pydoc_data/topics.py") in files
@@ -128,27 +128,27 @@ def test_default_corpus_is_the_standard_library():
 def test_bad_sources_are_named(tmp_path, make, expected):
     make(tmp_path / "text")
     with pytest.raises(ConfigError, match=expected):
-        prepare(Data(path=str(tmp_path / "text"), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+        prepare(DataConfig(path=str(tmp_path / "text"), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
 
 
 @pytest.mark.parametrize("pattern", ["", "/abs/*"])
 def test_bad_patterns_are_named(tmp_path, pattern):
     with pytest.raises(ConfigError, match=r"data\.pattern = "):
-        prepare(Data(path=str(tmp_path), pattern=pattern, cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+        prepare(DataConfig(path=str(tmp_path), pattern=pattern, cache=str(tmp_path / "cache")), TOKENIZER, quiet)
 
 
 def test_a_name_that_is_no_utf8_is_no_obstacle(tmp_path):
     source = tmp_path / "src"
     source.mkdir()
     (source / "\udcff.txt").write_text("x = 1\n" * 100)
-    folder = prepare(Data(path=str(source), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+    folder = prepare(DataConfig(path=str(source), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
     assert text_of(folder, "train").startswith("<|begin_of_text|>x = 1\n")
 
 
 def test_damaged_shards_are_named(tmp_path):
     path = tmp_path / "one.txt"
     path.write_text("x = 1\n" * 1000)
-    folder = prepare(Data(path=str(path), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+    folder = prepare(DataConfig(path=str(path), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
     manifest = read_manifest(folder)
     shard = folder / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-1])

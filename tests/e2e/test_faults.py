@@ -28,7 +28,7 @@ POINTS: dict[str, tuple[object, str, str, bool]] = {
     "before the rename": (storage, "_publish", "before", True),
     "after the rename": (storage, "_publish", "after", True),
     "in retention": (storage.shutil, "rmtree", "within", True),
-    "in async staging": (async_save.Saver, "_copy", "after", False),
+    "in async staging": (async_save.AsyncSaver, "_copy", "after", False),
     "in async write": (dcp, "write_files", "before", False),
 }
 CASES = [
@@ -44,7 +44,7 @@ CASES = [
 def die(arguments: list[str], point: str, victim: int, step: int) -> int:
     """A run in which rank `victim` gets SIGKILL at that point of the save of that step."""
     owner, name, where, first_only = POINTS[point]
-    original, save = getattr(owner, name), async_save.Saver.save
+    original, save = getattr(owner, name), async_save.AsyncSaver.save
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     saving, struck = [0], []
@@ -62,7 +62,7 @@ def die(arguments: list[str], point: str, victim: int, step: int) -> int:
         if where == "within" and name == "_write":  # a process that dies within has done half of it
             half = dict(list(args[1].items())[: len(args[1]) // 2 + 1])
             original(args[0], half)
-            os.truncate(args[0], shard_file.PIECE // 1000)
+            os.truncate(args[0], shard_file.BLOCK_BYTES // 1000)
         elif where == "within":
             next(Path(args[0]).iterdir()).unlink()
         result = original(*args, **kwargs) if where == "after" else None
@@ -70,7 +70,7 @@ def die(arguments: list[str], point: str, victim: int, step: int) -> int:
         time.sleep(0.1)  # here, where it was another's: that one is dead now
         return result if where == "after" else original(*args, **kwargs)
 
-    async_save.Saver.save = save_and_note
+    async_save.AsyncSaver.save = save_and_note
     setattr(owner, name, faulty)
     return train_run(arguments)
 

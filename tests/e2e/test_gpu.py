@@ -9,10 +9,10 @@ import torch
 from runs import curve, rows, train_run, train_until, validation
 from safetensors.torch import load_file
 
-from titanlite.checkpoint.async_save import Saver
-from titanlite.checkpoint.manifest import Facts
+from titanlite.checkpoint.async_save import AsyncSaver
+from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.storage import write_step
-from titanlite.data.to_device import one_ahead
+from titanlite.data.to_device import prefetch
 from titanlite.model.flavors import FLAVORS
 from titanlite.parallel.attention import attention_kernel
 from titanlite.parallel.float8 import float8_linear
@@ -115,12 +115,12 @@ def test_resume_on_the_gpu(pool, arguments, tmp_path, compiled):
 def change_after_staging(folder, mode: str) -> None:
     """The weight changes on the GPU as soon as it may, before it is written; twice, as pinned memory is used again."""
     changed, weight = threading.Event(), torch.zeros(1_000_000, device="cuda")
-    saver = Saver(mode, 0, weight.device)
+    saver = AsyncSaver(mode, 0, weight.device)
     for step in (1, 2):
 
         def write(state, group, failure, step=step):
             assert mode == "disabled" or changed.wait(10)
-            write_step(folder, step, state, {}, Facts({}, {}, ""), group, failure)
+            write_step(folder, step, state, {}, RunMetadata({}, {}, ""), group, failure)
 
         weight.fill_(float(step))
         saver.save(lambda: {"model": {"weight": weight}}, write)
@@ -157,12 +157,12 @@ def test_batches_that_are_copied_ahead_arrive_whole():
     for side, products in ((512, 1), (2900, 0)):
         sums = []
         batches = ((torch.full((side, side), i), torch.full((side, side), -i)) for i in range(20))
-        for tokens, labels in one_ahead(batches, device):
+        for tokens, labels in prefetch(batches, device):
             for _ in range(products):
                 work = work @ work / 64
             sums.append(torch.stack([tokens.sum(), labels.sum()]))
         assert torch.stack(sums).tolist() == [[i * side**2, -i * side**2] for i in range(20)]
-    assert list(one_ahead([], device)) == []
+    assert list(prefetch([], device)) == []
 
 
 def run_that_may_not_wait(arguments: list[str]) -> int:

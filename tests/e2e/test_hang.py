@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed.test_run_train import environment, finish, start, wait_for_step, workers
+from launches import environment, finish, start, wait_for_step, workers
 from runs import curve, train_run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from titanlite.config.load import load_config
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import resolve_flavor
 from titanlite.model.llama import Llama
-from titanlite.parallel.parallelize import split
+from titanlite.parallel.parallelize import split_and_parallelize
 from titanlite.parallel.rules import check_layout
 
 
@@ -25,7 +25,7 @@ def account(arguments: list[str], vocab_size: int, world_size: int, rank: int) -
     mesh = Mesh("cpu", check_layout(config, llama, world_size), 60)
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
-    parts = split(model, config, mesh)
+    parts = split_and_parallelize(model, config, mesh)
     named = {name: p for part in parts for name, p in part.named_parameters()}
     return {name: p.numel() for name, p in named.items()}, sum(p.to_local().numel() for p in named.values())
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from model_builder import EIGHT_LAYOUTS
 from runs import curve, train_run, train_until
 
-from titanlite.checkpoint.async_save import Saver
-from titanlite.checkpoint.manifest import Facts, read_manifest
+from titanlite.checkpoint.async_save import AsyncSaver
+from titanlite.checkpoint.manifest import RunMetadata, read_manifest
 from titanlite.checkpoint.storage import SaveError, list_steps, step_folder, verify_files, write_step
 from titanlite.data.stream import TrainStream
 
@@ -72,14 +72,14 @@ def big_state(rank: int) -> dict:
 
 def save_into(folder: Path, limit: int, mode: str) -> list[str]:
     """Two saves of 4 MB by two ranks; before the second one, files may not grow beyond `limit` bytes, if any."""
-    saver = Saver(mode, 1, torch.device("cpu"))
+    saver = AsyncSaver(mode, 1, torch.device("cpu"))
     outcomes = []
     for step in (1, 2):
         if step == 2 and limit:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
         def write(state, group, failure, step=step):
-            write_step(folder, step, state, {}, Facts({}, {}, ""), group, failure)
+            write_step(folder, step, state, {}, RunMetadata({}, {}, ""), group, failure)
 
         try:
             saver.save(lambda: big_state(dist.get_rank()), write)
@@ -124,11 +124,11 @@ def test_a_full_disk(pool, tmp_path, mode):
 
 
 def save_a_hundred_times(folder: Path) -> int:
-    saver = Saver("async", 0, torch.device("cpu"))
+    saver = AsyncSaver("async", 0, torch.device("cpu"))
     for step in range(1, 101):
 
         def write(state, group, failure, step=step):
-            write_step(folder, step, state, {}, Facts({}, {}, ""), group, failure)
+            write_step(folder, step, state, {}, RunMetadata({}, {}, ""), group, failure)
 
         state = {"model": {f"weight.{dist.get_rank()}": torch.full((1000,), float(step))}}
         saver.save(lambda state=state: state, write)

@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from distributed.test_run_train import ROOT, environment, finish, start, wait_for_step, workers
+from launches import ROOT, environment, finish, start, wait_for_step, workers
 from runs import curve
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from runs import curve, rows, train_run, train_until
 
-from titanlite.checkpoint.manifest import DTYPES, Facts, read_manifest
+from titanlite.checkpoint.manifest import DTYPES, RunMetadata, read_manifest
 from titanlite.checkpoint.storage import list_steps, read_step, write_step
 
 
@@ -216,7 +216,7 @@ def poison(folder) -> None:
     state["model"]["norm.weight"][3] = float("nan")
     files = {name: (path / name).read_bytes() for name in manifest.files if not name.endswith(".safetensors")}
     path.rename(folder / "kept")
-    write_step(folder, 6, state, files, Facts(manifest.layout, manifest.config, manifest.data))
+    write_step(folder, 6, state, files, RunMetadata(manifest.layout, manifest.config, manifest.data))
     assert not read_manifest(path).finite
 
 

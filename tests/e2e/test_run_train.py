@@ -6,60 +6,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from runs import curve, rows
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """This environment with the running interpreter first, so run_train.sh takes it and installs nothing."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "LOG_RANK": "0", **variables}
-
-
-def start(arguments: list[str], **variables: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [ROOT / "run_train.sh", *arguments],
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen, timeout: float = 90) -> tuple[int, str]:
-    """(exit code, output). Nothing of the process's session is left, whatever happened."""
-    try:
-        output, _ = process.communicate(timeout=timeout)
-        return process.returncode, output
-    finally:
-        if process.poll() is None:
-            for pid in workers(process):  # they live in sessions of their own
-                os.kill(pid, signal.SIGKILL)
-            process.kill()
-
-
-def workers(process: subprocess.Popen) -> list[int]:
-    """The process ids of the training processes."""
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
-    lines = [line.split(None, 2) for line in listing.splitlines()]
-    return [int(pid) for pid, parent, command in lines if int(parent) == process.pid and "train.py" in command]
-
-
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
-    """Returns when metrics.jsonl has a line of `step` or later."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        if (folder / "metrics.jsonl").exists() and any(row["step"] >= step for row in rows(folder)):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached: {finish(process, 1)}")
+from launches import ROOT, environment, finish, start, wait_for_step, workers
+from runs import curve
 
 
 @pytest.fixture

@@ -21,11 +21,11 @@ from model_builder import EVEN, SMALL, build_stages, full, small_model
 from runs import train_run
 from safetensors.torch import load_file, save_file
 
-from titanlite.checkpoint.manifest import Facts
+from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.state import ModelState, OptimizerState
 from titanlite.checkpoint.storage import write_step
 from titanlite.cli.main import main
-from titanlite.config.schema import ConfigError, Optimizer
+from titanlite.config.schema import ConfigError, OptimizerConfig
 from titanlite.data.tokenizer import BUNDLED, Tokenizer
 from titanlite.formats import check, huggingface, huggingface_tokenizer, targets
 from titanlite.formats import convert as module
@@ -49,7 +49,7 @@ def quiet(text: str) -> None:
 def make_step(folder: Path, config: LlamaConfig, parallel: dict | None = None) -> dict[str, torch.Tensor]:
     """A committed step of a model in some layout, with moments; returns its weights."""
     stages = build_stages(parallel or {}, 0, config)
-    optimizer = build_optimizer(stages.parts, Optimizer())
+    optimizer = build_optimizer(stages.parts, OptimizerConfig())
     tokens = torch.randint(config.vocab_size, (2, 17), generator=torch.Generator().manual_seed(3))
     stages.forward_backward(tokens[:, :-1], tokens[:, 1:], torch.tensor(32))
     optimizer.step()
@@ -57,7 +57,7 @@ def make_step(folder: Path, config: LlamaConfig, parallel: dict | None = None) -
     states = {"model": ModelState(stages.parts), "optimizer": OptimizerState(stages.parts, optimizer)}
     files = {"model.json": config.to_json().encode()}
     files |= {"tokenizer.model": BUNDLED.read_bytes()} if config.vocab_size >= 4112 else {}
-    facts = Facts(parallel or {}, {"training": {"seq_len": 16}, "model": {"flavor": "debug"}}, "")
+    facts = RunMetadata(parallel or {}, {"training": {"seq_len": 16}, "model": {"flavor": "debug"}}, "")
     write_step(folder, 7, {name: state.state_dict() for name, state in states.items()}, files, facts)
     return {name: full(value).clone() for name, value in states["model"].state_dict().items()}
 

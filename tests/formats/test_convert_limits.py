@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titanlite.checkpoint import storage
-from titanlite.checkpoint.manifest import Damaged
+from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.cli.convert import _size
 from titanlite.cli.main import main
 from titanlite.config.schema import ConfigError
@@ -89,7 +89,7 @@ def test_damage_is_told_before_all_is_written(tmp_path, monkeypatch):
         raise AssertionError("never heard of it")
 
     monkeypatch.setitem(targets.TARGETS, "hf", patient)
-    with pytest.raises(Damaged, match="its SHA-256 has changed"):
+    with pytest.raises(CorruptCheckpoint, match="its SHA-256 has changed"):
         convert(run, tmp_path / "there", "hf", tell=quiet)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "run"]
 
@@ -105,7 +105,7 @@ def test_a_step_that_is_deleted_meanwhile_is_not_called_damaged(tmp_path, monkey
     monkeypatch.setitem(targets.TARGETS, "hf", late)
     with pytest.raises(ConfigError, match=r"step-8: was deleted while it was read; .*checkpoint\.keep") as caught:
         convert(run, tmp_path / "there", "hf", tell=quiet)
-    assert not isinstance(caught.value, Damaged)
+    assert not isinstance(caught.value, CorruptCheckpoint)
 
 
 def test_step_0_can_be_asked_for_and_is_warned_of(tmp_path, caplog):

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from model_builder import SMALL, small_model
-from test_transformers import MODELS, make_file
+from model_builder import EXPORTED as MODELS
+from model_builder import SMALL, make_file, small_model
 
 from titanlite.cli.main import main
 from titanlite.config.schema import ConfigError

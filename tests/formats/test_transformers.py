@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from model_builder import small_model
+from model_builder import EXPORTED as MODELS
+from model_builder import make_file
 from torch.nn.utils import parameters_to_vector
 
 from titanlite.data.tokenizer import BUNDLED, Tokenizer
 from titanlite.formats.convert import convert, load_full_state
 from titanlite.formats.load import load_model
-from titanlite.model.flavors import FLAVORS, LlamaConfig, RopeScaling
 from titanlite.model.generate import generate
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.disable_progress_bar()
 
-GROUPED = LlamaConfig(dim=64, num_layers=3, num_heads=8, num_kv_heads=2, ffn_dim=96, vocab_size=211)
-MODELS = {
-    "debug": dataclasses.replace(FLAVORS["debug"], vocab_size=4112),
-    "untied": GROUPED,
-    "all heads": dataclasses.replace(GROUPED, num_kv_heads=8, vocab_size=4112),
-    "one head for keys": dataclasses.replace(GROUPED, num_kv_heads=1, tied_embeddings=True, rope_theta=10000.0),
-    "llama 3.1": dataclasses.replace(GROUPED, rope_scaling=RopeScaling(8.0, original_context=32), norm_eps=1e-6),
-}
-
 
 def quiet(text: str) -> None:
     pass
-
-
-def make_file(path: Path, config: LlamaConfig) -> None:
-    """A model whose attention looks about: with weights as they are drawn, every order of heads would nearly do."""
-    model = small_model(config=config)
-    weights = {name: 4 * w if "attention.w" in name else w for name, w in model.state_dict().items()}
-    ranks = torch.frombuffer(bytearray(BUNDLED.read_bytes()), dtype=torch.uint8)
-    tree = {"model": weights, "model_config": dataclasses.asdict(config), "step": 3, "seq_len": 512}
-    torch.save(tree | ({"tokenizer": ranks} if config.vocab_size >= 4112 else {}), path)
 
 
 @pytest.mark.parametrize("name", MODELS)

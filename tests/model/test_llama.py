@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from model_builder import SMALL, small_model
 
-from titanlite.config.schema import ConfigError
-from titanlite.config.schema import Model as ModelSection
+from titanlite.config.schema import ConfigError, ModelConfig
 from titanlite.model.flavors import FLAVORS, RopeScaling, resolve_flavor
 from titanlite.model.llama import Llama, apply_rope, rope_table
 
@@ -29,7 +28,7 @@ from titanlite.model.llama import Llama, apply_rope, rope_table
     ],
 )
 def test_exact_parameter_counts(flavor, count):
-    config = resolve_flavor(ModelSection(flavor=flavor), 4112)
+    config = resolve_flavor(ModelConfig(flavor=flavor), 4112)
     assert config.num_parameters == count
     with torch.device("meta"):
         model = Llama(config, 16)
@@ -163,7 +162,7 @@ def test_no_position_sees_a_later_one():
 
 
 def test_impossible_shapes_are_named():
-    section = ModelSection(flavor="debug", dim=130, num_heads=4, num_kv_heads=3, vocab_size=10)
+    section = ModelConfig(flavor="debug", dim=130, num_heads=4, num_kv_heads=3, vocab_size=10)
     with pytest.raises(ConfigError) as caught:
         resolve_flavor(section, 4112)
     text = str(caught.value)

@@ -15,7 +15,7 @@ import torch
 from runs import rows, train_run
 
 from titanlite.observe.logging import log_to_file, setup_logging
-from titanlite.observe.metrics import Progress, _forget_after, duration
+from titanlite.observe.metrics import Progress, _truncate_after, duration
 
 
 def test_contract_of_metrics_jsonl(pool, arguments, tmp_path):
@@ -45,7 +45,7 @@ def test_contract_of_metrics_jsonl(pool, arguments, tmp_path):
 
 def test_bits_per_byte_follows_from_the_text(pool, arguments, tmp_path):
     """Over the whole held-out text: nats per token * tokens / ln 2 / bytes."""
-    from titanlite.config.schema import Data
+    from titanlite.config.schema import DataConfig
     from titanlite.data.prepare import prepare
     from titanlite.data.shards import Tokens, read_manifest
     from titanlite.data.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def test_bits_per_byte_follows_from_the_text(pool, arguments, tmp_path):
     row = next(row for row in rows(tmp_path / "debug") if row["step"] == 0)
     path = next(a for a in arguments if a.startswith("--data.path=")).partition("=")[2]
     tokenizer = Tokenizer()
-    folder = prepare(Data(path=path), tokenizer, lambda message: None)
+    folder = prepare(DataConfig(path=path), tokenizer, lambda message: None)
     tokens = Tokens(folder, read_manifest(folder), "validation")
     count = (len(tokens) - 1) // 64 * 64
     text = tokenizer.decode(i for i in tokens.read(1, count).tolist() if i < tokenizer.bos)
@@ -66,11 +66,11 @@ def test_bits_per_byte_follows_from_the_text(pool, arguments, tmp_path):
 def test_lines_of_steps_that_were_not_saved_are_removed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": i, "loss": 1.5}) + "\n" for i in range(5)) + '{"step": 2, "lo')
-    _forget_after(path, 2)
+    _truncate_after(path, 2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
-    _forget_after(path, -1)
+    _truncate_after(path, -1)
     assert path.read_text() == ""
-    _forget_after(tmp_path / "absent.jsonl", 3)
+    _truncate_after(tmp_path / "absent.jsonl", 3)
 
 
 def test_progress_round_trips():

@@ -12,11 +12,11 @@ from allocations import Largest
 from model_builder import small_model
 from torch import nn
 
-from titanlite.config.schema import Optimizer, Schedule
+from titanlite.config.schema import OptimizerConfig, ScheduleConfig
 from titanlite.optim import low_precision
 from titanlite.optim import schedule as schedule_module
 from titanlite.optim.clip import clip_grad_norm
-from titanlite.optim.loss import chunked, cross_entropy_sum
+from titanlite.optim.loss import chunked_cross_entropy_sum, cross_entropy_sum
 from titanlite.optim.low_precision import LowPrecisionAdamW
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import lr_factor
@@ -65,7 +65,7 @@ def test_chunked_loss_equals_the_plain_one(num_chunks, dtype):
         return cross_entropy_sum(F.linear(x, w), labels)
 
     def by_chunks(x, w):
-        return chunked(x, w, labels, num_chunks, cross_entropy_sum)
+        return chunked_cross_entropy_sum(x, w, labels, num_chunks, cross_entropy_sum)
 
     exact = gradients(plain, hidden.to(dtype).double(), weight.to(dtype).double())
     wanted = gradients(plain, hidden.to(dtype), weight.to(dtype))
@@ -77,7 +77,7 @@ def test_chunked_loss_equals_the_plain_one(num_chunks, dtype):
         else:  # as near to the truth as the plain loss, but for one more rounding, where the factor comes in
             assert (b - true).norm() <= (a - true).norm() + 2**-9 * true.norm()
     with torch.no_grad():
-        value = chunked(hidden.to(dtype), weight.to(dtype), labels, num_chunks, cross_entropy_sum)
+        value = chunked_cross_entropy_sum(hidden.to(dtype), weight.to(dtype), labels, num_chunks, cross_entropy_sum)
     torch.testing.assert_close(value / 70, wanted[0])
 
 
@@ -91,7 +91,7 @@ def test_chunked_loss_takes_a_part_of_the_memory():
             if num_chunks == 1:
                 cross_entropy_sum(F.linear(hidden, weight), labels).backward()
             else:
-                chunked(hidden, weight, labels, num_chunks, cross_entropy_sum).backward()
+                chunked_cross_entropy_sum(hidden, weight, labels, num_chunks, cross_entropy_sum).backward()
         used[num_chunks] = largest.most
     assert used[1] >= 2 * 4 * 256 * 2048 * 4  # the measure sees the logits
     for num_chunks in (2, 4, 8, 16):
@@ -99,7 +99,7 @@ def test_chunked_loss_takes_a_part_of_the_memory():
 
 
 def factors(total: int = 100, **section) -> list[float]:
-    config = Schedule(**{"warmup_steps": 10, "min_ratio": 0.1, **section})
+    config = ScheduleConfig(**{"warmup_steps": 10, "min_ratio": 0.1, **section})
     return [lr_factor(config, step, total) for step in range(total + 50)]
 
 
@@ -129,7 +129,7 @@ def test_extremes_of_the_schedule():
 
 def test_schedule_sets_the_rate_and_resumes():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=9.0)
-    config = Schedule(warmup_steps=4, name="linear", min_ratio=0.0)
+    config = ScheduleConfig(warmup_steps=4, name="linear", min_ratio=0.0)
     schedule = schedule_module.Schedule(optimizer, config, 2.0, 10)
     seen = []
     for _ in range(5):
@@ -173,9 +173,9 @@ def test_norm_of_many_numbers_is_exact(shape, dtype):
 
 def test_what_decays():
     model = small_model()
-    everything = build_optimizer([model], Optimizer())
+    everything = build_optimizer([model], OptimizerConfig())
     assert [len(group["params"]) for group in everything.param_groups] == [30]
-    decayed, spared = build_optimizer([model], Optimizer(decayed="linear")).param_groups
+    decayed, spared = build_optimizer([model], OptimizerConfig(decayed="linear")).param_groups
     assert (decayed["weight_decay"], spared["weight_decay"]) == (0.1, 0.0)
     names = {id(p): name for name, p in model.named_parameters()}
     assert {names[id(p)].split(".")[-2] for p in spared["params"]} == {
@@ -191,7 +191,7 @@ def test_what_decays():
 def test_implementations_give_the_same_step(implementation):
     def stepped(name: str) -> list[torch.Tensor]:
         model = small_model()
-        optimizer = build_optimizer([model], Optimizer(lr=0.1, implementation=name))
+        optimizer = build_optimizer([model], OptimizerConfig(lr=0.1, implementation=name))
         for parameter in model.parameters():
             parameter.grad = torch.sin(parameter.detach() * 100) + 0.1
         optimizer.step()
@@ -202,7 +202,7 @@ def test_implementations_give_the_same_step(implementation):
 
 
 def test_auto_is_fused():
-    optimizer = build_optimizer([small_model()], Optimizer())
+    optimizer = build_optimizer([small_model()], OptimizerConfig())
     assert optimizer.param_groups[0]["fused"] is True
 
 
@@ -227,7 +227,7 @@ def regression(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def test_adamw_in_low_precision_is_adamw_where_all_is_fp32(monkeypatch):
     """Cut into pieces too; weight decay and rate by group."""
-    monkeypatch.setattr(low_precision, "PIECE", 100)
+    monkeypatch.setattr(low_precision, "CHUNK_NUMEL", 100)
     models = [regression(), regression()]
     groups = [[{"params": list(m[0].parameters()), "weight_decay": 0.3}, {"params": m[2].parameters()}] for m in models]
     common = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -244,7 +244,7 @@ def test_adamw_in_low_precision_is_adamw_where_all_is_fp32(monkeypatch):
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
 def test_low_precision_learns_too(weights, moments):
     model = regression(weights)
-    config = Optimizer(lr=1e-2, weight_decay=0.0, state_dtype=str(moments).removeprefix("torch."))
+    config = OptimizerConfig(lr=1e-2, weight_decay=0.0, state_dtype=str(moments).removeprefix("torch."))
     optimizer = build_optimizer([model], config)
     assert isinstance(optimizer, LowPrecisionAdamW) == (torch.bfloat16 in (weights, moments))
     losses = train(optimizer, model, 200)

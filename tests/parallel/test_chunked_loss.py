@@ -7,7 +7,7 @@ import torch
 from allocations import Largest
 from model_builder import build_stages
 
-from titanlite.config.schema import Loss
+from titanlite.config.schema import LossConfig
 from titanlite.model.flavors import LlamaConfig
 
 WIDE = LlamaConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=16, vocab_size=8192)
@@ -18,7 +18,7 @@ PARTS = {"dp_shard": 1, "tp": 2, "cp": 2, "pp": 4}
 
 def most_bytes(parallel: dict[str, int], num_chunks: int) -> int:
     """Peak of forward and backward in this process; 0 if it has no output."""
-    stages = build_stages(parallel, 0, WIDE, Loss(num_chunks), seq_len=SHAPE[1], local_batch_size=SHAPE[0])
+    stages = build_stages(parallel, 0, WIDE, LossConfig(num_chunks), seq_len=SHAPE[1], local_batch_size=SHAPE[0])
     tokens = torch.randint(WIDE.vocab_size, SHAPE)
     with Largest() as largest:
         stages.forward_backward(tokens, tokens, torch.tensor(tokens.numel()))

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from titanlite.config.schema import ConfigError
 from titanlite.distributed.mesh import Mesh
 from titanlite.parallel.context_parallel import (
-    apply_context,
-    gathered_attention,
-    head_and_tail_masks,
+    all_gather_attention,
+    apply_cp,
+    chunk_masks,
     local_positions,
     ulysses_attention,
 )
@@ -40,7 +40,7 @@ def attend(size: int, method: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     if method == "ulysses":
         out = ulysses_attention(q, k, v, mesh)
     else:
-        out = gathered_attention(q, k, v, mesh, head_and_tail_masks(SEQ_LEN, mesh))
+        out = all_gather_attention(q, k, v, mesh, chunk_masks(SEQ_LEN, mesh))
     out.backward(gradient.detach())
     return out.detach(), [x.grad for x in (q, k, v)]
 
@@ -79,7 +79,7 @@ def test_head_and_tail_make_equal_work(pool):
 
 def try_ring() -> str:
     try:
-        apply_context(None, line(2), "ring")
+        apply_cp(None, line(2), "ring")
     except ConfigError as error:
         return str(error)
     return ""

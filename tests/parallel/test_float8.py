@@ -14,9 +14,9 @@ import pytest
 import torch
 from model_builder import EVEN, build_stages, full, small_model
 
-from titanlite.config.schema import ConfigError, Float8, Recompute
+from titanlite.config.schema import ConfigError, Float8Config, RecomputeConfig
 from titanlite.optim.loss import cross_entropy_sum
-from titanlite.parallel.activation_checkpoint import apply_recompute
+from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.float8 import E4M3, E5M2, Float8Linear, apply_float8, float8_linear, quantize
 
@@ -78,7 +78,7 @@ def test_linear_layers_of_the_blocks_are_replaced_but_for_those_skipped(caplog):
     model = small_model(config=EVEN)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with caplog.at_level("INFO", "titanlite"):
-        apply_float8(model, Float8(enabled=True, emulate=True, skip="attention.wk, layers.0."), "cpu")
+        apply_float8(model, Float8Config(enabled=True, emulate=True, skip="attention.wk, layers.0."), "cpu")
     # 4 layers of 7, layer 0 and 3 more wk skipped
     assert caplog.messages == ["float8: 18 linear layers; 10 skipped by name, 0 for sides that are no multiples of 16"]
     replaced = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
@@ -102,10 +102,10 @@ def test_it_compiles_with_recomputation_to_one_graph_and_the_same_numbers(mode):
     tokens = torch.randint(EVEN.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
     plain, model = small_model(config=EVEN), small_model(config=EVEN)
     for each in (plain, model):
-        apply_float8(each, Float8(enabled=True, emulate=True), "cpu")
+        apply_float8(each, Float8Config(enabled=True, emulate=True), "cpu")
     for index, block in enumerate(model.layers.values()):
         steps = [
-            functools.partial(apply_recompute, block, Recompute(mode=mode), index),
+            functools.partial(apply_ac, block, RecomputeConfig(mode=mode), index),
             functools.partial(apply_compile, block, "aot_eager"),
         ]
         for step in steps[:: -1 if mode == "full" else 1]:
@@ -119,7 +119,7 @@ def test_it_compiles_with_recomputation_to_one_graph_and_the_same_numbers(mode):
 
 def gradients_of(parallel: dict[str, Any], compute: str) -> dict[str, torch.Tensor]:
     """Of a batch twice, with emulated float8: whole, whatever part of them this process has."""
-    stages = build_stages(parallel, 0, EVEN, Float8(enabled=True, emulate=True), compute_dtype=compute)
+    stages = build_stages(parallel, 0, EVEN, Float8Config(enabled=True, emulate=True), compute_dtype=compute)
     layers = [module for module in stages.parts[0].modules() if isinstance(module, Float8Linear)]
     assert layers
     tokens = torch.randint(EVEN.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -168,7 +168,7 @@ def test_it_trains_as_well_as_without(tmp_path):
 
 def test_without_the_hardware_it_is_refused():
     with pytest.raises(ConfigError, match=r"compute capability 8\.9 .*; float8\.emulate = true computes the same"):
-        apply_float8(small_model(config=EVEN), Float8(enabled=True), "cpu")
+        apply_float8(small_model(config=EVEN), Float8Config(enabled=True), "cpu")
     model = small_model(config=EVEN)
-    apply_float8(model, Float8(), "cpu")
+    apply_float8(model, Float8Config(), "cpu")
     assert not any(isinstance(module, Float8Linear) for module in model.modules())

@@ -10,7 +10,7 @@ from titanlite.config.load import load_config
 from titanlite.config.schema import Config, ConfigError
 from titanlite.model.flavors import FLAVORS, LlamaConfig, resolve_flavor
 from titanlite.parallel.layout import AXES, nearest
-from titanlite.parallel.rules import check_layout, without_effect
+from titanlite.parallel.rules import check_layout, unused_settings
 
 DEBUG = dataclasses.replace(FLAVORS["debug"], vocab_size=4112)  # 4 layers, 4 heads, 2 key/value heads
 
@@ -130,13 +130,13 @@ def test_one_mistake_is_one_error():
 
 def test_keys_of_techniques_that_are_not_used_are_named():
     given = config("parallel.pp_split=layers.2", "parallel.cp_method=ulysses", "recompute.every=2")
-    found = without_effect(given, dict.fromkeys(AXES, 1))
+    found = unused_settings(given, dict.fromkeys(AXES, 1))
     assert found == [
         "parallel.pp_split = layers.2 has no effect: parallel.pp = 1",
         "parallel.cp_method = ulysses has no effect: parallel.cp = 1",
         "recompute.every = 2 has no effect: recompute.mode = none",
     ]
-    assert without_effect(config("recompute.mode=full", "recompute.every=2"), dict.fromkeys(AXES, 2)) == []
+    assert unused_settings(config("recompute.mode=full", "recompute.every=2"), dict.fromkeys(AXES, 2)) == []
 
 
 def test_nearest_lists_three_in_order():

@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.load import load_config
-from titanlite.config.schema import Config, ConfigError, Recompute, Training
+from titanlite.config.schema import Config, ConfigError, RecomputeConfig, TrainingConfig
 from titanlite.distributed.mesh import LOSS_AXES, Mesh, data_rank, sum_over
 from titanlite.optim.loss import cross_entropy_sum
-from titanlite.parallel.activation_checkpoint import apply_recompute
-from titanlite.parallel.compile import apply_compile, what_inductor_lacks
+from titanlite.parallel.activation_checkpoint import apply_ac
+from titanlite.parallel.compile import apply_compile, missing_for_inductor
 from titanlite.parallel.layout import AXES
-from titanlite.parallel.parallelize import compute_dtypes, settle, uncompiled
+from titanlite.parallel.parallelize import compute_dtypes, reason_blocks_not_compiled, resolve_auto
 
 TOKENS = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(3))
 
@@ -43,7 +43,7 @@ def assert_same(found: dict, expected: dict, **tolerance) -> None:
 def test_recompute_changes_no_bit(mode):
     expected, model = gradients(small_model()), small_model()
     for index, block in enumerate(model.layers.values()):
-        apply_recompute(block, Recompute(mode=mode), index)
+        apply_ac(block, RecomputeConfig(mode=mode), index)
     assert_same(gradients(model), expected, rtol=0, atol=0)
 
 
@@ -69,7 +69,7 @@ def test_full_recompute_keeps_less_and_every_second_block_lies_between():
     for mode, every in (("none", 1), ("full", 2), ("full", 1)):
         model = small_model()
         for index, block in enumerate(model.layers.values()):
-            apply_recompute(block, Recompute(mode=mode, every=every), index)
+            apply_ac(block, RecomputeConfig(mode=mode, every=every), index)
         found.append(Saved(model).bytes)
     assert found[0] > 1.3 * found[1] > 1.3 * found[2]
 
@@ -87,7 +87,7 @@ def count_forwards(mode: str) -> dict[str, int]:
 
     model = small_model()
     block = model.layers["0"]
-    apply_recompute(block, Recompute(mode=mode), 0)
+    apply_ac(block, RecomputeConfig(mode=mode), 0)
     x = torch.randn(1, 8, 32, requires_grad=True)
     with Counter():
         block(x, model.rope[:8]).sum().backward()
@@ -111,10 +111,10 @@ def test_compiled_blocks_give_the_same_gradients_and_compile_once(mode):
     expected, model = gradients(small_model()), small_model()
     for index, block in enumerate(model.layers.values()):
         if mode != "full":
-            apply_recompute(block, Recompute(mode=mode), index)
+            apply_ac(block, RecomputeConfig(mode=mode), index)
         apply_compile(block, "aot_eager")
         if mode == "full":
-            apply_recompute(block, Recompute(mode=mode), index)
+            apply_ac(block, RecomputeConfig(mode=mode), index)
     assert_same(gradients(model), expected, rtol=1e-5, atol=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "three blocks, one graph"
 
@@ -201,9 +201,9 @@ def test_mesh_axes_ranks_and_sums(pool, degrees, ranks, data, total):
 )
 def test_dtype_of_computation(monkeypatch, given, dim, device, native, expected):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native})
-    config = Config(training=Training(compute_dtype=given, reduce_dtype="float32"))
+    config = Config(training=TrainingConfig(compute_dtype=given, reduce_dtype="float32"))
     assert compute_dtypes(config, dim, device) == (expected, torch.float32)
-    assert settle(config, dim, device).training.compute_dtype == str(expected).removeprefix("torch.")
+    assert resolve_auto(config, dim, device).training.compute_dtype == str(expected).removeprefix("torch.")
 
 
 @pytest.fixture
@@ -213,10 +213,10 @@ def gpu(monkeypatch):
     def pretend(capability: tuple[int, int] = (9, 0), triton: bool = True) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr("titanlite.parallel.compile.has_triton_package", lambda: triton)
-        what_inductor_lacks.cache_clear()
+        missing_for_inductor.cache_clear()
 
     yield pretend
-    what_inductor_lacks.cache_clear()
+    missing_for_inductor.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def gpu(monkeypatch):
 def test_what_auto_compiles(gpu, options, dim, device, pp, expected):
     gpu()
     mesh = SimpleNamespace(device_type=device, degrees={"pp": pp, "cp": 2})
-    assert (uncompiled(load_config(["cpu_25m", *options]), dim, mesh) == "") is expected
+    assert (reason_blocks_not_compiled(load_config(["cpu_25m", *options]), dim, mesh) == "") is expected
 
 
 @pytest.fixture
@@ -258,39 +258,41 @@ ON_CUDA, ON_CPU = (SimpleNamespace(device_type=name, degrees=dict.fromkeys(AXES,
 
 def test_without_a_compiler_auto_is_off_and_true_an_error(compiler, tmp_path):
     compiler("no-such-program")
-    assert uncompiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == "CC = 'no-such-program' is no program"
-    assert uncompiled(load_config(["llama3_1b", "--compile.backend=aot_eager"]), 2048, ON_CUDA) == ""
+    assert (
+        reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == "CC = 'no-such-program' is no program"
+    )
+    assert reason_blocks_not_compiled(load_config(["llama3_1b", "--compile.backend=aot_eager"]), 2048, ON_CUDA) == ""
     with pytest.raises(ConfigError, match=r"compile\.enabled = true needs a compiler: CC .*compile\.enabled = false"):
-        uncompiled(load_config(["llama3_1b", "--compile.enabled"]), 2048, ON_CUDA)
+        reason_blocks_not_compiled(load_config(["llama3_1b", "--compile.enabled"]), 2048, ON_CUDA)
     with pytest.raises(ConfigError, match=r"memory_budget needs a compiler: CXX .* or another recompute\.mode"):
-        uncompiled(load_config(["cpu_25m", "--recompute.mode=memory_budget"]), 512, ON_CPU)
+        reason_blocks_not_compiled(load_config(["cpu_25m", "--recompute.mode=memory_budget"]), 512, ON_CPU)
     compiler("")
-    assert uncompiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == "CC = '' is no program"
+    assert reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == "CC = '' is no program"
     works, fails = tmp_path / "works", tmp_path / "fails"
     for path, code in ((works, 0), (fails, 1)):
         path.write_text(f"#!/bin/sh\nexit {code}\n")
         path.chmod(0o755)
     compiler(str(fails))
-    assert "finds no Python.h" in uncompiled(load_config(["llama3_1b"]), 2048, ON_CUDA)
+    assert "finds no Python.h" in reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA)
     compiler(str(works))
-    assert uncompiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == ""
+    assert reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == ""
     compiler(str(works), capability=(6, 1))
-    assert "below 7.0" in uncompiled(load_config(["llama3_1b"]), 2048, ON_CUDA)
+    assert "below 7.0" in reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA)
     compiler(str(works), triton=False)
-    assert uncompiled(load_config(["llama3_1b"]), 2048, ON_CUDA).startswith("no Triton")
+    assert reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA).startswith("no Triton")
 
 
 def ask_where_one_has_no_compiler() -> tuple[str, str]:
     """What both processes are told for auto, and for true."""
     os.environ["CXX"] = "g++" if dist.get_rank() == 0 else "no-such-program"
-    what_inductor_lacks.cache_clear()
+    missing_for_inductor.cache_clear()
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, 77)
     try:
-        uncompiled(load_config(["cpu_25m", "--compile.enabled"]), 512, mesh)
+        reason_blocks_not_compiled(load_config(["cpu_25m", "--compile.enabled"]), 512, mesh)
         refused = ""
     except ConfigError as error:
         refused = str(error)
-    return uncompiled(load_config(["cpu_25m"]), 512, mesh), refused
+    return reason_blocks_not_compiled(load_config(["cpu_25m"]), 512, mesh), refused
 
 
 def test_all_processes_compile_or_none(pool):

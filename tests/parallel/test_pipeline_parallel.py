@@ -11,7 +11,7 @@ from model_builder import EVEN, build_stages, full, small_model
 
 from titanlite.model.flavors import FLAVORS, LlamaConfig
 from titanlite.model.llama import Llama
-from titanlite.parallel.pipeline_parallel import balanced_starts, stage_modules, stage_numbers
+from titanlite.parallel.pipeline_parallel import balanced_split, stage_indices, stage_modules
 
 
 def stage_weights(weights: list[int], starts: list[int]) -> list[int]:
@@ -26,7 +26,7 @@ def test_no_other_cut_has_a_lighter_heaviest_stage():
         if stages > blocks:
             continue
         weights = [generator.randint(0, 9), *[generator.randint(1, 9)] * blocks, generator.randint(0, 20)]
-        starts = balanced_starts(weights, stages)
+        starts = balanced_split(weights, stages)
         assert len(starts) == stages
         assert starts[0] == 0
         bounds = [*starts[1:], len(weights) - 1]
@@ -59,10 +59,10 @@ def test_the_explicit_cut_is_what_it_says():
 
 
 def test_stages_go_round_or_in_a_v():
-    assert [stage_numbers(rank, 4, 1, "1F1B") for rank in range(4)] == [[0], [1], [2], [3]]
-    assert [stage_numbers(rank, 2, 3, "Interleaved1F1B") for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
-    assert [stage_numbers(rank, 2, 2, "ZBVZeroBubble") for rank in range(2)] == [[0, 3], [1, 2]]
-    assert [stage_numbers(rank, 2, 2, "DualPipeV") for rank in range(2)] == [[0, 3], [1, 2]]
+    assert [stage_indices(rank, 4, 1, "1F1B") for rank in range(4)] == [[0], [1], [2], [3]]
+    assert [stage_indices(rank, 2, 3, "Interleaved1F1B") for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
+    assert [stage_indices(rank, 2, 2, "ZBVZeroBubble") for rank in range(2)] == [[0, 3], [1, 2]]
+    assert [stage_indices(rank, 2, 2, "DualPipeV") for rank in range(2)] == [[0, 3], [1, 2]]
 
 
 def names_held(parallel: dict, llama: LlamaConfig) -> tuple[list[list[str]], list[int]]:

@@ -14,7 +14,7 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import LlamaConfig
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.layout import AXES
-from titanlite.parallel.tensor_parallel import apply_tensor, loss_context, vocabulary_cut_cross_entropy_sum
+from titanlite.parallel.tensor_parallel import apply_tp, loss_context, loss_parallel_cross_entropy_sum
 
 
 def line(size: int):
@@ -51,7 +51,7 @@ def loss_and_gradient(ignore: bool) -> tuple[float, torch.Tensor]:
     logits, labels = make_logits(ignore)
     mine = logits.chunk(2, dim=-1)[mesh.get_local_rank()].clone().requires_grad_()
     with loss_context(mesh):
-        loss = vocabulary_cut_cross_entropy_sum(mine, labels, mesh)
+        loss = loss_parallel_cross_entropy_sum(mine, labels, mesh)
         (loss * 3).backward()
     return float(loss.detach()), mine.grad
 
@@ -100,7 +100,7 @@ def try_async() -> str:
     with torch.device("meta"):
         model = Llama(EVEN, 16)
     try:
-        apply_tensor(model, line(2), async_tp=True)
+        apply_tp(model, line(2), async_tp=True)
     except ConfigError as error:
         return str(error)
     return ""

@@ -51,17 +51,17 @@ def forget_the_positions(*arguments):
     """Context parallel whose tokens all believe to be at the beginning."""
     from titanlite.parallel import parallelize
 
-    original = parallelize.apply_context
+    original = parallelize.apply_cp
 
     def apply(model, mesh, method):
         original(model, mesh, method)
         model.positions = torch.arange(model.seq_len // mesh.size())
 
-    parallelize.apply_context = apply
+    parallelize.apply_cp = apply
     try:
         return measure(*arguments)
     finally:
-        parallelize.apply_context = original
+        parallelize.apply_cp = original
 
 
 def forget_the_tied_sum(*arguments):
@@ -94,17 +94,17 @@ def compile_at_the_end(*arguments):
     """A graph more in the fifth step."""
     from titanlite.verify import compare
 
-    original, calls = compare._graphs_so_far, []
+    original, calls = compare.num_compiled_graphs, []
 
     def graphs():
         calls.append(None)
         return original() + (len(calls) == compare.STEPS)
 
-    compare._graphs_so_far = graphs
+    compare.num_compiled_graphs = graphs
     try:
         return measure(*arguments)
     finally:
-        compare._graphs_so_far = original
+        compare.num_compiled_graphs = original
 
 
 def count_locally(*arguments):
@@ -134,7 +134,7 @@ def forget_a_reduction(*arguments):
             return own.redistribute(placements=[Shard(1)]).to_local()
 
     plan = tensor.block_plan
-    tensor.block_plan = lambda: {**plan(), "feed_forward.w2": Forgetful(output_layouts=tensor.SEQUENCE)}
+    tensor.block_plan = lambda: {**plan(), "feed_forward.w2": Forgetful(output_layouts=tensor.SEQUENCE_SHARD)}
     try:
         return measure(*arguments)
     finally:
@@ -145,11 +145,11 @@ def count_replicas_once_each(*arguments):
     """A gradient norm in which what two processes hold counts twice."""
     from titanlite.optim import clip
 
-    original, clip._holders = clip._holders, lambda parameter: 1
+    original, clip._replication = clip._replication, lambda parameter: 1
     try:
         return measure(*arguments)
     finally:
-        clip._holders = original
+        clip._replication = original
 
 
 def run(pool, function, layout: str, right: Path) -> dict:

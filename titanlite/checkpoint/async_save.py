@@ -32,10 +32,10 @@ from titanlite.checkpoint.storage import SaveError
 logger = logging.getLogger("titanlite")
 State = dict[str, dict[str, Any]]  # part -> name -> tensor or DTensor
 Write = Callable[[State, Any, "Exception | None"], None]  # state, process group, and what has kept it from being staged
-LONGEST_PAUSE = 30  # seconds between two tries
+MAX_RETRY_SECONDS = 30  # seconds between two tries
 
 
-class Saver:
+class AsyncSaver:
     """Hands state to a function that writes it, now or in the background. All processes call each method together."""
 
     def __init__(self, mode: str, retries: int, device: torch.device) -> None:
@@ -140,7 +140,7 @@ class Saver:
             except SaveError as error:  # on all processes alike, so all try again or none
                 if attempt == self.retries:
                     raise
-                pause = min(2**attempt, LONGEST_PAUSE)
+                pause = min(2**attempt, MAX_RETRY_SECONDS)
                 if dist.get_rank() == 0:
                     logger.warning(f"{error}; trying again in {pause} s ({attempt + 1} of {self.retries})")
                 time.sleep(pause)

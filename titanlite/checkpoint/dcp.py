@@ -115,7 +115,7 @@ class Writer(StorageWriter):
         return False  # there is none: the folder is given
 
 
-class PartsReader(StorageReader):
+class TensorStorageReader(StorageReader):
     """A source of pieces for DCP's plans, which are taken as they are."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -135,8 +135,8 @@ class PartsReader(StorageReader):
         return False  # there is none: the folder is given
 
 
-class Reader(PartsReader):
-    """Pieces of a step folder. Raises Damaged where a file does not hold what the manifest says."""
+class Reader(TensorStorageReader):
+    """Pieces of a step folder. Raises CorruptCheckpoint where a file does not hold what the manifest says."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest

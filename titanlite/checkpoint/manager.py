@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.async_save import Saver, State
-from titanlite.checkpoint.manifest import Facts, read_manifest
-from titanlite.checkpoint.resume import changes, require_same_run
+from titanlite.checkpoint.async_save import AsyncSaver, State
+from titanlite.checkpoint.manifest import RunMetadata, read_manifest
+from titanlite.checkpoint.resume import require_compatible, training_changes
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import (
     delete_step,
@@ -32,10 +32,8 @@ from titanlite.checkpoint.storage import (
     verify_together,
     write_step,
 )
-from titanlite.config.schema import Checkpoint, ConfigError
-from titanlite.distributed.agreement import from_rank0
-from titanlite.formats.load import load_weights
-from titanlite.model.flavors import LlamaConfig
+from titanlite.config.schema import CheckpointConfig, ConfigError
+from titanlite.distributed.agreement import broadcast_from_rank0
 
 logger = logging.getLogger("titanlite")
 
@@ -45,23 +43,23 @@ class Checkpointer:
 
     def __init__(
         self,
-        config: Checkpoint,
+        config: CheckpointConfig,
         folder: Path,
         states: dict[str, Any],
         extra_files: dict[str, bytes],
-        facts: Facts,
+        facts: RunMetadata,
         device: torch.device,
     ) -> None:
         """`extra_files` (name -> content) go into each checkpoint, config.toml, model.json and data.json among them."""
         self.config, self.states, self.extra_files, self.facts = config, states, extra_files, facts
         self.run_folder, self.folder = folder, folder / "checkpoints"
-        self.saver = Saver(config.async_mode, config.retries, device)
+        self.saver = AsyncSaver(config.async_mode, config.retries, device)
         self.manifests = ManifestCache(self.folder)
         self.newest = 0
         self._saved_at = self._looked_at = time.monotonic()
 
-    def load(self) -> None:
-        """Goes on from a checkpoint of this run, if there is one.
+    def load(self) -> bool:
+        """Resumes from the newest usable checkpoint of this run; False if there is none.
 
         Raises ConfigError where the folder is used and must not be, holds another run, or nothing whole.
         """
@@ -72,38 +70,26 @@ class Checkpointer:
             )
         if dist.get_rank() == 0:
             sweep(self.folder)
-        steps: list[int] = from_rank0(lambda: list_steps(self.folder))
+        steps: list[int] = broadcast_from_rank0(lambda: list_steps(self.folder))
         for step in reversed(self._candidates(steps)):
             if self._try(step_folder(self.folder, step)):
                 self.newest = step
                 if dist.get_rank() == 0:
                     for later in (later for later in list_steps(self.folder) if later > step):
                         aside = set_aside(step_folder(self.folder, later), "superseded")
-                        logger.info("step %d is of a future that is given up: set aside as %s", later, aside)
-                return
+                        logger.info("step %d is newer than the resumed step: renamed to %s", later, aside)
+                return True
         if back_to := self.config.load_step:
             left = ", ".join(str(step) for step in steps if step != back_to) or "none"
             raise ConfigError(f"checkpoint.load_step = {back_to}: it is damaged or not finite; other steps: {left}")
-        if aside := from_rank0(lambda: sorted(path.name for path in self.folder.glob("step-*.*"))):
+        if aside := broadcast_from_rank0(lambda: sorted(path.name for path in self.folder.glob("step-*.*"))):
             raise ConfigError(
                 f"{self.folder}: no checkpoint left that is whole and finite, and starting over might lose what is in "
                 f"{', '.join(aside)}; choose another run.name, or move these away"
             )
-        if not (source := self.config.initial_load):
-            logger.info("no checkpoint in %s: starting with new weights", self.folder)
-            return
-        weights = self.states["model"].state_dict()
-        model = LlamaConfig.from_json(self.extra_files["model.json"].decode())
-        origin = load_weights(
-            Path(source),
-            weights,
-            model,
-            self.extra_files["tokenizer.model"],
-            self.config.trust_pickle,
-            self.saver.group,
-        )
-        self.states["model"].load_state_dict(weights)
-        logger.info("no checkpoint in %s: starting with the weights of %s", self.folder, origin)
+        weights = f"the weights of {self.config.initial_load}" if self.config.initial_load else "new weights"
+        logger.info("no checkpoint in %s: starting with %s", self.folder, weights)
+        return False
 
     def _candidates(self, steps: list[int]) -> list[int]:
         """What to go on from, the best last: all, or `load_step` and what was saved after going back to it.
@@ -117,7 +103,9 @@ class Checkpointer:
             manifest = self.manifests.read(step)
             return manifest is not None and manifest.config.get("checkpoint", {}).get("load_step") == back_to
 
-        later: list[int] = from_rank0(lambda: [step for step in steps if step > back_to and came_from_it(step)])
+        later: list[int] = broadcast_from_rank0(
+            lambda: [step for step in steps if step > back_to and came_from_it(step)]
+        )
         if back_to not in steps and not later:  # the step itself may have been deleted since
             allowed = ", ".join(map(str, steps)) or "none, the run has no checkpoint"
             raise ConfigError(f"checkpoint.load_step = {back_to}: not in {self.folder}; allowed: {allowed}")
@@ -134,7 +122,7 @@ class Checkpointer:
         if not problems:
             manifest = read_manifest(path)
             if manifest.finite:
-                require_same_run(path, manifest, self.facts.config, self.extra_files, self.config)
+                require_compatible(path, manifest, self.facts.config, self.extra_files, self.config)
                 verified = time.monotonic()
                 state = self._state()
                 read_step(path, state, group=self.saver.group)
@@ -145,7 +133,7 @@ class Checkpointer:
                     f"resumed from {path} (saved by {layout or 'one process'}): {manifest.size / 1e9:.3f} GB, "
                     f"verified in {verified - started:.2f} s, loaded in {time.monotonic() - verified:.2f} s"
                 )
-                if changed := changes(manifest.config, self.facts.config):
+                if changed := training_changes(manifest.config, self.facts.config):
                     logger.info("changed since: %s", ", ".join(changed))
                 return True
         if dist.get_rank() == 0:
@@ -203,7 +191,7 @@ class Checkpointer:
         dist.barrier(self.saver.group)  # who goes on may end the run, and with it the process that is still deleting
 
     def _write(
-        self, step: int, facts: Facts, started: float, state: State, group: Any, failure: Exception | None
+        self, step: int, facts: RunMetadata, started: float, state: State, group: Any, failure: Exception | None
     ) -> None:
         manifest = write_step(self.folder, step, state, self.extra_files, facts, group, failure)
         if manifest is None:

@@ -27,7 +27,9 @@ from titanlite.config.schema import ConfigError
 
 FORMAT = 1
 NAME = "manifest.json"
-LARGEST = 1 << 28  # bytes of a manifest: 512 processes of a 405B model need most of it; read, it takes 24 times as much
+MAX_BYTES = (
+    1 << 28
+)  # bytes of a manifest: 512 processes of a 405B model need most of it; read, it takes 24 times as much
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -40,11 +42,11 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # as safetensors names them
-MOST_DIMS = 64  # torch's own limit
+MAX_DIMS = 64  # torch's own limit
 SEAL = ',\n"sha256": "'
 
 
-class Damaged(ConfigError):
+class CorruptCheckpoint(ConfigError):
     """A checkpoint is not what was written: a file is gone, cut or changed, or its manifest makes no sense."""
 
 
@@ -74,7 +76,7 @@ class TensorEntry(NamedTuple):
         return f"{name}[{box}]"
 
 
-class Facts(NamedTuple):
+class RunMetadata(NamedTuple):
     """What the run knows of a checkpoint, and its files do not."""
 
     layout: dict[str, int]  # axis -> degree
@@ -128,25 +130,25 @@ def to_text(manifest: Manifest) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a step folder, checked as far as that goes without its files. Raises Damaged."""
+    """The manifest of a step folder, checked as far as that goes without its files. Raises CorruptCheckpoint."""
     path = folder / NAME
     try:
-        if not stat.S_ISREG((status := path.lstat()).st_mode) or status.st_size > LARGEST:
-            raise Damaged(f"{path}: expected a regular file of at most {LARGEST} bytes")
+        if not stat.S_ISREG((status := path.lstat()).st_mode) or status.st_size > MAX_BYTES:
+            raise CorruptCheckpoint(f"{path}: expected a regular file of at most {MAX_BYTES} bytes")
         text = path.read_bytes().decode()  # read_text would take one kind of line end for another
         body, seal, tail = text.rpartition(SEAL)
         if not seal or tail != hashlib.sha256(body.encode()).hexdigest() + '"}\n':
-            raise Damaged(f"{path}: its SHA-256 is not the one it ends with")
+            raise CorruptCheckpoint(f"{path}: its SHA-256 is not the one it ends with")
         fields = json.loads(body + "}")
         if (version := fields.pop("format")) != FORMAT:
             raise ConfigError(f"{path}: format {version!r} of another titanlite; this one reads format {FORMAT}")
         return _checked(fields)
     except OSError as error:
-        raise Damaged(damage(path, error)) from None
+        raise CorruptCheckpoint(describe_os_error(path, error)) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise Damaged(f"{path}: makes no sense ({type(error).__name__}: {str(error)[:200]})") from None
+        raise CorruptCheckpoint(f"{path}: makes no sense ({type(error).__name__}: {str(error)[:200]})") from None
 
 
 def _checked(fields: dict[str, Any]) -> Manifest:
@@ -173,7 +175,7 @@ def _checked(fields: dict[str, Any]) -> Manifest:
 
 
 def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
-    _require(entry.dtype in DTYPES and len(entry.shape) <= MOST_DIMS, f"tensor {name!r}: {entry.dtype}")
+    _require(entry.dtype in DTYPES and len(entry.shape) <= MAX_DIMS, f"tensor {name!r}: {entry.dtype}")
     _require(all(map(_is_count, entry.shape)), f"tensor {name!r}: its shape")
     for chunk in entry.chunks:
         counts = len(chunk.offsets) == len(chunk.sizes) == len(entry.shape)
@@ -190,7 +192,7 @@ def tiles(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, 
 
     If not, a part of what is read would stay what it was.
     """
-    if len(shape) > MOST_DIMS:
+    if len(shape) > MAX_DIMS:
         return False
     boxes = [box for box in boxes if 0 not in box[1]]  # uneven shards may be empty
     if any(len(numbers) != len(shape) or min(numbers, default=0) < 0 for box in boxes for numbers in box):
@@ -226,24 +228,24 @@ def file_problems(folder: Path, manifest: Manifest) -> list[str]:
             elif status.st_size != entry.size:
                 problems.append(f"{path}: {status.st_size} bytes, and {entry.size} when it was written")
         except OSError as error:
-            problems.append(damage(path, error))
+            problems.append(describe_os_error(path, error))
     return problems
 
 
 def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
-    """One of the small files. Raises Damaged where it is not in the manifest, or not as it was written."""
+    """One of the small files. Raises CorruptCheckpoint where it is not in the manifest, or not as it was written."""
     path, entry = folder / name, manifest.files.get(name)
     if entry is None:
-        raise Damaged(f"{path}: not in the manifest")
+        raise CorruptCheckpoint(f"{path}: not in the manifest")
     if problems := file_problems(folder, dataclasses.replace(manifest, files={name: entry})):
-        raise Damaged(problems)
+        raise CorruptCheckpoint(problems)
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise Damaged(f"{path}: its SHA-256 has changed")
+        raise CorruptCheckpoint(f"{path}: its SHA-256 has changed")
     return content
 
 
-def damage(path: Path, error: OSError) -> str:
+def describe_os_error(path: Path, error: OSError) -> str:
     """What the error says of the file. Raises ConfigError where it says more of this process than of the file."""
     message = f"{path}: {error.strerror or error}"
     if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP):

@@ -11,23 +11,27 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.manifest import Damaged, Manifest, read_file
+from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest, read_file
 from titanlite.config.load import ACCEPTABLE
-from titanlite.config.schema import Checkpoint, ConfigError
+from titanlite.config.schema import CheckpointConfig, ConfigError
 
 
-def require_same_run(
-    folder: Path, manifest: Manifest, config: dict[str, dict[str, Any]], files: dict[str, bytes], section: Checkpoint
+def require_compatible(
+    folder: Path,
+    manifest: Manifest,
+    config: dict[str, dict[str, Any]],
+    files: dict[str, bytes],
+    section: CheckpointConfig,
 ) -> None:
     """Raises ConfigError with every contradiction between a checkpoint and the `config` and small `files` of now."""
     try:
         saved = {name: read_file(folder, manifest, name) for name in ("model.json", "data.json")}
-        was = _identity(manifest.config, saved)
+        was = _compatibility_settings(manifest.config, saved)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise Damaged(f"{folder}: {error!r}; the checkpoint is not whole") from None
-    now = _identity(config, files)
+        raise CorruptCheckpoint(f"{folder}: {error!r}; the checkpoint is not whole") from None
+    now = _compatibility_settings(config, files)
     changed = [key for key in now if was.get(key, now[key]) != now[key] and key not in section.accepted]
     if not changed:
         return
@@ -42,7 +46,7 @@ def require_same_run(
     raise ConfigError(problems)
 
 
-def _identity(config: dict[str, dict[str, Any]], files: dict[str, bytes]) -> dict[str, Any]:
+def _compatibility_settings(config: dict[str, dict[str, Any]], files: dict[str, bytes]) -> dict[str, Any]:
     """Key -> value of what makes a run that run."""
     identity = {f"model.{name}": value for name, value in json.loads(files["model.json"]).items()}
     for key in ACCEPTABLE:
@@ -54,7 +58,7 @@ def _identity(config: dict[str, dict[str, Any]], files: dict[str, bytes]) -> dic
     return identity
 
 
-def changes(was: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> list[str]:
+def training_changes(was: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> list[str]:
     """What is told, though it may change: how the run learns from here on."""
     found = []
     for section in ("training", "optimizer", "schedule", "float8"):

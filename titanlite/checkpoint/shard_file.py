@@ -25,10 +25,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from titanlite.checkpoint.manifest import DTYPES, Damaged, FileEntry
+from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, FileEntry
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-PIECE = 1 << 22  # bytes read at a time
+BLOCK_BYTES = 1 << 22  # bytes read at a time
 
 
 class Written(NamedTuple):
@@ -45,7 +45,7 @@ def write_files(files: dict[Path, dict[str, Tensor]]) -> dict[Path, Written]:
     """
     with ThreadPoolExecutor(max(1, 2 * len(files))) as threads:
         sizes = {path: threads.submit(_write, path, tensors) for path, tensors in files.items()}
-        examined = {path: threads.submit(_examine, tensors) for path, tensors in files.items()}
+        examined = {path: threads.submit(_hash_and_check, tensors) for path, tensors in files.items()}
         results = {path: (sizes[path].result(), *examined[path].result()) for path in files}
     return {path: Written(FileEntry(size, digest), finite) for path, (size, digest, finite) in results.items()}
 
@@ -75,7 +75,7 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> int:
         return file.tell()
 
 
-def _examine(tensors: dict[str, Tensor]) -> tuple[str, bool]:
+def _hash_and_check(tensors: dict[str, Tensor]) -> tuple[str, bool]:
     """SHA-256 of the file that has these tensors, and whether all of them are finite: of one after the other, so that
     each is still in the cache when it is looked at again."""
     digest, finite = hashlib.sha256(_header(tensors)), True
@@ -85,7 +85,7 @@ def _examine(tensors: dict[str, Tensor]) -> tuple[str, bool]:
     return digest.hexdigest(), finite
 
 
-class Aside:
+class BackgroundConsumer:
     """Calls `hear` with a stream's bytes in another thread while the next ones come: a checksum costs no time then.
 
     At most one piece is waited for, so that a stream stays a stream. To be used in a `with`; at its end all were heard.
@@ -100,7 +100,7 @@ class Aside:
             self._work.pop(0).result()
         self._work.append(self._thread.submit(self._hear, data))
 
-    def __enter__(self) -> Aside:
+    def __enter__(self) -> BackgroundConsumer:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -120,7 +120,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 def digest_of(path: Path, stop: Event | None = None) -> str:
     """SHA-256 of a file, in hexadecimal. Raises CancelledError once `stop` is set."""
-    digest, buffer = hashlib.sha256(), bytearray(PIECE)
+    digest, buffer = hashlib.sha256(), bytearray(BLOCK_BYTES)
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):
             if stop and stop.is_set():
@@ -130,7 +130,7 @@ def digest_of(path: Path, stop: Event | None = None) -> str:
 
 
 class ShardFile:
-    """A safetensors file that is open for reading. Raises Damaged where its header is not what the manifest says."""
+    """A safetensors file open for reading. Raises CorruptCheckpoint where its header contradicts the manifest."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -138,15 +138,15 @@ class ShardFile:
             self._file: Any = safe_open(path, framework="pt")
             self._keys = set(self._file.keys())
         except (SafetensorError, OSError, ValueError) as error:
-            raise Damaged(f"{path}: {error}") from None
+            raise CorruptCheckpoint(f"{path}: {error}") from None
 
     def read(self, key: str, dtype: str, shape: tuple[int, ...], offsets: list[int], sizes: list[int]) -> Tensor:
         """The part of a tensor that begins at `offsets` and has `sizes`."""
         if key not in self._keys:
-            raise Damaged(f"{self.path}: no tensor {key!r}, which the manifest names")
+            raise CorruptCheckpoint(f"{self.path}: no tensor {key!r}, which the manifest names")
         piece = self._file.get_slice(key)
         if (found := (piece.get_dtype(), tuple(piece.get_shape()))) != (dtype, shape):
-            raise Damaged(f"{self.path}: {key!r} is {found}, and ({dtype!r}, {shape}) in the manifest")
+            raise CorruptCheckpoint(f"{self.path}: {key!r} is {found}, and ({dtype!r}, {shape}) in the manifest")
         if not shape or list(shape) == sizes:
             return self._file.get_tensor(key)
         return piece[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]

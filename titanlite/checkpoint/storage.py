@@ -40,11 +40,11 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp import Contents, Reader, Writer
 from titanlite.checkpoint.manifest import (
     DTYPES,
-    Damaged,
-    Facts,
+    CorruptCheckpoint,
     FileEntry,
     Manifest,
-    damage,
+    RunMetadata,
+    describe_os_error,
     file_problems,
     read_manifest,
 )
@@ -88,7 +88,7 @@ def write_step(
     step: int,
     state: dict[str, Any],
     extra_files: dict[str, bytes],
-    facts: Facts,
+    facts: RunMetadata,
     group: Any = None,
     failure: Exception | None = None,
 ) -> Manifest | None:
@@ -117,7 +117,7 @@ def write_step(
 
     try:
         writer = Writer(folder, lambda: _begin(folder, step), commit, failure)
-        dcp.save(state, storage_writer=writer, no_dist=_alone(), process_group=group)
+        dcp.save(state, storage_writer=writer, no_dist=_single_process(), process_group=group)
     except CheckpointException as error:  # a BaseException, which carries any error of any process to all
         for rest in folder.glob(f"step-{step}.tmp-*") if dist.get_rank() == 0 else ():
             shutil.rmtree(rest, ignore_errors=True)  # a full disk needs the room
@@ -185,7 +185,7 @@ def verify_files(
             same = digest_of(folder / name, stop) == wanted[name].sha256
             return "" if same else f"{folder / name}: its SHA-256 has changed"
         except OSError as error:
-            return damage(folder / name, error)
+            return describe_os_error(folder / name, error)
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
         return [found for found in threads.map(problem, wanted) if found]
@@ -206,19 +206,19 @@ def verify_together(folder: Path, prefix: str = "", group: Any = None) -> list[s
         manifest = read_manifest(folder)
         wanted = sorted(name for name in manifest.files if name.startswith(prefix))
         problems = verify_files(folder, manifest, wanted[rank::world])
-    except Damaged as error:
+    except CorruptCheckpoint as error:
         problems = error.problems
     except ConfigError as error:
         obstacles = error.problems
     found = [(problems, obstacles)] * world
-    if not _alone():
+    if not _single_process():
         dist.all_gather_object(found, (problems, obstacles), group=group)
     if obstacles := sorted({obstacle for _, own in found for obstacle in own}):
         raise ConfigError(obstacles)
     return sorted({problem for own, _ in found for problem in own})
 
 
-def require_fit(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
+def require_matching_tensors(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
     """Raises ConfigError where the checkpoint has not all tensors of `state` in their shapes.
 
     Floating-point dtypes may differ: precision may change within a run, and what is read is rounded.
@@ -240,16 +240,18 @@ def require_fit(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None
 def read_step(folder: Path, state: dict[str, Any], alone: bool = False, group: Any = None) -> Manifest:
     """Fills `state` in place, whatever layout wrote it: all processes of `group` together, or this one `alone`.
 
-    Raises ConfigError where it holds other tensors (nothing has been filled then), Damaged where it is not whole.
+    Raises ConfigError where it holds other tensors (nothing is filled then), CorruptCheckpoint where it is incomplete.
     """
     manifest = read_manifest(folder)
-    require_fit(folder, manifest, state)
+    require_matching_tensors(folder, manifest, state)
     try:
-        dcp.load(state, storage_reader=Reader(folder, manifest), no_dist=alone or _alone(), process_group=group)
+        dcp.load(
+            state, storage_reader=Reader(folder, manifest), no_dist=alone or _single_process(), process_group=group
+        )
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
-        if all(isinstance(cause, (Damaged, OSError, SafetensorError, ValueError)) for cause in causes):
-            raise Damaged(f"{folder}: cannot be read: {_reason(error)}") from error
+        if all(isinstance(cause, (CorruptCheckpoint, OSError, SafetensorError, ValueError)) for cause in causes):
+            raise CorruptCheckpoint(f"{folder}: cannot be read: {_reason(error)}") from error
         raise
     return manifest
 
@@ -260,7 +262,7 @@ def _reason(error: CheckpointException) -> str:
     return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
 
 
-def _alone() -> bool:
+def _single_process() -> bool:
     """Whether this is the only process, which reads and writes without collectives.
 
     Not only because it can: DCP's gather makes gloo's threads start OpenMP teams of their own. Then there are more

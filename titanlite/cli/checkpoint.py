@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from titanlite.checkpoint.manifest import Damaged, Manifest, file_problems, read_manifest
+from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest, file_problems, read_manifest
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import delete_step, find_step_folder, list_steps, step_folder, sweep, verify_files
 from titanlite.config.schema import ConfigError
@@ -91,7 +91,7 @@ def list_run(run_folder: Path) -> int:
         try:
             manifest = read_manifest(path)
         except ConfigError as error:  # damaged, or of another titanlite
-            kind = "damaged: " if isinstance(error, Damaged) else ""
+            kind = "damaged: " if isinstance(error, CorruptCheckpoint) else ""
             rows.append((str(step), "", "", "", "", f"{kind}{error}"))
             continue
         problems = file_problems(path, manifest) or ([] if manifest.finite else ["holds NaN or infinity"])
@@ -120,7 +120,7 @@ def verify(path: Path) -> int:
         try:
             manifest = read_manifest(folder)
             problems = verify_files(folder, manifest)
-        except Damaged as error:
+        except CorruptCheckpoint as error:
             problems = error.problems
         for problem in problems:
             print(f"damaged: {problem}")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from titanlite.cli.options import at_least
-from titanlite.config.schema import ConfigError, Data
+from titanlite.config.schema import ConfigError, DataConfig
 
 
 def run(argv: list[str]) -> int:
@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
     from titanlite.data.bpe import train_bpe, write_rank_file
     from titanlite.data.prepare import find_text, read_texts
 
-    _, root, files = find_text(Data(path=options.data_path, pattern=options.data_pattern))
+    _, root, files = find_text(DataConfig(path=options.data_path, pattern=options.data_pattern))
     print(f"counting words in {len(files)} files of {root}", flush=True)
     tokens = train_bpe(read_texts(files), options.num_tokens)
     try:

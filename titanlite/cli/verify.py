@@ -13,7 +13,7 @@ from titanlite.config.spelling import suggestion
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.verify.campaign import run_cases
-from titanlite.verify.ladder import MOST, Case, ladder, make_case, misfit
+from titanlite.verify.ladder import MAX_PROCESSES, Case, ladder, make_case, reason_not_fitting
 
 EPILOG = """The config's own degrees, batch sizes and recomputation do not matter: each layout brings its own.
 Columns: the largest relative differences from one process of the loss and the gradient norm over 5 steps, of any
@@ -33,7 +33,7 @@ def run(argv: list[str]) -> int:
     skipped: list[str] = []
     for case in (make_case(rest, text, device) for text in texts):
         llama = resolve_flavor(case.config.model, tokenizer.size)
-        problem = misfit(case, llama)
+        problem = reason_not_fitting(case, llama)
         if device == "cuda" and case.processes > _cuda_devices():
             problem = f"{case.processes} processes, but there are {_cuda_devices()} CUDA devices; or --run.device=cpu"
         if not problem:
@@ -95,8 +95,8 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     own = [f"--{name}" for name in vars(options)]
     if unknown := [word for word in rest if word.startswith("--") and "." not in word.partition("=")[0]]:
         raise ConfigError([f"unknown option {word}{suggestion(word, own)}; see --help" for word in unknown])
-    if not 0 <= options.processes <= MOST:
-        raise ConfigError(f"--processes {options.processes}: expected 1 to {MOST}, or 0 for the default")
+    if not 0 <= options.processes <= MAX_PROCESSES:
+        raise ConfigError(f"--processes {options.processes}: expected 1 to {MAX_PROCESSES}, or 0 for the default")
     if not options.timeout > 0:
         raise ConfigError(f"--timeout {options.timeout:g}: expected more than 0 seconds")
     if options.json:

@@ -43,7 +43,7 @@ def key(
 
 
 @dataclass(frozen=True)
-class Run:
+class RunConfig:
     """Where the run lives and what makes it repeatable."""
 
     name: str = key("", "name of the run's folder; empty: the config file's name")
@@ -55,7 +55,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelConfig:
     """Which Llama. A value of 0 means: what the flavor says."""
 
     flavor: str = key(
@@ -79,7 +79,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Data:
+class DataConfig:
     """What to train on. Text is tokenised once, into a cache."""
 
     path: str = key("", "a text file or a folder of text files; empty: the Python standard library's source")
@@ -89,7 +89,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingConfig:
     """How much, in what portions and in which number formats."""
 
     steps: int = key(1000, "optimizer steps of the whole run", min=1)
@@ -115,7 +115,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerConfig:
     """AdamW."""
 
     lr: float = key(3e-4, "peak learning rate", min=0)
@@ -132,7 +132,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleConfig:
     """The learning rate over the steps: warmup, then a decay."""
 
     name: str = key("cosine", "shape after the warmup", choices=("cosine", "linear", "wsd", "constant"))
@@ -142,7 +142,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Parallel:
+class ParallelConfig:
     """How the processes share the work. The product of the five degrees is the number of processes."""
 
     pp: int = key(1, "pipeline stages' processes: each holds some of the layers; -1: what is left", min=-1)
@@ -184,7 +184,7 @@ class Parallel:
 
 
 @dataclass(frozen=True)
-class Recompute:
+class RecomputeConfig:
     """Activation checkpointing: what is recomputed in the backward instead of kept."""
 
     mode: str = key(
@@ -200,7 +200,7 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class Compile:
+class CompileConfig:
     """torch.compile, block by block."""
 
     enabled: str = key(
@@ -214,7 +214,7 @@ class Compile:
 
 
 @dataclass(frozen=True)
-class Float8:
+class Float8Config:
     """8-bit matrix products in the blocks' linear layers."""
 
     enabled: bool = key(False, "train with float8 (CUDA devices of compute capability 8.9 or later; with compile)")
@@ -230,7 +230,7 @@ class Float8:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossConfig:
     """Cross entropy."""
 
     num_chunks: int = key(
@@ -243,7 +243,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointConfig:
     """Resumable state in the run's folder. A run whose folder holds a checkpoint resumes from the newest whole one."""
 
     freq: int = key(500, "save every so many steps; 0: only at the end", min=0)
@@ -275,7 +275,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Validation:
+class ValidationConfig:
     """Loss on text that training never sees."""
 
     freq: int = key(0, "validate every so many steps, and before the first and after the last; 0: never", min=0)
@@ -283,14 +283,14 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class Metrics:
+class MetricsConfig:
     """The console line and metrics.jsonl."""
 
     log_freq: int = key(10, "log every so many steps, and the first and the last", min=1)
 
 
 @dataclass(frozen=True)
-class Profiling:
+class ProfilingConfig:
     """Traces of the PyTorch profiler, for Perfetto or chrome://tracing."""
 
     enabled: bool = key(False, "write a trace of some steps into the run's folder")
@@ -300,7 +300,7 @@ class Profiling:
 
 
 @dataclass(frozen=True)
-class Comm:
+class CommConfig:
     """How long a process may keep the others waiting."""
 
     timeout_seconds: int = key(
@@ -318,27 +318,27 @@ class Comm:
 
 @dataclass(frozen=True)
 class Config:
-    run: Run = Run()
-    model: Model = Model()
-    data: Data = Data()
-    training: Training = Training()
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
-    parallel: Parallel = Parallel()
-    recompute: Recompute = Recompute()
-    compile: Compile = Compile()
-    float8: Float8 = Float8()
-    loss: Loss = Loss()
-    checkpoint: Checkpoint = Checkpoint()
-    validation: Validation = Validation()
-    metrics: Metrics = Metrics()
-    profiling: Profiling = Profiling()
-    comm: Comm = Comm()
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
+    compile: CompileConfig = CompileConfig()
+    float8: Float8Config = Float8Config()
+    loss: LossConfig = LossConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    validation: ValidationConfig = ValidationConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    profiling: ProfilingConfig = ProfilingConfig()
+    comm: CommConfig = CommConfig()
 
 
 def portable(config: Config) -> str:
     """What must be the same on every node: all of it but where files lie on this one."""
-    return repr(dataclasses.replace(config, data=Data(), run=dataclasses.replace(config.run, folder="")))
+    return repr(dataclasses.replace(config, data=DataConfig(), run=dataclasses.replace(config.run, folder="")))
 
 
 def sections() -> dict[str, type]:

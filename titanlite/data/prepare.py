@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.schema import ConfigError
-from titanlite.config.schema import Data as DataSection
+from titanlite.config.schema import ConfigError, DataConfig
 from titanlite.data.shards import ShardWriter, token_dtype
 from titanlite.data.tokenizer import Tokenizer
 
@@ -35,7 +34,7 @@ BLOCK = 400_000  # bytes of text tokenised at a time
 NO_CORPUS = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 
 
-def prepare(section: DataSection, tokenizer: Tokenizer, say: Callable[[str], None] = print) -> Path:
+def prepare(section: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None] = print) -> Path:
     """The folder of prepared data for a config, made now if it is not there yet.
 
     Raises ConfigError for text that is missing, empty or not UTF-8, naming it.
@@ -59,7 +58,7 @@ def prepare(section: DataSection, tokenizer: Tokenizer, say: Callable[[str], Non
     return folder
 
 
-def find_text(section: DataSection) -> tuple[str, Path, list[Path]]:
+def find_text(section: DataConfig) -> tuple[str, Path, list[Path]]:
     """(name of the set, its root, the files in a fixed order)."""
     if not section.path:
         root = Path(sysconfig.get_paths()["stdlib"])

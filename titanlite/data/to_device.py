@@ -17,7 +17,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def one_ahead(batches: Iterable[tuple[Tensor, ...]], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+def prefetch(batches: Iterable[tuple[Tensor, ...]], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
     """The batches on the device. On CUDA the next is copied while the caller computes with this one.
 
     Copies have a stream of their own, so the computation waits for none but its own. The first batch of a step is

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from titanlite.config.schema import ConfigError
 
 
-def from_rank0(find: Callable[[], Any]) -> Any:
+def broadcast_from_rank0(find: Callable[[], Any]) -> Any:
     """What `find` returns on rank 0, on all: on a network file system not all see a new folder at once.
 
     Raises ConfigError on all where it does there.
@@ -44,7 +44,7 @@ def require_agreement(**facts: str) -> None:
         raise ConfigError(problems)
 
 
-def of_any_process(text: str) -> str:
+def first_message(text: str) -> str:
     """What some process says; empty where none says anything. All call it together and get the same."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return text

@@ -1,7 +1,7 @@
 """Whom the others wait for: the judgement of the watchdog, without its threads.
 
-What it is: what a process tells of itself (`Beat`), and from the beats of all, who is to blame for a run that stands
-still (`Verdict`). First those that are silent; then those that have begun the fewest phases, for as long as those may
+What it is: what a process reports (`Heartbeat`), and from the heartbeats of all, who is to blame for a run that stands
+still (`Diagnosis`). First those that are silent; then those that have begun the fewest phases, for as long as those may
 take; of several of these, the ones that do not wait inside a collective.
 """
 
@@ -21,7 +21,7 @@ DEBUGGERS = ("bdb", "pdb", "pydevd")
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What a process tells of itself."""
 
     rank: int
@@ -37,7 +37,7 @@ class Beat:
     waiting: int = 0  # 0: in code of ours or anybody's, 1: somewhere in torch, 2: in torch.distributed
     place: str = ""  # file:line of ours, once it stands still
     left: bool = False  # it has finished its loop
-    verdict: dict[str, Any] = field(default_factory=dict)  # rank 0's, a `Verdict`
+    verdict: dict[str, Any] = field(default_factory=dict)  # rank 0's, a `Diagnosis`
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """Why the run ends, which ranks say so, one on each node, and which (node, pid) are to be killed."""
 
     message: str
@@ -53,10 +53,10 @@ class Verdict:
     frozen: list[tuple[str, int]]
 
 
-Beats = dict[int, tuple[Beat, float]]  # rank -> its newest beat and the seconds since it came
+Beats = dict[int, tuple[Heartbeat, float]]  # rank -> its newest beat and the seconds since it came
 
 
-def judge_silence(beats: Beats, own: Beat, folder: Path) -> Verdict | None:
+def diagnose_silence(beats: Beats, own: Heartbeat, folder: Path) -> Diagnosis | None:
     """Names the processes without a sign of life, if this one waits too: a broken store is no reason to end a run."""
     silent = [
         (beat, age)
@@ -71,10 +71,10 @@ def judge_silence(beats: Beats, own: Beat, folder: Path) -> Verdict | None:
     key = first.key if first.limit <= own.limit else own.key
     message = f"{names}: frozen or gone, no sign of life for {age:.0f} s ({key}); the run ends; stacks: {folder}"
     frozen = [(beat.node, beat.pid) for beat, _ in silent]
-    return Verdict(message, _speakers(beats, own, {beat.rank for beat, _ in silent}), frozen)
+    return Diagnosis(message, _speakers(beats, own, {beat.rank for beat, _ in silent}), frozen)
 
 
-def judge_progress(beats: Beats, own: Beat, folder: Path) -> Verdict | None:
+def diagnose_progress(beats: Beats, own: Heartbeat, folder: Path) -> Diagnosis | None:
     """Names the processes that have come least far, if that is longer ago than their phase may take.
 
     Among equals, those that do not wait in a collective. `beats` are those of all processes.
@@ -94,14 +94,14 @@ def judge_progress(beats: Beats, own: Beat, folder: Path) -> Verdict | None:
     stacks = folder / f"rank-{first.rank}.txt" if len(named) == 1 else folder
     still = f"standing still in {first.phase} for {first.still:.0f} s ({first.key})"
     message = f"{who}{names}: {still}; the run ends; stacks: {stacks}"
-    return Verdict(message, _speakers(beats, own, set()), [])
+    return Diagnosis(message, _speakers(beats, own, set()), [])
 
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def _speakers(beats: Beats, own: Beat, silent: set[int]) -> list[int]:
+def _speakers(beats: Beats, own: Heartbeat, silent: set[int]) -> list[int]:
     """The first living rank of each node, as far as this process knows them."""
     if own.rank:  # rank 0 is silent, and the others know of each other only what torchrun says
         neighbours = own.node == beats[0][0].node
@@ -113,8 +113,8 @@ def _speakers(beats: Beats, own: Beat, silent: set[int]) -> list[int]:
     return list(first.values())
 
 
-def stands_where(frame: FrameType) -> tuple[int, str, bool]:
-    """(waiting as in Beat, file:line of ours, whether a debugger holds it) of a thread's innermost frame."""
+def locate(frame: FrameType) -> tuple[int, str, bool]:
+    """(waiting as in Heartbeat, file:line of ours, whether a debugger holds it) of a thread's innermost frame."""
     place, modules, current = "", [], frame
     while current is not None:
         modules.append(str(current.f_globals.get("__name__", "")))

@@ -17,13 +17,13 @@ sharded over both: `dp_shard_cp` is dp_shard and cp as one axis.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from titanlite.distributed.torch_private import set_group_timeout
 
 DATA_AXES = ("dp_replicate", "dp_shard")  # along these, processes read different sequences
 LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp")  # along these, they hold different parts of the loss
@@ -46,8 +46,7 @@ class Mesh:
             init_device_mesh(device_type, tuple(s.values()), mesh_dim_names=tuple(s)) for s in (sizes, degrees)
         )
         for group in (*self._weights.get_all_groups(), *self._tokens.get_all_groups()):
-            # A mesh gives its groups torch's default time-out, and no public way to another (torch 2.11 to 2.13).
-            _set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+            set_group_timeout(group, timeout_seconds)  # else torch's default
         self._lines: dict[str | tuple[str, ...], DeviceMesh] = {}  # a DeviceMesh makes a new one at each access
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:

@@ -29,13 +29,22 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
-from titanlite.config.schema import EXIT_HUNG, Comm
-from titanlite.distributed.blame import PERIOD, SILENT, TICK, Beat, Verdict, judge_progress, judge_silence, stands_where
+from titanlite.config.schema import EXIT_HUNG, CommConfig
+from titanlite.distributed.blame import (
+    PERIOD,
+    SILENT,
+    TICK,
+    Diagnosis,
+    Heartbeat,
+    diagnose_progress,
+    diagnose_silence,
+    locate,
+)
+from titanlite.distributed.torch_private import clone_default_store, flight_recorder
 
 # Processor seconds and bytes read or written, per second: with less a process stands still. To rank 0's bytes the store
 # adds its own where it is in that process: so many for each process of the run.
@@ -45,20 +54,20 @@ WORKS, STORE_BYTES = (0.1, 1e6), 4e3
 class Watchdog:
     """`phase` says where the main loop is; the rest happens beside it. The last call is `close`."""
 
-    def __init__(self, config: Comm, folder: Path, computes_here: bool) -> None:
+    def __init__(self, config: CommConfig, folder: Path, computes_here: bool) -> None:
         """All processes call it together. `computes_here`: on the CPU, not on a device that is waited for."""
         self.config, self.folder, self.computes_here = config, folder / "hang", computes_here
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         host = socket.gethostname()
-        self._own = Beat(self.rank, f"{host}/{os.environ.get('GROUP_RANK', 0)}", host, os.getpid())
+        self._own = Heartbeat(self.rank, f"{host}/{os.environ.get('GROUP_RANK', 0)}", host, os.getpid())
         self._mark = (0, self._own.phase, math.inf, "")  # no time-out: texts may be long
         self._step, self._first_step = 0, 0
         self._main = threading.get_ident()
         self._since, self._work = time.monotonic(), self._work_done()
-        self._heard: dict[int, tuple[Beat, float]] = {}  # the newest beat of each rank, and when it came
+        self._heard: dict[int, tuple[Heartbeat, float]] = {}  # the newest beat of each rank, and when it came
         self._blind = False  # the store does not answer
         self._closed, self._urgent = threading.Event(), threading.Event()
-        self._store = _store()
+        self._store = clone_default_store()
         self._store.set(_key(self.rank), json.dumps(asdict(self._own)))
         dist.barrier()  # the beats of all are there: no reader waits for one
         # Two threads: a request to a store whose process is frozen does not come back.
@@ -113,9 +122,9 @@ class Watchdog:
             except RuntimeError:  # the connection broke, which a client does not mend, or the store has gone
                 self._blind, values = True, []
                 with contextlib.suppress(RuntimeError):
-                    self._store = _store()
+                    self._store = clone_default_store()
             for rank, value in zip(others if values else [], values, strict=True):
-                beat = Beat(**json.loads(value))
+                beat = Heartbeat(**json.loads(value))
                 if rank not in self._heard or self._heard[rank][0].number != beat.number:
                     self._heard[rank] = (beat, time.monotonic())
             if closed:
@@ -146,7 +155,7 @@ class Watchdog:
             self._since = now
         waiting, place, debugged = 0, "", False
         if now - self._since > min(2 * PERIOD, limit / 2):
-            waiting, place, debugged = stands_where(sys._current_frames()[self._main])
+            waiting, place, debugged = locate(sys._current_frames()[self._main])
         if debugged:
             self._since = now
         still = now - self._since
@@ -165,23 +174,23 @@ class Watchdog:
         # read_bytes is what a memory map reads from the disk; the others are calls of read and write.
         return seconds, float(sum(int(fields.get(name, 0)) for name in ("rchar", "wchar", "read_bytes")))
 
-    def _verdict(self, now: float) -> Verdict | None:
+    def _verdict(self, now: float) -> Diagnosis | None:
         """Rank 0's where it has come to one, or this process's own."""
         heard = dict(self._heard)
         if self.rank and heard and heard[0][0].verdict:
-            return Verdict(**heard[0][0].verdict)
+            return Diagnosis(**heard[0][0].verdict)
         if self.world > 1 and (not heard or (self._blind and self.rank == 0)):
             return None  # the collectives' own time-outs remain
         beats = {rank: (beat, now - when) for rank, (beat, when) in heard.items()} | {self.rank: (self._own, 0.0)}
-        verdict = judge_silence(beats, self._own, self.folder)
+        verdict = diagnose_silence(beats, self._own, self.folder)
         if self.rank == 0:
-            verdict = verdict or judge_progress(beats, self._own, self.folder)
+            verdict = verdict or diagnose_progress(beats, self._own, self.folder)
         if verdict and self.rank == 0:
             self._own = replace(self._own, verdict=asdict(verdict))
             self._urgent.set()
         return verdict
 
-    def _end(self, verdict: Verdict) -> NoReturn:
+    def _end(self, verdict: Diagnosis) -> NoReturn:
         """Leaves, after time enough for all to hear of it and to write. Whether the disk still answers is not asked."""
         report = threading.Thread(target=self._report, args=(verdict,), daemon=True)
         report.start()
@@ -193,7 +202,7 @@ class Watchdog:
                     os.kill(pid, signal.SIGKILL)
         os._exit(EXIT_HUNG)
 
-    def _report(self, verdict: Verdict) -> None:
+    def _report(self, verdict: Diagnosis) -> None:
         """Says it, where this process is its node's speaker, and writes what it knows into its file."""
         if self.rank in verdict.speakers:
             print(f"error: {verdict.message}", file=sys.stderr, flush=True)
@@ -202,7 +211,7 @@ class Watchdog:
             print(f"{verdict.message}\n\n{self._own.name}, {self._own.phase}\n", file=file, flush=True)
             os.dup2(file.fileno(), 2)  # the errors of collectives that break now are no news on the console
             faulthandler.dump_traceback(file=file, all_threads=True)
-            print(f"\nflight recorder:\n{_flight_recorder()}", file=file, flush=True)
+            print(f"\nflight recorder:\n{flight_recorder()}", file=file, flush=True)
             os.fsync(file.fileno())
 
 
@@ -215,21 +224,3 @@ def _parent(pid: int) -> int | None:
 
 def _key(rank: int) -> str:
     return f"titanlite/beat/{rank}"
-
-
-def _store() -> Any:
-    """A connection of our own to the store of the process group (no public way to it: torch 2.13; 2.11 read only).
-
-    Only a clone can be used beside torch, which waits in its own for seconds.
-    """
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return cast(Any, _get_default_store()).clone()  # its type stub lacks it
-
-
-def _flight_recorder() -> str:
-    """The last collectives, where torch has noted them: under these names in NCCL builds and in 2.13's gloo."""
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        if dump := getattr(torch._C._distributed_c10d, name, None):
-            return dump().decode(errors="replace")
-    return "not in this torch"

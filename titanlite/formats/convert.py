@@ -26,7 +26,7 @@ from threading import Event
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.manifest import Damaged, read_manifest
+from titanlite.checkpoint.manifest import CorruptCheckpoint, read_manifest
 from titanlite.checkpoint.storage import verify_files
 from titanlite.config.schema import ConfigError
 from titanlite.config.spelling import suggestion
@@ -53,8 +53,8 @@ class Mismatch(ConfigError):
 def load_full_state(path: str | Path, step: int | None = None, trust_pickle: bool = False) -> FullState:
     """A checkpoint of any format as a lazy mapping: parameter name -> Tensor in its dtype; `.others` has the rest.
 
-    `step`: which one of a run, None the newest. Raises ConfigError where there is none, Damaged where it is not whole;
-    also when a tensor is read. Hashes are not verified: `titanlite checkpoint verify` does that.
+    `step`: which one of a run, None the newest. Raises ConfigError where there is none, CorruptCheckpoint where it is
+    incomplete, also when a tensor is read. Hashes are not verified: `titanlite checkpoint verify` does that.
     """
     return open_full_state(Path(path), step, trust_pickle=trust_pickle)
 
@@ -82,7 +82,7 @@ def convert(
     `model`: a flavor or model.json, for sources that do not tell. `force`: replace an existing target, convert what is
     not finite.
 
-    Raises ConfigError for what cannot be done, Damaged where the source is not whole: the target is then as it was.
+    Raises ConfigError for what cannot be done, CorruptCheckpoint if the source is incomplete: the target is unchanged.
     Raises Mismatch where the result is not the source's: it is there, to be looked at.
     """
     target = Path(os.path.abspath(target))
@@ -133,7 +133,7 @@ def _write(
         if not force:
             _require_finite(state, what)
         publish(beside, target)
-    except Damaged:
+    except CorruptCheckpoint:
         if not state.path.exists():
             raise ConfigError(f"{state.path}: was deleted while it was read; see its run's checkpoint.keep") from None
         raise
@@ -201,7 +201,7 @@ def _require_model(state: FullState) -> None:
 def _hashing(state: FullState, what: Selection, progress: Told) -> Iterator[Told]:
     """Hashes the source while it is converted. What it yields is to hear of all that is written.
 
-    Raises Damaged, from there as soon as it is known, where the source is not what was written.
+    Raises CorruptCheckpoint, from there as soon as it is known, where the source is not what was written.
     """
     stop = Event()
     with ThreadPoolExecutor(1) as thread:
@@ -221,12 +221,12 @@ def _hashing(state: FullState, what: Selection, progress: Told) -> Iterator[Told
 
 
 def _require_whole(state: FullState, what: Selection, stop: Event) -> None:
-    """Raises Damaged where the source's bytes are not those it was written with, if it has hashes; ends at `stop`."""
+    """Raises CorruptCheckpoint where the source's bytes do not match its hashes, if it has any; ends at `stop`."""
     if state.about.format == "titanlite":
         manifest = read_manifest(state.path)
         wanted = None if what.others else [name for name in manifest.files if name.startswith("model")]
         if problems := verify_files(state.path, manifest, wanted, stop):
-            raise Damaged(problems)
+            raise CorruptCheckpoint(problems)
 
 
 def _require_finite(state: FullState, what: Selection) -> None:

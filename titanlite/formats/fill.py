@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from titanlite.checkpoint.dcp import PartsReader
+from titanlite.checkpoint.dcp import TensorStorageReader
 from titanlite.config.schema import ConfigError
 from titanlite.config.spelling import suggestion
 from titanlite.formats.full_state import BLOCK, FullState
@@ -32,7 +32,7 @@ WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def fill(full: FullState, state: dict[str, Any]) -> None:
     """Fills `state` (parameter name -> Tensor or DTensor) in place. Dtypes may differ: this takes weights, not a run.
 
-    Raises ConfigError with all that does not fit, nothing filled then; Damaged where a file is not whole.
+    Raises ConfigError with all that does not fit, nothing filled then; CorruptCheckpoint where a file is not whole.
     """
     if problems := differences(full, state):
         raise ConfigError(problems)
@@ -90,7 +90,7 @@ def differences(full: FullState, state: dict[str, Any]) -> list[str]:
     return problems
 
 
-class _Reader(PartsReader):
+class _Reader(TensorStorageReader):
     """Rows of a FullState for DCP's planners."""
 
     def __init__(self, full: FullState) -> None:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.manifest import Damaged
+from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.schema import ConfigError
 from titanlite.model.flavors import LlamaConfig
 
@@ -46,7 +46,7 @@ class Part:
         return self.begin, self.strides
 
     def read(self, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Its rows from `start` to `stop`, counted within it. Raises Damaged where the file has not got them."""
+        """Its rows from `start` to `stop`, counted within it. Raises CorruptCheckpoint if the file is too short."""
         shape = (stop - start, *self.sizes[1:])
         try:
             with self.file.open("rb", buffering=0) as file:
@@ -58,10 +58,12 @@ class Part:
                 file.seek(begin + start * strides[0] * dtype.itemsize)
                 while len(view):
                     if not (size := file.readinto(view)):
-                        raise Damaged(f"{self.file}: ends {len(view)} bytes before a tensor does; it is cut short")
+                        raise CorruptCheckpoint(
+                            f"{self.file}: ends {len(view)} bytes before a tensor does; it is cut short"
+                        )
                     view = view[size:]
         except OSError as error:
-            raise Damaged(f"{self.file}: {error.strerror or error}") from None
+            raise CorruptCheckpoint(f"{self.file}: {error.strerror or error}") from None
         return values.as_strided(shape, strides)
 
 
@@ -79,7 +81,7 @@ class FullTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows (of the first dimension) from `start` to `stop`; all of it if not told. Raises Damaged."""
+        """Rows (of the first dimension) from `start` to `stop`; all of it if not told. Raises CorruptCheckpoint."""
         if not self.shape:
             return self.parts[0].read(self.dtype, 0, 1)[0]
         stop = self.shape[0] if stop is None else stop
@@ -175,7 +177,7 @@ class FullState(Mapping[str, Tensor]):
         """The model's shape. Raises ConfigError where the files do not tell."""
         if self.about.model is None:
             if self.about.format == "titanlite":
-                raise Damaged(f"{self.path / 'model.json'}: not in the manifest")
+                raise CorruptCheckpoint(f"{self.path / 'model.json'}: not in the manifest")
             raise ConfigError(
                 f"{self.path} ({self.about.format}) does not tell the model's shape; give --model, a flavor or the "
                 "path of a model.json"

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.manifest import Damaged
+from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.schema import ConfigError
 from titanlite.formats.full_state import About, FullState, FullTensor
 from titanlite.formats.huggingface_tokenizer import read_tokenizer
@@ -126,7 +126,7 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
 
 
 def open_folder(folder: Path) -> FullState:
-    """The checkpoint in a folder with config.json and safetensors files. Raises Damaged or ConfigError."""
+    """The checkpoint in a folder with config.json and safetensors files. Raises CorruptCheckpoint or ConfigError."""
     path = folder / "config.json"
     try:
         fields = json.loads(path.read_bytes())
@@ -134,7 +134,7 @@ def open_folder(folder: Path) -> FullState:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise Damaged(f"{path}: no configuration of a Llama ({type(error).__name__}: {error})") from None
+        raise CorruptCheckpoint(f"{path}: no configuration of a Llama ({type(error).__name__}: {error})") from None
     theirs = read_folder(folder)
     tensors: dict[str, FullTensor] = {}
     for name, there in names(config).items():

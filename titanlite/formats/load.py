@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from titanlite.checkpoint.manifest import Damaged, read_manifest
+from titanlite.checkpoint.manifest import CorruptCheckpoint, read_manifest
+from titanlite.checkpoint.state import ModelState
 from titanlite.checkpoint.storage import (
     find_step_folder,
     list_steps,
@@ -22,9 +23,9 @@ from titanlite.checkpoint.storage import (
     verify_files,
     verify_together,
 )
-from titanlite.config.schema import ConfigError
+from titanlite.config.schema import CheckpointConfig, ConfigError
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.distributed.agreement import from_rank0
+from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.formats.fill import agree_on, differences, fill
 from titanlite.formats.full_state import FullState
 from titanlite.formats.recognise import is_ours, open_full_state
@@ -37,13 +38,13 @@ logger = logging.getLogger("titanlite")
 def open_verified(path: Path, step: int | None = None, model: str = "", trust_pickle: bool = False) -> FullState:
     """A checkpoint of any format whose weights are what was written, as far as the format has hashes.
 
-    Raises ConfigError; Damaged where it is not whole, with the run's other steps.
+    Raises ConfigError; CorruptCheckpoint where it is not whole, with the run's other steps.
     """
     full = open_full_state(path, step, model, trust_pickle)
     if full.about.format == "titanlite":
         manifest = read_manifest(full.path)
         if problems := verify_files(full.path, manifest, [name for name in manifest.files if name.startswith("model")]):
-            raise Damaged([*problems, _others(full.path)])
+            raise CorruptCheckpoint([*problems, _others(full.path)])
     return full
 
 
@@ -56,7 +57,18 @@ def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
     return Tokenizer(full.path / "tokenizer.model", full.about.tokenizer)
 
 
-def load_weights(
+def load_weights(config: CheckpointConfig, model: ModelState, llama: LlamaConfig, tokenizer: bytes, group: Any) -> None:
+    """Replaces a new run's weights with those that `checkpoint.initial_load` names; all processes call it together.
+
+    Raises ConfigError where that is damaged, not finite or not of the model's shape.
+    """
+    weights = model.state_dict()
+    path = Path(config.initial_load)
+    logger.info("loading weights from %s", read_weights(path, weights, llama, tokenizer, config.trust_pickle, group))
+    model.load_state_dict(weights)
+
+
+def read_weights(
     path: Path,
     state: dict[str, Any],
     model: LlamaConfig,
@@ -69,14 +81,16 @@ def load_weights(
     All processes of `group` call it together, in any layout, and each reads what it holds; returns the path. Raises
     ConfigError where that is damaged, not finite or not of `model`'s shape.
     """
-    if not from_rank0(lambda: is_ours(path)):
+    if not broadcast_from_rank0(lambda: is_ours(path)):
         full = agree_on(lambda: open_full_state(path, trust_pickle=trust_pickle))
         _compare_tokenizers(full, tokenizer)
         agree_on(lambda: _fill(full, state, model))
         return path
-    folder: Path = from_rank0(lambda: find_step_folder(path))  # the run it belongs to may be saving another one now
+    folder: Path = broadcast_from_rank0(
+        lambda: find_step_folder(path)
+    )  # the run it belongs to may be saving another one now
     if problems := verify_together(folder, "model", group):
-        raise Damaged([*problems, _others(folder)])
+        raise CorruptCheckpoint([*problems, _others(folder)])
     if not read_manifest(folder).finite:
         raise ConfigError(f"{folder}: holds NaN or infinity; choose another step")
     _compare_tokenizers(open_full_state(folder), tokenizer)
@@ -107,14 +121,16 @@ def _others(folder: Path) -> str:
 
 
 def load_model(full: FullState, device: torch.device, seq_len: int) -> Llama:
-    """The model of a checkpoint, for sequences of up to `seq_len` tokens. Raises Damaged or ConfigError."""
+    """The model of a checkpoint, for sequences of up to `seq_len` tokens. Raises CorruptCheckpoint or ConfigError."""
     config = full.model
     if f"layers.{config.num_layers - 1}.attention.wq.weight" not in full.tensors:  # before a million are made
-        raise Damaged(f"{full.path}: holds no {config.num_layers} layers, as the description of its model says")
+        raise CorruptCheckpoint(
+            f"{full.path}: holds no {config.num_layers} layers, as the description of its model says"
+        )
     with torch.device("meta"):
         model = Llama(config, seq_len)
     if problems := differences(full, model.state_dict()):  # before there is memory for what it says it is
-        raise Damaged(problems)
+        raise CorruptCheckpoint(problems)
     model.to_empty(device=device)
     model.reset_rope(device)
     fill(full, model.state_dict())

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.manifest import Damaged
+from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.schema import ConfigError
 from titanlite.formats.full_state import About, FullState, FullTensor, Part, same_numbers
 from titanlite.formats.torch_file import read_tree
@@ -96,11 +96,13 @@ def _joined(name: str, pieces: list[FullTensor], dim: int) -> FullTensor:
 
 
 def open_folder(folder: Path) -> FullState:
-    """The checkpoint in such a folder. Raises Damaged or ConfigError."""
+    """The checkpoint in such a folder. Raises CorruptCheckpoint or ConfigError."""
     files = sorted(folder.glob("consolidated.*.pth"))
     numbers = [int(match[1]) for path in files if (match := re.fullmatch(r"consolidated\.(\d+)\.pth", path.name))]
     if numbers != list(range(len(files))):
-        raise Damaged(f"{folder}: has {', '.join(path.name for path in files)}; expected consolidated.00.pth and on")
+        raise CorruptCheckpoint(
+            f"{folder}: has {', '.join(path.name for path in files)}; expected consolidated.00.pth and on"
+        )
     trees = [read_tree(path) for path in files]
     path = folder / "params.json"
     try:
@@ -109,7 +111,7 @@ def open_folder(folder: Path) -> FullState:
         wanted = [name for name, value in trees[0].items() if isinstance(value, FullTensor) and name != "rope.freqs"]
         for tree, file in zip(trees, files, strict=True):
             if missing := [name for name in wanted if not isinstance(tree.get(name), FullTensor)]:
-                raise Damaged(f"{file}: has no {missing[0]!r}, which {files[0].name} has")
+                raise CorruptCheckpoint(f"{file}: has no {missing[0]!r}, which {files[0].name} has")
         tensors = {name: _joined(name, [tree[name] for tree in trees], dim) for name in wanted}
         embedding, output = tensors["tok_embeddings.weight"], tensors.get("output.weight")
         tied = output is None or same_numbers(output, embedding)
@@ -119,7 +121,7 @@ def open_folder(folder: Path) -> FullState:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise Damaged(f"{path}: no parameters of a Llama ({type(error).__name__}: {error})") from None
+        raise CorruptCheckpoint(f"{path}: no parameters of a Llama ({type(error).__name__}: {error})") from None
     tokenizer = folder / "tokenizer.model"
     content = tokenizer.read_bytes() if tokenizer.is_file() else None
     return FullState(folder, About("llama", config, content, layout=f"{len(files)} files"), tensors)

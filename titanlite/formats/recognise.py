@@ -10,7 +10,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from titanlite.checkpoint.manifest import DTYPES, Damaged, file_problems, read_file, read_manifest
+from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, file_problems, read_file, read_manifest
 from titanlite.checkpoint.storage import find_step_folder, list_steps, step_folder
 from titanlite.config.schema import ConfigError
 from titanlite.config.spelling import suggestion
@@ -32,8 +32,8 @@ READABLE = (
 def open_full_state(path: Path, step: int | None = None, model: str = "", trust_pickle: bool = False) -> FullState:
     """The checkpoint at `path`, whatever its format. `step`: which one of a run, None the newest.
 
-    `model`: a flavor or a model.json, for files that do not tell the model's shape. Raises Damaged where it is no whole
-    checkpoint, ConfigError where it is none, or not one that is read.
+    `model`: a flavor or a model.json, for files without the model's shape. Raises CorruptCheckpoint where it is
+    incomplete, ConfigError where it is no checkpoint, or of a format that is not read.
     """
     try:
         state = _open(path, step, trust_pickle)
@@ -93,7 +93,9 @@ def _open(path: Path, step: int | None, trust_pickle: bool) -> FullState:
             "from_pretrained(...).save_pretrained(...)"
         )
     if any((path / name).exists() for name in ("config.json", "params.json", "model.json")):
-        raise Damaged(f"{path}: describes a model, but has no weights (model.safetensors or {INDEX}) beside it")
+        raise CorruptCheckpoint(
+            f"{path}: describes a model, but has no weights (model.safetensors or {INDEX}) beside it"
+        )
     raise ConfigError(f"{path}: no checkpoint; expected {READABLE}")
 
 
@@ -107,7 +109,7 @@ def _open_step(path: Path, step: int | None) -> FullState:
             raise ConfigError(f"--step {step}: not in {folder.parent}; allowed: {have}")
     manifest = read_manifest(folder)
     if problems := file_problems(folder, manifest):
-        raise Damaged(problems)
+        raise CorruptCheckpoint(problems)
     headers = {name: read_header(folder / name)[0] for name in manifest.files if name.endswith(".safetensors")}
     model: dict[str, FullTensor] = {}
     others: dict[str, FullTensor] = {}
@@ -116,7 +118,7 @@ def _open_step(path: Path, step: int | None) -> FullState:
         for chunk in entry.chunks:
             stored = headers[chunk.file].get(entry.key(name, chunk))
             if stored is None or (stored.dtype, list(stored.shape)) != (DTYPES[entry.dtype], chunk.sizes):
-                raise Damaged(f"{folder / chunk.file}: does not hold {name} as the manifest says")
+                raise CorruptCheckpoint(f"{folder / chunk.file}: does not hold {name} as the manifest says")
             parts.append(dataclasses.replace(stored.parts[0], offsets=tuple(chunk.offsets)))
         whole = FullTensor(DTYPES[entry.dtype], tuple(entry.shape), tuple(parts))
         group = model if name.startswith("model.") else others
@@ -145,7 +147,7 @@ def _model_of(path: Path, content: bytes | None) -> LlamaConfig | None:
     try:
         return LlamaConfig.from_json(content.decode())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{path}: {error}") from None
+        raise CorruptCheckpoint(f"{path}: {error}") from None
 
 
 def _open_file(path: Path) -> FullState:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from titanlite.checkpoint.manifest import DTYPES, Damaged
+from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint
 from titanlite.checkpoint.shard_file import DTYPE_NAMES
 from titanlite.config.schema import ConfigError
 from titanlite.formats.full_state import FullTensor, Part
@@ -53,7 +53,7 @@ class Outgoing(NamedTuple):
 
 
 def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
-    """The tensors of one file, and its metadata. Raises Damaged where it is no whole safetensors file."""
+    """The tensors of one file, and its metadata. Raises CorruptCheckpoint where it is no whole safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:  # the library checks that the header fits the file
             metadata = file.metadata() or {}
@@ -61,7 +61,7 @@ def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
             length = int.from_bytes(raw.read(8), "little")
             header: dict[str, Any] = json.loads(raw.read(min(length, LARGEST_HEADER)))
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise Damaged(f"{path}: no whole safetensors file ({error})") from None
+        raise CorruptCheckpoint(f"{path}: no whole safetensors file ({error})") from None
     header.pop("__metadata__", None)
     found = {}
     for name, entry in header.items():
@@ -74,7 +74,7 @@ def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
 
 
 def read_folder(folder: Path) -> dict[str, FullTensor]:
-    """The tensors of a folder with model.safetensors, or an index and its files. Raises Damaged."""
+    """The tensors of a folder with model.safetensors, or an index and its files. Raises CorruptCheckpoint."""
     if not (folder / INDEX).is_file():
         return read_header(folder / "model.safetensors")[0]
     try:
@@ -83,12 +83,12 @@ def read_folder(folder: Path) -> dict[str, FullTensor]:
         if any(type(name) is not str or name != os.path.basename(name) for name in files):
             raise ValueError("it names a file outside the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{folder / INDEX}: cannot be used ({error})") from None
+        raise CorruptCheckpoint(f"{folder / INDEX}: cannot be used ({error})") from None
     if absent := [name for name in files if not (folder / name).is_file()]:
-        raise Damaged([f"{folder / name}: No such file, and {INDEX} names it" for name in absent])
+        raise CorruptCheckpoint([f"{folder / name}: No such file, and {INDEX} names it" for name in absent])
     tensors = {name: tensor for file in files for name, tensor in read_header(folder / file)[0].items()}
     if missing := [name for name in places if name not in tensors]:
-        raise Damaged(f"{folder / INDEX}: names {missing[0]!r}, which is in none of its files")
+        raise CorruptCheckpoint(f"{folder / INDEX}: names {missing[0]!r}, which is in none of its files")
     return tensors
 
 

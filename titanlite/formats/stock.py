@@ -24,13 +24,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from titanlite.checkpoint.manifest import Damaged
+from titanlite.checkpoint.manifest import CorruptCheckpoint
+from titanlite.distributed.torch_private import storage_info
 from titanlite.formats.full_state import FullTensor, Part
 from titanlite.formats.pickled import read_pickle
 from titanlite.formats.safetensors_files import Outgoing, Told
@@ -78,7 +79,7 @@ class StockPart(Part):
             try:
                 self.located.append(_locate(file, self.place))
             except Exception as error:
-                raise Damaged(
+                raise CorruptCheckpoint(
                     f"{self.file}: {self.name[:200]!r} cannot be read ({str(error)[:200] or type(error).__name__}); "
                     "expected one tensor as torch.save writes it"
                 ) from None
@@ -162,7 +163,7 @@ class _Writer(FileSystemWriter):
                 name = f"__0_{number}{DEFAULT_SUFFIX}"
                 write_tree(self._folder / name, self._tensors[item.index.fqn], self._told, sync)
                 size = (self._folder / name).stat().st_size
-                results.append(WriteResult(item.index, size, _StorageInfo(name, 0, size)))
+                results.append(WriteResult(item.index, size, storage_info(name, 0, size)))
             for each in work:
                 each.result()
         future: Future[list[WriteResult]] = Future()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
-from titanlite.checkpoint.shard_file import DTYPE_NAMES, Aside, digest_of, is_finite
+from titanlite.checkpoint.shard_file import DTYPE_NAMES, BackgroundConsumer, digest_of, is_finite
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.formats import gguf_file, huggingface, meta, stock
 from titanlite.formats.full_state import ORIGIN, FullState, FullTensor, half_split
@@ -114,7 +114,7 @@ def to_titanlite(path: Path, state: FullState, what: Selection, shard_size: int,
             continue
         name = f"{kind}-00000.safetensors"
         digest = hashlib.sha256()
-        with Aside(digest.update) as hashing:
+        with BackgroundConsumer(digest.update) as hashing:
             write_file(path / name, group, {}, both(hashing.add, told))
         files[name] = FileEntry((path / name).stat().st_size, digest.hexdigest())
         for key, tensor in group.items():

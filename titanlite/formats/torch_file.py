@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from titanlite.checkpoint.manifest import Damaged
-from titanlite.checkpoint.shard_file import Aside
+from titanlite.checkpoint.manifest import CorruptCheckpoint
+from titanlite.checkpoint.shard_file import BackgroundConsumer
 from titanlite.config.schema import ConfigError
 from titanlite.formats.full_state import FullTensor, Part
 from titanlite.formats.pickled import Made, Name, Pairs, UnsafeName, read_pickle
@@ -59,7 +59,7 @@ def data_of(file: BinaryIO | io.RawIOBase, info: zipfile.ZipInfo) -> int:
 
 
 def read_tree(path: Path) -> Tree:
-    """What was saved, with a FullTensor for each tensor; keys are strings. Raises ConfigError, or Damaged."""
+    """What was saved, with a FullTensor for each tensor; keys are strings. Raises ConfigError, or CorruptCheckpoint."""
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -90,7 +90,7 @@ def read_tree(path: Path) -> Tree:
     except ConfigError:
         raise
     except Exception as error:
-        raise Damaged(
+        raise CorruptCheckpoint(
             f"{path}: cannot be read ({str(error)[:200] or type(error).__name__}); expected a file of torch.save"
         ) from None
     if not isinstance(tree, dict):
@@ -175,7 +175,7 @@ def write_tree(path: Path, tree: Tree | Outgoing, told: Told, sync: Callable[[in
             place, info = records[f"data/{number}"]
             checksum = _Crc32()
             file.seek(data_of(file, info))
-            with Aside(checksum.update) as aside:
+            with BackgroundConsumer(checksum.update) as aside:
                 write_blocks(file, tensor, both(aside.add, told))
             # The checksum stands behind the numbers, after a signature, and in the archive's list at its end.
             for at in (file.tell() + 4, place + 16):

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 
-from titanlite.config.schema import ConfigError
-from titanlite.config.schema import Model as ModelSection
+from titanlite.config.schema import ConfigError, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ FLAVORS: dict[str, LlamaConfig] = {
 }
 
 
-def resolve_flavor(section: ModelSection, tokenizer_size: int) -> LlamaConfig:
+def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
     """The flavor with the section's overrides, its vocabulary settled. Raises ConfigError for impossible shapes."""
     names = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
     given = {name: getattr(section, name) for name in names if getattr(section, name)}

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.config.schema import Metrics as MetricsSection
+from titanlite.config.schema import MetricsConfig
 
 logger = logging.getLogger("titanlite")
 
@@ -52,7 +52,7 @@ class Metrics:
 
     def __init__(
         self,
-        config: MetricsSection,
+        config: MetricsConfig,
         folder: Path,
         device: torch.device,
         progress: Progress,
@@ -76,7 +76,7 @@ class Metrics:
         self.path = folder / "metrics.jsonl"
         self.writes = dist.get_rank() == 0
         if self.writes:
-            _forget_after(self.path, progress.step or -1)
+            _truncate_after(self.path, progress.step or -1)
         self.start()
 
     def start(self) -> None:
@@ -159,7 +159,7 @@ class Metrics:
                 file.write(json.dumps(row) + "\n")
 
 
-def _forget_after(path: Path, step: int) -> None:
+def _truncate_after(path: Path, step: int) -> None:
     """Keeps the lines up to `step` of a metrics file, dropping a last line that was cut off."""
     if not path.exists():
         return

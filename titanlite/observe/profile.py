@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from titanlite.config.schema import Profiling
+from titanlite.config.schema import ProfilingConfig
 
 logger = logging.getLogger("titanlite")
 
 
 @contextlib.contextmanager
 def profiler(
-    config: Profiling, folder: Path, rank: int, current_step: Callable[[], int]
+    config: ProfilingConfig, folder: Path, rank: int, current_step: Callable[[], int]
 ) -> Iterator[Callable[[], None]]:
     """Gives a function to call after each step; it does nothing unless profiling is enabled."""
     if not config.enabled:

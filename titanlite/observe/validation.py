@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from titanlite.config.schema import Validation
+from titanlite.config.schema import ValidationConfig
 from titanlite.data.stream import IGNORED, Windows, validation_batches
 from titanlite.data.to_device import to_device
 from titanlite.observe.metrics import Metrics
@@ -24,7 +24,7 @@ class Validator:
 
     def __init__(
         self,
-        config: Validation,
+        config: ValidationConfig,
         windows: Windows | None,
         name: str,
         token_bytes: list[int],

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from titanlite.distributed.torch_private import foreach_norm
+
 ROW = 1024
 
 
@@ -37,7 +39,7 @@ def clip_grad_norm(parts: list[Any], max_norm: float, device: torch.device, twic
     held: dict[int, list[Tensor]] = {}  # by how many processes hold the same
     for parameter in parameters:
         local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-        held.setdefault(_holders(parameter) * (2 if any(parameter is p for p in twice) else 1), []).append(local)
+        held.setdefault(_replication(parameter) * (2 if any(parameter is p for p in twice) else 1), []).append(local)
     for holders, gradients in held.items():
         total += _square(gradients).to(device, non_blocking=True) / holders
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -61,10 +63,10 @@ def _square(gradients: list[Tensor]) -> Tensor:
                 rows = flat.view(flat.numel() // ROW, ROW)
                 norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).double())
         return torch.cat(norms).square().sum()
-    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()  # in few kernels
+    return torch.stack(foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()  # in few kernels
 
 
-def _holders(parameter: Tensor) -> int:
+def _replication(parameter: Tensor) -> int:
     """How many processes hold the same shard of a parameter."""
     if not isinstance(parameter, DTensor):
         return 1

@@ -27,7 +27,9 @@ def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
 
 
-def chunked(hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int, loss: SummedLoss) -> Tensor:
+def chunked_cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int, loss: SummedLoss
+) -> Tensor:
     """`loss(hidden @ weight.T, labels)` without all logits at once.
 
     hidden (B, S, D), weight (V, D), labels (B, S); `loss` must be a sum over tokens.
@@ -35,11 +37,11 @@ def chunked(hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int, los
     if torch.is_grad_enabled():
         result: Tensor = _Chunked.apply(hidden, weight, labels, num_chunks, loss)
         return result
-    parts = zip(_cut(hidden, num_chunks), _cut(labels, num_chunks), strict=True)
+    parts = zip(_token_chunks(hidden, num_chunks), _token_chunks(labels, num_chunks), strict=True)
     return torch.stack([loss(F.linear(x, weight), y) for x, y in parts]).sum()
 
 
-def _cut(values: Tensor, num_chunks: int) -> tuple[Tensor, ...]:
+def _token_chunks(values: Tensor, num_chunks: int) -> tuple[Tensor, ...]:
     """(B, S, ...) -> up to so many (1, tokens, ...)"""
     return values.flatten(0, 1)[None].chunk(num_chunks, dim=1)
 
@@ -53,7 +55,7 @@ class _Chunked(torch.autograd.Function):
         to_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         to_weight = torch.zeros_like(weight, dtype=torch.float32)  # else bfloat16 would be rounded at each chunk
         projection = weight.detach().requires_grad_()
-        chunks = (_cut(values, num_chunks) for values in (hidden.detach(), labels, to_hidden))
+        chunks = (_token_chunks(values, num_chunks) for values in (hidden.detach(), labels, to_hidden))
         for x, y, gradient in zip(*chunks, strict=True):
             with torch.enable_grad():
                 x.requires_grad_()

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titanlite.distributed import torch_private
+
 Columns = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
-PIECE = 1 << 25  # numbers whose fp32 copies are in memory at a time
+CHUNK_NUMEL = 1 << 25  # numbers whose fp32 copies are in memory at a time
 
 
 class LowPrecisionAdamW(torch.optim.Optimizer):
@@ -60,11 +62,11 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             state = self.state[parameter]
             whole = [_local(t) for t in (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad)]
             if all(tensor.is_contiguous() for tensor in whole):
-                rows = list(zip(*(tensor.view(-1).split(PIECE) for tensor in whole), strict=True))
+                rows = list(zip(*(tensor.view(-1).split(CHUNK_NUMEL) for tensor in whole), strict=True))
             else:
                 rows = [tuple(whole)]
             for row in rows:
-                if piece and count + row[0].numel() > PIECE:
+                if piece and count + row[0].numel() > CHUNK_NUMEL:
                     yield tuple(map(list, zip(*piece, strict=True)))  # type: ignore[misc]
                     piece, count = [], 0
                 piece.append(row)
@@ -85,17 +87,17 @@ def _update(
     beta1, beta2 = group["betas"]
     kept = (weights, first, second)
     w, m, v, g = ([tensor.float() for tensor in tensors] for tensors in (*kept, gradients))
-    torch._foreach_lerp_(m, g, 1 - beta1)
-    torch._foreach_mul_(v, beta2)
-    torch._foreach_addcmul_(v, g, g, 1 - beta2)
-    divisor = torch._foreach_sqrt(v)
-    torch._foreach_div_(divisor, (1 - beta2**steps) ** 0.5)
-    torch._foreach_add_(divisor, group["eps"])
-    torch._foreach_mul_(w, 1 - group["lr"] * group["weight_decay"])
-    torch._foreach_addcdiv_(w, m, divisor, -group["lr"] / (1 - beta1**steps))
+    torch_private.foreach_lerp_(m, g, 1 - beta1)
+    torch_private.foreach_mul_(v, beta2)
+    torch_private.foreach_addcmul_(v, g, g, 1 - beta2)
+    divisor = torch_private.foreach_sqrt(v)
+    torch_private.foreach_div_(divisor, (1 - beta2**steps) ** 0.5)
+    torch_private.foreach_add_(divisor, group["eps"])
+    torch_private.foreach_mul_(w, 1 - group["lr"] * group["weight_decay"])
+    torch_private.foreach_addcdiv_(w, m, divisor, -group["lr"] / (1 - beta1**steps))
     for tensors, computed in zip(kept, (w, m, v), strict=True):
         if tensors[0].dtype != torch.float32:  # else they are the same
-            torch._foreach_copy_(tensors, computed)
+            torch_private.foreach_copy_(tensors, computed)
 
 
 def _local(tensor: Any) -> Tensor:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlite.config.schema import Optimizer as OptimizerSection
+from titanlite.config.schema import OptimizerConfig
 from titanlite.optim.low_precision import LowPrecisionAdamW
 
 logger = logging.getLogger("titanlite")
 
 
-def build_optimizer(parts: list[Any], config: OptimizerSection) -> torch.optim.Optimizer:
+def build_optimizer(parts: list[Any], config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW over the parts of a model, with one parameter group, or two where only the linear layers decay."""
     implementation = "fused" if config.implementation == "auto" else config.implementation
     decayed: list[nn.Parameter] = []

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from titanlite.config.schema import Schedule as ScheduleSection
+from titanlite.config.schema import ScheduleConfig
 
 
-def lr_factor(config: ScheduleSection, step: int, total_steps: int) -> float:
+def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
     """Learning rate of 0-based `step` as a part of the peak rate."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
@@ -38,7 +38,7 @@ def lr_factor(config: ScheduleSection, step: int, total_steps: int) -> float:
 class Schedule:
     """Sets the learning rate of every parameter group; Stateful, so a checkpoint holds the step."""
 
-    def __init__(self, optimizer: Optimizer, config: ScheduleSection, peak_lr: float, total_steps: int) -> None:
+    def __init__(self, optimizer: Optimizer, config: ScheduleConfig, peak_lr: float, total_steps: int) -> None:
         self.optimizer, self.config, self.peak_lr, self.total_steps = optimizer, config, peak_lr, total_steps
         self.completed = 0
         self._apply()

@@ -18,8 +18,6 @@ import functools
 from typing import Any
 
 import torch
-import torch._functorch.config
-import torch.distributed.tensor  # registers its operators
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -28,41 +26,35 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from titanlite.config.schema import Recompute
+from titanlite.config.schema import RecomputeConfig
+from titanlite.distributed.torch_private import (
+    FUSED_ATTENTION,
+    REDUCE_SCATTER,
+    SCALED_MM,
+    SHARD_ALL_TO_ALL,
+    set_activation_memory_budget,
+)
 
-aten = torch.ops.aten
 SAVED = {  # by `selective`, besides every second of MATMULS
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # tensor parallel: else it would be sent again
-    torch.ops._dtensor.shard_dim_alltoall.default,  # Ulysses
+    *FUSED_ATTENTION,
+    REDUCE_SCATTER,  # tensor parallel: else it would be sent again
+    SHARD_ALL_TO_ALL,  # Ulysses
 }
-MATMULS = (aten.mm.default, aten._scaled_mm.default)  # in 16 or 32 bits, in 8
+MATMULS = (torch.ops.aten.mm.default, SCALED_MM)  # in 16 or 32 bits, in 8
 
 
-def apply_recompute(block: nn.Module, config: Recompute, index: int) -> None:
+def apply_ac(block: nn.Module, config: RecomputeConfig, index: int) -> None:
     """Replaces the forward of block number `index`, if the config asks for it. Names and parameters stay."""
-    _set_budget(config.budget if config.mode == "memory_budget" else 1.0)
+    set_activation_memory_budget(config.budget if config.mode == "memory_budget" else 1.0)
     if config.mode in ("none", "memory_budget") or index % config.every:
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if config.mode == "selective":
-        options["context_fn"] = _keep_costly_results
+        options["context_fn"] = _selective_contexts
     block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
-def _set_budget(budget: float) -> None:
-    """The part of the activations' memory that blocks compiled from here on may use (torch 2.11 to 2.13)."""
-    functorch: Any = torch._functorch.config
-    functorch.activation_memory_budget = budget
-    if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):
-        # Under tensor parallel a graph has meshes among its inputs, which have no size that matters.
-        functorch.unsafe_treat_script_objects_as_zero_size = budget < 1
-
-
-def _keep_costly_results() -> Any:
+def _selective_contexts() -> Any:
     """Contexts of one forward and its recomputation, each counting the matmuls from the start."""
     counts = {False: 0, True: 0}  # by whether this is the recomputation
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titanlite.distributed.torch_private import attention_backend
+
 ORDER = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -33,5 +35,5 @@ def attention_kernel(config: Any, seq_len: int, dtype: torch.dtype, device: torc
     q, k = (torch.empty(1, heads, seq_len, config.head_dim, dtype=dtype, device=device, requires_grad=True)
             for heads in (config.num_heads, config.num_kv_heads))  # fmt: skip
     with preferred_attention(device.type):
-        choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=config.num_heads != config.num_kv_heads)
+        choice = attention_backend(q, k, k, enable_gqa=config.num_heads != config.num_kv_heads)
     return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()

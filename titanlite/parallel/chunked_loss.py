@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from titanlite.optim.loss import SummedLoss, chunked
+from titanlite.optim.loss import SummedLoss, chunked_cross_entropy_sum
 
 
 class DeferredOutput(nn.Module):
@@ -57,4 +57,4 @@ class ChunkedLoss:
             whole = DTensor.from_local(hidden, self.mesh, [Shard(1)]).redistribute(placements=[Replicate()])
             # Each process has logits of its part of the vocabulary only, so their gradients are parts of a sum.
             hidden, weight = whole.to_local(grad_placements=[Partial()]), weight.to_local()
-        return chunked(hidden, weight, labels, self.num_chunks, self.loss)
+        return chunked_cross_entropy_sum(hidden, weight, labels, self.num_chunks, self.loss)

@@ -21,11 +21,12 @@ import sysconfig
 
 import torch
 from torch import nn
-from torch.utils._triton import has_triton_package
+
+from titanlite.distributed.torch_private import has_triton_package
 
 
 @functools.cache
-def what_inductor_lacks(device_type: str) -> str:
+def missing_for_inductor(device_type: str) -> str:
     """What the compiler needs on this device and does not find, in words; empty if nothing.
 
     It writes programs that Python calls: C++ for CPUs, and on GPUs kernels that a small C program starts.

@@ -40,8 +40,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from titanlite.config.schema import ConfigError
+from titanlite.distributed.torch_private import set_ring_rotation
 
-HEADS, SEQUENCE = Shard(1), Shard(2)  # of a tensor (B, heads, S, Dh)
+HEAD_SHARD, SEQUENCE_SHARD = Shard(1), Shard(2)  # of a tensor (B, heads, S, Dh)
 
 
 def local_positions(seq_len: int, mesh: DeviceMesh, method: str) -> Tensor:
@@ -53,27 +54,25 @@ def local_positions(seq_len: int, mesh: DeviceMesh, method: str) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
 
-def apply_context(model: Any, mesh: DeviceMesh, method: str) -> None:
+def apply_cp(model: Any, mesh: DeviceMesh, method: str) -> None:
     """Replaces each block's inner attention, and gives the model the positions of its tokens."""
     if mesh.size() == 1:
         return
     if method == "ring":
         if mesh.device_type != "cuda":
             raise ConfigError("parallel.cp_method = ring needs CUDA devices; allowed here: all_gather, ulysses")
-        from torch.distributed.tensor.experimental._attention import set_rotate_method
-
-        set_rotate_method("alltoall")  # one step after the other; torch's default gathers all at once (2.11 to 2.13)
+        set_ring_rotation("alltoall")
         attend: Any = ring_attention
     else:
         model.positions = local_positions(model.seq_len, mesh, method)
         attend = functools.partial(ulysses_attention, mesh=mesh)
         if method == "all_gather":
-            attend = functools.partial(gathered_attention, mesh=mesh, masks=head_and_tail_masks(model.seq_len, mesh))
+            attend = functools.partial(all_gather_attention, mesh=mesh, masks=chunk_masks(model.seq_len, mesh))
     for block in model.layers.values():
         block.attention.attend.forward = attend
 
 
-class Sequences:
+class BatchSharder:
     """Cuts batches for this process of the cp axis."""
 
     def __init__(self, models: list[Any], mesh: DeviceMesh, method: str, device: torch.device) -> None:
@@ -98,7 +97,7 @@ class Sequences:
             yield tokens[:, self.here], labels[:, self.here]
 
 
-def head_and_tail_masks(seq_len: int, mesh: DeviceMesh) -> list[CausalBias]:
+def chunk_masks(seq_len: int, mesh: DeviceMesh) -> list[CausalBias]:
     """For the head and the tail chunk: (S/2C queries, all keys up to the chunk's last), the last of both aligned.
 
     No tensor is made of it where the device's attention knows such a mask. Made here, since the compiler cannot.
@@ -108,7 +107,7 @@ def head_and_tail_masks(seq_len: int, mesh: DeviceMesh) -> list[CausalBias]:
     return [causal_lower_right(chunk, (index + 1) * chunk) for index in (rank, 2 * size - 1 - rank)]
 
 
-def gathered_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, masks: list[CausalBias]) -> Tensor:
+def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, masks: list[CausalBias]) -> Tensor:
     """Causal attention of this process's head and tail chunk to all keys before them.
 
     q (B, H, S/C, Dh), k and v (B, K, S/C, Dh) -> (B, H, S/C, Dh).
@@ -133,9 +132,9 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh) -> Tens
     def exchange(x: Tensor, source: Shard, target: Shard) -> Tensor:
         return DTensor.from_local(x, mesh, [source]).redistribute(placements=[target]).to_local()
 
-    q, k, v = (exchange(x, SEQUENCE, HEADS) for x in (q, k, v))  # (B, H/C or K/C, S, Dh)
+    q, k, v = (exchange(x, SEQUENCE_SHARD, HEAD_SHARD) for x in (q, k, v))  # (B, H/C or K/C, S, Dh)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return exchange(out, HEADS, SEQUENCE)  # (B, H, S/C, Dh)
+    return exchange(out, HEAD_SHARD, SEQUENCE_SHARD)  # (B, H, S/C, Dh)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -21,22 +21,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.config.schema import ConfigError, Float8
+from titanlite.config.schema import ConfigError, Float8Config
+from titanlite.distributed.torch_private import scaled_mm
 
 logger = logging.getLogger("titanlite")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of both sides of a matrix, for the hardware
-SMALLEST = 1e-12  # the largest number of a tensor counts as at least this: a tensor may be zero
+MIN_AMAX = 1e-12  # the largest number of a tensor counts as at least this: a tensor may be zero
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`x` as 8-bit numbers, and what they must be multiplied by (fp32 scalar) to be `x` again."""
-    largest = x.abs().amax().float().clamp(min=SMALLEST)
+    largest = x.abs().amax().float().clamp(min=MIN_AMAX)
     limit = torch.finfo(dtype).max
     return (x.float() * (limit / largest)).clamp(-limit, limit).to(dtype), largest / limit
 
 
-def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: torch.dtype, emulate: bool, fast: bool) -> Tensor:
+def scaled_matmul(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: torch.dtype, emulate: bool, fast: bool
+) -> Tensor:
     """a (M, K) times b (K, N), each 8-bit numbers and their scale. `fast`: sums of fewer bits within the hardware."""
     (x, x_scale), (y, y_scale) = a, b
     if emulate:
@@ -45,7 +48,7 @@ def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: torch.dtype
         # has two names to one without gradient (pytorch#180642).
         return found if found.dtype == out else found.to(out)
     by_columns = y.t().contiguous().t()  # what the hardware takes
-    return torch._scaled_mm(x.contiguous(), by_columns, x_scale, y_scale, out_dtype=out, use_fast_accum=fast)
+    return scaled_mm(x.contiguous(), by_columns, x_scale, y_scale, out_dtype=out, use_fast_accum=fast)
 
 
 class _Float8Linear(torch.autograd.Function):
@@ -57,14 +60,14 @@ class _Float8Linear(torch.autograd.Function):
         # The weight itself is kept: it is the parameter, which sharding may free and gather again; its 8 bits are not.
         ctx.save_for_backward(*x8, weight)
         ctx.emulate = emulate
-        return product(x8, (w8[0].t(), w8[1]), x.dtype, emulate, fast=True)
+        return scaled_matmul(x8, (w8[0].t(), w8[1]), x.dtype, emulate, fast=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x8, x_scale, weight = ctx.saved_tensors
         (g8, g_scale), w8 = quantize(gradient, E5M2), quantize(weight, E4M3)
-        to_x = product((g8, g_scale), w8, gradient.dtype, ctx.emulate, fast=False)
-        to_weight = product((g8.t(), g_scale), (x8, x_scale), weight.dtype, ctx.emulate, fast=False)
+        to_x = scaled_matmul((g8, g_scale), w8, gradient.dtype, ctx.emulate, fast=False)
+        to_weight = scaled_matmul((g8.t(), g_scale), (x8, x_scale), weight.dtype, ctx.emulate, fast=False)
         return to_x, to_weight, None
 
 
@@ -87,7 +90,7 @@ class Float8Linear(nn.Linear):
         return float8_linear(x, self.weight, self.emulate)
 
 
-def apply_float8(model: Any, config: Float8, device_type: str) -> None:
+def apply_float8(model: Any, config: Float8Config, device_type: str) -> None:
     """Replaces the class of each linear layer in the blocks that is not skipped; parameters stay.
 
     Raises ConfigError where the device has no such products.

@@ -34,12 +34,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titanlite.config.schema import Parallel
+from titanlite.config.schema import ParallelConfig
 from titanlite.distributed.mesh import Mesh
 from titanlite.parallel.chunked_loss import DeferredOutput
 
 
-def units_of(model: Any) -> list[list[nn.Module]]:
+def fsdp_units(model: Any) -> list[list[nn.Module]]:
     """What is gathered together, in the order of the forward. A tied embedding, used at both ends, is in none."""
     ends: list[nn.Module] = [] if model.config.tied_embeddings else [model.tok_embeddings, model.norm, model.output]
     here = [[end] if any(True for _ in end.parameters()) else [] for end in ends]
@@ -47,7 +47,7 @@ def units_of(model: Any) -> list[list[nn.Module]]:
     return [unit for unit in (first, *([block] for block in model.layers.values()), norm + output) if unit]
 
 
-def has_use(model: Any, config: Parallel, compute: torch.dtype) -> bool:
+def needs_fsdp(model: Any, config: ParallelConfig, compute: torch.dtype) -> bool:
     """Whether there are other processes, a dtype to cast to, or a memory to offload to.
 
     Where another axis alone has processes, it does no more than bring gradients into the form of their parameters.
@@ -56,12 +56,12 @@ def has_use(model: Any, config: Parallel, compute: torch.dtype) -> bool:
     return dist.get_world_size() > 1 or cast or config.cpu_offload
 
 
-def apply_shard(model: Any, config: Parallel, mesh: Mesh, compute: torch.dtype, reduce: torch.dtype) -> None:
+def apply_fsdp(model: Any, config: ParallelConfig, mesh: Mesh, compute: torch.dtype, reduce: torch.dtype) -> None:
     """Shards each unit, and what is left with the model itself.
 
     Gradients are summed, never averaged: the loss is already divided by the global number of targets.
     """
-    if not has_use(model, config, compute):
+    if not needs_fsdp(model, config, compute):
         return
     replicated = mesh["dp_replicate"].size() > 1
     options: dict[str, Any] = {
@@ -71,7 +71,7 @@ def apply_shard(model: Any, config: Parallel, mesh: Mesh, compute: torch.dtype, 
     }
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    units = units_of(model)
+    units = fsdp_units(model)
     # A loss that projects needs what the last unit has, or, tied, what the model itself has.
     at_the_end = not isinstance(model.output, DeferredOutput) and _reshard(config, mesh, last=True)
     for unit in units:
@@ -87,7 +87,7 @@ def apply_shard(model: Any, config: Parallel, mesh: Mesh, compute: torch.dtype, 
     _prefetch([unit[0] for unit in units], config.prefetch)
 
 
-def _reshard(config: Parallel, mesh: Mesh, last: bool) -> bool | int:
+def _reshard(config: ParallelConfig, mesh: Mesh, last: bool) -> bool | int:
     """Whether a unit frees its gathered weights after the forward, or over how many processes it keeps them."""
     mode = config.reshard_after_forward
     if mode == "default":
@@ -104,7 +104,7 @@ def _prefetch(units: list[Any], depth: int) -> None:
             unit.set_modules_to_backward_prefetch(units[max(0, i - depth) : i][::-1])
 
 
-def reduce_gradients_when(model: nn.Module, last: bool, config: Parallel) -> None:
+def set_gradient_reduction(model: nn.Module, last: bool, config: ParallelConfig) -> None:
     """Says whether the coming microbatch's backward sums gradients over processes, or only adds them up locally."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last or config.reduce_every_microbatch)

@@ -10,12 +10,12 @@ import functools
 import math
 from collections.abc import Callable
 
-from titanlite.config.schema import ConfigError, Parallel
+from titanlite.config.schema import ConfigError, ParallelConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: inner axes talk most
 
 
-def resolve_degrees(parallel: Parallel, world_size: int) -> dict[str, int]:
+def resolve_degrees(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
     """Axis -> degree for `world_size` processes, -1 resolved. Raises ConfigError where the product is another."""
     degrees = {axis: getattr(parallel, axis) for axis in AXES}
     if zeros := [axis for axis in AXES if degrees[axis] == 0]:

@@ -36,21 +36,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from titanlite.config.schema import Parallel
+from titanlite.config.schema import ParallelConfig
+from titanlite.distributed.torch_private import pipeline_stage_class
 
 logger = logging.getLogger("titanlite")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
-def stage_numbers(rank: int, size: int, per_process: int, schedule: str) -> list[int]:
+def stage_indices(rank: int, size: int, per_process: int, schedule: str) -> list[int]:
     """The stages of a process: r, r + P, ... going round, or r and 2P - 1 - r in a V."""
     return [rank, 2 * size - 1 - rank] if schedule in V_SHAPED else list(range(rank, size * per_process, size))
 
 
-def balanced_starts(weights: list[int], num_stages: int) -> list[int]:
+def balanced_split(weights: list[int], num_stages: int) -> list[int]:
     """Where stages begin, as indices into `weights`, so that the heaviest stage is lightest.
 
     The first and the last weight are the ends, the others blocks; each stage has at least one block. Of equally good
@@ -80,11 +80,11 @@ def stage_modules(model: Any, num_stages: int, explicit: list[str]) -> list[list
     else:
         block = sum(p.numel() for p in next(iter(model.layers.values())).parameters())
         vocabulary = model.tok_embeddings.weight.numel()
-        starts = balanced_starts([vocabulary // 2, *[block] * len(layers), vocabulary], num_stages)
+        starts = balanced_split([vocabulary // 2, *[block] * len(layers), vocabulary], num_stages)
     return [order[begin:end] for begin, end in zip(starts, [*starts[1:], len(order)], strict=True)]
 
 
-def cut(model: Any, config: Parallel, mesh: DeviceMesh) -> list[Any]:
+def split_into_stages(model: Any, config: ParallelConfig, mesh: DeviceMesh) -> list[Any]:
     """The parts of a model (on meta) that this process of the pp axis holds; the whole where that has one process."""
     rank, size, per_process = mesh.get_local_rank(), mesh.size(), config.stages_per_process
     if size == 1:
@@ -92,10 +92,10 @@ def cut(model: Any, config: Parallel, mesh: DeviceMesh) -> list[Any]:
     stages = stage_modules(model, size * per_process, config.stage_starts)
     for i, names in enumerate(stages):
         logger.info(f"stage {i}: {names[0]}" + (f" to {names[-1]}" if names[1:] else ""))
-    return [_keep(model, stages[i]) for i in stage_numbers(rank, size, per_process, config.pp_schedule)]
+    return [_keep_modules(model, stages[i]) for i in stage_indices(rank, size, per_process, config.pp_schedule)]
 
 
-class HeldWeight(nn.Module):
+class TiedWeight(nn.Module):
     """A tied embedding on the last stage, where the output uses its weight: hands on what it is given."""
 
     def __init__(self, weight: nn.Parameter) -> None:
@@ -106,7 +106,7 @@ class HeldWeight(nn.Module):
         return x
 
 
-def _keep(model: Any, names: list[str]) -> Any:
+def _keep_modules(model: Any, names: list[str]) -> Any:
     """A copy of the model with only these modules; an end that is missing hands on what it is given."""
     part = copy.deepcopy(model)
     for name in list(part.layers):
@@ -114,28 +114,11 @@ def _keep(model: Any, names: list[str]) -> Any:
             del part.layers[name]
     for name in {"tok_embeddings", "norm", "output"} - set(names):
         if name == "tok_embeddings" and "output" in names and part.config.tied_embeddings:
-            part.tok_embeddings = HeldWeight(part.tok_embeddings.weight)
+            part.tok_embeddings = TiedWeight(part.tok_embeddings.weight)
             part.output = type(part.output)(part.tok_embeddings)
         else:
             setattr(part, name, nn.Identity())
     return part
-
-
-class Stage(PipelineStage):
-    """A stage whose neighbour may be on the same process, as where a V turns: torch's own fails there, twice."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        # A stage greets its neighbours (torch 2.11; 2.13 does otherwise). gloo cannot greet the process itself.
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
-
-    # `eval` runs forwards only, and yet hands gradients, which there are none, to the neighbour (2.11 to 2.13).
-
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
 class Pipeline:
@@ -156,14 +139,14 @@ class Pipeline:
     ) -> None:
         """`hidden`, `output` and `tokens` are examples, on meta, of what a microbatch is between, after and before
         the stages; `loss` gives the summed loss of outputs and labels."""
-        numbers = stage_numbers(mesh.get_local_rank(), mesh.size(), len(parts), schedule)
+        numbers = stage_indices(mesh.get_local_rank(), mesh.size(), len(parts), schedule)
         total = mesh.size() * len(parts)
         self.first, self.last = 0 in numbers, total - 1 in numbers
         self.loss, self.num_targets = loss, torch.ones((), device=device)
 
         def build() -> Any:
             stages = [
-                Stage(
+                pipeline_stage_class()(
                     part,
                     number,
                     total,

@@ -15,11 +15,11 @@ from titanlite.config.schema import (
     PP_SCHEDULES,
     SPLIT_BACKWARD,
     WIDE,
-    Compile,
+    CompileConfig,
     Config,
     ConfigError,
-    Parallel,
-    Recompute,
+    ParallelConfig,
+    RecomputeConfig,
 )
 from titanlite.config.spelling import suggestion
 from titanlite.model.flavors import LlamaConfig
@@ -93,7 +93,7 @@ def _tensor(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iter
         near = nearest(tp, lambda n: all(size % n == 0 for size in [*sizes.values(), _world(degrees)]), llama.num_heads)
         yield f"parallel.tp = {tp} does not divide {' and '.join(broken)}; nearest that divide all: {near}"
     device = "cpu" if config.run.device == "cpu" else "cuda"
-    why = why_not_compiled(config.compile, config.recompute, config.parallel, degrees, llama.dim, device)
+    why = reason_not_compiled(config.compile, config.recompute, config.parallel, degrees, llama.dim, device)
     inductor = not why and config.compile.backend == "inductor" and device == "cuda"
     if config.parallel.async_tp and not (tp > 1 and inductor):
         yield (
@@ -182,7 +182,7 @@ def _fits_schedule(name: str, microbatches: int, pp: int, stages: int) -> bool:
     return True
 
 
-def _split(parallel: Parallel, stages: int, num_layers: int) -> Iterable[str]:
+def _split(parallel: ParallelConfig, stages: int, num_layers: int) -> Iterable[str]:
     """The explicit cut: one name for each stage but the first, in the model's order."""
     names, text = parallel.stage_starts, parallel.pp_split
     if not names:
@@ -244,8 +244,13 @@ def float8_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int])
         yield f"float8.skip = {config.float8.skip!r} skips all linear layers; expected some, or float8.enabled = false"
 
 
-def why_not_compiled(
-    compile: Compile, recompute: Recompute, parallel: Parallel, degrees: Mapping[str, int], dim: int, device: str
+def reason_not_compiled(
+    compile: CompileConfig,
+    recompute: RecomputeConfig,
+    parallel: ParallelConfig,
+    degrees: Mapping[str, int],
+    dim: int,
+    device: str,
 ) -> str:
     """Why the blocks of a model `dim` wide are not compiled on a device (cuda, cpu), in words; empty where they are."""
     if compile.enabled != "auto":
@@ -263,7 +268,7 @@ def why_not_compiled(
     return ""
 
 
-def without_effect(config: Config, degrees: dict[str, int]) -> list[str]:
+def unused_settings(config: Config, degrees: dict[str, int]) -> list[str]:
     """Keys that were set and belong to a technique that is not in use, in words."""
     techniques = {  # what switches it on, whether it is, its keys
         "parallel.pp = 1": (degrees["pp"] > 1, [f"parallel.{n}" for n in vars(config.parallel) if n.startswith("pp_")]),

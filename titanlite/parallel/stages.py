@@ -20,14 +20,14 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.attention import preferred_attention
 from titanlite.parallel.chunked_loss import ChunkedLoss, DeferredOutput
-from titanlite.parallel.context_parallel import Sequences
-from titanlite.parallel.fsdp import reduce_gradients_when
+from titanlite.parallel.context_parallel import BatchSharder
+from titanlite.parallel.fsdp import set_gradient_reduction
 from titanlite.parallel.parallelize import compute_dtypes, require_inductor
 from titanlite.parallel.pipeline_parallel import Pipeline, add_tied_gradients
-from titanlite.parallel.tensor_parallel import loss_context, vocabulary_cut_cross_entropy_sum
+from titanlite.parallel.tensor_parallel import loss_context, loss_parallel_cross_entropy_sum
 
 
-class Whole:
+class SingleStage:
     """All layers in one process."""
 
     def __init__(self, model: Any, loss: Any) -> None:
@@ -51,10 +51,10 @@ class Stages:
     def __init__(self, parts: list[Any], config: Config, mesh: Mesh, device: torch.device) -> None:
         """`parts` are parallelised and have their weights."""
         self.parts, self.parallel, self.mesh = parts, config.parallel, mesh
-        self.sequences = Sequences(parts, mesh["cp"], config.parallel.cp_method, device)
+        self.sequences = BatchSharder(parts, mesh["cp"], config.parallel.cp_method, device)
         loss: Any = cross_entropy_sum
         if mesh["tp"].size() > 1:
-            loss = functools.partial(vocabulary_cut_cross_entropy_sum, mesh=mesh["tp"])
+            loss = functools.partial(loss_parallel_cross_entropy_sum, mesh=mesh["tp"])
         if config.compile.loss and config.compile.backend == "inductor":
             require_inductor("compile.loss = true", "compile.loss = false", device.type)
         if config.compile.loss:
@@ -63,9 +63,9 @@ class Stages:
         for part in parts:
             if isinstance(part.output, DeferredOutput):
                 loss = ChunkedLoss(part.output, config.loss.num_chunks, loss, mesh["tp"])
-        self.runner: Whole | Pipeline
+        self.runner: SingleStage | Pipeline
         if mesh["pp"].size() == 1:
-            self.runner = Whole(parts[0], loss)
+            self.runner = SingleStage(parts[0], loss)
         else:
             self.runner = self._pipeline(loss, config, device)
         tied = parts[0].config.tied_embeddings and mesh["pp"].size() > 1
@@ -106,7 +106,7 @@ class Stages:
         `last`: no other batch of this step follows.
         """
         for part in self.parts:
-            reduce_gradients_when(part, last, self.parallel)
+            set_gradient_reduction(part, last, self.parallel)
         with self._computing(), self.sequences.cut(tokens, labels) as (x, y):
             loss = self.runner.forward_backward(x, y, num_targets)
         if last:

@@ -41,12 +41,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 from titanlite.config.schema import ConfigError
+from titanlite.distributed.torch_private import enable_async_tp
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.chunked_loss import DeferredOutput
-from titanlite.parallel.pipeline_parallel import HeldWeight
+from titanlite.parallel.pipeline_parallel import TiedWeight
 
 # What travels between modules: the sequence cut (dim 1), a whole copy, or the vocabulary cut (last dim)
-SEQUENCE, WHOLE, VOCABULARY = Shard(1), Replicate(), Shard(-1)
+SEQUENCE_SHARD, REPLICATED, VOCABULARY_SHARD = Shard(1), Replicate(), Shard(-1)
 
 
 def block_plan() -> dict[str, Any]:
@@ -54,17 +55,17 @@ def block_plan() -> dict[str, Any]:
     return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(  # x, rope, cache
-            input_layouts=(SEQUENCE, None, None), desired_input_layouts=(WHOLE, None, None)
+            input_layouts=(SEQUENCE_SHARD, None, None), desired_input_layouts=(REPLICATED, None, None)
         ),
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
-        "attention.wo": RowwiseParallel(output_layouts=SEQUENCE),
+        "attention.wo": RowwiseParallel(output_layouts=SEQUENCE_SHARD),
         "ffn_norm": SequenceParallel(),
-        "feed_forward": PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(WHOLE,)),
+        "feed_forward": PrepareModuleInput(input_layouts=(SEQUENCE_SHARD,), desired_input_layouts=(REPLICATED,)),
         "feed_forward.w1": ColwiseParallel(),
         "feed_forward.w3": ColwiseParallel(),
-        "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE),
+        "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE_SHARD),
     }
 
 
@@ -72,23 +73,23 @@ def ends_plan(model: Any) -> dict[str, Any]:
     """What happens to the ends that this part of the model has."""
     plan: dict[str, Any] = {}
     if isinstance(model.tok_embeddings, nn.Embedding):
-        plan["tok_embeddings"] = RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE)
+        plan["tok_embeddings"] = RowwiseParallel(input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARD)
     if isinstance(model.norm, nn.RMSNorm):
         # A pipeline may be cut between norm and output, the loss may project: what is handed on is a plain tensor.
         plan["norm"] = SequenceParallel(use_local_output=isinstance(model.output, (nn.Identity, DeferredOutput)))
     if isinstance(model.output, nn.Linear):
-        plan["output"] = ColwiseParallel(input_layouts=SEQUENCE, output_layouts=VOCABULARY)
+        plan["output"] = ColwiseParallel(input_layouts=SEQUENCE_SHARD, output_layouts=VOCABULARY_SHARD)
     elif not isinstance(model.output, (nn.Identity, DeferredOutput)):  # the embedding's weight, which is cut already
         plan["output"] = PrepareModuleInputOutput(
-            input_layouts=(SEQUENCE,),
-            desired_input_layouts=(WHOLE,),
-            output_layouts=(VOCABULARY,),
-            desired_output_layouts=(VOCABULARY,),
+            input_layouts=(SEQUENCE_SHARD,),
+            desired_input_layouts=(REPLICATED,),
+            output_layouts=(VOCABULARY_SHARD,),
+            desired_output_layouts=(VOCABULARY_SHARD,),
         )
     return plan
 
 
-def apply_tensor(model: Any, mesh: DeviceMesh, async_tp: bool) -> None:
+def apply_tp(model: Any, mesh: DeviceMesh, async_tp: bool) -> None:
     """Cuts a part of the model over the tp axis; nothing where that has one process."""
     if mesh.size() == 1:
         return
@@ -100,7 +101,7 @@ def apply_tensor(model: Any, mesh: DeviceMesh, async_tp: bool) -> None:
         # computes a wrong gradient for the embedding (torch 2.13); a copy waits for it.
         model.tok_embeddings.register_forward_hook(lambda module, args, output: output.clone())
     for end in (model.tok_embeddings, model.output):
-        if isinstance(end, (HeldWeight, DeferredOutput)):  # which multiply nothing themselves
+        if isinstance(end, (TiedWeight, DeferredOutput)):  # which multiply nothing themselves
             for name, weight in end.named_parameters():
                 setattr(end, name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
     # Nobody changes the logits in place, which is what this warning of torch 2.13 is about.
@@ -110,27 +111,21 @@ def apply_tensor(model: Any, mesh: DeviceMesh, async_tp: bool) -> None:
 
 
 def _enable_async_tp(mesh: DeviceMesh) -> None:
-    """Lets the compiler cut matmuls to overlap them with communication (arXiv 2105.05720's idea, torch's way)."""
+    """Overlaps matmuls with communication, where the hardware can. Raises ConfigError where not."""
     if mesh.device_type != "cuda" or torch.cuda.get_device_capability() < (9, 0):
         raise ConfigError(
             "parallel.async_tp = true needs symmetric memory: CUDA devices of compute capability 9.0 (H100) or "
             "later, linked with NVLink; set it to false"
         )
-    from torch._inductor import config as inductor
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    inductor._micro_pipeline_tp = True  # no public switch in torch 2.11 to 2.13
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # it says that this is not needed, but the compiler asks for it
-        enable_symm_mem_for_group(mesh.get_group().group_name)
+    enable_async_tp(mesh.get_group())
 
 
-def vocabulary_cut_cross_entropy_sum(logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
+def loss_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
     """`cross_entropy_sum` of logits (B, S, V/T), each process with its part of the vocabulary; labels (B, S).
 
     Needs `loss_context` around it and around its backward. The same value on all processes of the axis.
     """
-    whole = DTensor.from_local(logits, mesh, [VOCABULARY])
+    whole = DTensor.from_local(logits, mesh, [VOCABULARY_SHARD])
     loss = cross_entropy_sum(whole, labels)
     assert isinstance(loss, DTensor)
     return loss.to_local()

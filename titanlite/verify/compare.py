@@ -25,12 +25,13 @@ from titanlite.config.schema import Config
 from titanlite.data.stream import IGNORED, Batch, count_targets
 from titanlite.distributed import process_group
 from titanlite.distributed.mesh import DATA_AXES, LOSS_AXES, Mesh, data_rank, sum_over
+from titanlite.distributed.torch_private import num_compiled_graphs
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.fsdp import assign_shard
-from titanlite.parallel.parallelize import split, uncompiled
+from titanlite.parallel.parallelize import reason_blocks_not_compiled, split_and_parallelize
 from titanlite.parallel.rules import check_layout
 from titanlite.parallel.stages import Stages
 
@@ -97,7 +98,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     rank, world = data_rank(mesh)
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
-    parts = split(model, config, mesh)
+    parts = split_and_parallelize(model, config, mesh)
     for part in parts:
         part.to_empty(device="cpu" if config.parallel.cpu_offload else device)
         part.init_weights(config.run.seed, assign_shard, device)
@@ -106,7 +107,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     expected = torch.load(path, map_location="cpu", mmap=True)
     found = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "parameters": 0.0}
     graphs: list[int] = []
-    compiles = config.compile.loss or not uncompiled(config, llama.dim, mesh)
+    compiles = config.compile.loss or not reason_blocks_not_compiled(config, llama.dim, mesh)
     for step in range(STEPS):
         whole = make_batch(step, training.global_batch_size, training.seq_len, llama.vocab_size)
         local = [Batch(*pair) for pair in zip(*(part.split(training.local_batch_size) for part in whole), strict=True)]
@@ -124,17 +125,12 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
             found[name] = _worse(found[name], abs(float(value) / expected[name][step] - 1))
         optimizer.step()
         optimizer.zero_grad()
-        graphs.append(_graphs_so_far() if compiles else 0)
+        graphs.append(num_compiled_graphs() if compiles else 0)
     if graphs[-1] > graphs[1]:
         raise RuntimeError(f"compiled {graphs[-1] - graphs[1]} graphs after the second step; expected none")
     parameters = (named for part in parts for named in part.named_parameters())
     found["parameters"] = _farthest(parameters, expected["parameters"])
     return found
-
-
-def _graphs_so_far() -> int:
-    """How many graphs torch.compile has made in this process. Imports it, which takes seconds."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def _device(config: Config) -> torch.device:

@@ -22,7 +22,7 @@ from titanlite.parallel.layout import AXES
 from titanlite.parallel.rules import check_layout
 
 SEQUENCES = 8  # per step, over all processes; more where there are more processes
-MOST = 64  # processes
+MAX_PROCESSES = 64  # processes
 QUICK = 4  # processes up to which --quick goes
 LAYOUT = ("parallel", "recompute", "compile", "loss")  # the sections of the config that a layout is
 RECOMPUTE_MODES = ("full", "selective", "memory_budget")
@@ -66,8 +66,8 @@ def make_case(arguments: list[str], layout: str, device: str) -> Case:
         if not degree.isdecimal() or degree == "0":
             raise ConfigError(f"--layout {layout}: {axis} = {degree}: expected an integer, at least 1")
     processes = math.prod(int(degree) for degree in degrees.values())
-    if processes > MOST:
-        raise ConfigError(f"--layout {layout}: {processes} processes; expected at most {MOST}")
+    if processes > MAX_PROCESSES:
+        raise ConfigError(f"--layout {layout}: {processes} processes; expected at most {MAX_PROCESSES}")
     readers = int(degrees["dp_replicate"]) * int(degrees["dp_shard"])
     local = max(1, min(4, SEQUENCES // readers))
     sequences = -(-SEQUENCES // (local * readers)) * local * readers  # one reader of eight accumulates twice
@@ -145,7 +145,7 @@ def layouts(processes: int, quick: bool) -> Iterator[dict[str, int]]:
                         yield dict(zip(axes, degrees, strict=True))
 
 
-def misfit(case: Case, llama: LlamaConfig) -> str:
+def reason_not_fitting(case: Case, llama: LlamaConfig) -> str:
     """Why a layout does not fit the model; empty if it does."""
     try:
         check_layout(case.config, llama, case.processes)

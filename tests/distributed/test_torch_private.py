@@ -1,0 +1,114 @@
+"""Private names of torch: they exist, do what is said of them, and no other file uses any."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend
+
+from titanlite.distributed import torch_private
+
+ROOT = Path(__file__).parents[2]
+FILES = [ROOT / "train.py", *sorted((ROOT / "titanlite").rglob("*.py"))]
+
+
+def private_names(path: Path) -> list[str]:
+    """Names of torch with an underscore before a part, in imports and in expressions; not in strings or comments."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.Attribute) and (text := ast.unparse(node)).split(".")[0] == "torch":
+            found.append(text)
+    return [name for name in found if re.search(r"\._(?!_)", name)]
+
+
+def test_no_other_file_uses_a_private_name_of_torch():
+    using = {path.name: names for path in FILES if (names := private_names(path))}
+    assert set(using) == {"torch_private.py"}, using
+
+
+def test_each_function_names_the_releases_it_was_checked_on():
+    for name, function in vars(torch_private).items():
+        if getattr(function, "__module__", None) == torch_private.__name__:
+            assert re.search(r"2\.1[135]", function.__doc__ or ""), name
+
+
+def test_operators_on_lists_and_operators_by_name():
+    a, b = [torch.ones(2), torch.ones(3)], [torch.full((2,), 2.0), torch.full((3,), 2.0)]
+    torch_private.foreach_add_(a, 1.0)
+    torch_private.foreach_mul_(a, 2.0)
+    torch_private.foreach_lerp_(a, b, 0.5)
+    torch_private.foreach_addcmul_(a, b, b, 1.0)
+    torch_private.foreach_div_(a, 7.0)
+    torch_private.foreach_addcdiv_(a, b, b, 1.0)
+    assert all(torch.equal(x, torch.full_like(x, 2.0)) for x in a)
+    assert torch_private.foreach_sqrt([torch.full((2,), 9.0)])[0].tolist() == [3.0, 3.0]
+    assert float(torch_private.foreach_norm([torch.tensor([3.0, 4.0])], 2)[0]) == 5.0
+    torch_private.foreach_copy_(a, [torch.zeros(2), torch.zeros(3)])
+    assert not any(x.any() for x in a)
+    for name in ("REDUCE_SCATTER", "SHARD_ALL_TO_ALL", "SCALED_MM"):
+        assert isinstance(getattr(torch_private, name), torch._ops.OpOverload), name
+    assert all(isinstance(operator, torch._ops.OpOverload) for operator in torch_private.FUSED_ATTENTION)
+
+
+def test_scaled_mm_multiplies_float8():
+    x, one = torch.eye(16).to(torch.float8_e4m3fn), torch.ones(())
+    assert torch.equal(torch_private.scaled_mm(x, x.t(), one, one, out_dtype=torch.float32), torch.eye(16))
+
+
+def test_attention_backend_is_one_of_torchs():
+    q = torch.zeros(1, 2, 8, 8)
+    assert SDPBackend(torch_private.attention_backend(q, q, q, enable_gqa=False)).name.endswith(("ATTENTION", "MATH"))
+
+
+def store_and_timeout() -> tuple[bytes, bool]:
+    store = torch_private.clone_default_store()
+    if dist.get_rank() == 0:
+        store.set("titanlite/test", "seen")
+    torch_private.set_group_timeout(dist.group.WORLD, 5)
+    dist.barrier()
+    return store.get("titanlite/test"), bool(torch_private.flight_recorder())
+
+
+def test_store_time_out_and_flight_recorder(pool):
+    assert pool.run(2, store_and_timeout) == [(b"seen", True)] * 2
+
+
+def test_the_compilers_settings():
+    torch_private.set_activation_memory_budget(0.5)
+    torch_private.set_activation_memory_budget(1.0)
+    before = torch_private.num_compiled_graphs()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert torch_private.num_compiled_graphs() == before + 1
+    assert isinstance(torch_private.has_triton_package(), bool)
+
+
+def test_names_that_only_gpus_use_can_be_imported():
+    from torch._inductor import config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    assert callable(enable_symm_mem_for_group)
+    assert hasattr(inductor, "_micro_pipeline_tp")
+    torch_private.set_ring_rotation("alltoall")
+    with pytest.raises(NotImplementedError):
+        torch_private.set_ring_rotation("by pigeon")
+
+
+def test_the_stage_overrides_what_torchs_has():
+    stage, parent = torch_private.pipeline_stage_class(), torch_private.pipeline_stage_class().__base__
+    for name in vars(stage).keys() - {
+        "__module__",
+        "__doc__",
+        "__qualname__",
+        "__firstlineno__",
+        "__static_attributes__",
+    }:
+        assert hasattr(parent, name), name

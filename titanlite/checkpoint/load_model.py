@@ -1,0 +1,31 @@
+"""The model of a run's own checkpoint, in one process: for the sample at the end of a run.
+
+What it is: the weights of a step folder, verified and read through its manifest, whatever layout wrote them. Models of
+other formats, and of folders that may be anybody's, are loaded by `formats/load.py`.
+What it costs: the parameters in fp32 once; the weight files are read twice, first to compare them with their hashes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from titanlite.checkpoint.manifest import CorruptCheckpoint, read_file, read_manifest
+from titanlite.checkpoint.storage import read_step, verify_files
+from titanlite.model.flavors import LlamaConfig
+from titanlite.model.llama import Llama
+
+
+def load_model(folder: Path, device: torch.device, seq_len: int) -> Llama:
+    """The model in a step folder, for sequences of up to `seq_len` tokens. Raises CorruptCheckpoint."""
+    manifest = read_manifest(folder)
+    if problems := verify_files(folder, manifest, [name for name in manifest.files if name.startswith("model")]):
+        raise CorruptCheckpoint(problems)
+    config = LlamaConfig.from_json(read_file(folder, manifest, "model.json").decode())
+    with torch.device("meta"):
+        model = Llama(config, seq_len)
+    model.to_empty(device=device)
+    model.reset_rope(device)
+    read_step(folder, {"model": model.state_dict()}, alone=True)
+    return model.eval()

@@ -1,0 +1,165 @@
+"""Every private name of torch that titanlite uses, in one place.
+
+What it is: thin functions over names that begin with an underscore or live in a module that does. Each says why there
+is no public way, what it was checked on, and the upstream issue where there is one. Nothing else in the package
+touches such names; a test imports each of them.
+Why it is here: a private name may change with any release of torch. Then this is the file to read and to mend.
+
+"Checked" names the torch releases whose test run covered the use: 2.11, 2.13 and 2.15 on CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed.tensor  # registers the operators below
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.utils._triton import has_triton_package as has_triton_package
+
+# Operators on lists of tensors, one kernel for many. torch.foreach is to make them public (pytorch#193607).
+# Checked: 2.11, 2.13, 2.15.
+foreach_add_ = torch._foreach_add_
+foreach_addcdiv_ = torch._foreach_addcdiv_
+foreach_addcmul_ = torch._foreach_addcmul_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sqrt = torch._foreach_sqrt
+
+# Products of float8 matrices. torch.nn.functional.scaled_mm is public from 2.10 on, and was not measured.
+# Checked: 2.11, 2.13, 2.15.
+scaled_mm = torch._scaled_mm
+
+# Operators that tensor and context parallel run, by the names that a checkpoint policy sees. Functional collectives
+# have no public module. Checked: 2.11, 2.13, 2.15.
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+SHARD_ALL_TO_ALL = torch.ops._dtensor.shard_dim_alltoall.default
+SCALED_MM = torch.ops.aten._scaled_mm.default
+FUSED_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+
+def attention_backend(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> int:
+    """The `SDPBackend` that causal attention of these tensors would take. torch does not report it otherwise.
+
+    Checked: 2.11, 2.13, 2.15.
+    """
+    return torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=enable_gqa)
+
+
+def set_group_timeout(group: ProcessGroup, seconds: float) -> None:
+    """Sets the time-out of a group's collectives. `init_device_mesh` takes none (pytorch#119613).
+
+    Checked: 2.11, 2.13, 2.15.
+    """
+    _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def clone_default_store() -> Any:
+    """A second connection to the store through which the process group was joined (no public access: pytorch#151960).
+
+    A clone, because a client blocks while torch itself waits in it for seconds. Checked: 2.11, 2.13, 2.15.
+    """
+    store: Any = _get_default_store()  # the type stub lacks `clone`
+    return store.clone()
+
+
+def flight_recorder() -> str:
+    """The last collectives of this process as JSON, where torch records them; a sentence where it does not.
+
+    Under the first name in NCCL builds, under the second in gloo's of 2.13 and later. Checked: 2.13, 2.15.
+    """
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        if dump := getattr(torch._C._distributed_c10d, name, None):
+            return dump().decode(errors="replace")
+    return "not in this torch"
+
+
+def set_activation_memory_budget(budget: float) -> None:
+    """Sets the part of the activations' memory that graphs compiled from here on may keep; 1 keeps all.
+
+    `torch.autograd.graph.region_activation_memory_budget` is to make it public (pytorch#185979). Under tensor parallel
+    a graph has meshes among its inputs, whose size the partitioner must count as zero. Checked: 2.11, 2.13, 2.15.
+    """
+    import torch._functorch.config
+
+    functorch: Any = torch._functorch.config
+    functorch.activation_memory_budget = budget
+    if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):
+        functorch.unsafe_treat_script_objects_as_zero_size = budget < 1
+
+
+def enable_async_tp(group: ProcessGroup) -> None:
+    """Lets the compiler split matmuls to overlap them with tensor parallel's communication (arXiv 2105.05720).
+
+    There is no public switch, and the pass skips groups without the deprecated second call (pytorch#193027). Read in
+    the sources of 2.11 and 2.13; not run, since it needs several GPUs.
+    """
+    from torch._inductor import config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    inductor._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
+
+
+def set_ring_rotation(method: str) -> None:
+    """How `context_parallel` moves keys and values: `alltoall` one step at a time, `allgather` all at once (default).
+
+    Experimental upstream (pytorch#142093). Imported on 2.11, 2.13 and 2.15; not run, since it needs CUDA.
+    """
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    set_rotate_method(method)
+
+
+def num_compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process. Checked: 2.11, 2.13, 2.15."""
+    import torch._dynamo
+
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@functools.cache
+def pipeline_stage_class() -> Any:
+    """`PipelineStage` for schedules in which two neighbouring stages share a process, as where a V turns.
+
+    torch's own fails there. In 2.11 stages exchange a first message with their neighbours, and gloo cannot send one to
+    the process itself. In 2.11 to 2.15 `eval`, which runs forwards only, still passes gradients to the neighbour.
+    A function, because the import of `torch.distributed.pipelining` takes half a second. Checked: 2.11, 2.13, 2.15.
+    """
+    from torch.distributed import P2POp
+    from torch.distributed.pipelining import PipelineStage
+
+    class Stage(PipelineStage):
+        def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
+            return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+        def get_local_bwd_output(self, mb_index: int) -> Any:
+            return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+        def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+            if self.has_backward:
+                super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    return Stage
+
+
+def storage_info(relative_path: str, offset: int, length: int) -> Any:
+    """Where a stock DCP folder's index says a tensor lies. The index is a pickle of this class. Checked: 2.11, 2.13."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(relative_path, offset, length)
