@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config, ParallelConfig, TrainingConfig
@@ -14,6 +15,7 @@ from titanlite.data.tokenizer import BUNDLED
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import FLAVORS, LlamaConfig, RopeScaling
 from titanlite.model.llama import Llama
+from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.fsdp import assign_shard
 from titanlite.parallel.layout import AXES
 from titanlite.parallel.parallelize import split_and_parallelize
@@ -68,6 +70,23 @@ def build_stages(
         part.to_empty(device="cpu")
         part.init_weights(seed, assign_shard)
     return Stages(parts, config, mesh, torch.device("cpu"))
+
+
+TOKENS = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(3))
+
+
+def gradients(model: nn.Module, tokens: torch.Tensor = TOKENS) -> dict[str, torch.Tensor]:
+    """Gradients of the mean loss, by parameter name."""
+    (cross_entropy_sum(model(tokens[:, :-1]), tokens[:, 1:]) / tokens[:, 1:].numel()).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same(found: dict, expected: dict, **tolerance) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(
+            found[name], expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
 
 
 def make_file(path: Path, config: LlamaConfig) -> None:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import train_run
 
 from titanlite.cli.main import main
 from titanlite.config.load import load_config
@@ -41,18 +40,6 @@ def test_prepare_prints_the_folder(capsys, text_file):
     assert (folder / "manifest.json").exists()
 
 
-def test_generate_from_a_run(pool, arguments, tmp_path, capsys):
-    assert pool.run(2, train_run, [*arguments, "--training.steps=3"]) == [0, 0]
-    command = ["generate", str(tmp_path / "debug"), "--prompt", "def add_", "--max-new-tokens", "90", "--device", "cpu"]
-    texts = []
-    for seed in ("1", "1", "2"):
-        assert main([*command, "--seed", seed]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2]
-    assert texts[0].startswith("def add_")
-    assert main(["generate", str(tmp_path / "debug/checkpoints/step-3"), "--max-new-tokens", "1"]) == 0
-
-
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
@@ -69,18 +56,3 @@ def test_mistakes_are_one_line_and_exit_code_2(argv, expected, capsys, monkeypat
     error = capsys.readouterr().err
     assert expected in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize("option", ["--temperature=-1", "--top-k=x", "--max-new-tokens=-1", "--device=tpu"])
-def test_bad_options_of_generate(option, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["generate", "x", option])
-    assert caught.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_training_a_tokenizer_and_training_with_it(pool, arguments, tmp_path, text_file, capsys):
-    path = tmp_path / "own.model"
-    assert main(["tokenizer", "train", str(path), "--num-tokens=300", f"--data-path={text_file}"]) == 0
-    assert "wrote 300 tokens" in capsys.readouterr().out
-    assert pool.run(1, train_run, [*arguments, f"--data.tokenizer={path}", "--training.steps=1"]) == [0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 import time
@@ -10,8 +9,8 @@ import time
 import pytest
 
 from titanlite.config.load import all_keys, flavors, load_config
-from titanlite.config.schema import ConfigError, sections
-from titanlite.config.text import help_text, to_toml
+from titanlite.config.schema import ConfigError
+from titanlite.config.text import to_toml
 from titanlite.model.flavors import FLAVORS
 
 
@@ -196,17 +195,3 @@ def test_a_mistake_is_found_fast_and_without_torch():
     assert min(seconds) < 1
     assert result.stdout.split() == ["2", "False"]
     assert "did you mean training.steps?" in result.stderr
-
-
-def test_help_names_every_key_with_its_default_and_a_line():
-    lines = help_text().splitlines()
-    for section, cls in sections().items():
-        for field in dataclasses.fields(cls):
-            (at,) = [i for i, line in enumerate(lines) if line.startswith(f"  --{section}.{field.name}  ")]
-            assert "(default " in lines[at]
-            assert lines[at + 1].strip() == field.metadata["help"]
-
-
-def test_flavor_choices_are_the_flavors():
-    (field,) = [f for f in dataclasses.fields(sections()["model"]) if f.name == "flavor"]
-    assert set(field.metadata["choices"]) == set(FLAVORS)

@@ -1,7 +1,7 @@
 """Ten steps on fixed data, against the numbers they once gave.
 
 A change that moves these has changed the model, the data order, the initial weights or the optimizer. If it was
-meant to, print the new ones: `pytest tests/distributed/test_golden.py -s`. The text and the tokenizer are fixed, so
+meant to, print the new ones: `pytest tests/e2e/test_golden.py -s`. The text and the tokenizer are fixed, so
 the numbers depend neither on the Python version nor (2.11 and 2.13 agree to six digits) on torch's.
 """
 

@@ -1,18 +1,61 @@
-"""The whole ladder, and products of three axes on eight processes. Minutes: marked slow."""
+"""The campaign of `titanlite verify`: its verdicts, a layout that hangs, and (slow, minutes) the whole ladder."""
 
 from __future__ import annotations
+
+import json
+import time
 
 import pytest
 
 from titanlite.cli.verify import run as verify
+from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.verify.campaign import FIGURES, judge
+from titanlite.verify.compare import measure
+from titanlite.verify.ladder import Case, make_case
 
-pytestmark = pytest.mark.slow
+SMALL = ["debug", "--model.dim=32", "--model.ffn_dim=64", "--training.seq_len=32"]
 
 
+def case(layout: str) -> tuple[Case, LlamaConfig]:
+    made = make_case(SMALL, layout, "cpu")
+    return made, resolve_flavor(made.config.model, 4112)
+
+
+def test_what_is_no_number_fails():
+    made, _ = case("dp_shard=2")
+    good = dict.fromkeys(FIGURES, 0.0)
+    assert judge(made, good, 1.0)["passed"]
+    for name in FIGURES:
+        assert not judge(made, {**good, name: float("nan")}, 1.0)["passed"]
+        assert not judge(made, {**good, name: float("inf")}, 1.0)["passed"]
+        assert not judge(made, {**good, name: 1.1e-5}, 1.0)["passed"]
+
+
+def break_tp(config, llama, path):
+    """A layout that hangs if it has tp."""
+    if config.parallel.tp > 1:
+        time.sleep(60)
+    return measure(config, llama, path)
+
+
+def test_a_layout_that_hangs_is_a_failure_not_the_end(monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr("titanlite.verify.compare.measure", break_tp)
+    arguments = [word for layout in ("tp=2", "dp_shard=2") for word in ("--layout", layout)]
+    assert verify([*SMALL, *arguments, "--timeout", "8", "--json", str(tmp_path / "rows.json")]) == 1
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["passed"] for row in rows] == [False, True]
+    assert rows[0]["loss"] is None
+    output = capfd.readouterr()
+    assert "1 of 2 layouts equal one process\nFAILED: tp=2" in output.out
+    assert "gave no answer within 8" in output.err
+
+
+@pytest.mark.slow
 def test_the_whole_ladder_of_four_processes():
     assert verify(["debug"]) == 0
 
 
+@pytest.mark.slow
 def test_eight_processes():
     layouts = ["dp_shard=2,tp=2,pp=2", "dp_shard=2,cp=2,tp=2", "dp_replicate=2,dp_shard=2,tp=2", "cp=2,pp=2,tp=2"]
     assert verify(["debug", *(word for layout in layouts for word in ("--layout", layout))]) == 0

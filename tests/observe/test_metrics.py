@@ -1,12 +1,9 @@
-"""Metrics, validation, logs and traces."""
+"""metrics.jsonl: its keys, its steps, and how rarely a step reads from the device."""
 
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
-import logging
-import math
 from typing import Any
 from unittest import mock
 
@@ -14,7 +11,6 @@ import pytest
 import torch
 from runs import rows, train_run
 
-from titanlite.observe.logging import log_to_file, setup_logging
 from titanlite.observe.metrics import Progress, _truncate_after, duration
 
 
@@ -43,26 +39,6 @@ def test_contract_of_metrics_jsonl(pool, arguments, tmp_path):
     assert {tuple(row) for row in held_out} == {("step", "validation/numbers/loss", "validation/numbers/bits_per_byte")}
 
 
-def test_bits_per_byte_follows_from_the_text(pool, arguments, tmp_path):
-    """Over the whole held-out text: nats per token * tokens / ln 2 / bytes."""
-    from titanlite.config.schema import DataConfig
-    from titanlite.data.prepare import prepare
-    from titanlite.data.shards import Tokens, read_manifest
-    from titanlite.data.tokenizer import Tokenizer
-
-    assert pool.run(1, train_run, [*arguments, "--validation.samples=0", "--training.steps=1"]) == [0]
-    row = next(row for row in rows(tmp_path / "debug") if row["step"] == 0)
-    path = next(a for a in arguments if a.startswith("--data.path=")).partition("=")[2]
-    tokenizer = Tokenizer()
-    folder = prepare(DataConfig(path=path), tokenizer, lambda message: None)
-    tokens = Tokens(folder, read_manifest(folder), "validation")
-    count = (len(tokens) - 1) // 64 * 64
-    text = tokenizer.decode(i for i in tokens.read(1, count).tolist() if i < tokenizer.bos)
-    expected = row["validation/numbers/loss"] * count / math.log(2) / len(text.encode())
-    assert row["validation/numbers/bits_per_byte"] == pytest.approx(expected, rel=1e-6)
-    assert row["validation/numbers/loss"] == pytest.approx(math.log(4112), abs=0.1)
-
-
 def test_lines_of_steps_that_were_not_saved_are_removed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": i, "loss": 1.5}) + "\n" for i in range(5)) + '{"step": 2, "lo')
@@ -82,39 +58,6 @@ def test_progress_round_trips():
 
 def test_durations():
     assert [duration(s) for s in (0, 59.6, 65, 3599, 7384)] == ["0:00", "1:00", "1:05", "59:59", "2:03:04"]
-
-
-def test_log_rank_chooses_who_speaks(monkeypatch, capsys, tmp_path):
-    logger = logging.getLogger("titanlite")
-    monkeypatch.setenv("LOG_RANK", "1, 3")
-    try:
-        for rank in range(4):
-            setup_logging(rank)
-            if rank == 0:
-                log_to_file(tmp_path / "log.txt")
-            logger.info("step")
-            logger.warning("careful")
-        assert capsys.readouterr().out.splitlines() == [
-            "careful", "[rank 1] step", "[rank 1] careful", "[rank 2] careful", "[rank 3] step", "[rank 3] careful",
-        ]  # fmt: skip
-        assert "INFO step" in (tmp_path / "log.txt").read_text()
-    finally:
-        logger.handlers.clear()
-
-
-def test_traces_are_written_for_each_rank(pool, arguments, tmp_path):
-    profiling = [
-        "--profiling.enabled",
-        "--profiling.freq=3",
-        "--profiling.warmup_steps=1",
-        "--profiling.active_steps=1",
-    ]
-    assert pool.run(2, train_run, [*arguments, *profiling]) == [0, 0]
-    traces = sorted(path.name for path in (tmp_path / "debug/traces").iterdir())
-    assert traces == [f"step-{step}-rank-{rank}.json.gz" for step in (3, 6) for rank in (0, 1)]
-    with gzip.open(tmp_path / "debug/traces" / traces[0]) as file:
-        names = {event.get("name") for event in json.load(file)["traceEvents"]}
-    assert "aten::mm" in names
 
 
 def reads_of_a_run(arguments: list[str]) -> dict[int, int]:

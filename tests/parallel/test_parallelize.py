@@ -1,0 +1,54 @@
+"""What `auto` resolves to: the dtype of computation, and whether blocks are compiled."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from titanlite.config.load import load_config
+from titanlite.config.schema import Config, TrainingConfig
+from titanlite.parallel.parallelize import compute_dtypes, reason_blocks_not_compiled, resolve_auto
+
+
+@pytest.mark.parametrize(
+    ("given", "dim", "device", "native", "expected"),
+    [
+        ("auto", 128, "cuda", False, torch.bfloat16),
+        ("auto", 512, "cpu", True, torch.bfloat16),
+        ("auto", 128, "cpu", True, torch.float32),  # its casts cost more than its products gain
+        ("auto", 512, "cpu", False, torch.float32),
+        ("float32", 512, "cpu", True, torch.float32),
+        ("float32", 512, "cuda", True, torch.float32),
+        ("bfloat16", 128, "cpu", False, torch.bfloat16),
+    ],
+)
+def test_dtype_of_computation(monkeypatch, given, dim, device, native, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native})
+    config = Config(training=TrainingConfig(compute_dtype=given, reduce_dtype="float32"))
+    assert compute_dtypes(config, dim, device) == (expected, torch.float32)
+    assert resolve_auto(config, dim, device).training.compute_dtype == str(expected).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(
+    ("options", "dim", "device", "pp", "expected"),
+    [
+        ([], 128, "cuda", 1, True),
+        ([], 128, "cpu", 1, False),
+        ([], 512, "cpu", 1, sys.platform == "linux"),
+        (["--compile.enabled"], 128, "cpu", 1, True),
+        (["--compile.enabled=false"], 2048, "cuda", 1, False),
+        (["--recompute.mode=memory_budget"], 128, "cpu", 1, True),
+        (["--parallel.pp_schedule=ZBVZeroBubble"], 2048, "cuda", 2, False),
+        (["--parallel.pp_schedule=ZBVZeroBubble"], 512, "cpu", 2, False),
+        (["--parallel.pp_schedule=ZBVZeroBubble"], 2048, "cuda", 1, True),
+        (["--parallel.pp_schedule=Interleaved1F1B"], 2048, "cuda", 2, True),
+        (["--parallel.cp_method=ring"], 2048, "cuda", 1, False),
+    ],
+)
+def test_what_auto_compiles(gpu, options, dim, device, pp, expected):
+    gpu()
+    mesh = SimpleNamespace(device_type=device, degrees={"pp": pp, "cp": 2})
+    assert (reason_blocks_not_compiled(load_config(["cpu_25m", *options]), dim, mesh) == "") is expected
