@@ -38,9 +38,9 @@ from titanlite.model.llama import Llama
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
-from titanlite.parallel.fsdp import assign_shard
-from titanlite.parallel.parallelize import reason_blocks_not_compiled, split_and_parallelize
-from titanlite.parallel.rules import check_layout
+from titanlite.parallel.auto import resolve_auto
+from titanlite.parallel.parallelize import build_model_parts
+from titanlite.parallel.rules import check_layout, reason_not_compiled
 from titanlite.parallel.stages import Stages
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -80,17 +80,18 @@ class Titanlite:
         self.config, self.llama = configuration(arguments)
         self.device = process_group.start(self.config.run.device, 600, self.config.run.seed)
         constant = config_module.ScheduleConfig(name="constant", warmup_steps=0)
-        mesh = Mesh(self.device.type, check_layout(self.config, self.llama, 1), 600)
+        asked, degrees = self.config, check_layout(self.config, self.llama, 1)
+        self.config = resolve_auto(asked, self.llama.dim, degrees, self.device.type)
+        mesh = Mesh(self.device.type, degrees, 600)
         with torch.device("meta"):
             model = Llama(self.llama, self.config.training.seq_len)
-        self.parts = split_and_parallelize(model, self.config, mesh)
-        for part in self.parts:
-            part.to_empty(device=self.device)
-            part.init_weights(self.config.run.seed, assign_shard, self.device)
+        self.parts = build_model_parts(model, self.config, mesh, self.device)
         self.stages = Stages(self.parts, self.config, mesh, self.device)
         self.optimizer = build_optimizer(self.parts, self.config.optimizer)
         self.schedule = Schedule(self.optimizer, constant, self.config.optimizer.lr, self.config.training.steps)
-        self.not_compiled = reason_blocks_not_compiled(self.config, self.llama.dim, mesh)
+        reason = reason_not_compiled(asked, degrees, self.llama.dim, self.device.type)
+        self.not_compiled = "" if self.config.compile.enabled == "true" else reason or "no compiler"
+        self.steps = 0
 
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """A batch that is in CPU memory goes to the device as in train.py."""
@@ -99,10 +100,11 @@ class Titanlite:
             num_targets = to_device(num_targets, self.device)
             ((tokens, labels),) = prefetch([(tokens, labels)], self.device)
         loss = self.stages.forward_backward(tokens, labels, num_targets, True)
-        clip_grad_norm(self.parts, self.config.training.max_norm, self.device, self.stages.held_twice)
+        clip_grad_norm(self.parts, self.config.training.max_norm, self.device, self.stages.shared_params)
+        self.steps += 1
+        self.schedule.set_lr(self.steps)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.schedule.step()
         return loss
 
 

@@ -93,7 +93,6 @@ def child(arguments: list[str], steps: int) -> dict[str, Any]:
     from titanlite.distributed.process_group import device_name
     from titanlite.model.flops import flops_per_token, peak_tflops
     from titanlite.observe.metrics import peak_memory_gib
-    from titanlite.parallel.parallelize import compute_dtypes
 
     subject = Titanlite(arguments)
     config, device = subject.config, subject.device
@@ -123,7 +122,7 @@ def child(arguments: list[str], steps: int) -> dict[str, Any]:
         "p99": report.p99(seconds),
         "GiB": peak_memory_gib(device),
         "host waits": waits,
-        "compute": str(compute_dtypes(config, subject.llama.dim, device.type)[0]).removeprefix("torch."),
+        "compute": config.training.compute_dtype,
         "not compiled": subject.not_compiled,
         "seconds": seconds,
     }

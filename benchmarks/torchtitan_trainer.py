@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from titanlite.config.schema import Config
 from titanlite.distributed import process_group
 from titanlite.model.flavors import LlamaConfig
-from titanlite.parallel.parallelize import compute_dtypes
+from titanlite.parallel.auto import compute_dtype
 
 RECOMPUTE = {"none": ("none", "op"), "full": ("full", "op"), "selective": ("selective", "op")}
 
@@ -111,7 +111,8 @@ def build(config: Config, llama: LlamaConfig, pair: str, weights: dict[str, Tens
         if scaling
         else RoPEScalingArgs(scaling_factor=1.0),
     )
-    dtypes = compute_dtypes(config, llama.dim, device.type)
+    names = compute_dtype(config, llama.dim, device.type), config.training.reduce_dtype
+    dtypes = [getattr(torch, name) for name in names]
 
     def parallelize(model: Any, dims: Any, job_config: Any) -> Any:
         model = parallelize_llama(model, dims, job_config)

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.config.schema import Config, ParallelConfig, TrainingConfig
+from titanlite.config.schema import Config, ParallelConfig, RunConfig, TrainingConfig
 from titanlite.data.tokenizer import BUNDLED
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import FLAVORS, LlamaConfig, RopeScaling
 from titanlite.model.llama import Llama
 from titanlite.optim.loss import cross_entropy_sum
-from titanlite.parallel.fsdp import assign_shard
+from titanlite.parallel.auto import resolve_auto
 from titanlite.parallel.layout import AXES
-from titanlite.parallel.parallelize import split_and_parallelize
+from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
 
 SMALL = LlamaConfig(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=101)
@@ -62,14 +62,13 @@ def build_stages(
         parallel=ParallelConfig(**parallel),
         **{type(section).__name__.removesuffix("Config").lower(): section for section in sections},
     )
-    mesh = Mesh("cpu", {axis: parallel.get(axis, 1) for axis in AXES}, 77)
+    degrees = {axis: parallel.get(axis, 1) for axis in AXES}
+    config = resolve_auto(dataclasses.replace(config, run=RunConfig(seed=seed)), llama.dim, degrees, "cpu")
+    mesh = Mesh("cpu", degrees, 77)
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
-    parts = split_and_parallelize(model, config, mesh)
-    for part in parts:
-        part.to_empty(device="cpu")
-        part.init_weights(seed, assign_shard)
-    return Stages(parts, config, mesh, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    return Stages(build_model_parts(model, config, mesh, cpu), config, mesh, cpu)
 
 
 TOKENS = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(3))

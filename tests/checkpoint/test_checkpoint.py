@@ -33,14 +33,14 @@ TOKENS = torch.randint(101, (2, 17), generator=torch.Generator().manual_seed(3))
 def build(parallel: dict, seed: int, llama: LlamaConfig) -> tuple[Stages, torch.optim.Optimizer, dict]:
     """A model in some layout over all ranks, and its states."""
     stages = build_stages(parallel, seed, llama)
-    optimizer = build_optimizer(stages.parts, OptimizerConfig())
-    states = {"model": ModelState(stages.parts), "optimizer": OptimizerState(stages.parts, optimizer)}
+    optimizer = build_optimizer(stages.model_parts, OptimizerConfig())
+    states = {"model": ModelState(stages.model_parts), "optimizer": OptimizerState(stages.model_parts, optimizer)}
     return stages, optimizer, states
 
 
 def everything(stages: Stages, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """All weights and moments that this rank has a part of, whole."""
-    named = [pair for part in stages.parts for pair in part.named_parameters()]
+    named = [pair for part in stages.model_parts for pair in part.named_parameters()]
     whole = {name: full(p).detach().clone() for name, p in named}
     for name, parameter in named:
         for key, value in optimizer.state[parameter].items():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlite.distributed.mesh import LOSS_AXES, Mesh, data_rank, sum_over
+from titanlite.distributed.mesh import Mesh
 from titanlite.parallel.layout import AXES
 
 
@@ -16,12 +16,13 @@ def mesh_facts(degrees: dict[str, int]) -> tuple:
     timeouts = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
     assert timeouts == {77}
     ranks = tuple(mesh[axis].get_local_rank() for axis in (*AXES, "dp_shard_cp"))
-    return ranks, data_rank(mesh), int(sum_over(torch.tensor(10 ** dist.get_rank()), mesh, LOSS_AXES))
+    total = int(mesh.sum_losses(torch.tensor(10 ** dist.get_rank())))
+    return ranks, (mesh.data_rank, mesh.data_size), total, int(mesh.sum_counts(torch.tensor(1)))
 
 
 @pytest.mark.parametrize(
     ("degrees", "ranks", "data", "total"),
-    [  # of the last process: its place on each axis and on dp_shard_cp; (rank, size) among readers; sum over LOSS_AXES
+    [  # of the last rank: its place on each axis and on dp_shard_cp; (data_rank, data_size); sum of losses
         ({"dp_shard": 4}, (0, 0, 3, 0, 0, 3), (3, 4), 1111),
         ({"dp_replicate": 2, "dp_shard": 2}, (0, 1, 1, 0, 0, 1), (3, 4), 1111),
         ({"dp_replicate": 4}, (0, 3, 0, 0, 0, 0), (3, 4), 1111),
@@ -31,4 +32,4 @@ def mesh_facts(degrees: dict[str, int]) -> tuple:
     ],
 )
 def test_mesh_axes_ranks_and_sums(pool, degrees, ranks, data, total):
-    assert pool.run(4, mesh_facts, degrees)[3] == (ranks, data, total)
+    assert pool.run(4, mesh_facts, degrees)[3] == (ranks, data, total, data[1])

@@ -49,12 +49,12 @@ def quiet(text: str) -> None:
 def make_step(folder: Path, config: LlamaConfig, parallel: dict | None = None) -> dict[str, torch.Tensor]:
     """A committed step of a model in some layout, with moments; returns its weights."""
     stages = build_stages(parallel or {}, 0, config)
-    optimizer = build_optimizer(stages.parts, OptimizerConfig())
+    optimizer = build_optimizer(stages.model_parts, OptimizerConfig())
     tokens = torch.randint(config.vocab_size, (2, 17), generator=torch.Generator().manual_seed(3))
     stages.forward_backward(tokens[:, :-1], tokens[:, 1:], torch.tensor(32))
     optimizer.step()
     optimizer.zero_grad()
-    states = {"model": ModelState(stages.parts), "optimizer": OptimizerState(stages.parts, optimizer)}
+    states = {"model": ModelState(stages.model_parts), "optimizer": OptimizerState(stages.model_parts, optimizer)}
     files = {"model.json": config.to_json().encode()}
     files |= {"tokenizer.model": BUNDLED.read_bytes()} if config.vocab_size >= 4112 else {}
     facts = RunMetadata(parallel or {}, {"training": {"seq_len": 16}, "model": {"flavor": "debug"}}, "")

@@ -21,7 +21,7 @@ FLAVORS = {"small": SMALL, "even": EVEN}
 
 
 def of(stages) -> dict[str, torch.Tensor]:
-    return ModelState(stages.parts).state_dict()
+    return ModelState(stages.model_parts).state_dict()
 
 
 def whole(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -31,7 +31,7 @@ def whole(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def save(folder: Path, parallel: dict, flavor: str, at_root: bool) -> dict[str, torch.Tensor]:
     """As a trainer with stock DCP saves: weights, AdamW, generators, numbers, nested lists."""
     stages = build_stages(parallel, 0, FLAVORS[flavor])
-    (model,) = stages.parts
+    (model,) = stages.model_parts
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

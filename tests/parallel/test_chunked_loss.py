@@ -22,7 +22,7 @@ def most_bytes(parallel: dict[str, int], num_chunks: int) -> int:
     tokens = torch.randint(WIDE.vocab_size, SHAPE)
     with Largest() as largest:
         stages.forward_backward(tokens, tokens, torch.tensor(tokens.numel()))
-    return largest.most if hasattr(stages.parts[-1].output, "projection" if num_chunks > 1 else "weight") else 0
+    return largest.most if hasattr(stages.model_parts[-1].output, "projection" if num_chunks > 1 else "weight") else 0
 
 
 @pytest.mark.parametrize("axis", PARTS)

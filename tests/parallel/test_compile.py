@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +13,10 @@ from model_builder import assert_same, gradients, small_model
 
 from titanlite.config.load import load_config
 from titanlite.config.schema import ConfigError, RecomputeConfig
-from titanlite.distributed.mesh import Mesh
 from titanlite.parallel.activation_checkpoint import apply_ac
+from titanlite.parallel.auto import resolve_auto
 from titanlite.parallel.compile import apply_compile, missing_for_inductor
 from titanlite.parallel.layout import AXES
-from titanlite.parallel.parallelize import reason_blocks_not_compiled
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
@@ -47,50 +46,61 @@ def compiler(gpu, monkeypatch):
     return use
 
 
-ON_CUDA, ON_CPU = (SimpleNamespace(device_type=name, degrees=dict.fromkeys(AXES, 1)) for name in ("cuda", "cpu"))
+DEGREES = dict.fromkeys(AXES, 1)
 
 
-def test_without_a_compiler_auto_is_off_and_true_an_error(compiler, tmp_path):
+def compiled(flavor: str, *options: str, device: str = "cuda") -> bool:
+    """Whether the blocks are, with these options and `auto` otherwise."""
+    config = load_config([flavor, *options])
+    return resolve_auto(config, 2048 if device == "cuda" else 512, DEGREES, device).compile.enabled == "true"
+
+
+def test_without_a_compiler_auto_is_off_and_true_an_error(compiler, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    caplog.set_level(logging.INFO)
     compiler("no-such-program")
-    assert (
-        reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == "CC = 'no-such-program' is no program"
-    )
-    assert reason_blocks_not_compiled(load_config(["llama3_1b", "--compile.backend=aot_eager"]), 2048, ON_CUDA) == ""
+    assert not compiled("llama3_1b")
+    assert "CC = 'no-such-program' is not a program" in caplog.text
+    assert compiled("llama3_1b", "--compile.backend=aot_eager")
     with pytest.raises(ConfigError, match=r"compile\.enabled = true needs a compiler: CC .*compile\.enabled = false"):
-        reason_blocks_not_compiled(load_config(["llama3_1b", "--compile.enabled"]), 2048, ON_CUDA)
+        compiled("llama3_1b", "--compile.enabled")
+    with pytest.raises(ConfigError, match=r"compile\.loss = true needs a compiler: CC .*compile\.loss = false"):
+        compiled("llama3_1b", "--compile.enabled=false", "--compile.loss")
     with pytest.raises(ConfigError, match=r"memory_budget needs a compiler: CXX .* or another recompute\.mode"):
-        reason_blocks_not_compiled(load_config(["cpu_25m", "--recompute.mode=memory_budget"]), 512, ON_CPU)
+        compiled("cpu_25m", "--recompute.mode=memory_budget", device="cpu")
     compiler("")
-    assert reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == "CC = '' is no program"
+    assert not compiled("llama3_1b")
+    assert "CC = '' is not a program" in caplog.text
     works, fails = tmp_path / "works", tmp_path / "fails"
     for path, code in ((works, 0), (fails, 1)):
         path.write_text(f"#!/bin/sh\nexit {code}\n")
         path.chmod(0o755)
     compiler(str(fails))
-    assert "finds no Python.h" in reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA)
+    assert not compiled("llama3_1b")
+    assert "finds no Python.h" in caplog.text
     compiler(str(works))
-    assert reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == ""
+    assert compiled("llama3_1b")
     compiler(str(works), capability=(6, 1))
-    assert "below 7.0" in reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA)
+    assert not compiled("llama3_1b")
+    assert "below 7.0" in caplog.text
     compiler(str(works), triton=False)
-    assert reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA).startswith("no Triton")
+    assert not compiled("llama3_1b")
+    assert "no Triton" in caplog.text
 
 
 def ask_where_one_has_no_compiler() -> tuple[str, str]:
-    """What both processes are told for auto, and for true."""
+    """What both ranks resolve auto to, and the error that both raise for true."""
     os.environ["CXX"] = "g++" if dist.get_rank() == 0 else "no-such-program"
     missing_for_inductor.cache_clear()
-    mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, 77)
-    try:
-        reason_blocks_not_compiled(load_config(["cpu_25m", "--compile.enabled"]), 512, mesh)
-        refused = ""
-    except ConfigError as error:
-        refused = str(error)
-    return reason_blocks_not_compiled(load_config(["cpu_25m"]), 512, mesh), refused
+    degrees = DEGREES | {"tp": 2}
+    with pytest.raises(ConfigError) as refused:
+        resolve_auto(load_config(["cpu_25m", "--compile.enabled"]), 512, degrees, "cpu")
+    resolved = resolve_auto(load_config(["cpu_25m"]), 512, degrees, "cpu").compile.enabled
+    return resolved, str(refused.value)
 
 
 def test_all_processes_compile_or_none(pool):
-    for auto, refused in pool.run(2, ask_where_one_has_no_compiler):
-        assert auto.startswith("rank ")
-        assert "no-such-program" in auto
+    for resolved, refused in pool.run(2, ask_where_one_has_no_compiler):
+        assert resolved == "false"
+        assert "no-such-program" in refused
         assert "compile.enabled = true needs a compiler: rank " in refused

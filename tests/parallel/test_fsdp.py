@@ -14,7 +14,7 @@ from titanlite.optim.loss import cross_entropy_sum
 def sharded_gradients(parallel: dict) -> tuple[dict, dict]:
     """Full weights and gradients of a model sharded over all ranks, each rank with a row of its own."""
     stages = build_stages(parallel)
-    model, rank, size = stages.parts[0], dist.get_rank(), dist.get_world_size()
+    model, rank, size = stages.model_parts[0], dist.get_rank(), dist.get_world_size()
     tokens = TOKENS.repeat(2, 1)[rank : rank + 1]
     stages.forward_backward(tokens[:, :-1], tokens[:, 1:], torch.tensor(11 * size))
     assert all(isinstance(p, DTensor) == (size > 1) for p in model.parameters())
@@ -44,7 +44,7 @@ def test_weights_are_bit_equal_and_gradients_equal_in_every_layout(pool, world_s
 
 def rope_dtype_in_a_block() -> list[torch.dtype]:
     """dtypes that a bf16 block gets: its input, and the RoPE table."""
-    model = build_stages({"dp_shard": 1}, compute_dtype="bfloat16").parts[0]
+    model = build_stages({"dp_shard": 1}, compute_dtype="bfloat16").model_parts[0]
     seen = []
     model.layers["1"].register_forward_pre_hook(lambda module, args: seen.extend([args[0].dtype, args[1].dtype]))
     model(TOKENS)

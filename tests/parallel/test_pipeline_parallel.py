@@ -68,7 +68,7 @@ def test_stages_go_round_or_in_a_v():
 def names_held(parallel: dict, llama: LlamaConfig) -> tuple[list[list[str]], list[int]]:
     """The parameters of each of this process's parts, and how many of them another stage has too."""
     stages = build_stages(parallel, llama=llama, local_batch_size=4)
-    return [[name for name, _ in part.named_parameters()] for part in stages.parts], [len(stages.held_twice)]
+    return [[name for name, _ in part.named_parameters()] for part in stages.model_parts], [len(stages.shared_params)]
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "DualPipeV"])
@@ -95,7 +95,7 @@ def evaluate_and_train(parallel: dict) -> list[float]:
     stages = build_stages(parallel, llama=EVEN, local_batch_size=4)
     tokens = torch.randint(104, (4, 17), generator=torch.Generator().manual_seed(1))
     x, y = tokens[:, :-1], tokens[:, 1:]
-    parameters = [p for part in stages.parts for p in part.parameters()]
+    parameters = [p for part in stages.model_parts for p in part.parameters()]
     losses, gradients = [], []
     for _ in range(2):
         losses += [float(stages.evaluate(x, y)) / 64, float(stages.forward_backward(x, y, torch.tensor(64)))]

@@ -8,13 +8,14 @@ import pytest
 import torch
 from model_builder import EVEN, build_stages
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import loss_parallel
 
 from titanlite.config.schema import ConfigError
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import LlamaConfig
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.layout import AXES
-from titanlite.parallel.tensor_parallel import apply_tp, loss_context, loss_parallel_cross_entropy_sum
+from titanlite.parallel.tensor_parallel import apply_tp, loss_parallel_cross_entropy_sum
 
 
 def line(size: int):
@@ -24,7 +25,7 @@ def line(size: int):
 def placements(llama: LlamaConfig) -> dict[str, str]:
     """What each parameter is on the tp axis: the dimension that is cut, or a copy."""
     found = {}
-    for name, parameter in build_stages({"tp": 2}, llama=llama).parts[0].named_parameters():
+    for name, parameter in build_stages({"tp": 2}, llama=llama).model_parts[0].named_parameters():
         assert isinstance(parameter, DTensor)
         place = parameter.placements[parameter.device_mesh.mesh_dim_names.index("tp")]
         found[name] = "copy" if place == Replicate() else f"dim {place.dim}"
@@ -50,7 +51,7 @@ def loss_and_gradient(ignore: bool) -> tuple[float, torch.Tensor]:
     mesh = line(2)
     logits, labels = make_logits(ignore)
     mine = logits.chunk(2, dim=-1)[mesh.get_local_rank()].clone().requires_grad_()
-    with loss_context(mesh):
+    with loss_parallel():
         loss = loss_parallel_cross_entropy_sum(mine, labels, mesh)
         (loss * 3).backward()
     return float(loss.detach()), mine.grad
@@ -77,7 +78,7 @@ def test_the_loss_on_a_cut_vocabulary_is_the_loss(pool, ignore):
 
 def shapes_between_modules() -> dict[str, list[int]]:
     """Sizes of what modules of a block get, in a model with D = 32, S = 16 and hidden width 48."""
-    part = build_stages({"tp": 2}, llama=EVEN).parts[0]
+    part = build_stages({"tp": 2}, llama=EVEN).model_parts[0]
     block, seen = part.layers["1"], {}
     block.register_forward_pre_hook(lambda module, args: seen.update(block=list(args[0].shape)))
     block.attention.attend.register_forward_pre_hook(

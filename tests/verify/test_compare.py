@@ -44,30 +44,31 @@ def forget_a_gradient_sum(*arguments):
 
 def forget_the_positions(*arguments):
     """Context parallel whose tokens all believe to be at the beginning."""
-    from titanlite.parallel import parallelize
+    from titanlite.parallel import context_parallel
 
-    original = parallelize.apply_cp
+    original = context_parallel.apply_cp
 
     def apply(model, mesh, method):
         original(model, mesh, method)
         model.positions = torch.arange(model.seq_len // mesh.size())
 
-    parallelize.apply_cp = apply
+    context_parallel.apply_cp = apply
     try:
         return measure(*arguments)
     finally:
-        parallelize.apply_cp = original
+        context_parallel.apply_cp = original
 
 
 def forget_the_tied_sum(*arguments):
     """A tied embedding whose two ends keep gradients of their own."""
-    from titanlite.parallel import stages
+    from titanlite.parallel import pipeline_parallel
 
-    original, stages.add_tied_gradients = stages.add_tied_gradients, lambda weights, mesh: None
+    original = pipeline_parallel.sum_shared_gradients
+    pipeline_parallel.sum_shared_gradients = lambda params, mesh: None
     try:
         return measure(*arguments)
     finally:
-        stages.add_tied_gradients = original
+        pipeline_parallel.sum_shared_gradients = original
 
 
 def average_gradients(*arguments):
@@ -104,16 +105,14 @@ def compile_at_the_end(*arguments):
 
 def count_locally(*arguments):
     """A loss divided by this process's number of targets: a mean of means."""
-    from titanlite.verify import compare
+    from titanlite.distributed.mesh import Mesh
 
-    original = compare.sum_over
-    compare.sum_over = lambda value, mesh, axes: (
-        value * 2 if value.dtype == torch.int64 else original(value, mesh, axes)
-    )
+    original = Mesh.sum_counts
+    Mesh.sum_counts = lambda mesh, count: count * 2
     try:
         return measure(*arguments)
     finally:
-        compare.sum_over = original
+        Mesh.sum_counts = original
 
 
 def forget_a_reduction(*arguments):

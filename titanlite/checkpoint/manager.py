@@ -12,6 +12,7 @@ import functools
 import logging
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from titanlite.checkpoint.storage import (
 )
 from titanlite.config.schema import CheckpointConfig, ConfigError
 from titanlite.distributed.agreement import broadcast_from_rank0
+from titanlite.distributed.watchdog import mark_phase
 
 logger = logging.getLogger("titanlite")
 
@@ -63,6 +65,7 @@ class Checkpointer:
 
         Raises ConfigError where the folder is used and must not be, holds another run, or nothing whole.
         """
+        mark_phase("loading")
         used = [path for path in (self.folder, self.run_folder / "metrics.jsonl") if path.exists()]
         if self.config.load == "never" and used:
             raise ConfigError(
@@ -162,6 +165,11 @@ class Checkpointer:
         self.saver.wait_for_staging()
 
     @property
+    def group(self) -> Any:
+        """The process group of checkpoint messages, with a long time-out; None for a single process."""
+        return self.saver.group
+
+    @property
     def failed(self) -> bool:
         """Whether a save in the background has failed on this process."""
         return self.saver.failed
@@ -178,12 +186,22 @@ class Checkpointer:
         """
         if not self.due(step, last, asked):
             return
+        mark_phase("saving")
         self.newest, self._saved_at = step, time.monotonic()
         loss = validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None
         facts = self.facts._replace(validation_loss=loss)
         self.saver.save(self._state, functools.partial(self._write, step, facts, time.monotonic()))
         if last:
             self.close()
+
+    @contextlib.contextmanager
+    def complete_on(self, error: type[Exception]) -> Iterator[None]:
+        """A scope: before an `error` that all ranks raise together leaves it, the save under way is completed."""
+        try:
+            yield
+        except error:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Waits for the save under way, on all processes. Raises SaveError, or what ended the process group."""

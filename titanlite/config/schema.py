@@ -23,6 +23,7 @@ PP_SCHEDULES = dict.fromkeys(("GPipe", "1F1B"), 1)
 PP_SCHEDULES |= dict.fromkeys(
     ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"), 2
 )
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on the same rank
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # weights' gradients apart from inputs'
 WIDE = 256  # the width from which a CPU gains by bfloat16 and by compiling (benchmarks/levers.py)
 

@@ -18,11 +18,7 @@ from pathlib import Path
 
 import regex  # tiktoken's dependency; the standard library's re knows no \p{L}
 
-# Llama 3's pre-tokenizer: contractions, words, up to three digits, punctuation, line ends, spaces.
-PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+from titanlite.data.tokenizer import PATTERN
 
 
 def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.schema import ConfigError
+from titanlite.data.tokenizer import Tokenizer
 
 SHARD_TOKENS = 100_000_000
 
@@ -71,6 +72,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}; delete the folder and the data is prepared again") from None
     return manifest
+
+
+class PreparedData:
+    """A folder that `prepare` made: its manifest, the tokenizer it was made with, and the tokens of its splits."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+        """Raises ConfigError if the manifest cannot be read."""
+        self.folder, self.tokenizer, self.manifest = folder, tokenizer, read_manifest(folder)
+        self.name: str = self.manifest["name"]
+        self.fingerprint: str = self.manifest["fingerprint"]
+
+    def tokens(self, split: str) -> Tokens:
+        """The tokens of `train` or `validation`."""
+        return Tokens(self.folder, self.manifest, split)
 
 
 class Tokens:

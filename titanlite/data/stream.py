@@ -19,6 +19,7 @@ from torch import Tensor
 
 from titanlite.config.schema import ConfigError
 from titanlite.data.shards import Tokens
+from titanlite.distributed.watchdog import mark_phase
 
 IGNORED = -100  # the label of a position without a target: the default ignore_index of torch's cross entropy
 MASK = (1 << 64) - 1
@@ -104,6 +105,7 @@ class TrainStream:
 
     def next_step(self) -> list[Batch]:
         """This rank's microbatches of the next optimizer step, `accumulation` of (local_batch_size, S)."""
+        mark_phase("reading data", in_step=True)
         size, first = self.local_batch_size, self.samples + self.rank * self.local_batch_size
         starts = [first + i * size * self.world for i in range(self.accumulation)]
         self.samples += size * self.world * self.accumulation

@@ -16,10 +16,14 @@ from pathlib import Path
 import tiktoken
 
 from titanlite.config.schema import ConfigError
-from titanlite.data.bpe import PATTERN
 
 BUNDLED = Path(__file__).with_name("tokenizer.model")  # 4,096 tokens, made by `titanlite tokenizer train`
 LLAMA3_RANKS = 128_000
+# Llama 3's pre-tokenizer: contractions, words, up to three digits, punctuation, line ends, spaces.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # tiktoken's matcher recurses: it gives up on about a million characters, or on long runs of one kind.
 MAX_PIECE, MAX_RUN = 400_000, 25_000
 

@@ -1,18 +1,17 @@
-"""Python's garbage collection, on all processes after the same steps.
+"""Python's garbage collection, on all ranks after the same steps.
 
-What it is: Python collects when it likes; one process that pauses to collect makes all others wait.
+Why it is here: one rank that pauses to collect makes all others wait in the next collective.
 """
 
 from __future__ import annotations
 
 import gc
 
+from titanlite.distributed.watchdog import mark_phase
+
 
 class GarbageCollection:
-    """Collects every `freq` steps on all processes alike, instead of whenever Python likes on any of them.
-
-    One process that pauses to collect makes all others wait. 0 leaves Python's collector on.
-    """
+    """Collects every `freq` steps; with 0 Python's own collector stays on."""
 
     def __init__(self, freq: int) -> None:
         self.freq, self.frozen = freq, False
@@ -21,11 +20,13 @@ class GarbageCollection:
             gc.collect()
 
     def step(self, step: int) -> None:
+        """Call it after each step."""
         if not self.freq:
             return
+        mark_phase("garbage collection")
         if not self.frozen:
             gc.collect()
-            gc.freeze()  # what the set-up and the first step leave behind stays: no later collection looks at it
+            gc.freeze()  # objects of the set-up and the first step live on: later collections skip them
             self.frozen = True
         elif step % self.freq == 0:
             gc.collect(1)

@@ -1,17 +1,19 @@
-"""The processes as a grid: one axis per kind of parallelism.
+"""The device mesh: all ranks as a grid, one axis for each kind of parallelism.
 
-What it is: a grid with five named axes, outermost first. Inner axes talk most, so they map to neighbouring
-processes of a node. An axis that is not used has size 1: code that works along an axis needs no case for its absence.
+What it is: five named axes, outermost first. Inner axes communicate most, so they map to neighbouring ranks, which
+share a node. An unused axis has size 1, so code that works along an axis needs no special case.
 
-    axis          what differs along it              what is the same
+    axis          differs between its ranks          equal on all its ranks
     pp            the layers held                    the batch
     dp_replicate  the sequences read                 the shard of the weights held
     dp_shard      the sequences read, the shard      the weights computed with
     cp            the part of each sequence, shard   the sequences, the weights computed with
     tp            the part of each matrix            the sequences
 
-Context parallel processes compute with the same weights on different tokens, as data parallel ones do. So weights are
+Context parallel ranks compute with the same weights on different tokens, as data parallel ranks do. So weights are
 sharded over both: `dp_shard_cp` is dp_shard and cp as one axis.
+
+What it costs: one process group per axis of each of two meshes, made at the start.
 """
 
 from __future__ import annotations
@@ -25,20 +27,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.distributed.torch_private import set_group_timeout
 
-DATA_AXES = ("dp_replicate", "dp_shard")  # along these, processes read different sequences
-LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp")  # along these, they hold different parts of the loss
+DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these read different sequences
+LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp")  # ranks along these hold different parts of the loss
 
 
 class Mesh:
-    """The grid by axis: `mesh["tp"]` is this process's line of it, `mesh["dp_replicate", "dp_shard_cp"]` its plane.
+    """The grid: `mesh["tp"]` is this rank's line along tp, `mesh["dp_replicate", "dp_shard_cp"]` its plane.
 
-    Two DeviceMeshes of the same processes: FSDP2 and tensor parallel need one mesh that has both their axes, and a
-    DeviceMesh offers no public way to join two of its axes (torch 2.11 to 2.13). The cost: pp, dp_replicate and tp have
-    two process groups each, of which one is used.
+    Two DeviceMeshes over the same ranks: FSDP2 and tensor parallel need one mesh that has both their axes, and a
+    DeviceMesh has no public way to join two of its axes (torch 2.11 to 2.13). So pp, dp_replicate and tp have two
+    process groups each, of which one is used.
     """
 
     def __init__(self, device_type: str, degrees: Mapping[str, int], timeout_seconds: int) -> None:
-        """`degrees`: axis -> size, outermost first; the product is the world size."""
+        """`degrees`: axis -> size, outermost first; their product is the world size."""
         self.device_type, self.degrees = device_type, dict(degrees)
         sizes = {"pp": degrees["pp"], "dp_replicate": degrees["dp_replicate"]}
         sizes |= {"dp_shard_cp": degrees["dp_shard"] * degrees["cp"], "tp": degrees["tp"]}
@@ -46,7 +48,7 @@ class Mesh:
             init_device_mesh(device_type, tuple(s.values()), mesh_dim_names=tuple(s)) for s in (sizes, degrees)
         )
         for group in (*self._weights.get_all_groups(), *self._tokens.get_all_groups()):
-            set_group_timeout(group, timeout_seconds)  # else torch's default
+            set_group_timeout(group, timeout_seconds)
         self._lines: dict[str | tuple[str, ...], DeviceMesh] = {}  # a DeviceMesh makes a new one at each access
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
@@ -56,20 +58,28 @@ class Mesh:
             self._lines[axes] = mesh[axes]
         return self._lines[axes]
 
+    @property
+    def data_size(self) -> int:
+        """The number of ranks that read different sequences."""
+        return self["dp_replicate"].size() * self["dp_shard"].size()
 
-def data_rank(mesh: Mesh) -> tuple[int, int]:
-    """(rank, size) over the axes that read different data."""
-    rank, size = 0, 1
-    for axis in DATA_AXES:
-        rank = rank * mesh[axis].size() + mesh[axis].get_local_rank()
-        size *= mesh[axis].size()
-    return rank, size
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among those: 0 .. data_size - 1."""
+        return self["dp_replicate"].get_local_rank() * self["dp_shard"].size() + self["dp_shard"].get_local_rank()
 
+    def sum_counts(self, count: Tensor) -> Tensor:
+        """The sum, in place, of a count that each data parallel rank has for its own sequences."""
+        return self._sum(count, DATA_AXES)
 
-@torch.no_grad()
-def sum_over(value: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    """The sum of a tensor over the processes along these axes, in place: one all-reduce per axis in use."""
-    for axis in axes:
-        if mesh[axis].size() > 1:
-            dist.all_reduce(value, group=mesh[axis].get_group())
-    return value
+    def sum_losses(self, loss: Tensor) -> Tensor:
+        """The sum, in place, of the parts of a loss. Ranks without the output layer contribute zero."""
+        return self._sum(loss, LOSS_AXES)
+
+    @torch.no_grad()
+    def _sum(self, value: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """One all-reduce for each of the axes that has more than one rank."""
+        for axis in axes:
+            if self[axis].size() > 1:
+                dist.all_reduce(value, group=self[axis].get_group())
+        return value

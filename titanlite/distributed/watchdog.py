@@ -26,10 +26,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -51,12 +50,23 @@ from titanlite.distributed.torch_private import clone_default_store, flight_reco
 WORKS, STORE_BYTES = (0.1, 1e6), 4e3
 
 
+_running: Watchdog | None = None
+
+
+def mark_phase(name: str, in_step: bool = False) -> None:
+    """The main thread begins something; `in_step`: a part of a training step. Nothing happens without a watchdog."""
+    if _running is not None:
+        _running.phase(name, _running.progress.step if in_step else 0)
+
+
 class Watchdog:
     """`phase` says where the main loop is; the rest happens beside it. The last call is `close`."""
 
-    def __init__(self, config: CommConfig, folder: Path, computes_here: bool) -> None:
+    def __init__(self, config: CommConfig, folder: Path, progress: Any, computes_here: bool) -> None:
         """All processes call it together. `computes_here`: on the CPU, not on a device that is waited for."""
-        self.config, self.folder, self.computes_here = config, folder / "hang", computes_here
+        global _running
+        _running = self
+        self.config, self.folder, self.progress, self.computes_here = config, folder / "hang", progress, computes_here
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         host = socket.gethostname()
         self._own = Heartbeat(self.rank, f"{host}/{os.environ.get('GROUP_RANK', 0)}", host, os.getpid())
@@ -91,17 +101,10 @@ class Watchdog:
         if longer:
             self._urgent.set()  # the others hear at once that this may take longer
 
-    def marking(self, name: str, function: Callable[[], bool]) -> Callable[[], bool]:
-        """`function`, each call of which begins the phase `name` anew."""
-
-        def marked() -> bool:
-            self.phase(name)
-            return function()
-
-        return marked
-
     def close(self) -> None:
         """The loop is over: what follows has no time-out."""
+        global _running
+        _running = None
         self._closed.set()
         self._urgent.set()
         for thread in self._threads:

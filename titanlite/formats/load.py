@@ -57,14 +57,17 @@ def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
     return Tokenizer(full.path / "tokenizer.model", full.about.tokenizer)
 
 
-def load_weights(config: CheckpointConfig, model: ModelState, llama: LlamaConfig, tokenizer: bytes, group: Any) -> None:
+def load_weights(
+    config: CheckpointConfig, model: ModelState, llama: LlamaConfig, tokenizer: Tokenizer, group: Any
+) -> None:
     """Replaces a new run's weights with those that `checkpoint.initial_load` names; all processes call it together.
 
     Raises ConfigError where that is damaged, not finite or not of the model's shape.
     """
     weights = model.state_dict()
-    path = Path(config.initial_load)
-    logger.info("loading weights from %s", read_weights(path, weights, llama, tokenizer, config.trust_pickle, group))
+    path, content = Path(config.initial_load), tokenizer.path.read_bytes()
+    origin = read_weights(path, weights, llama, content, config.trust_pickle, group)
+    logger.info("loading weights from %s", origin)
     model.load_state_dict(weights)
 
 

@@ -16,7 +16,8 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.config.schema import MetricsConfig
+from titanlite.config.schema import MetricsConfig, TrainingConfig
+from titanlite.model.flavors import LlamaConfig
+from titanlite.model.flops import flops_per_token, peak_tflops
 
 logger = logging.getLogger("titanlite")
 
@@ -47,32 +50,29 @@ class NonFinite(RuntimeError):
     """The loss or the gradient norm is no number; the weights are lost, the last checkpoint is not."""
 
 
+@dataclass(frozen=True)
+class Workload:
+    """What a step of the run is, in numbers."""
+
+    total_steps: int
+    tokens_per_step: int  # of all ranks
+    flops_per_token: int
+    peak_tflops: float | None  # dense bf16 peak of one device; None where it is not known
+
+    @classmethod
+    def of(cls, training: TrainingConfig, llama: LlamaConfig, device_name: str) -> Workload:
+        tokens, flops = training.global_batch_size * training.seq_len, flops_per_token(llama, training.seq_len)
+        return cls(training.steps, tokens, flops, peak_tflops(device_name))
+
+
 class Metrics:
-    """Collects a step at a time and writes the due ones."""
+    """Counts the steps, and logs every `log_freq`-th, the first and the last."""
 
     def __init__(
-        self,
-        config: MetricsConfig,
-        folder: Path,
-        device: torch.device,
-        progress: Progress,
-        *,
-        sum_losses: Callable[[Tensor], Tensor],
-        total_steps: int,
-        tokens_per_step: int,
-        flops_per_token: int,
-        peak_tflops: float | None,
-        before_raising: Callable[[], None] = lambda: None,
+        self, config: MetricsConfig, folder: Path, device: torch.device, progress: Progress, workload: Workload
     ) -> None:
-        """`folder` is the run's. Lines beyond `progress`, left by a run that died, are removed; all of them at step 0.
-
-        `sum_losses` adds a tensor up, in place, over the processes that hold different parts of the loss;
-        `before_raising` is called on all processes before NonFinite ends the run.
-        """
-        self.config, self.device, self.progress = config, device, progress
-        self.sum_losses, self.num_devices = sum_losses, dist.get_world_size()
-        self.total_steps, self.tokens_per_step, self.flops_per_token = total_steps, tokens_per_step, flops_per_token
-        self.peak, self.before_raising = peak_tflops, before_raising
+        """`folder` is the run's. Lines after `progress.step`, left by a run that died, are removed; at step 0 all."""
+        self.config, self.device, self.progress, self.workload = config, device, progress, workload
         self.path = folder / "metrics.jsonl"
         self.writes = dist.get_rank() == 0
         if self.writes:
@@ -89,22 +89,26 @@ class Metrics:
         now = time.monotonic()
         self.progress.seconds, self._last = self.progress.seconds + now - self._last, now
 
-    def step(self, loss: Tensor, grad_norm: Tensor, lr: float, epochs: float, last: bool) -> None:
-        """Counts a step; on every `log_freq`-th, the first and the last it reads the device, and writes."""
-        progress = self.progress
+    def count_step(self) -> None:
+        """Call it after each step."""
         self._tick()
-        progress.tokens += self.tokens_per_step
+        self.progress.tokens += self.workload.tokens_per_step
         self._steps += 1
-        if not (progress.step % self.config.log_freq == 0 or progress.step == 1 or last):
-            return
-        self.require_finite(grad_norm)
-        values = torch.stack([self.sum_losses(loss).float(), grad_norm.float()]).tolist()  # waits for the device
+
+    def due(self, last: bool) -> bool:
+        """Whether the current step is logged."""
+        return self.progress.step % self.config.log_freq == 0 or self.progress.step == 1 or last
+
+    def log(self, loss: Tensor, grad_norm: Tensor, lr: float, epochs: float) -> None:
+        """Logs the current step. `loss` is that of all ranks. Reads both from the device, which waits for it."""
+        progress, work = self.progress, self.workload
+        values = torch.stack([loss.float(), grad_norm.float()]).tolist()
         self._tick()
         elapsed, steps = progress.seconds - self._since, self._steps
         self.start()
-        per_second = steps * self.tokens_per_step / elapsed
-        tps = per_second / self.num_devices
-        tflops = tps * self.flops_per_token / 1e12
+        per_second = steps * work.tokens_per_step / elapsed
+        tps = per_second / dist.get_world_size()
+        tflops = tps * work.flops_per_token / 1e12
         row = {
             "step": progress.step,
             "loss": values[0],
@@ -114,31 +118,33 @@ class Metrics:
             "tps": tps,
             "tps_global": per_second,
             "tflops": tflops,
-            "mfu": 100 * tflops / self.peak if self.peak else None,
+            "mfu": 100 * tflops / work.peak_tflops if work.peak_tflops else None,
             "memory_gib": peak_memory_gib(self.device),
             "data_percent": 100 * epochs,
             "seconds": progress.seconds,
         }
         self.write(row)
-        remaining = (self.total_steps - progress.step) * elapsed / steps
-        mfu = f"{row['mfu']:.1f}%" if self.peak else "n/a"
+        remaining = (work.total_steps - progress.step) * elapsed / steps
+        mfu = f"{row['mfu']:.1f}%" if work.peak_tflops else "n/a"
         logger.info(
-            f"step {progress.step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {values[0]:.4f}  "
-            f"grad_norm {values[1]:.3f}  lr {lr:.2e}  tps {tps:,.0f}  tflops {tflops:.3g}  mfu {mfu}  "
-            f"memory {row['memory_gib']:.2f}GiB  data {100 * epochs:.1f}%  eta {duration(remaining)}"
+            f"{self._position()}  loss {values[0]:.4f}  grad_norm {values[1]:.3f}  lr {lr:.2e}  tps {tps:,.0f}  "
+            f"tflops {tflops:.3g}  mfu {mfu}  memory {row['memory_gib']:.2f}GiB  data {100 * epochs:.1f}%  "
+            f"eta {duration(remaining)}"
         )
+
+    def _position(self) -> str:
+        total = self.workload.total_steps
+        return f"step {self.progress.step:>{len(str(total))}}/{total}"
 
     def validation(self, name: str, loss: float, bits_per_byte: float) -> None:
         """Writes the result of a validation after the current step."""
         prefix = f"validation/{name}"
         self.write({"step": self.progress.step, f"{prefix}/loss": loss, f"{prefix}/bits_per_byte": bits_per_byte})
-        logger.info(f"step {self.progress.step:>{len(str(self.total_steps))}}/{self.total_steps}  "
-                    f"validation/{name}  loss {loss:.4f}  bits_per_byte {bits_per_byte:.4f}")  # fmt: skip
+        logger.info(f"{self._position()}  {prefix}  loss {loss:.4f}  bits_per_byte {bits_per_byte:.4f}")
 
     def require_finite(self, grad_norm: Tensor) -> None:
         """Raises NonFinite on all processes alike: the norm is global, and no loss that is NaN leaves it finite."""
         if not math.isfinite(float(grad_norm)):
-            self.before_raising()
             raise NonFinite(
                 f"step {self.progress.step}: the gradient norm is {float(grad_norm)}: training has diverged"
             )

@@ -16,14 +16,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from titanlite.config.schema import ProfilingConfig
+from titanlite.distributed.watchdog import mark_phase
+from titanlite.observe.metrics import Progress
 
 logger = logging.getLogger("titanlite")
 
 
 @contextlib.contextmanager
-def profiler(
-    config: ProfilingConfig, folder: Path, rank: int, current_step: Callable[[], int]
-) -> Iterator[Callable[[], None]]:
+def profiler(config: ProfilingConfig, folder: Path, rank: int, progress: Progress) -> Iterator[Callable[[], None]]:
     """Gives a function to call after each step; it does nothing unless profiling is enabled."""
     if not config.enabled:
         yield lambda: None
@@ -31,7 +31,7 @@ def profiler(
     folder.mkdir(parents=True, exist_ok=True)
 
     def write(trace: profile) -> None:
-        path = folder / f"step-{current_step()}-rank-{rank}.json.gz"
+        path = folder / f"step-{progress.step}-rank-{rank}.json.gz"
         trace.export_chrome_trace(str(path))
         logger.info("wrote trace %s", path)
 
@@ -39,4 +39,9 @@ def profiler(
     waits = config.freq - config.warmup_steps - config.active_steps
     plan = schedule(wait=waits, warmup=config.warmup_steps, active=config.active_steps)
     with profile(activities=activities, schedule=plan, on_trace_ready=write, record_shapes=True) as trace:
-        yield trace.step
+
+        def step() -> None:
+            mark_phase("profiling")
+            trace.step()
+
+        yield step

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.distributed.torch_private import foreach_norm
+from titanlite.distributed.watchdog import mark_phase
 
 ROW = 1024
 
@@ -34,6 +35,7 @@ def clip_grad_norm(parts: list[Any], max_norm: float, device: torch.device, twic
     The norm is an fp32 scalar that stays on the device: reading it is the caller's decision, since that waits.
     `twice`: parameters that two stages of a pipeline hold.
     """
+    mark_phase("update", in_step=True)
     parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
     total = torch.zeros((), dtype=torch.float64, device=device)
     held: dict[int, list[Tensor]] = {}  # by how many processes hold the same

@@ -9,9 +9,7 @@ rate stays at its minimum (cosine would climb back).
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from titanlite.config.schema import ScheduleConfig
@@ -36,29 +34,14 @@ def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
 
 
 class Schedule:
-    """Sets the learning rate of every parameter group; Stateful, so a checkpoint holds the step."""
+    """Sets the learning rate of every parameter group. Its only state is the step, which the run counts."""
 
     def __init__(self, optimizer: Optimizer, config: ScheduleConfig, peak_lr: float, total_steps: int) -> None:
         self.optimizer, self.config, self.peak_lr, self.total_steps = optimizer, config, peak_lr, total_steps
-        self.completed = 0
-        self._apply()
 
-    @property
-    def lr(self) -> float:
-        """The rate that the next optimizer step uses."""
-        return self.peak_lr * lr_factor(self.config, self.completed, self.total_steps)
-
-    def step(self) -> None:
-        self.completed += 1
-        self._apply()
-
-    def _apply(self) -> None:
+    def set_lr(self, step: int) -> float:
+        """Sets and returns the learning rate of optimizer step 1, 2, ..., `total_steps`."""
+        lr = self.peak_lr * lr_factor(self.config, step - 1, self.total_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"completed": torch.tensor(self.completed)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.completed = int(state["completed"])
-        self._apply()
+            group["lr"] = lr
+        return lr

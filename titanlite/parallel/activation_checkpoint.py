@@ -1,15 +1,16 @@
-"""Activation checkpointing: forget activations in the forward, compute them again in the backward.
+"""Activation checkpointing: drop activations in the forward, compute them again in the backward.
 
-What it is: `torch.utils.checkpoint` around a block's forward, in three strengths, for all blocks or every n-th.
+What it is: `torch.utils.checkpoint` around a block's forward, for all blocks or every n-th, in three strengths:
 * `full` keeps only the block's input (arXiv 1604.06174).
 * `selective` also keeps the results of the operators in SAVED and of every second matmul: those that cost most to
   compute, or to communicate, per byte (after arXiv 2205.05198).
 * `memory_budget` leaves the choice to the compiler, which solves a knapsack of time against memory for each block.
-With the first two nothing is asked of the compiler; `selective` and it work together.
+`full` and `selective` work with and without the compiler.
 
-What it costs, per block and microbatch: `none` keeps every intermediate result and computes nothing twice; `full`
-keeps b B S D / (cp tp) bytes (b per number) and adds one forward, a third of the step's compute, with the
-communication in it; the others lie between.
+Why it is here: activations grow with the batch and the sequence, and soon exceed weights and moments.
+What it costs, per block and local batch: `none` keeps every intermediate result and computes nothing twice; `full`
+keeps b B S D / (cp tp) bytes (b per number) and adds one forward with its communication, a third of the step's compute;
+the others lie between.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from titanlite.distributed.torch_private import (
 
 SAVED = {  # by `selective`, besides every second of MATMULS
     *FUSED_ATTENTION,
-    REDUCE_SCATTER,  # tensor parallel: else it would be sent again
-    SHARD_ALL_TO_ALL,  # Ulysses
+    REDUCE_SCATTER,  # of tensor parallel: recomputed, it would be sent again
+    SHARD_ALL_TO_ALL,  # of Ulysses
 }
 MATMULS = (torch.ops.aten.mm.default, SCALED_MM)  # in 16 or 32 bits, in 8
 
 
 def apply_ac(block: nn.Module, config: RecomputeConfig, index: int) -> None:
-    """Replaces the forward of block number `index`, if the config asks for it. Names and parameters stay."""
+    """Replaces the forward of block number `index`, if the config includes it. Names and parameters stay."""
     set_activation_memory_budget(config.budget if config.mode == "memory_budget" else 1.0)
     if config.mode in ("none", "memory_budget") or index % config.every:
         return
@@ -55,8 +56,8 @@ def apply_ac(block: nn.Module, config: RecomputeConfig, index: int) -> None:
 
 
 def _selective_contexts() -> Any:
-    """Contexts of one forward and its recomputation, each counting the matmuls from the start."""
-    counts = {False: 0, True: 0}  # by whether this is the recomputation
+    """The contexts of one forward and of its recomputation, each of which counts matmuls from zero."""
+    counts = {False: 0, True: 0}  # key: whether this is the recomputation
 
     def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in MATMULS:

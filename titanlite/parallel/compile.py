@@ -1,14 +1,12 @@
 """torch.compile, one transformer block at a time (PyTorch 2, ASPLOS 2024).
 
-What it is: the block's forward becomes one compiled graph. All blocks have the same code, so it is compiled once
-and reused: a short wait however deep the model. fully_shard's communication stays outside of the graph, in hooks;
-that of tensor and context parallel is inside, where the compiler can move it. The loss can be compiled too.
-
-It is the default on CUDA, and on CPU for models that are not small: of their steps little is left beside the matrix
-products, which it leaves as they are, but the runs are long.
-
-What it costs: seconds at the first step, for each kind of block (context parallel processes have masks of their own,
-so each compiles its own). What it saves: reading and writing of intermediate results that are fused away.
+What it is: the block's forward becomes one compiled graph. All blocks have the same code, so it is compiled once and
+reused: a short wait however deep the model. FSDP's communication stays outside of the graph, in hooks; that of tensor
+and context parallel is inside, where the compiler can move it. The loss can be compiled too.
+Why it is here: intermediate results that are fused are neither written nor read.
+What it costs: seconds at the first step for each kind of block (context parallel ranks have different masks, so each
+compiles its version). On a CPU little of a large model's step is left beside the matrix products, which compiling does
+not change; it is the default there from width 256 on, since such runs are long (docs/gpu.md has the figures).
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ from titanlite.distributed.torch_private import has_triton_package
 
 @functools.cache
 def missing_for_inductor(device_type: str) -> str:
-    """What the compiler needs on this device and does not find, in words; empty if nothing.
+    """What inductor needs on this device and does not find, in words; empty if it can compile.
 
-    It writes programs that Python calls: C++ for CPUs, and on GPUs kernels that a small C program starts.
+    Inductor writes C++ for CPUs; on GPUs Triton kernels that a small C program starts.
     """
     if device_type == "cuda" and torch.cuda.get_device_capability() < (7, 0):
         return "the GPU's compute capability is below 7.0"
@@ -39,12 +37,12 @@ def missing_for_inductor(device_type: str) -> str:
     names = (os.environ[variable],) if variable in os.environ else usual
     program = next((found for name in names if (found := shutil.which(name))), None)
     if program is None:
-        return f"{variable} = {names[0]!r} is no program" if variable in os.environ else f"no {' or '.join(usual)}"
+        return f"{variable} = {names[0]!r} is not a program" if variable in os.environ else f"no {' or '.join(usual)}"
     command = [program, "-x", language, "-fsyntax-only", "-I", sysconfig.get_path("include"), "-"]
     done = subprocess.run(command, input=b"#include <Python.h>\n", capture_output=True, check=False)
     return f"{program} finds no Python.h (Debian and Ubuntu: apt install python3-dev)" if done.returncode else ""
 
 
 def apply_compile(block: nn.Module, backend: str) -> None:
-    """Replaces the block's forward by its compiled version; `fullgraph` makes a graph break an error."""
+    """Replaces the block's forward by its compiled version; with `fullgraph` a graph break is an error."""
     block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)

@@ -1,15 +1,15 @@
-"""float8 training of linear layers: matrix products of 8-bit numbers, one scale per tensor.
+"""float8 training of linear layers: matrix products of 8-bit numbers with one scale per tensor.
 
-What it is: both sides of each of a linear layer's three products (output, gradient of the input, gradient of the
-weight) are scaled so that their largest number just fits, rounded to 8 bits, multiplied by `torch._scaled_mm`, and
-scaled back; sums are fp32, the result has the compute dtype (arXiv 2209.05433). Inputs and weights are e4m3 (4 bits of
-exponent, 3 of mantissa, up to 448), gradients of outputs e5m2 (up to 57,344): they need range more than digits. Scales
-are those of the tensor at hand, not of earlier steps. Parameters, gradients, moments and all that is no matrix product
-stay as they are.
-What it costs: a pass over each tensor for its largest number and one to round it, which the compiler fuses with what
-comes before: without `compile` they are kernels of their own. The output projection keeps its precision, as do layers
-that `float8.skip` names and those whose sides the hardware cannot take (multiples of 16). `float8.emulate` computes the
-same numbers with fp32 products, on any device, slowly.
+What it is: a linear layer has three products (output, gradient of the input, gradient of the weight). Both factors of
+each are scaled so that the largest number just fits, rounded to 8 bits, multiplied by `torch._scaled_mm`, and scaled
+back; sums are fp32, the result has the compute dtype (arXiv 2209.05433). Inputs and weights are e4m3 (4 exponent bits,
+3 mantissa bits, up to 448); gradients of outputs are e5m2 (up to 57,344), since they need range more than precision.
+Scales come from the tensor at hand, not from earlier steps. Parameters, gradients, moments and everything that is not
+one of these products keep their dtypes. Why it is here: tensor cores multiply float8 at twice the rate of bfloat16.
+What it costs: one pass over each tensor for its largest number and one to round it, which the compiler fuses with the
+operation before; without `compile` they are separate kernels. The output layer keeps its precision, as do the layers
+that `float8.skip` names and those whose sides are not multiples of 16, which the hardware requires. `float8.emulate`
+computes the same numbers with fp32 products, on any device, slowly.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from titanlite.distributed.torch_private import scaled_mm
 
 logger = logging.getLogger("titanlite")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # of both sides of a matrix, for the hardware
-MIN_AMAX = 1e-12  # the largest number of a tensor counts as at least this: a tensor may be zero
+MULTIPLE = 16  # the hardware requires both sides of a matrix to be multiples of this
+MIN_AMAX = 1e-12  # lower bound of a tensor's largest absolute value, which may be zero
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`x` as 8-bit numbers, and what they must be multiplied by (fp32 scalar) to be `x` again."""
+    """`x` as 8-bit numbers, and the fp32 scalar that multiplies them back to `x`."""
     largest = x.abs().amax().float().clamp(min=MIN_AMAX)
     limit = torch.finfo(dtype).max
     return (x.float() * (limit / largest)).clamp(-limit, limit).to(dtype), largest / limit
@@ -40,14 +40,14 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def scaled_matmul(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: torch.dtype, emulate: bool, fast: bool
 ) -> Tensor:
-    """a (M, K) times b (K, N), each 8-bit numbers and their scale. `fast`: sums of fewer bits within the hardware."""
+    """a (M, K) times b (K, N), each 8-bit numbers and their scale. `fast`: the hardware accumulates with fewer bits."""
     (x, x_scale), (y, y_scale) = a, b
     if emulate:
         found = (x.float() @ y.float()) * (x_scale * y_scale)
-        # Not `to` alone: where it changes nothing it returns its input, and torch 2.11 compiles a Function whose result
-        # has two names to one without gradient (pytorch#180642).
+        # Not `to` alone: without a change it returns its input, and torch 2.11 compiles a Function whose result has two
+        # names to one without gradient (pytorch#180642).
         return found if found.dtype == out else found.to(out)
-    by_columns = y.t().contiguous().t()  # what the hardware takes
+    by_columns = y.t().contiguous().t()  # the layout that the hardware requires
     return scaled_mm(x.contiguous(), by_columns, x_scale, y_scale, out_dtype=out, use_fast_accum=fast)
 
 
@@ -57,7 +57,7 @@ class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, emulate: bool) -> Tensor:
         x8, w8 = quantize(x, E4M3), quantize(weight, E4M3)
-        # The weight itself is kept: it is the parameter, which sharding may free and gather again; its 8 bits are not.
+        # The weight is saved, not its 8-bit copy: FSDP may free the parameter and gather it again.
         ctx.save_for_backward(*x8, weight)
         ctx.emulate = emulate
         return scaled_matmul(x8, (w8[0].t(), w8[1]), x.dtype, emulate, fast=True)
@@ -72,7 +72,7 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def float8_linear(x: Tensor, weight: Tensor, emulate: bool) -> Tensor:
-    """x (..., K), weight (N, K) -> (..., N). Rows that are no multiple of 16 are filled up with zeros."""
+    """x (..., K), weight (N, K) -> (..., N). The number of rows is padded with zeros to a multiple of 16."""
     rows = x.reshape(-1, x.shape[-1])
     missing = -rows.shape[0] % MULTIPLE
     if missing:
@@ -82,7 +82,7 @@ def float8_linear(x: Tensor, weight: Tensor, emulate: bool) -> Tensor:
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer without bias, its products in 8 bits."""
+    """A linear layer without bias whose products are in 8 bits."""
 
     emulate: bool
 
@@ -93,10 +93,8 @@ class Float8Linear(nn.Linear):
 def apply_float8(model: Any, config: Float8Config, device_type: str) -> None:
     """Replaces the class of each linear layer in the blocks that is not skipped; parameters stay.
 
-    Raises ConfigError where the device has no such products.
+    Raises ConfigError where the device has no float8 products.
     """
-    if not config.enabled:
-        return
     if not config.emulate and (device_type != "cuda" or torch.cuda.get_device_capability() < (8, 9)):
         raise ConfigError(
             "float8.enabled = true needs a CUDA device of compute capability 8.9 (L40S, H100) or later; "
@@ -109,10 +107,10 @@ def apply_float8(model: Any, config: Float8Config, device_type: str) -> None:
     odd = {name for name, module in linear.items() if any(side % MULTIPLE for side in module.weight.shape)}
     for name, module in linear.items():
         if name not in left | odd:
-            # The class and not the forward is replaced: then all blocks have the same code, and one compiled graph.
+            # The class is replaced, not the forward: all blocks then have the same code, hence one compiled graph.
             module.__class__, module.emulate = Float8Linear, config.emulate
     logger.info(
-        "float8: %d linear layers; %d skipped by name, %d for sides that are no multiples of %d",
+        "float8: %d linear layers; %d skipped by name, %d for sides that are not multiples of %d",
         len(linear) - len(left | odd),
         len(left),
         len(odd - left),

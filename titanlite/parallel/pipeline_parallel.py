@@ -1,27 +1,27 @@
-"""Pipeline parallel: the layers are cut into stages, and microbatches flow through them.
+"""Pipeline parallel: consecutive layers form a stage, stages are spread over ranks, microbatches flow through them.
 
-What it is: P processes along an axis hold consecutive layers. A batch is cut into M microbatches; a stage sends its
-output (B, S, D) to the next one and receives its gradient from there. The schedule says in which order a process
-computes: `torch.distributed.pipelining` has them all, and they compute the same sum.
+What it is: a local batch is cut into M microbatches. A stage sends its output (B, S, D) to the next stage and receives
+the gradient of it from there. A schedule gives the order in which a rank computes; all of them compute the same sum.
+`torch.distributed.pipelining` has the schedules:
 
-    schedule                 stages per process    bubble, as a part of the time (V stages per process)
-    GPipe                    1     (P-1)/(M+P-1): all forwards, then all backwards (arXiv 1811.06965)
-    1F1B                     1     the same, but at most P microbatches' activations are kept (arXiv 1806.03377)
-    Interleaved1F1B          V     (P-1)/(V M+P-1), V times the messages (arXiv 2104.04473)
-    LoopedBFS                V     as GPipe over V rounds (arXiv 2211.05953)
-    InterleavedZeroBubble    V     weights' gradients fill the bubble (arXiv 2401.10241)
-    ZBVZeroBubble            2     the same in a V: process 0 has the first and the last stage (section 6 there)
-    DualPipeV                2     a V that pairs forwards with backwards (DeepSeek-V3, arXiv 2412.19437); torch runs
-                                   a pair one after the other
+    schedule                 stages per rank    idle part of the time ("bubble"), with v stages per rank
+    GPipe                    1    (pp-1) / (M+pp-1): all forwards, then all backwards (arXiv 1811.06965)
+    1F1B                     1    the same, but a rank keeps at most pp microbatches' activations (arXiv 1806.03377)
+    Interleaved1F1B          v    (pp-1) / (v M+pp-1), with v times the messages (arXiv 2104.04473)
+    LoopedBFS                v    as GPipe, over v rounds (arXiv 2211.05953)
+    InterleavedZeroBubble    v    gradients of weights fill the bubble (arXiv 2401.10241)
+    ZBVZeroBubble            2    the same in a V: rank 0 has the first and the last stage (section 6 there)
+    DualPipeV                2    a V that pairs forwards with backwards (DeepSeek-V3, arXiv 2412.19437); torch runs a
+                                  pair one after the other
 
-What it costs: a message of b B S D / (cp tp) bytes per microbatch and boundary, each way: the least traffic of all
-axes, so it spans nodes. The bubble; and the loss lives on one process only. Weights, gradients and moments are 1/P, but
-FSDP sums gradients over processes after the last microbatch only, and until then keeps them whole.
+Why it is here: it sends least of all axes, so it is the one that spans nodes.
+What it costs: b B S D / (cp tp) bytes per microbatch and stage boundary in each direction, b bytes per number; and the
+bubble. Weights, gradients and moments are 1/pp, but FSDP reduces gradients after the last microbatch only and keeps
+them unsharded until then.
 
-The cut: a block's parameters are its work and its memory; so are the output's. The embedding multiplies nothing, but
-takes memory where most activations are kept: half its size counts. The heaviest stage is made as light as possible.
-
-A tied embedding is needed at both ends. Both hold it, and before the update they exchange and add their gradients.
+The split: the work of a block is its parameters, and so is that of the output layer. The embedding multiplies nothing,
+but it takes memory on the rank that keeps most activations, so half its size counts. The heaviest stage is made as
+light as possible. A tied embedding is needed at both ends: both hold a copy, and sum its gradients before the update.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,23 +38,25 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from titanlite.config.schema import ParallelConfig
+from titanlite.config.schema import V_SHAPED, Config, ParallelConfig
+from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import pipeline_stage_class
+from titanlite.optim.loss import SummedLoss
+from titanlite.parallel.chunked_loss import WeightHolder
 
 logger = logging.getLogger("titanlite")
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
-def stage_indices(rank: int, size: int, per_process: int, schedule: str) -> list[int]:
-    """The stages of a process: r, r + P, ... going round, or r and 2P - 1 - r in a V."""
-    return [rank, 2 * size - 1 - rank] if schedule in V_SHAPED else list(range(rank, size * per_process, size))
+def stage_indices(rank: int, size: int, per_rank: int, schedule: str) -> list[int]:
+    """The stages of a rank: rank, rank + pp, ... in a loop, or rank and 2 pp - 1 - rank in a V."""
+    return [rank, 2 * size - 1 - rank] if schedule in V_SHAPED else list(range(rank, size * per_rank, size))
 
 
 def balanced_split(weights: list[int], num_stages: int) -> list[int]:
-    """Where stages begin, as indices into `weights`, so that the heaviest stage is lightest.
+    """Where stages begin, as indices into `weights`, so that the heaviest stage is as light as possible.
 
-    The first and the last weight are the ends, the others blocks; each stage has at least one block. Of equally good
-    cuts the one with the lightest last stages, where the loss is computed as well.
+    The first and the last weight belong to the ends, the others to blocks; each stage has at least one block. Of
+    equally good splits the one with the lightest last stages wins, since the loss is computed there as well.
     """
     blocks = len(weights) - 2
     total = [0, *itertools.accumulate(weights)]
@@ -85,87 +87,102 @@ def stage_modules(model: Any, num_stages: int, explicit: list[str]) -> list[list
 
 
 def split_into_stages(model: Any, config: ParallelConfig, mesh: DeviceMesh) -> list[Any]:
-    """The parts of a model (on meta) that this process of the pp axis holds; the whole where that has one process."""
-    rank, size, per_process = mesh.get_local_rank(), mesh.size(), config.stages_per_process
-    if size == 1:
-        return [model]
-    stages = stage_modules(model, size * per_process, config.stage_starts)
+    """The stages of a model (on meta) that this rank of the pp axis holds, each a Llama with some of the modules."""
+    rank, size, per_rank = mesh.get_local_rank(), mesh.size(), config.stages_per_process
+    stages = stage_modules(model, size * per_rank, config.stage_starts)
     for i, names in enumerate(stages):
         logger.info(f"stage {i}: {names[0]}" + (f" to {names[-1]}" if names[1:] else ""))
-    return [_keep_modules(model, stages[i]) for i in stage_indices(rank, size, per_process, config.pp_schedule)]
-
-
-class TiedWeight(nn.Module):
-    """A tied embedding on the last stage, where the output uses its weight: hands on what it is given."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
+    return [_keep_modules(model, stages[i]) for i in stage_indices(rank, size, per_rank, config.pp_schedule)]
 
 
 def _keep_modules(model: Any, names: list[str]) -> Any:
-    """A copy of the model with only these modules; an end that is missing hands on what it is given."""
+    """A copy of the model with only these modules; the identity replaces an end that belongs to another stage."""
     part = copy.deepcopy(model)
     for name in list(part.layers):
         if f"layers.{name}" not in names:
             del part.layers[name]
     for name in {"tok_embeddings", "norm", "output"} - set(names):
         if name == "tok_embeddings" and "output" in names and part.config.tied_embeddings:
-            part.tok_embeddings = TiedWeight(part.tok_embeddings.weight)
+            part.tok_embeddings = WeightHolder(part.tok_embeddings.weight)
             part.output = type(part.output)(part.tok_embeddings)
         else:
             setattr(part, name, nn.Identity())
     return part
 
 
+class Microbatches(NamedTuple):
+    """How many a local batch has, and examples of one, on meta: before, between and after the stages."""
+
+    number: int
+    tokens: Tensor
+    hidden: Tensor
+    output: Tensor
+
+
+def build_pipeline(
+    model_parts: list[Any], loss: SummedLoss, config: Config, mesh: Mesh, device: torch.device
+) -> Pipeline:
+    """The pipeline of these stages, with microbatches of the shapes that tp and cp leave."""
+    training, parallel, llama = config.training, config.parallel, model_parts[0].config
+    size, tp, local_len = parallel.pp_microbatch_size, mesh["tp"].size(), training.seq_len // mesh["cp"].size()
+    dtype = getattr(torch, training.compute_dtype)
+
+    def example(*shape: int) -> Tensor:
+        return torch.empty(size, *shape, dtype=dtype, device="meta", requires_grad=True)
+
+    hidden = example(local_len // tp, llama.dim)
+    microbatches = Microbatches(
+        number=training.local_batch_size // size,
+        tokens=torch.empty(size, local_len, dtype=torch.int64, device="meta"),
+        hidden=hidden,
+        output=hidden if config.loss.num_chunks > 1 else example(local_len, llama.vocab_size // tp),
+    )
+    return Pipeline(model_parts, loss, mesh["pp"], device, parallel.pp_schedule, microbatches)
+
+
 class Pipeline:
-    """Runs batches through the stages of all processes of the pp axis."""
+    """Runs local batches through the stages of all ranks of the pp axis."""
 
     def __init__(
         self,
-        parts: list[nn.Module],
-        loss: Callable[[Tensor, Tensor], Tensor],
+        stages: list[nn.Module],
+        loss: SummedLoss,
         mesh: DeviceMesh,
         device: torch.device,
-        *,
         schedule: str,
-        microbatches: int,
-        hidden: Tensor,
-        output: Tensor,
-        tokens: Tensor,
+        microbatches: Microbatches,
     ) -> None:
-        """`hidden`, `output` and `tokens` are examples, on meta, of what a microbatch is between, after and before
-        the stages; `loss` gives the summed loss of outputs and labels."""
-        numbers = stage_indices(mesh.get_local_rank(), mesh.size(), len(parts), schedule)
-        total = mesh.size() * len(parts)
-        self.first, self.last = 0 in numbers, total - 1 in numbers
+        """`stages` are this rank's; `loss` gives the summed loss of outputs and labels."""
+        indices = stage_indices(mesh.get_local_rank(), mesh.size(), len(stages), schedule)
+        total = mesh.size() * len(stages)
+        self.has_first, self.has_last = 0 in indices, total - 1 in indices
         self.loss, self.num_targets = loss, torch.ones((), device=device)
 
         def build() -> Any:
-            stages = [
+            built = [
                 pipeline_stage_class()(
-                    part,
-                    number,
+                    stage,
+                    index,
                     total,
                     device,
-                    input_args=tokens if number == 0 else hidden,
-                    output_args=output if number == total - 1 else hidden,
+                    input_args=microbatches.tokens if index == 0 else microbatches.hidden,
+                    output_args=microbatches.output if index == total - 1 else microbatches.hidden,
                     group=mesh.get_group(),
                 )
-                for part, number in zip(parts, numbers, strict=True)
+                for stage, index in zip(stages, indices, strict=True)
             ]
             cls: Any = get_schedule_class(schedule)
-            single = schedule in ("GPipe", "1F1B")
+            one_stage = schedule in ("GPipe", "1F1B")
             # Losses are sums over a global count: gradients must not be divided by the number of microbatches.
             return cls(
-                stages[0] if single else stages, n_microbatches=microbatches, loss_fn=self._loss, scale_grads=False
+                built[0] if one_stage else built,
+                n_microbatches=microbatches.number,
+                loss_fn=self._loss,
+                scale_grads=False,
             )
 
-        # One for each use: a stage whose first batch is evaluated cannot train (2.11), or starts anew and drops the
-        # gradients there are (2.13).
+        # Two schedules, since a stage whose first batch is evaluated cannot train in torch 2.11 (pytorch#162822), and
+        # drops accumulated gradients at each change in 2.13.
         self.training, self.evaluation = build(), build()
 
     def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
@@ -175,33 +192,38 @@ class Pipeline:
         self.num_targets = num_targets
         losses: list[Tensor] = []
         # contiguous: a stage of torch 2.11 checks strides
-        inputs, target = [tokens.contiguous()] * self.first, labels if self.last else None
+        inputs, target = [tokens.contiguous()] * self.has_first, labels if self.has_last else None
         run(*inputs, target=target, losses=losses, return_outputs=False)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=num_targets.device)
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor) -> Tensor:
-        """Adds to the gradients; the loss on the process with the last stage, zero on the others."""
+        """Adds to the gradients; the loss on the rank with the last stage, zero on the others."""
         return self._run(self.training.step, tokens, labels, num_targets)
 
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The summed loss, likewise."""
+        """The summed loss, on the same rank."""
         return self._run(self.evaluation.eval, tokens, labels, torch.ones_like(self.num_targets))
 
 
-@torch.no_grad()
-def add_tied_gradients(weights: list[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Gives both ends the sum of their gradients for the weight they share.
+def shared_params(stages: list[Any]) -> list[Tensor]:
+    """This rank's copies of a tied embedding: one on the first and on the last rank, both on rank 0 of a V."""
+    return [
+        stage.tok_embeddings.weight
+        for stage in stages
+        if stage.config.tied_embeddings and hasattr(stage.tok_embeddings, "weight")
+    ]
 
-    `weights`: this process's copies: one on the first and on the last process, both on one in a V, none between.
-    """
-    gradients = [weight.grad.to_local() for weight in weights if weight.grad is not None]  # type: ignore[attr-defined]
+
+@torch.no_grad()
+def sum_shared_gradients(params: list[Tensor], mesh: DeviceMesh) -> None:
+    """Gives each copy of a tied embedding the sum of the gradients of both."""
+    gradients = [param.grad.to_local() for param in params if param.grad is not None]  # type: ignore[attr-defined]
     if len(gradients) == 2:
         gradients[0] += gradients[1]
         gradients[1].copy_(gradients[0])
     elif gradients:
-        rank, size = mesh.get_local_rank(), mesh.size()
         other, group = torch.empty_like(gradients[0]), mesh.get_group()
-        peer = dist.get_global_rank(group, size - 1 - rank)
+        peer = dist.get_global_rank(group, mesh.size() - 1 - mesh.get_local_rank())
         exchange = [dist.P2POp(dist.isend, gradients[0], peer, group), dist.P2POp(dist.irecv, other, peer, group)]
         for work in dist.batch_isend_irecv(exchange):
             work.wait()

@@ -14,12 +14,11 @@ from collections.abc import Iterable, Mapping
 from titanlite.config.schema import (
     PP_SCHEDULES,
     SPLIT_BACKWARD,
+    V_SHAPED,
     WIDE,
-    CompileConfig,
     Config,
     ConfigError,
     ParallelConfig,
-    RecomputeConfig,
 )
 from titanlite.config.spelling import suggestion
 from titanlite.model.flavors import LlamaConfig
@@ -93,7 +92,7 @@ def _tensor(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iter
         near = nearest(tp, lambda n: all(size % n == 0 for size in [*sizes.values(), _world(degrees)]), llama.num_heads)
         yield f"parallel.tp = {tp} does not divide {' and '.join(broken)}; nearest that divide all: {near}"
     device = "cpu" if config.run.device == "cpu" else "cuda"
-    why = reason_not_compiled(config.compile, config.recompute, config.parallel, degrees, llama.dim, device)
+    why = reason_not_compiled(config, degrees, llama.dim, device)
     inductor = not why and config.compile.backend == "inductor" and device == "cuda"
     if config.parallel.async_tp and not (tp > 1 and inductor):
         yield (
@@ -140,7 +139,7 @@ def _pipeline(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> It
         return
     per, usual = parallel.stages_per_process, PP_SCHEDULES[name]
     stages = pp * per
-    if per != usual and (usual == 1 or name in ("ZBVZeroBubble", "DualPipeV")):
+    if per != usual and (usual == 1 or name in V_SHAPED):
         yield f"parallel.pp_stages_per_process = {per}: {name} needs {usual} (or 0)"
         return
     if llama.num_layers < stages:
@@ -244,27 +243,21 @@ def float8_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int])
         yield f"float8.skip = {config.float8.skip!r} skips all linear layers; expected some, or float8.enabled = false"
 
 
-def reason_not_compiled(
-    compile: CompileConfig,
-    recompute: RecomputeConfig,
-    parallel: ParallelConfig,
-    degrees: Mapping[str, int],
-    dim: int,
-    device: str,
-) -> str:
-    """Why the blocks of a model `dim` wide are not compiled on a device (cuda, cpu), in words; empty where they are."""
+def reason_not_compiled(config: Config, degrees: Mapping[str, int], dim: int, device_type: str) -> str:
+    """Why the blocks of a model of width `dim` are not compiled on a device (cuda, cpu); empty if they are."""
+    compile, parallel = config.compile, config.parallel
     if compile.enabled != "auto":
         return "" if compile.enabled == "true" else "compile.enabled = false"
-    if recompute.mode == "memory_budget":
+    if config.recompute.mode == "memory_budget":
         return ""
-    if device == "cpu" and dim < WIDE:
+    if device_type == "cpu" and dim < WIDE:
         return f"less than {WIDE} wide, on a CPU"
-    if device == "cpu" and sys.platform != "linux":
+    if device_type == "cpu" and sys.platform != "linux":
         return "not tried on this system's CPUs"
     if degrees["pp"] > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
-        return f"{parallel.pp_schedule} cannot"
+        return f"{parallel.pp_schedule} computes a block's two gradients apart"
     if degrees["cp"] > 1 and parallel.cp_method == "ring":
-        return "ring attention patches what they call"
+        return "ring attention replaces the attention that they call"
     return ""
 
 

@@ -1,15 +1,15 @@
-"""Forward and backward through the parts of the model that this process holds.
+"""Forward and backward through the parts of the model that this rank holds.
 
-What it is: the two calls the training loop makes, `forward_backward` for a local batch and `evaluate` for a
-validation batch, and what must happen to gradients before the update. Without pipeline parallel there is one part,
-the whole model.
+What it is: the two calls of the training loop, `forward_backward` for a local batch and `evaluate` for a validation
+batch. Built once, from the config: how a batch is sharded over cp, which loss fits the logits that tp and
+`loss.num_chunks` leave, and whether one part runs or a pipeline of stages.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,20 +17,19 @@ from torch import Tensor
 
 from titanlite.config.schema import Config
 from titanlite.distributed.mesh import Mesh
-from titanlite.optim.loss import cross_entropy_sum
+from titanlite.distributed.watchdog import mark_phase
+from titanlite.optim.loss import SummedLoss, cross_entropy_sum
 from titanlite.parallel.attention import preferred_attention
 from titanlite.parallel.chunked_loss import ChunkedLoss, DeferredOutput
-from titanlite.parallel.context_parallel import BatchSharder
 from titanlite.parallel.fsdp import set_gradient_reduction
-from titanlite.parallel.parallelize import compute_dtypes, require_inductor
-from titanlite.parallel.pipeline_parallel import Pipeline, add_tied_gradients
-from titanlite.parallel.tensor_parallel import loss_context, loss_parallel_cross_entropy_sum
+
+Scope = contextlib.AbstractContextManager[Any]
 
 
-class SingleStage:
-    """All layers in one process."""
+class WholeModel:
+    """All layers in one part."""
 
-    def __init__(self, model: Any, loss: Any) -> None:
+    def __init__(self, model: Any, loss: SummedLoss) -> None:
         self.model, self.loss = model, loss
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor) -> Tensor:
@@ -43,77 +42,77 @@ class SingleStage:
 
 
 class Stages:
-    """What computes a loss from a batch of tokens and labels, both (B, S), the same on all of pp, cp and tp.
+    """What computes a loss from tokens and labels, both (B, S) and equal on all ranks along pp, cp and tp.
 
-    A loss is this process's part: the sum over `LOSS_AXES` is the whole.
+    A loss is this rank's part: `Mesh.sum_losses` makes it whole.
     """
 
-    def __init__(self, parts: list[Any], config: Config, mesh: Mesh, device: torch.device) -> None:
-        """`parts` are parallelised and have their weights."""
-        self.parts, self.parallel, self.mesh = parts, config.parallel, mesh
-        self.sequences = BatchSharder(parts, mesh["cp"], config.parallel.cp_method, device)
-        loss: Any = cross_entropy_sum
+    def __init__(self, model_parts: list[Any], config: Config, mesh: Mesh, device: torch.device) -> None:
+        """`model_parts` are parallelised and have their weights; `config` has no `auto`."""
+        self.model_parts, self.config, self.mesh = model_parts, config.parallel, mesh
+        self.shard_batch: Callable[[Tensor, Tensor], Scope] = _whole_batch
+        if mesh["cp"].size() > 1:
+            from titanlite.parallel.context_parallel import BatchSharder
+
+            self.shard_batch = BatchSharder(model_parts, mesh["cp"], config.parallel.cp_method, device).shard_batch
+        self.loss_scope: Callable[[], Scope] = contextlib.nullcontext
         if mesh["tp"].size() > 1:
-            loss = functools.partial(loss_parallel_cross_entropy_sum, mesh=mesh["tp"])
-        if config.compile.loss and config.compile.backend == "inductor":
-            require_inductor("compile.loss = true", "compile.loss = false", device.type)
-        if config.compile.loss:
-            # The last chunk may be smaller: two graphs, where one for any size cannot be made of a cut vocabulary.
-            loss = torch.compile(loss, backend=config.compile.backend, dynamic=False)
-        for part in parts:
-            if isinstance(part.output, DeferredOutput):
-                loss = ChunkedLoss(part.output, config.loss.num_chunks, loss, mesh["tp"])
-        self.runner: SingleStage | Pipeline
-        if mesh["pp"].size() == 1:
-            self.runner = SingleStage(parts[0], loss)
-        else:
-            self.runner = self._pipeline(loss, config, device)
-        tied = parts[0].config.tied_embeddings and mesh["pp"].size() > 1
-        # Both ends of a pipeline hold a tied embedding: parameters that count twice.
-        self.held_twice = [
-            part.tok_embeddings.weight for part in parts if tied and hasattr(part.tok_embeddings, "weight")
-        ]
+            from torch.distributed.tensor.parallel import loss_parallel
 
-    def _pipeline(self, loss: Any, config: Config, device: torch.device) -> Pipeline:
-        training, parallel, llama = config.training, config.parallel, self.parts[0].config
-        here, tp, size = len(self.sequences.here), self.mesh["tp"].size(), parallel.pp_microbatch_size
-        compute, _ = compute_dtypes(config, llama.dim, device.type)
+            self.loss_scope = loss_parallel  # within it, log-softmax and its gradient work on a sharded vocabulary
+        self.runner: Any = WholeModel(model_parts[0], _build_loss(model_parts, config, mesh))
+        self.shared_params: list[Tensor] = []  # parameters that two stages of a pipeline hold
+        if mesh["pp"].size() > 1:
+            from titanlite.parallel.pipeline_parallel import build_pipeline, shared_params
 
-        def example(*shape: int) -> Tensor:
-            return torch.empty(size, *shape, dtype=compute, device="meta", requires_grad=True)
-
-        hidden = example(here // tp, llama.dim)
-        return Pipeline(
-            self.parts,
-            loss,
-            self.mesh["pp"],
-            device,
-            schedule=parallel.pp_schedule,
-            microbatches=training.local_batch_size // size,
-            hidden=hidden,
-            output=hidden if config.loss.num_chunks > 1 else example(here, llama.vocab_size // tp),
-            tokens=torch.empty(size, here, dtype=torch.int64, device="meta"),
-        )
+            self.runner = build_pipeline(model_parts, self.runner.loss, config, mesh, device)
+            self.shared_params = shared_params(model_parts)
 
     @contextlib.contextmanager
-    def _computing(self) -> Iterator[None]:
-        with preferred_attention(self.mesh.device_type), loss_context(self.mesh["tp"]):
-            yield
+    def _ready(self, tokens: Tensor, labels: Tensor) -> Any:
+        """The scope of a forward or backward; gives this rank's part of the batch."""
+        with preferred_attention(self.mesh.device_type), self.loss_scope(), self.shard_batch(tokens, labels) as part:
+            yield part
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor, last: bool = True) -> Tensor:
-        """Adds to the gradients; returns this part of the summed loss over the step's global target count.
+        """Adds to the gradients; returns this rank's part of the summed loss over the step's global target count.
 
-        `last`: no other batch of this step follows.
+        `last`: no other local batch of this step follows.
         """
-        for part in self.parts:
-            set_gradient_reduction(part, last, self.parallel)
-        with self._computing(), self.sequences.cut(tokens, labels) as (x, y):
-            loss = self.runner.forward_backward(x, y, num_targets)
-        if last:
-            add_tied_gradients(self.held_twice, self.mesh["pp"])
+        mark_phase("forward and backward", in_step=True)
+        for part in self.model_parts:
+            set_gradient_reduction(part, last, self.config)
+        with self._ready(tokens, labels) as (x, y):
+            loss: Tensor = self.runner.forward_backward(x, y, num_targets)
+        if last and self.shared_params:
+            from titanlite.parallel.pipeline_parallel import sum_shared_gradients
+
+            sum_shared_gradients(self.shared_params, self.mesh["pp"])
         return loss
 
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """This part of the summed loss of a batch."""
-        with torch.no_grad(), self._computing(), self.sequences.cut(tokens, labels) as (x, y):
-            return self.runner.evaluate(x, y)
+        """This rank's part of the summed loss of a batch."""
+        with torch.no_grad(), self._ready(tokens, labels) as (x, y):
+            loss: Tensor = self.runner.evaluate(x, y)
+        return loss
+
+
+def _whole_batch(tokens: Tensor, labels: Tensor) -> Scope:
+    """Every rank computes with whole sequences."""
+    return contextlib.nullcontext((tokens, labels))
+
+
+def _build_loss(model_parts: list[Any], config: Config, mesh: Mesh) -> SummedLoss:
+    """The summed loss of the last part's output and labels; plain, compiled, or with the projection, by chunks."""
+    loss: SummedLoss = cross_entropy_sum
+    if mesh["tp"].size() > 1:
+        from titanlite.parallel.tensor_parallel import loss_parallel_cross_entropy_sum
+
+        loss = functools.partial(loss_parallel_cross_entropy_sum, mesh=mesh["tp"])
+    if config.compile.loss:
+        # The last chunk may be smaller: two graphs, since torch 2.13 cannot compile a sharded vocabulary for any size.
+        loss = torch.compile(loss, backend=config.compile.backend, dynamic=False)
+    for part in model_parts:
+        if isinstance(part.output, DeferredOutput):
+            loss = ChunkedLoss(part.output, config.loss.num_chunks, loss, mesh["tp"])
+    return loss

@@ -1,28 +1,33 @@
 """Tensor parallel with sequence parallel and loss parallel (Megatron-LM: arXiv 1909.08053, 2205.05198).
 
-What it is: each matrix is cut over the T processes of an axis. The first matrices of a pair (wq, wk, wv; w1, w3) are
-cut by output, so each process has H/T heads or F/T hidden columns and computes on them alone; the second (wo, w2) is
-cut by input, and the processes' partial results are summed. Between such pairs (norms, residuals) every process would
-compute the same, so there the *sequence* is cut instead, S/T tokens each: sequence parallel. The all-reduce of
-partial results becomes a reduce-scatter before, and an all-gather after, at the same total traffic. The vocabulary is
-cut too, at both ends, and the loss is computed on the cut logits: loss parallel.
+What it is: each weight matrix is cut over the ranks of the tp axis. The first matrices of a pair (wq, wk, wv; w1, w3)
+are cut by output features, so each rank computes H/tp heads or F/tp hidden columns. The second (wo, w2) is cut by input
+features, and the ranks' partial results are summed. Between such pairs (norms, residuals) all ranks would compute the
+same, so there the *sequence* is cut instead, S/tp tokens each: sequence parallel. The all-reduce of partial results
+becomes a reduce-scatter before, and an all-gather after, with the same total traffic. The vocabulary is cut too, at
+both ends, and the loss is computed on sharded logits: loss parallel.
 
-    x (B, S/T, D) --all-gather--> (B, S, D) --wq, wk, wv--> (B, S, H/T heads) --wo--> partial (B, S, D)
-                                                                      --reduce-scatter--> (B, S/T, D)
+    x (B, S/tp, D) --all-gather--> (B, S, D) --wq, wk, wv--> (B, S, H/tp heads) --wo--> partial sums (B, S, D)
+                                                                       --reduce-scatter--> (B, S/tp, D)
 
-What it costs, per process, block and microbatch, with b bytes per number and S the tokens that cp leaves: 2 all-gathers
-and 2 reduce-scatters in the forward and as many in the backward, 8 b B S D (T-1)/T in all, and 2 all-reduces of D
-numbers for the norms. They are waited for, so T stays within a node. The two ends add as much as half a block, and
-the loss 3 all-reduces of B S numbers. Memory: matrices, gradients, moments and activations are 1/T (norms are whole).
+    wq is (H Dh, D) and wo is (D, H Dh). With tp = 2, rank 1 holds the second half of the rows of wq, and of wo all rows
+    but only the second half of the columns: what it multiplies are its own heads.
 
-How it is made: the table below names each module and what happens to its input, its weight and its output.
-`parallelize_module` turns weights into DTensors on the tp axis. Every parameter is in the table, so the gradient norm
-finds all of them on one mesh. Head counts in the model are read off the tensors, so GQA needs nothing more.
+Why it is here: it is the only axis that makes a single layer's weights and activations smaller.
+What it costs, per rank, block and local batch, with b bytes per number and S tokens (those that cp leaves): 2
+all-gathers and 2 reduce-scatters forward and as many backward, 8 b B S D (tp-1)/tp bytes in all, and 2 all-reduces of D
+numbers for the norms' gradients. The computation waits for them, so tp stays within a node. The two ends add as much as
+half a block, and the loss 3 all-reduces of B S numbers. Memory: matrices, gradients, moments and activations are 1/tp;
+norms are replicated.
+
+How it is made: the tables below name each module and the placement of its input, weight and output;
+`parallelize_module` makes the weights DTensors on the tp axis. Every parameter is in a table, norms included: clipping
+cannot combine gradients that are DTensors on one mesh with plain tensors or other meshes. The model counts heads from
+the tensors, so grouped-query attention needs nothing more.
 """
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from typing import Any
 
@@ -36,22 +41,20 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
     parallelize_module,
 )
 
 from titanlite.config.schema import ConfigError
 from titanlite.distributed.torch_private import enable_async_tp
 from titanlite.optim.loss import cross_entropy_sum
-from titanlite.parallel.chunked_loss import DeferredOutput
-from titanlite.parallel.pipeline_parallel import TiedWeight
+from titanlite.parallel.chunked_loss import DeferredOutput, WeightHolder
 
-# What travels between modules: the sequence cut (dim 1), a whole copy, or the vocabulary cut (last dim)
+# Placements of what travels between modules: sequence sharded (dim 1), replicated, vocabulary sharded (last dim)
 SEQUENCE_SHARD, REPLICATED, VOCABULARY_SHARD = Shard(1), Replicate(), Shard(-1)
 
 
 def block_plan() -> dict[str, Any]:
-    """What happens to the modules of a block. Its input and output are (B, S/T, D)."""
+    """Module of a block -> how it is parallelised. The block's input and output are (B, S/tp, D)."""
     return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(  # x, rope, cache
@@ -70,16 +73,16 @@ def block_plan() -> dict[str, Any]:
 
 
 def ends_plan(model: Any) -> dict[str, Any]:
-    """What happens to the ends that this part of the model has."""
+    """The same for the ends that this part of the model has."""
     plan: dict[str, Any] = {}
     if isinstance(model.tok_embeddings, nn.Embedding):
         plan["tok_embeddings"] = RowwiseParallel(input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARD)
     if isinstance(model.norm, nn.RMSNorm):
-        # A pipeline may be cut between norm and output, the loss may project: what is handed on is a plain tensor.
+        # A plain tensor leaves the norm where a pipeline is split between norm and output, or where the loss projects.
         plan["norm"] = SequenceParallel(use_local_output=isinstance(model.output, (nn.Identity, DeferredOutput)))
     if isinstance(model.output, nn.Linear):
         plan["output"] = ColwiseParallel(input_layouts=SEQUENCE_SHARD, output_layouts=VOCABULARY_SHARD)
-    elif not isinstance(model.output, (nn.Identity, DeferredOutput)):  # the embedding's weight, which is cut already
+    elif not isinstance(model.output, (nn.Identity, DeferredOutput)):  # tied: the embedding's weight, sharded already
         plan["output"] = PrepareModuleInputOutput(
             input_layouts=(SEQUENCE_SHARD,),
             desired_input_layouts=(REPLICATED,),
@@ -90,21 +93,19 @@ def ends_plan(model: Any) -> dict[str, Any]:
 
 
 def apply_tp(model: Any, mesh: DeviceMesh, async_tp: bool) -> None:
-    """Cuts a part of the model over the tp axis; nothing where that has one process."""
-    if mesh.size() == 1:
-        return
+    """Shards a part of the model over the tp axis."""
     parallelize_module(model, mesh, ends_plan(model))
     for block in model.layers.values():
         parallelize_module(block, mesh, block_plan())
     if isinstance(model.tok_embeddings, nn.Embedding):
-        # The embedding's reduce-scatter is still under way here, and a compiled block that receives such a tensor
+        # The embedding's reduce-scatter is still in flight here, and a compiled block that receives such a tensor
         # computes a wrong gradient for the embedding (torch 2.13); a copy waits for it.
         model.tok_embeddings.register_forward_hook(lambda module, args, output: output.clone())
     for end in (model.tok_embeddings, model.output):
-        if isinstance(end, (TiedWeight, DeferredOutput)):  # which multiply nothing themselves
+        if isinstance(end, WeightHolder):
             for name, weight in end.named_parameters():
                 setattr(end, name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
-    # Nobody changes the logits in place, which is what this warning of torch 2.13 is about.
+    # torch 2.13 warns of in-place changes of such an output; the logits are not changed in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     if async_tp:
         _enable_async_tp(mesh)
@@ -121,16 +122,10 @@ def _enable_async_tp(mesh: DeviceMesh) -> None:
 
 
 def loss_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
-    """`cross_entropy_sum` of logits (B, S, V/T), each process with its part of the vocabulary; labels (B, S).
+    """`cross_entropy_sum` of logits (B, S, V/tp), each rank with its part of the vocabulary; labels (B, S).
 
-    Needs `loss_context` around it and around its backward. The same value on all processes of the axis.
+    Needs torch's `loss_parallel` around it and around its backward. Equal on all ranks of the axis.
     """
-    whole = DTensor.from_local(logits, mesh, [VOCABULARY_SHARD])
-    loss = cross_entropy_sum(whole, labels)
+    loss = cross_entropy_sum(DTensor.from_local(logits, mesh, [VOCABULARY_SHARD]), labels)
     assert isinstance(loss, DTensor)
     return loss.to_local()
-
-
-def loss_context(mesh: DeviceMesh) -> contextlib.AbstractContextManager[None]:
-    """Where log-softmax and its gradient work on a vocabulary that is cut."""
-    return loss_parallel() if mesh.size() > 1 else contextlib.nullcontext()

@@ -24,14 +24,14 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.schema import Config
 from titanlite.data.stream import IGNORED, Batch, count_targets
 from titanlite.distributed import process_group
-from titanlite.distributed.mesh import DATA_AXES, LOSS_AXES, Mesh, data_rank, sum_over
+from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import num_compiled_graphs
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.fsdp import assign_shard
-from titanlite.parallel.parallelize import reason_blocks_not_compiled, split_and_parallelize
+from titanlite.parallel.auto import resolve_auto
+from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.rules import check_layout
 from titanlite.parallel.stages import Stages
 
@@ -94,33 +94,30 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     """
     device, training = _device(config), config.training
     degrees = check_layout(config, llama, dist.get_world_size())
+    config = resolve_auto(config, llama.dim, degrees, device.type)
     mesh = Mesh(device.type, degrees, config.comm.timeout_seconds)
-    rank, world = data_rank(mesh)
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
-    parts = split_and_parallelize(model, config, mesh)
-    for part in parts:
-        part.to_empty(device="cpu" if config.parallel.cpu_offload else device)
-        part.init_weights(config.run.seed, assign_shard, device)
+    parts = build_model_parts(model, config, mesh, device)
     stages = Stages(parts, config, mesh, device)
     optimizer = build_optimizer(parts, config.optimizer)
     expected = torch.load(path, map_location="cpu", mmap=True)
     found = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "parameters": 0.0}
     graphs: list[int] = []
-    compiles = config.compile.loss or not reason_blocks_not_compiled(config, llama.dim, mesh)
+    compiles = config.compile.loss or config.compile.enabled == "true"
     for step in range(STEPS):
         whole = make_batch(step, training.global_batch_size, training.seq_len, llama.vocab_size)
         local = [Batch(*pair) for pair in zip(*(part.split(training.local_batch_size) for part in whole), strict=True)]
-        batches = local[rank::world]
-        num_targets = sum_over(count_targets(batches).to(device), mesh, DATA_AXES)
+        batches = local[mesh.data_rank :: mesh.data_size]
+        num_targets = mesh.sum_counts(count_targets(batches).to(device))
         loss = torch.zeros((), device=device)
         for i, (tokens, labels) in enumerate(batches):
             loss += stages.forward_backward(tokens.to(device), labels.to(device), num_targets, i == len(batches) - 1)
         if step == 0:
             gradients = ((name, p.grad) for part in parts for name, p in part.named_parameters())
             found["gradient"] = _farthest(gradients, expected["gradient"])
-        norm = clip_grad_norm(parts, training.max_norm, device, stages.held_twice)
-        loss = sum_over(loss, mesh, LOSS_AXES)
+        norm = clip_grad_norm(parts, training.max_norm, device, stages.shared_params)
+        loss = mesh.sum_losses(loss)
         for name, value in (("loss", loss), ("grad_norm", norm)):
             found[name] = _worse(found[name], abs(float(value) / expected[name][step] - 1))
         optimizer.step()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from titanlite.config.load import load_config
-from titanlite.config.schema import Config, TrainingConfig
-from titanlite.parallel.parallelize import compute_dtypes, reason_blocks_not_compiled, resolve_auto
+from titanlite.config.schema import CompileConfig, Config, TrainingConfig
+from titanlite.parallel.auto import resolve_auto
+from titanlite.parallel.layout import AXES
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,11 @@ from titanlite.parallel.parallelize import compute_dtypes, reason_blocks_not_com
 )
 def test_dtype_of_computation(monkeypatch, given, dim, device, native, expected):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native})
-    config = Config(training=TrainingConfig(compute_dtype=given, reduce_dtype="float32"))
-    assert compute_dtypes(config, dim, device) == (expected, torch.float32)
-    assert resolve_auto(config, dim, device).training.compute_dtype == str(expected).removeprefix("torch.")
+    config = Config(
+        training=TrainingConfig(compute_dtype=given, reduce_dtype="float32"), compile=CompileConfig(enabled="false")
+    )
+    resolved = resolve_auto(config, dim, dict.fromkeys(AXES, 1), device).training.compute_dtype
+    assert getattr(torch, resolved) == expected
 
 
 @pytest.mark.parametrize(
@@ -50,5 +52,5 @@ def test_dtype_of_computation(monkeypatch, given, dim, device, native, expected)
 )
 def test_what_auto_compiles(gpu, options, dim, device, pp, expected):
     gpu()
-    mesh = SimpleNamespace(device_type=device, degrees={"pp": pp, "cp": 2})
-    assert (reason_blocks_not_compiled(load_config(["cpu_25m", *options]), dim, mesh) == "") is expected
+    resolved = resolve_auto(load_config(["cpu_25m", *options]), dim, {"pp": pp, "cp": 2}, device)
+    assert resolved.compile.enabled == ("true" if expected else "false")
