@@ -128,7 +128,7 @@ def test_two_runs_in_one_folder_are_refused(endless_arguments, tmp_path):
     wait_for_step(tmp_path / "debug", 0, process)
     code, output = finish(start(endless_arguments, NGPU="2"))
     assert code == 2, output
-    assert output.count("another process is training here") == 1
+    assert output.count("another run is training") == 1
     assert "Traceback" not in output
     assert process.poll() is None
     finish_now(process)
@@ -221,5 +221,5 @@ def test_nodes_that_do_not_fit_together_are_refused(arguments, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     outcomes = two_nodes(arguments, [*arguments, f"--{option}"])
     assert [code for code, _ in outcomes] == [2, 2], outcomes
-    assert f"rank 1 has another {fact} than rank 0" in outcomes[0][1]
+    assert f"rank 1: {fact} differs from rank 0's" in outcomes[0][1]
     assert "Traceback" not in outcomes[0][1] + outcomes[1][1]

@@ -50,6 +50,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.shard_file import DTYPE_NAMES, digest_of
 from titanlite.config.schema import ConfigError
+from titanlite.distributed.agreement import gather, raise_together
 
 logger = logging.getLogger("titanlite")
 # DCP says this of every save and load of a single process. Set here and not around them: filters are not for threads.
@@ -192,30 +193,26 @@ def verify_files(
 
 
 def verify_together(folder: Path, prefix: str = "", group: Any = None) -> list[str]:
-    """Reads the manifest and verifies the files whose name begins so, dealt out to all processes; the same on each.
+    """What is wrong with the files whose names begin with `prefix`: each rank reads a part, all return the same list.
 
-    Raises ConfigError on all where one of them cannot read what may be whole.
+    Raises ConfigError on all ranks if one of them fails for a reason that is not the checkpoint's.
     """
     problems: list[str] = []
     obstacles: list[str] = []
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     deadline = time.monotonic() + 10
     while rank and not (folder / manifests.NAME).exists() and time.monotonic() < deadline:
         time.sleep(0.1)  # a network file system may show a new folder late
     try:
         manifest = read_manifest(folder)
         wanted = sorted(name for name in manifest.files if name.startswith(prefix))
-        problems = verify_files(folder, manifest, wanted[rank::world])
+        problems = verify_files(folder, manifest, wanted[rank::world_size])
     except CorruptCheckpoint as error:
         problems = error.problems
     except ConfigError as error:
         obstacles = error.problems
-    found = [(problems, obstacles)] * world
-    if not _single_process():
-        dist.all_gather_object(found, (problems, obstacles), group=group)
-    if obstacles := sorted({obstacle for _, own in found for obstacle in own}):
-        raise ConfigError(obstacles)
-    return sorted({problem for own, _ in found for problem in own})
+    raise_together(obstacles, group)
+    return sorted({problem for found in gather(problems, group) for problem in found})
 
 
 def require_matching_tensors(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:

@@ -1,53 +1,77 @@
-"""What all processes must know alike: one's finding, the same facts, any one's objection.
+"""Agreement: small values exchanged between all ranks, so that all of them take the same branch.
 
-What it is: small objects over the process group, before training begins. All processes call each function together.
+What it is: `gather` gives every rank the values of all, and the other functions decide from that list. What they decide
+is therefore the same everywhere: an error on one rank is an error on all, and no rank waits for one that has left.
+All ranks of the group call each function together.
+What it costs: two all-gathers of CPU tensors over gloo. Used while a run starts and loads, never within a step.
+Values travel as JSON: `all_gather_object` would unpickle bytes that another process sent.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import ConfigError
 
 
-def broadcast_from_rank0(find: Callable[[], Any]) -> Any:
-    """What `find` returns on rank 0, on all: on a network file system not all see a new folder at once.
+def gather(value: Any, group: Any = None) -> list[Any]:
+    """The JSON value of every rank, in the order of ranks."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [value]
+    content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(content)]), group=group)
+    longest = max(map(int, lengths))
+    padded = torch.nn.functional.pad(content, (0, longest - len(content)))
+    contents = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
+    dist.all_gather(contents, padded, group=group)
+    return [json.loads(text[: int(n)].numpy().tobytes()) for text, n in zip(contents, lengths, strict=True)]
 
-    Raises ConfigError on all where it does there.
+
+def raise_together(problems: list[str], group: Any = None) -> None:
+    """Raises ConfigError on all ranks, with the problems of all, if any rank has one."""
+    if found := list(dict.fromkeys(problem for own in gather(problems, group) for problem in own)):
+        raise ConfigError(found)
+
+
+def broadcast_from_rank0(find: Callable[[], Any]) -> Any:
+    """The JSON value that `find` returns on rank 0. Raises ConfigError on all ranks if `find` does.
+
+    On a network file system some nodes see a new folder later than others, so rank 0 looks for all.
     """
-    found: list[Any] = [None, None]
-    if dist.get_rank() == 0:
+    found: list[Any] = [None, []]
+    if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             found[0] = find()
         except ConfigError as error:
             found[1] = error.problems
-    dist.broadcast_object_list(found)
-    if found[1]:
-        raise ConfigError(found[1])
-    return found[0]
+    value, problems = gather(found)[0]
+    if problems:
+        raise ConfigError(problems)
+    return value
 
 
 def require_agreement(**facts: str) -> None:
-    """Raises ConfigError on all processes unless each of them holds the same facts (name -> value or hash)."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, facts)
+    """Raises ConfigError on all ranks unless they all pass the same facts (name -> value or hash)."""
+    everyone = gather(facts)
     if problems := [
-        f"rank {rank} has another {name} than rank 0: nodes need the same command, data, Python version, folder, and "
-        "processors for which `auto` means the same"
-        for rank, other in enumerate(found)
+        f"rank {rank}: {name} differs from rank 0's; expected the same command, data, Python version, folder and kind "
+        "of processor on all nodes"
+        for rank, other in enumerate(everyone)
         for name in facts
-        if other[name] != found[0][name]
+        if other[name] != everyone[0][name]
     ]:
         raise ConfigError(problems)
 
 
 def first_message(text: str) -> str:
-    """What some process says; empty where none says anything. All call it together and get the same."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    """The first rank's text that is not empty, with its rank; empty if no rank has one."""
+    everyone = gather(text)
+    if len(everyone) == 1:
         return text
-    found: list[Any] = [""] * dist.get_world_size()
-    dist.all_gather_object(found, text)
-    return next((f"rank {rank}: {said}" for rank, said in enumerate(found) if said), "")
+    return next((f"rank {rank}: {message}" for rank, message in enumerate(everyone) if message), "")

@@ -1,6 +1,6 @@
-"""The run's folder: one run at a time writes into it, and all its processes see the same one.
+"""The run's folder: locked by one run at a time, and the same folder on all nodes.
 
-What it is: a lock file that rank 0 holds as long as it trains, with a token in it that the others must read.
+What it is: a lock file that rank 0 holds while it trains. It contains a random token, which every other rank must read.
 """
 
 from __future__ import annotations
@@ -12,55 +12,53 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from titanlite.config.schema import ConfigError
-from titanlite.distributed.agreement import require_agreement
+from titanlite.distributed.agreement import broadcast_from_rank0, require_agreement
 
 
 def claim_folder(folder: Path) -> Any:
-    """Makes the run's folder and locks it; the lock lasts as long as the object returned.
+    """Creates the run's folder and locks it as long as the returned object lives. All ranks call it together.
 
-    Raises ConfigError on all processes where it cannot be written, another run holds it, or some process sees
-    another folder of that name (checkpoints need one that all nodes share).
+    Raises ConfigError on all ranks if the folder cannot be written, another run holds its lock, or a rank sees another
+    folder under the same path (checkpoints need one that all nodes share).
     """
-    claim: list[Any] = [None, ""]  # a token that only this run knows, or what is wrong
-    held = None
-    if dist.get_rank() == 0:
+    held: list[Any] = []
+
+    def lock_with_token() -> str:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            held = lock(folder / ".lock")
-            held.truncate(0)
-            held.write(token := secrets.token_hex(8))
-            held.flush()
-            claim[0] = token
+            file = lock(folder / ".lock")
+            file.truncate(0)
+            file.write(token := secrets.token_hex(8))
+            file.flush()
         except BlockingIOError:
-            claim[1] = f"{folder}: another process is training here; wait for it or choose another run.name"
+            raise ConfigError(
+                f"{folder}: another run is training in this folder; wait for it or choose another run.name"
+            ) from None
         except OSError as error:
-            claim[1] = (
-                f"run.folder, run.name: {folder}: {error.strerror or error}; expected a folder that can be written"
-            )
-    dist.broadcast_object_list(claim)
-    if claim[1]:
-        raise ConfigError(claim[1])
-    require_agreement(folder=_read_token(folder / ".lock", claim[0]))
+            reason = error.strerror or error
+            raise ConfigError(f"run.folder, run.name: {folder}: {reason}; expected a writable folder") from None
+        held.append(file)
+        return token
+
+    token = broadcast_from_rank0(lock_with_token)
+    require_agreement(folder=_read_token(folder / ".lock", token))
     return held
 
 
 def lock(path: Path) -> Any:
-    """Locks a file, making it if need be, for as long as the object returned lives. Raises BlockingIOError."""
+    """Locks a file, which it creates if necessary, as long as the returned object lives. Raises BlockingIOError."""
     file = path.open("a+")
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return file
 
 
-def _read_token(path: Path, token: str) -> str:
-    """The file's content; a network file system gets ten seconds to show the one expected."""
-    deadline = time.monotonic() + 10
-    while True:
+def _read_token(path: Path, expected: str) -> str:
+    """The file's content. A network file system gets ten seconds to show the expected one."""
+    content, deadline = "", time.monotonic() + 10
+    while content != expected and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            if (content := path.read_text()) == token or time.monotonic() > deadline:
-                return content
-        if time.monotonic() > deadline:
-            return "absent"
-        time.sleep(0.1)
+            content = path.read_text()
+        if content != expected:
+            time.sleep(0.1)
+    return content

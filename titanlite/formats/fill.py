@@ -12,7 +12,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,6 +22,7 @@ from torch.futures import Future
 from titanlite.checkpoint.dcp import TensorStorageReader
 from titanlite.config.schema import ConfigError
 from titanlite.config.spelling import suggestion
+from titanlite.distributed.agreement import raise_together
 from titanlite.formats.full_state import BLOCK, FullState
 
 logger = logging.getLogger("titanlite")
@@ -57,12 +57,7 @@ def agree_on(work: Any) -> Any:
         problems = error.problems
     except Exception as error:
         problems = [f"{type(error).__name__}: {str(error)[:200]}"]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, problems)
-        problems = list(dict.fromkeys(problem for each in everyone for problem in each))
-    if problems:
-        raise ConfigError(problems)
+    raise_together(problems)
     return result
 
 

@@ -89,9 +89,8 @@ def read_weights(
         _compare_tokenizers(full, tokenizer)
         agree_on(lambda: _fill(full, state, model))
         return path
-    folder: Path = broadcast_from_rank0(
-        lambda: find_step_folder(path)
-    )  # the run it belongs to may be saving another one now
+    # Rank 0 chooses for all: the run it belongs to may be saving another one now.
+    folder = Path(broadcast_from_rank0(lambda: str(find_step_folder(path))))
     if problems := verify_together(folder, "model", group):
         raise CorruptCheckpoint([*problems, _others(folder)])
     if not read_manifest(folder).finite:

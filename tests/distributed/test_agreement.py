@@ -1,0 +1,76 @@
+"""Agreement between ranks: every rank gets the values, and the errors, of all."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from titanlite.config.schema import ConfigError
+from titanlite.distributed.agreement import (
+    broadcast_from_rank0,
+    first_message,
+    gather,
+    raise_together,
+    require_agreement,
+)
+
+
+def gather_different_lengths() -> list:
+    rank = dist.get_rank()
+    return gather({"rank": rank, "text": "é" * 1000 * rank, "none": None, "list": [rank] * rank})
+
+
+def test_values_of_any_length_reach_all_ranks(pool):
+    expected = [{"rank": r, "text": "é" * 1000 * r, "none": None, "list": [r] * r} for r in range(3)]
+    assert pool.run(3, gather_different_lengths) == [expected] * 3
+    assert gather({"a": 1}) == [{"a": 1}]  # without a process group
+
+
+def gather_in_a_group() -> list | None:
+    group = dist.new_group([0, 2])
+    return gather(dist.get_rank(), group) if dist.get_rank() != 1 else None
+
+
+def test_a_group_gathers_its_own_ranks(pool):
+    assert pool.run(3, gather_in_a_group) == [[0, 2], None, [0, 2]]
+
+
+def fail_on_two_ranks() -> list[str]:
+    raise_together([])
+    with pytest.raises(ConfigError) as caught:
+        raise_together(["the same"] + [f"rank {dist.get_rank()}"] * (dist.get_rank() != 1))
+    return caught.value.problems
+
+
+def test_problems_of_all_ranks_are_raised_on_all(pool):
+    assert pool.run(3, fail_on_two_ranks) == [["the same", "rank 0", "rank 2"]] * 3
+
+
+def ask_rank0() -> list:
+    rank = dist.get_rank()
+
+    def refuse() -> None:
+        raise ConfigError("no such folder")
+
+    with pytest.raises(ConfigError, match="no such folder"):
+        broadcast_from_rank0(refuse)
+    return broadcast_from_rank0(lambda: [rank, "found"])
+
+
+def test_what_rank_0_finds_reaches_all(pool):
+    assert pool.run(2, ask_rank0) == [[0, "found"]] * 2
+
+
+def disagree() -> tuple[list[str], str]:
+    rank = dist.get_rank()
+    require_agreement(data="same")
+    with pytest.raises(ConfigError) as caught:
+        require_agreement(data=f"hash {rank // 2}", config="same")
+    return caught.value.problems, first_message(f"no compiler {rank}" if rank else "")
+
+
+def test_a_fact_that_differs_is_named_on_all(pool):
+    for problems, message in pool.run(3, disagree):
+        assert [problem.split(" differs")[0] for problem in problems] == ["rank 2: data"]
+        assert message == "rank 1: no compiler 1"
+    assert first_message("") == ""
