@@ -231,10 +231,13 @@ def _set(name: str, value: Any, origin: str, values: dict[str, dict[str, Any]], 
     declared = type_of(name)
     section, _, entry = name.partition(".")
     if declared is None:
-        near = suggestion(name, all_keys(), 1)
-        if not near:  # the section is wrong or absent, or more than a letter is
-            elsewhere = [k for k in all_keys() if k.partition(".")[2] == (entry or section)]
-            near = f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else suggestion(name, all_keys())
+        elsewhere = [k for k in all_keys() if k.partition(".")[2] == (entry or section)]
+        mistyped_section = entry and section not in sections()
+        near = suggestion(name, elsewhere) if mistyped_section else ""
+        if elsewhere and not near:
+            near = f"; did you mean {' or '.join(elsewhere)}?"
+        elif not elsewhere:
+            near = suggestion(name, all_keys(), 0.8)  # more than usual: keys of one section have its name in common
         if name in sections():
             near = f"; that is a section: set one of its keys, {', '.join(k for k in all_keys() if k.startswith(name))}"
         problems.append(f"{origin}: unknown key {name}{near}")
