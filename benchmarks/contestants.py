@@ -1,8 +1,8 @@
-"""What the benchmarks compare: training steps of the same Llama, ours and others', on one device.
+"""The training steps that the benchmarks compare: the same Llama in titanlite and in other code, on one device.
 
-Each contestant is built from the same configuration, has the weights of `Titanlite` with that seed, and takes batches
-of tokens and labels, (B, S) each: `step(tokens, labels)` is one optimizer step and returns the mean loss before it, on
-the device. All clip to norm 1 and use fused AdamW at a constant rate.
+Each contestant is built from the same configuration and starts with the weights of `Titanlite` for that seed. Its
+method `step(tokens, labels)`, with tokens and labels (B, S), is one optimizer step and returns the mean loss before it,
+on the device. All of them clip to norm 1 and use fused AdamW at a constant rate.
 """
 
 from __future__ import annotations
