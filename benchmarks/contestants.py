@@ -47,7 +47,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def configuration(arguments: list[str]) -> tuple[Config, LlamaConfig]:
-    """As train.py resolves them, with a vocabulary of 4,112 where the flavor has none of its own."""
+    """The config and model shape as train.py resolves them; the vocabulary is 4,112 if the flavor has none."""
     config = load_config(arguments)
     return config, resolve_flavor(config.model, 4112)
 
@@ -156,7 +156,7 @@ class Bare:
 
 
 class HuggingFace:
-    """transformers' LlamaForCausalLM, with its SDPA attention. `compiled`: the whole model, as its guide says."""
+    """transformers' LlamaForCausalLM with SDPA attention. `compiled`: the whole model, as its guide recommends."""
 
     name = "transformers"
 

@@ -86,7 +86,7 @@ def copy(source: Path, target: Path) -> float:
 
 
 def measure(source: Path, target: Path, to: str) -> dict[str, float]:
-    """Medians of a conversion and of copies of its source beside it; leaves the result."""
+    """Medians of a conversion and of plain copies of its source; the result of the conversion stays."""
     copies, found = [], []
     beside = target.with_name("copy")
 

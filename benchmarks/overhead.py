@@ -54,7 +54,7 @@ def measure(kind: str, arguments: list[str], steps: int, folder: Path) -> list[f
     command = [sys.executable, *(bare if KINDS[kind] else ["train.py", *arguments, *own])]
     done = subprocess.run(command, cwd=report.ROOT, env=environment, check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise SystemExit(f"{kind} ended with exit code {done.returncode}")  # it has said why
+        raise SystemExit(f"{kind} ended with exit code {done.returncode}")  # its output has the reason
     if KINDS[kind]:
         return json.loads(done.stdout.splitlines()[-1])[UNCOUNTED:]
     seconds = [json.loads(line)["seconds"] for line in Path(run, "run/metrics.jsonl").read_text().splitlines()]

@@ -131,7 +131,7 @@ def child(arguments: list[str], steps: int) -> dict[str, Any]:
 
 
 def measure(name: str, steps: int) -> dict[str, Any]:
-    """Measures one case in a process of its own."""
+    """Measures one case in a separate process."""
     return report.child([sys.executable, __file__, "--child", name, "--steps", str(steps)])
 
 

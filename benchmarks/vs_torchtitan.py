@@ -64,7 +64,7 @@ def arguments_of(options: argparse.Namespace) -> list[str]:
 
 
 def stress(model: Any) -> None:
-    """Enlarges attention's weights, in place: as drawn it says so little that no wrong position would show."""
+    """Enlarges attention's weights in place: with initial weights, wrong positions would hardly change the loss."""
     import torch
 
     with torch.no_grad():

@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sizes", default="1M,25M,125M", help=f"which, of {', '.join(SIZES)}")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # what a process of its own is to do
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # the case of a child process
     options = parser.parse_args()
     if options.one:
         size, *switches = options.one

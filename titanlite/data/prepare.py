@@ -36,7 +36,7 @@ BLOCK = 400_000  # bytes of text that are tokenised at a time
 NO_CORPUS = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 
 
-def prepare(section: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None] = print) -> Path:
+def prepare(section: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None] = print) -> Path:
     """The folder of prepared data for a config; prepares it if it does not exist.
 
     Raises ConfigError with the path of text that is missing, empty or not UTF-8.
@@ -54,7 +54,7 @@ def prepare(section: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None
         with (cache / f".{folder.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one of several processes prepares, the others wait for it
             if not (folder / "manifest.json").exists():
-                _prepare(name, root, files, tokenizer, folder, say)
+                _prepare(name, root, files, tokenizer, folder, log)
     except OSError as error:
         raise ConfigError(f"data.cache = {str(cache)!r}: {error}; expected a writable folder") from None
     return folder
@@ -104,19 +104,19 @@ def _set_name(path: Path) -> str:
 
 
 def _prepare(
-    name: str, root: Path, files: list[Path], tokenizer: Tokenizer, folder: Path, say: Callable[[str], None]
+    name: str, root: Path, files: list[Path], tokenizer: Tokenizer, folder: Path, log: Callable[[str], None]
 ) -> None:
     """Tokenises into a temporary folder and renames it."""
     started, done = time.monotonic(), 0
     total = sum(path.stat().st_size for path in files)
-    say(f"preparing {name}: {len(files)} files, {total / 1e6:.1f} MB of text from {root}")
+    log(f"preparing {name}: {len(files)} files, {total / 1e6:.1f} MB of text from {root}")
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     dtype = token_dtype(tokenizer.size)
     writers = {split: ShardWriter(temporary, split, dtype) for split in ("train", "validation")}
     digest = hashlib.sha256(tokenizer.sha256.encode())
-    progress = ProgressLine(total, say)
+    progress = ProgressLine(total, log)
     for path, split, begin, end in _parts(root, files):
         writer = writers[split]
         writer.write([tokenizer.bos])
@@ -144,7 +144,7 @@ def _prepare(
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
     temporary.rename(folder)
     tokens = {split: entry["tokens"] for split, entry in manifest["splits"].items()}
-    say(
+    log(
         f"prepared {tokens['train']:,} training and {tokens['validation']:,} validation tokens "
         f"in {time.monotonic() - started:.1f} s: {folder}"
     )
@@ -220,14 +220,14 @@ def _decode(block: bytes, path: Path) -> str:
 class ProgressLine:
     """A progress line: redrawn on a terminal, otherwise printed at every quarter."""
 
-    def __init__(self, total: int, say: Callable[[str], None]) -> None:
-        self.total, self.say, self.started, self.shown = max(1, total), say, time.monotonic(), 0.0
+    def __init__(self, total: int, log: Callable[[str], None]) -> None:
+        self.total, self.log, self.started, self.shown = max(1, total), log, time.monotonic(), 0.0
 
     def show(self, done: int) -> None:
         part, seconds = done / self.total, time.monotonic() - self.started
         line = f"tokenising {100 * part:5.1f} %, {done / 1e6 / max(seconds, 1e-9):.1f} MB/s"
-        if sys.stdout.isatty() and self.say is print:
+        if sys.stdout.isatty() and self.log is print:
             print(f"\r{line}", end="\n" if done == self.total else "", flush=True)
         elif part >= self.shown + 0.25:
             self.shown = part // 0.25 * 0.25
-            self.say(line)
+            self.log(line)
