@@ -97,6 +97,15 @@ def test_tensor_parallel(pool):
     assert found == {"all_gather": 4 * one, "reduce_scatter": 4 * one, "all_reduce": norms}
 
 
+def test_ends_of_the_model_under_tensor_parallel(pool):
+    """Half the traffic of a block, and three all-reduces of a number per token in the loss."""
+    (whole, *_), block = pool.run(2, sent, {"tp": 2}, 2, 2), per_block(pool, {"tp": 2}, 2)
+    ends = {kind: count - 2 * block[kind] for kind, count in whole.items() if count}
+    one = BYTES * B * S * D * part(2)
+    norm, loss = 2 * BYTES * D * part(2), 3 * 2 * BYTES * B * S * part(2)
+    assert ends == {"all_gather": 2 * one, "reduce_scatter": 2 * one, "all_reduce": norm + loss}
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_context_parallel(pool, size):
     """In addition to the traffic of weights sharded over the same processes."""
