@@ -1,13 +1,13 @@
-"""What does a checkpoint cost: against the bare disk, in training's time, and for looking whether it is whole?
+"""The cost of a checkpoint: compared with a plain write, in training time, and for verifying it.
 
     python benchmarks/checkpoint.py [--gb 1.5] [--folder PATH]
 
-1. Saving the state of a model of that size, by one process and by two, beside a bare write + fsync of as many bytes by
-   as many processes (A B B A, five times). Everything is written twice, and the second time counts: a virtual machine
-   gives free memory back to its host, and pays for it again with the first write.
-2. A real run of `cpu_25m` (0.3 GB of state) in each mode: how long training waits for a save, and the steps' time.
+1. Saving the state of a model of that size with one process and with two, compared with a plain write and fsync of as
+   many bytes by as many processes (in the order A B B A, five times). Everything is written twice and the second write
+   is measured: a virtual machine returns free memory to its host, and the first write has to allocate it again.
+2. A run of `cpu_25m` (0.3 GB of state) in each mode: how long training waits for a save, and the time of the steps.
 3. Loading, and verifying before it, with the files in the page cache and without.
-Six minutes on two cores; needs four times the bytes on the disk of the folder.
+Takes six minutes on two cores and four times the bytes on the disk of the folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the benchmarks compare: training steps of the same Llama, ours and others', on one device.
+"""The training steps that the benchmarks compare: the same Llama in titanlite and in other code, on one device.
 
-Each contestant is built from the same configuration, has the weights of `Titanlite` with that seed, and takes batches
-of tokens and labels, (B, S) each: `step(tokens, labels)` is one optimizer step and returns the mean loss before it, on
-the device. All clip to norm 1 and use fused AdamW at a constant rate.
+Each contestant is built from the same configuration and starts with the weights of `Titanlite` for that seed. Its
+method `step(tokens, labels)`, with tokens and labels (B, S), is one optimizer step and returns the mean loss before it,
+on the device. All of them clip to norm 1 and use fused AdamW at a constant rate.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def configuration(arguments: list[str]) -> tuple[Config, LlamaConfig]:
-    """As train.py resolves them, with a vocabulary of 4,112 where the flavor has none of its own."""
+    """The config and model shape as train.py resolves them; the vocabulary is 4,112 if the flavor has none."""
     config = load_config(arguments)
     return config, resolve_flavor(config.model, 4112)
 
@@ -158,7 +158,7 @@ class Bare:
 
 
 class HuggingFace:
-    """transformers' LlamaForCausalLM, with its SDPA attention. `compiled`: the whole model, as its guide says."""
+    """transformers' LlamaForCausalLM with SDPA attention. `compiled`: the whole model, as its guide recommends."""
 
     name = "transformers"
 

@@ -1,13 +1,13 @@
-"""What does a conversion cost: in time against a plain copy of the same bytes, and in memory?
+"""The cost of a conversion: time compared with a plain copy of the same bytes, and memory.
 
     python benchmarks/convert.py [--flavor llama3_1b] [--folder PATH]
 
-Makes a checkpoint of that flavor with random weights, then, each in a process of its own: a plain copy with fsync, and
-conversions from the step folder to every format and back, each twice in the order A B B A with the copy, medians.
-Everything is written twice in a row and the second time counts: a virtual machine gives free memory back to its host,
-and pays for it again with the first write.
-The comparison of result and source (`--verify`) is timed apart. Memory is the peak of the resident set, less what the
-process had after its imports. Some 15 minutes on two cores and five times the checkpoint's bytes on the disk.
+Makes a checkpoint of the flavor with random weights. Then it runs, each in a separate process, a plain copy with fsync
+and the conversions from the step folder to every format and back, each twice in the order A B B A with the copy, and
+reports medians. Everything is written twice in a row and the second write is measured: a virtual machine returns free
+memory to its host, and the first write has to allocate it again. The comparison of result and source (`--verify`) is
+timed separately. Memory is the peak of the resident set minus the resident set after the imports. Takes about 15
+minutes on two cores and five times the checkpoint's bytes on the disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import report
 CHILD = """
 import json, resource, shutil, sys, time
 from pathlib import Path
-from titanlite.checkpoint.convert import convert
+from titanlite.formats.convert import convert
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 base, options = peak(), json.loads(sys.argv[1])
@@ -37,21 +37,21 @@ for _ in range(2):
     target = Path(options["target"])
     shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
     started = time.monotonic()
-    convert(**options, tell=lambda text: None)
+    convert(**options)
 print(json.dumps({"seconds": time.monotonic() - started, "memory": peak() - base, "base": base}))
 """
 MAKE = """
 import sys
 from pathlib import Path
 import torch
-from titanlite.checkpoint.formats.full_state import expected_shapes
-from titanlite.checkpoint.manifest import Facts
+from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.storage import write_step
+from titanlite.formats.full_state import expected_shapes
 from titanlite.model.flavors import FLAVORS
 config, generator = FLAVORS[sys.argv[1]], torch.Generator().manual_seed(0)
 weights = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in expected_shapes(config).items()}
 files = {"model.json": config.to_json().encode()}
-write_step(Path(sys.argv[2]), 1, {"model": weights}, files, Facts({}, {"training": {"seq_len": 8192}}, ""))
+write_step(Path(sys.argv[2]), 1, {"model": weights}, files, RunMetadata({}, {"training": {"seq_len": 8192}}, ""))
 """
 FORMATS = {"hf": "", "safetensors": "", "torch": ".pt", "llama": "", "dcp": "", "gguf": ".gguf", "titanlite": ""}
 
@@ -86,7 +86,7 @@ def copy(source: Path, target: Path) -> float:
 
 
 def measure(source: Path, target: Path, to: str) -> dict[str, float]:
-    """Medians of a conversion and of copies of its source beside it; leaves the result."""
+    """Medians of a conversion and of plain copies of its source; the result of the conversion stays."""
     copies, found = [], []
     beside = target.with_name("copy")
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every benchmark that a CPU can run, one after the other; results go to benchmarks/results/. An hour on two cores, on a
-# machine that does nothing else. Needs the environment of ./run_tests.sh (transformers is a development dependency).
+# Runs every benchmark that can run on a CPU; results go to benchmarks/results/. Takes an hour on two cores of an otherwise
+# idle machine. Needs the environment of ./run_tests.sh (transformers is a development dependency).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 for part in startup data overhead vs_transformers throughput levers scaling checkpoint convert verify first_run; do

@@ -1,9 +1,9 @@
-"""Does the data keep up? Text to tokens, and tokens to batches.
+"""The speed of the data: text to tokens, and tokens to batches.
 
     python benchmarks/data.py [--path FOLDER]
 
-Tokenises text into shards (once, as the first start of a run does), then reads steps of batches from them as training
-does: first with a cold page cache where the system lets one drop it, then warm. A minute on two cores.
+Tokenises text into shards, as the first start of a run does, and then reads the batches of steps from them, as training
+does: first with a cold page cache if the system can drop it, then with a warm one. Takes a minute on two cores.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SEQ_LEN, BATCH = 2048, 8
 
 
 def drop(folder: Path) -> bool:
-    """Takes a folder's files out of the page cache; False where that cannot be asked for."""
+    """Drops a folder's files from the page cache; False if the system has no call for it."""
     if not hasattr(os, "posix_fadvise"):
         return False
     for path in (path for path in folder.rglob("*") if path.is_file()):

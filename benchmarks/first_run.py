@@ -1,9 +1,9 @@
-"""What a user meets first: does the first command train, do processes agree, does a stopped run go on?
+"""A user's first runs: the first command trains, several processes agree, and a stopped run resumes.
 
     python benchmarks/first_run.py
 
 Runs ./run_train.sh as a user would, prints a table and writes it to benchmarks/results/ as Markdown and JSON.
-Needs the environment run_train.sh uses, and ten minutes on two cores.
+Needs the environment of run_train.sh. Takes ten minutes on two cores.
 """
 
 from __future__ import annotations

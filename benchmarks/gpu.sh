@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The GPU benchmarks, in parts of minutes each: `benchmarks/gpu.sh` lists them, `benchmarks/gpu.sh PART ...` runs some,
-# `benchmarks/gpu.sh all` all that have not been run with these sources. A part that ends leaves its mark in $MARKS
-# (default: benchmarks/.done), so the same command goes on where the last one was stopped. Results go to benchmarks/results/,
-# and to $OUT as well if that is set. $WHEELS is a folder of wheels to install what is missing from; without it, pip asks
-# its index.
+# The GPU benchmarks, in parts of minutes each. `benchmarks/gpu.sh` lists the parts, `benchmarks/gpu.sh PART ...` runs some of
+# them, `benchmarks/gpu.sh all` runs all that have not been run with these sources. A finished part is recorded in $MARKS
+# (default: benchmarks/.done), so the same command continues where the last one was stopped. Results go to
+# benchmarks/results/, and also to $OUT if that is set. Missing packages are installed from the folder of wheels $WHEELS if
+# that is set, otherwise from pip's index.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 sources="$(find titanlite benchmarks tests train_configs train.py -type f -name '*.py' -o -name '*.toml' | sort | xargs cat)"

@@ -1,12 +1,12 @@
-"""What does each lever bring on this device, against the same model without it?
+"""The effect of each option on speed: the same model with and without it, on this device.
 
     python benchmarks/levers.py [--pairs "25m, full/25m; ..."] [--rounds 6]
 
-Each pair is two cases of `throughput.py`, both in one process: rounds of steps in the order A B B A after a few that do
-not count, and the median over the rounds of how much faster A is. So a machine whose speed drifts counts for both. On
-a CPU half of the rounds are in a second process, in which B is built first: whose memory lies better is worth some
-percent there.
-Peak memory is in the table of `throughput.py`, where each case has a process of its own. Ten minutes on two cores.
+Each pair is two cases of `throughput.py` in one process: rounds of steps in the order A B B A, after a few that are not
+measured, and the median over the rounds of the ratio of their speeds. So a drift of the machine's speed affects both.
+On a CPU half of the rounds run in a second process in which B is built first, because the placement of memory changes
+the speed by some per cent. Peak memory is in the table of `throughput.py`, which runs each case in a separate process.
+Takes ten minutes on two cores.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What does titanlite's loop cost over the one that one writes in a notebook, and FSDP2 where there is one process?
+"""The overhead of train.py, and of FSDP2 on one process, compared with a plain training loop.
 
     python benchmarks/overhead.py [--steps 8] [--rounds 3] [-- CONFIG --section.key=value ...]
 
-Three processes in turn, in rounds in the order A B C C B A: train.py itself (data, clipping, metrics, signals,
-watchdog), a bare loop around the same model on text, and the same bare loop with `fully_shard` around each block and
-the model. Each does so many steps after two that do not count. Each round compares its medians; told is the median over
-the rounds, and how far they are apart: on a machine that is shared, a round may say anything. The default is 25 million
-parameters and 2,048 tokens per step. A quarter of an hour on two cores.
+Runs three processes in rounds in the order A B C C B A: train.py itself (data, clipping, metrics, signals, watchdog), a
+plain loop around the same model on text, and the same loop with `fully_shard` around each block and the model. Each
+runs `--steps` steps after two that are not measured. Each round compares the medians of its steps. The result is the
+median over the rounds, with their range, because single rounds vary on a shared machine. The default is 25 million
+parameters and 2,048 tokens per step. Takes a quarter of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def measure(kind: str, arguments: list[str], steps: int, folder: Path) -> list[f
     command = [sys.executable, *(bare if KINDS[kind] else ["train.py", *arguments, *own])]
     done = subprocess.run(command, cwd=report.ROOT, env=environment, check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        raise SystemExit(f"{kind} ended with exit code {done.returncode}")  # it has said why
+        raise SystemExit(f"{kind} ended with exit code {done.returncode}")  # its output has the reason
     if KINDS[kind]:
         return json.loads(done.stdout.splitlines()[-1])[UNCOUNTED:]
     seconds = [json.loads(line)["seconds"] for line in Path(run, "run/metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Where a benchmark's results go: benchmarks/results/<date>-<name>, as Markdown and as JSON, with what they hang on."""
+"""Writes the results of a benchmark to benchmarks/results/<date>-<name>, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def cpu() -> str:
-    """The processor's name where Linux tells it."""
+    """The processor's name and number of cores."""
     info = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
@@ -31,13 +31,13 @@ def gpus() -> list[str]:
 
 
 def p99(seconds: list[float]) -> float:
-    """The 99th percentile: of fewer than 100 the largest."""
+    """The 99th percentile; of fewer than 100 values the largest."""
     ordered = sorted(seconds)
     return ordered[max(0, -(-99 * len(ordered) // 100) - 1)]
 
 
 def child(command: list[str]) -> dict[str, Any]:
-    """What a process printed last, as JSON; or {"failed": why}, so that the others can go on."""
+    """The last line that a process prints, as JSON; {"failed": reason} if it fails, so that other cases continue."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode == 0:

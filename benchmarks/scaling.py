@@ -1,11 +1,12 @@
-"""What do more processes bring, and how much of a step is communication?
+"""Scaling: throughput with more processes, and the share of communication in a step.
 
     python benchmarks/scaling.py [--processes 1,2,4] [--axis dp_shard] [--steps 10] [-- CONFIG --section.key=value ...]
 
-Strong scaling: the global batch stays; weak: it grows with the processes. Each number is a run of train.py under its
-own launcher. The ideal is what the same machine gives one process with all its cores: on a CPU, processes share the
-cores, so the best that can be is 1.00 of it; on GPUs it is the number of processes. The share of communication is the
-time in collectives, by the profiler, over that of the traced steps, on rank 0: where it waits for others, that counts.
+Strong scaling keeps the global batch; weak scaling increases it with the number of processes. Each number is a run of
+train.py with its launcher. Throughput is relative to one process with all cores of the machine: on a CPU processes
+share the cores, so the best value is 1.00; on GPUs it is the number of processes. The share of communication is the
+time of collectives in the profiler divided by the time of the traced steps, on rank 0, including the time it waits for
+others.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ DEFAULT += ["--compile.enabled=false"]
 ALONE = ["--checkpoint.freq=0", "--validation.freq=0", "--metrics.log_freq=1", "--run.sample_tokens=0"]
 TRACED = ["--profiling.enabled", "--profiling.warmup_steps=1", "--profiling.active_steps=2"]
 UNCOUNTED = 3
-BATCH = 4  # sequences, all processes together, at strong scaling
-ON_CPU, ON_GPU = ("gloo:", "c10d::", "record_param_comms"), "nccl"  # what collectives are called in a trace
+BATCH = 4  # sequences of all processes together, in strong scaling
+ON_CPU, ON_GPU = ("gloo:", "c10d::", "record_param_comms"), "nccl"  # names of collectives in a trace
 
 
 def run(processes: int, sequences: int, options: argparse.Namespace, traced: bool) -> tuple[float, float]:

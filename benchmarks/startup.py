@@ -1,9 +1,10 @@
-"""How long from the command to the first step?
+"""The time from the command to the first step.
 
     python benchmarks/startup.py [--repeat 5]
 
-`./run_train.sh debug` in a fresh run folder until its first step is logged; warm (the text is tokenised already) and
-cold (it is not), against `import torch` in a process of its own, in turn. Medians. A minute on two cores.
+Runs `./run_train.sh debug` in a new run folder until its first step is logged: warm (the text is tokenised already),
+cold (it is not), and for comparison `import torch` in a separate process, in turn. Reports medians. Takes a minute on
+two cores.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ def first_step(folder: Path, cache: Path) -> float:
         command, env=os.environ | {"PATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
-        seconds, told = 0.0, []
+        seconds, lines = 0.0, []
         for line in process.stdout:
-            told.append(line)
+            lines.append(line)
             if "step 1/1" in line and not seconds:
                 seconds = time.monotonic() - started
     if not seconds:
-        raise SystemExit("".join(told))
+        raise SystemExit("".join(lines))
     return seconds
 
 

@@ -1,12 +1,13 @@
-"""How fast does each flavor train on this device, and in how much memory?
+"""Training throughput and memory of each flavor on this device.
 
     python benchmarks/throughput.py [--cases "SET or NAME;NAME"] [--steps 20] [--list]
 
-Each case is a configuration in a process of its own: up to 20 steps that do not count, then those that do, on text,
-made of the parts that train.py is made of. Tokens per second by the median step; MFU by the formula of
-`titanlite/plan/flops.py`; the median step, and the 99th percentile (of fewer than 100 steps the slowest) over it; peak
-memory; how often the host waited for the device in a step, which should be never (CUDA only); the dtype, and whether
-blocks were compiled, or why not. A case that does not fit the memory says so, and the others go on.
+Each case is a configuration in a separate process, built from the parts that train.py is built from: up to 20 steps
+that are not measured, then those that are, on text. Reported are tokens per second by the median step; MFU by the
+formula of `titanlite/model/flops.py`; the median step, and the 99th percentile (of fewer than 100 steps the slowest)
+relative to it; peak memory; how often the host waited for the device in a step, which should be 0 (CUDA only); the
+dtype, and whether blocks were compiled, or why not. A case that runs out of memory is reported as such, and the others
+continue.
 """
 
 from __future__ import annotations
@@ -102,11 +103,11 @@ def child(arguments: list[str], steps: int) -> dict[str, Any]:
     waits = None
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("warn")
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             subject.step(*batches[0])
         torch.cuda.set_sync_debug_mode("default")
-        waits = sum("synchroniz" in str(one.message) for one in told)
+        waits = sum("synchroniz" in str(one.message) for one in caught)
     seconds = timed(subject.step, batches, device)
     tokens = config.training.local_batch_size * config.training.seq_len
     median = statistics.median(seconds)
@@ -129,7 +130,7 @@ def child(arguments: list[str], steps: int) -> dict[str, Any]:
 
 
 def measure(name: str, steps: int) -> dict[str, Any]:
-    """Measures one case in a process of its own."""
+    """Measures one case in a separate process."""
     return report.child([sys.executable, __file__, "--child", name, "--steps", str(steps)])
 
 

@@ -1,9 +1,9 @@
-"""torchtitan 0.2.2's own Trainer as a contestant: its model, loop, optimizer and options, with tokens from outside.
+"""The Trainer of torchtitan 0.2.2 as a contestant: its model, loop, optimizer and options, with given tokens.
 
-What is not its own: the shape of the model (a flavor of ours), no tokenizer, no data loader, and for the pair `fsdp`
-its `apply_fsdp` on a mesh of one process, which it only calls for more. Nothing of torchtitan is copied or changed.
-torchtitan has no CPU path. Where there is no CUDA, what it asks of a device is answered here, so that the comparison
-can be tried anywhere; its speed there means nothing.
+Different from a plain run of torchtitan are the shape of the model (a flavor of titanlite), the missing tokenizer and
+data loader, and for the pair `fsdp` a call of its `apply_fsdp` on a mesh of one process, which it makes only for more
+processes. Nothing of torchtitan is copied or changed. torchtitan has no CPU path. Without CUDA, this file replaces the
+device functions that it calls, so that the comparison can be tried on any machine; its speed there has no meaning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECOMPUTE = {"none": ("none", "op"), "full": ("full", "op"), "selective": ("sele
 
 
 def _stand_in_for_cuda() -> None:
-    """Before torchtitan is imported: the CPU as a device, without Triton and without statistics of memory."""
+    """Makes the CPU a device for torchtitan, without Triton and memory statistics. Call it before the import."""
     kernels = types.ModuleType("torchtitan.models.moe.kernels")
     kernels.generate_permute_indices = None  # type: ignore[attr-defined]
     sys.modules[kernels.__name__] = kernels
@@ -42,7 +42,7 @@ def _stand_in_for_cuda() -> None:
 
 
 def job(config: Config, compute: str) -> Any:
-    """torchtitan's JobConfig for what `config` says."""
+    """torchtitan's JobConfig with the settings of `config`."""
     from torchtitan.config import JobConfig
 
     made = JobConfig()

@@ -1,9 +1,9 @@
-"""Does every layout equal one process, and how long does it take to show it?
+"""The results and times of `titanlite verify`.
 
     python benchmarks/verify.py
 
-Runs `titanlite verify` three ways: the quick ladder, the whole ladder of four processes, and products of three axes on
-eight; then accounts for every parameter of the large flavors. Ten minutes on two cores.
+Runs the quick ladder, the whole ladder of four processes, and products of three axes on eight processes; then the test
+that counts the parameters of the large flavors. Takes ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LARGE = ["-m", "pytest", "-q", "--durations=0", "tests/e2e/test_large.py"]
 
 
 def verify(options: list[str], folder: Path) -> tuple[str, list[dict[str, Any]], float]:
-    """The table as printed, the rows, and the seconds of the whole command."""
+    """The printed table, its rows, and the seconds of the whole command."""
     path = folder / "rows.json"
     started = time.monotonic()
     command = [sys.executable, "-m", "titanlite", "verify", *options, "--json", str(path)]

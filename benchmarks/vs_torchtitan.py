@@ -1,21 +1,22 @@
-"""titanlite against torchtitan 0.2.2: same model, weights, tokens, options; each in a process of its own.
+"""titanlite and torchtitan 0.2.2 compared: same model, weights, tokens and options, each in a separate process.
 
     python benchmarks/vs_torchtitan.py [--flavor llama3_1b] [--seq-len 4096] [--batch 2] [--pairs autocast,fsdp] ...
 
-torchtitan is the wheel of the package index (`pip install torchtitan==0.2.2`), run as it is: its Trainer, with a data
-loader that hands out the tokens that titanlite gets, and the model shape of the flavor. Two pairs: `autocast`, which is
-what torchtitan does on one device, and `fsdp`, its `fully_shard` path at world size 1; titanlite has one path.
+torchtitan is the unchanged wheel of the package index (`pip install torchtitan==0.2.2`): its Trainer, with a data
+loader that returns the tokens that titanlite gets, and the model shape of the flavor. There are two pairs: `autocast`
+is what torchtitan runs on one device, and `fsdp` is its `fully_shard` path at world size 1; titanlite has one path.
 
-First two gates: the losses of 20 steps from the same weights, on 4 batches of text in turn, must fall and agree, else
-no speed is told. In fp32, on short sequences, with larger weights in attention, to 1e-5: a RoPE of another theta is
-some 1e-4 off there. Then as they are compared, to 1e-3, which is what bfloat16 makes of rounding.
+Two gates come first: the losses of 20 steps from the same weights, on 4 batches of text in turn, must decrease and
+agree, otherwise no speed is reported. The first gate is in fp32, on short sequences and with larger weights in
+attention, to 1e-5: a RoPE with another theta differs by about 1e-4 there. The second is in the compared setting, to
+1e-3, the size of rounding in bfloat16.
 
-Then blocks of `--steps` after as many that do not count, in the order A B B A: tokens per second by the median step,
-p99, peak memory reserved. Both get their batches in CPU memory, count their targets, copy them to the device and step
-their schedule. torchtitan has no tied embeddings, so flavors that have are untied for both (`model.embeddings =
-untied`). Logits and loss are whole on both sides (`loss.num_chunks = 1`), recomputation is the same by `--recompute`,
-and both compile each block and the loss, torchtitan's default. What titanlite gains by its own presets (the loss by
-chunks) is in the table of throughput.py.
+Then blocks of `--steps` steps are measured, after as many that are not, in the order A B B A: tokens per second by the
+median step, p99, and peak memory reserved. Both get their batches in CPU memory, count their targets, copy them to the
+device and step their schedule. torchtitan has no tied embeddings, so flavors with tied embeddings are untied for both
+(`model.embeddings = untied`). Both compute all logits and the loss at once (`loss.num_chunks = 1`), recompute as
+`--recompute` sets, and compile each block and the loss, which is torchtitan's default. The effect of titanlite's
+presets (the loss in chunks) is in the table of throughput.py.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from typing import Any
 import report
 
 GATE_STEPS, GATE_BATCHES = 20, 4
-GATES = {"fp32": 1e-5, "same": 1e-3}  # how far apart losses may be, relative
+GATES = {"fp32": 1e-5, "same": 1e-3}  # largest relative difference of the losses
 VERSION = "0.2.2"
 PAIRS = ("autocast", "fsdp")
 CONTESTANTS = ("titanlite", "torchtitan")
 
 
 def arguments_of(options: argparse.Namespace) -> list[str]:
-    """The configuration of both, as train.py takes it."""
+    """The configuration of both, as arguments of train.py."""
     arguments = [
         options.config,
         f"--model.flavor={options.flavor}",
@@ -63,7 +64,7 @@ def arguments_of(options: argparse.Namespace) -> list[str]:
 
 
 def stress(model: Any) -> None:
-    """Enlarges attention's weights, in place: as drawn it says so little that no wrong position would show."""
+    """Enlarges attention's weights in place: with initial weights, wrong positions would hardly change the loss."""
     import torch
 
     with torch.no_grad():
@@ -202,10 +203,10 @@ def main() -> None:
                 continue
             for who in CONTESTANTS:
                 ratio = f"{one['titanlite']['tok/s'] / one['torchtitan']['tok/s']:.3f}" if who == "titanlite" else ""
-                told = one[who]
+                row = one[who]
                 body.append(
-                    f"| {pair} | {who} | {told['tok/s']:,.0f} | {ratio} | {told['p99 / median']:.3f} "
-                    f"| {told['GiB']:.2f} GiB | {', '.join(f'{value:.1e}' for value in one['losses apart'].values())} |"
+                    f"| {pair} | {who} | {row['tok/s']:,.0f} | {ratio} | {row['p99 / median']:.3f} "
+                    f"| {row['GiB']:.2f} GiB | {', '.join(f'{value:.1e}' for value in one['losses apart'].values())} |"
                 )
                 print(body[-1], flush=True)
     which = "" if options.pairs == ",".join(PAIRS) else f"_{options.pairs.replace(',', '_')}"

@@ -1,13 +1,14 @@
-"""Is titanlite as fast as Hugging Face's Llama in the loop one writes around it?
+"""titanlite and Hugging Face's Llama in a plain training loop, compared in speed.
 
     python benchmarks/vs_transformers.py [--sizes 1M,25M,125M] [--no-compile]
 
-Same weights, same tokens, fp32 on CPU (bfloat16 compute on CUDA), fused AdamW, clipping to norm 1; titanlite is made
-of the parts of train.py. First the losses must agree, of the first step and of two after it; then rounds of turns in
-the order A B B A, and the median over the rounds. Eager, and compiled: ours by block and the loss, theirs as a whole.
+Both have the same weights and tokens, fp32 on CPU (bfloat16 compute on CUDA), fused AdamW and clipping to norm 1;
+titanlite is built from the parts of train.py. First the losses of the first step and of two after it must agree. Then
+the speed is the median over rounds in the order A B B A, eager and compiled: titanlite by block and the loss,
+transformers as a whole.
 
-Rounds are spread over processes, in every other of which theirs is built first: at 1 million parameters whose memory
-lies better is worth 4 % of a step, and differs from process to process. Forty minutes on two cores.
+The rounds are spread over several processes, and in every second one transformers is built first: at 1 million
+parameters the placement of memory changes a step by 4 %, differently in each process. Takes forty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def one_process(size: str, compiled: bool, theirs_first: bool) -> dict[str, Any]
     losses = {i: [float(built[i].step(*batches[j % steps])) for j in range(3)] for i in order}
     apart = [abs(a - b) / b for a, b in zip(losses[0], losses[1], strict=True)]
     if not (apart[0] <= GATE[device.type] and max(apart) <= 10 * GATE[device.type]):
-        raise SystemExit(f"{size}: the first losses differ, so no speed is told: {losses}")
+        raise SystemExit(f"{size}: the first losses differ, so no speed is reported: {losses}")
     seconds, ratios = side_by_side(built[0].step, built[1].step, batches, device, rounds)
     return {
         "parameters": llama.num_parameters,
@@ -110,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sizes", default="1M,25M,125M", help=f"which, of {', '.join(SIZES)}")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # what a process of its own is to do
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # the case of a child process
     options = parser.parse_args()
     if options.one:
         size, *switches = options.one

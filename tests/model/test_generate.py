@@ -69,5 +69,5 @@ def test_a_tiny_temperature_takes_the_likeliest():
 def test_the_cache_refuses_what_attention_has_no_mask_for():
     cache = KVCache(8)
     cache.append(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
-    with pytest.raises(ValueError, match="one position at a time"):
+    with pytest.raises(ValueError, match="one position per call"):
         cache.append(torch.zeros(1, 2, 2, 4), torch.zeros(1, 2, 2, 4))

@@ -1,4 +1,10 @@
-"""What the headers of the techniques say is sent, is sent: bytes per block, process and microbatch, by formula."""
+"""The traffic that the headers of the techniques state: bytes per block, process and local batch, by formula.
+
+What is measured: each collective that a process calls, in forward and backward, those inside DTensor's operators
+included. A call counts the size of its fp32 tensors times the part that an ideal ring of n processes sends of them:
+(n - 1)/n, and twice that for an all-reduce. A message to another stage counts once. Bytes on a wire are not measured,
+and neither are bf16, `cp_method = ulysses` and `cp_method = ring`: gloo runs other collectives for them, or none.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from model_builder import EVEN, build_stages
+from torch.distributed.tensor import DTensor, Partial, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 B, S, D, K, DH = 2, 16, EVEN.dim, EVEN.num_kv_heads, EVEN.head_dim
@@ -15,13 +22,15 @@ BLOCK = 2 * D * D + 2 * D * K * DH + 3 * D * EVEN.ffn_dim + 2 * D  # parameters
 
 
 class Traffic(TorchDispatchMode):
-    """Adds up, by kind, the bytes that this process sends in collectives of `size` processes."""
+    """Adds up, by kind, the bytes that this process sends in collectives of `size` processes, each an ideal ring."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size, self.sent = size, dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "send"), 0)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor runs first, so the collectives inside it are seen
         name = func.name().replace("_allgather_base", "all_gather").replace("_reduce_scatter_base", "reduce_scatter")
         name = name.replace("allreduce", "all_reduce")
         kind = next((kind for kind in self.sent if f"::{kind}" in name or f"::_{kind}" in name), None)
@@ -38,16 +47,28 @@ class Traffic(TorchDispatchMode):
 def sent(parallel: dict, num_layers: int, size: int) -> dict[str, int]:
     stages = build_stages(parallel, llama=replace(EVEN, num_layers=num_layers))
     tokens = torch.randint(104, (B, S + 1), generator=torch.Generator().manual_seed(0))
-    for _ in range(2):  # the first time a pipeline's processes greet each other
+    for _ in range(2):  # the first run of a pipeline sends additional messages
         with Traffic(size) as traffic:
             stages.forward_backward(tokens[:, :-1], tokens[:, 1:], torch.tensor(B * S))
     return traffic.sent
 
 
 def per_block(pool, parallel: dict, size: int) -> dict[str, int]:
-    """The traffic of a model with one more block than another, less that one's."""
+    """The traffic of a model with three blocks minus that of a model with two."""
     (more, *_), (less, *_) = (pool.run(size, sent, parallel, num_layers, size) for num_layers in (3, 2))
     return {kind: more[kind] - less[kind] for kind in more if more[kind] != less[kind]}
+
+
+def sent_inside_an_operator() -> dict[str, int]:
+    terms = DTensor.from_local(torch.ones(10), init_device_mesh("cpu", (2,)), [Partial()])
+    with Traffic(2) as traffic:
+        terms.relu()  # needs the sum of both ranks' terms, which DTensor makes by an all-reduce
+    return traffic.sent
+
+
+def test_collectives_inside_operators_are_seen(pool):
+    for traffic in pool.run(2, sent_inside_an_operator):
+        assert {kind: count for kind, count in traffic.items() if count} == {"all_reduce": 2 * 10 * BYTES // 2}
 
 
 def part(size: int) -> float:
@@ -76,9 +97,18 @@ def test_tensor_parallel(pool):
     assert found == {"all_gather": 4 * one, "reduce_scatter": 4 * one, "all_reduce": norms}
 
 
+def test_ends_of_the_model_under_tensor_parallel(pool):
+    """Half the traffic of a block, and three all-reduces of a number per token in the loss."""
+    (whole, *_), block = pool.run(2, sent, {"tp": 2}, 2, 2), per_block(pool, {"tp": 2}, 2)
+    ends = {kind: count - 2 * block[kind] for kind, count in whole.items() if count}
+    one = BYTES * B * S * D * part(2)
+    norm, loss = 2 * BYTES * D * part(2), 3 * 2 * BYTES * B * S * part(2)
+    assert ends == {"all_gather": 2 * one, "reduce_scatter": 2 * one, "all_reduce": norm + loss}
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_context_parallel(pool, size):
-    """Beyond what sharding the weights over the same processes sends."""
+    """In addition to the traffic of weights sharded over the same processes."""
     sharding = per_block(pool, {"dp_shard": size}, size)
     found = per_block(pool, {"cp": size}, size)
     assert {kind: found[kind] - sharding[kind] for kind in found} == {
@@ -88,7 +118,7 @@ def test_context_parallel(pool, size):
 
 
 def test_pipeline_parallel(pool):
-    """One boundary: the hidden states one way, their gradients the other, however many blocks."""
+    """One boundary between stages: hidden states forward, their gradients back, whatever the number of blocks."""
     assert per_block(pool, {"pp": 2}, 2) == {}
     for traffic in pool.run(2, sent, {"pp": 2}, 2, 2):
         assert traffic["send"] == BYTES * B * S * D

@@ -47,7 +47,7 @@ def test_a_layout_that_hangs_is_a_failure_not_the_end(monkeypatch, tmp_path, cap
     assert rows[0]["loss"] is None
     output = capfd.readouterr()
     assert "1 of 2 layouts equal one process\nFAILED: tp=2" in output.out
-    assert "gave no answer within 8" in output.err
+    assert "did not answer within 8" in output.err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`titanlite config`: checks a configuration and prints it in full, as TOML."""
+"""`titanlite config`: checks a configuration and prints all its keys as TOML."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from titanlite.config.text import to_toml
 
 
 def run(argv: list[str]) -> int:
-    """Prints what reads back to the same config."""
+    """Prints TOML that `load_config` reads back to the same config."""
     if not wants_help(argv):
         print(to_toml(load_config(argv)), end="")
     return 0

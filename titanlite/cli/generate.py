@@ -11,7 +11,7 @@ from titanlite.config.schema import ConfigError
 
 
 def run(argv: list[str]) -> int:
-    """Prints the prompt and what the model continues it with."""
+    """Prints the prompt and its continuation by the model."""
     options = _options(argv)
     import torch
 
@@ -26,13 +26,11 @@ def run(argv: list[str]) -> int:
     prompt = [encoder.bos, *encoder.encode(options.prompt)]
     trained = full.about.seq_len
     if not trained and not options.max_new_tokens:
-        raise ConfigError(f"{full.path}: does not tell the length it was trained on; give --max-new-tokens")
+        raise ConfigError(f"{full.path}: the sequence length of training is not in the file; set --max-new-tokens")
     room = options.max_new_tokens or max(1, trained - len(prompt))
     model = load_model(full, torch.device("cuda" if cuda else "cpu"), len(prompt) + room)
     note = (
-        f"; beyond {trained} tokens the text is longer than what it was trained on"
-        if len(prompt) + room > trained > 0
-        else ""
+        f"; the text may exceed the {trained} tokens of a training sequence" if len(prompt) + room > trained > 0 else ""
     )
     print(f"{full.path}: {model.config.num_parameters:,} parameters{note}", file=sys.stderr)
     new = generate(
@@ -49,7 +47,7 @@ def run(argv: list[str]) -> int:
     for token in new:
         ids.append(token)
         text = encoder.decode(ids)
-        if not text.endswith("\ufffd"):  # a character may be several tokens: wait for the rest
+        if not text.endswith("\ufffd"):  # a character may be several tokens: print it when it is complete
             print(text[len(shown) :], end="", flush=True)
             shown = text
     print(encoder.decode(ids)[len(shown) :])
@@ -62,19 +60,23 @@ def _options(argv: list[str]) -> argparse.Namespace:
         description="Sample text from a checkpoint.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("path", type=Path, help="a run's folder (its newest checkpoint), or whatever `convert` reads")
-    parser.add_argument("--step", type=at_least(int, 0), help="which checkpoint of a run; if not given, the newest")
-    parser.add_argument("--model", default="", help="flavor or model.json, for files that do not tell the shape")
-    parser.add_argument("--tokenizer", default="", help="rank file, for files that hold no tokenizer")
+    parser.add_argument(
+        "path", type=Path, help="a run folder (its newest checkpoint), or any format that `convert` reads"
+    )
+    parser.add_argument("--step", type=at_least(int, 0), help="step of the checkpoint; default: the newest")
+    parser.add_argument("--model", default="", help="flavor or model.json, for files without the model's shape")
+    parser.add_argument("--tokenizer", default="", help="rank file, for files without a tokenizer")
     parser.add_argument("--prompt", default="def", help="text to continue")
     parser.add_argument(
         "--max-new-tokens",
         type=at_least(int, 0, 10**6),
         default=0,
-        help="stop after so many; 0: at the trained length",
+        help="number of tokens; 0: up to the sequence length of training",
     )
-    parser.add_argument("--temperature", type=at_least(float, 0), default=0.7, help="0: always the likeliest token")
-    parser.add_argument("--top-k", type=at_least(int, 0), default=50, help="choose among the k likeliest; 0: among all")
+    parser.add_argument("--temperature", type=at_least(float, 0), default=0.7, help="0: always the most likely token")
+    parser.add_argument(
+        "--top-k", type=at_least(int, 0), default=50, help="sample from the k most likely tokens; 0: from all"
+    )
     parser.add_argument("--seed", type=at_least(int, 0, 2**63 - 1), default=0, help="the same seed gives the same text")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device")
     return parser.parse_args(argv)

@@ -1,7 +1,7 @@
 """The command `titanlite`.
 
-What it is: one file per subcommand beside this one, imported when it is called: torch is imported only by those that
-compute, so the others answer at once.
+What it is: a subcommand is a file in this folder, which is imported when the command is called.
+Why it is here: commands that do not compute do not import torch, so they start in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ COMMANDS = ("train", "config", "prepare", "verify", "generate", "convert", "chec
 USAGE = """usage: titanlite COMMAND ...
 
   train [CONFIG] [--section.key=value ...]       train (what ./run_train.sh calls); --help lists every key
-  config [CONFIG] [--section.key=value ...]      check a configuration and print it in full, as TOML
+  config [CONFIG] [--section.key=value ...]      check a configuration and print all its keys as TOML
   prepare [CONFIG] [--section.key=value ...]     tokenise the text of a configuration into the cache
   verify [CONFIG] [--quick] [--processes N]      show that every parallel layout computes what one process computes
   generate CHECKPOINT [--prompt TEXT]            sample text from a checkpoint of any format
-  convert SOURCE TARGET [--to FORMAT]            write a checkpoint in another format, and check it
-  checkpoint list|verify|show|diff|prune ...     what lies in a run's folder, and whether it is whole
+  convert SOURCE TARGET [--to FORMAT]            write a checkpoint in another format and check the result
+  checkpoint list|verify|show|diff|prune ...     list, check, show and delete checkpoints of a run
   tokenizer train OUTPUT [--data-path PATH]      train a byte-pair encoding
 
-`titanlite COMMAND --help` tells more."""
+`titanlite COMMAND --help` lists the options."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         print(USAGE)
         return 0
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 still shows the text
+        sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     try:
         if name not in COMMANDS:
             from titanlite.config.spelling import suggestion
@@ -52,6 +52,6 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_CONFIG
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of the output has gone
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

@@ -1,4 +1,4 @@
-"""What commands share: `--help` of those that take a config, and numbers with bounds for argparse."""
+"""Options of several commands: `--help` of those with a config, and numbers with bounds for argparse."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from titanlite.config.text import help_text
 
 
 def wants_help(argv: list[str]) -> bool:
+    """Prints the help of all config keys if `argv` asks for it; whether it did."""
     if wanted := bool({"-h", "--help"} & set(argv)):
         print(help_text())
     return wanted

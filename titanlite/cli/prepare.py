@@ -9,7 +9,7 @@ from titanlite.data.tokenizer import Tokenizer
 
 
 def run(argv: list[str]) -> int:
-    """Prints the folder of prepared data."""
+    """Prints the path of the prepared data."""
     if not wants_help(argv):
         section = load_config(argv).data
         print(prepare(section, Tokenizer(section.tokenizer)))

@@ -10,7 +10,7 @@ from titanlite.config.schema import ConfigError, DataConfig
 
 
 def run(argv: list[str]) -> int:
-    """Trains an encoding on text files and writes it."""
+    """Trains an encoding on text files and writes a rank file."""
     parser = argparse.ArgumentParser(prog="titanlite tokenizer", description="Byte-pair encodings.")
     commands = parser.add_subparsers(dest="command", required=True)
     trainer = commands.add_parser("train", help="train one and write it as a tiktoken rank file")
@@ -21,10 +21,12 @@ def run(argv: list[str]) -> int:
     trainer.add_argument(
         "--data-path", default="", help="a text file or folder; default: the standard library's source"
     )
-    trainer.add_argument("--data-pattern", default="**/*", help="which files of the folder (default **/*)")
+    trainer.add_argument(
+        "--data-pattern", default="**/*", help="glob pattern of the files to use from the folder (default **/*)"
+    )
     options = parser.parse_args(argv)
     if options.output.exists():
-        raise ConfigError(f"{options.output} exists already; delete it first or name another file")
+        raise ConfigError(f"{options.output} exists already; delete it or choose another file")
     if not options.output.parent.is_dir():
         raise ConfigError(f"{options.output.parent}: no such folder")
 
@@ -39,7 +41,7 @@ def run(argv: list[str]) -> int:
     except OSError as error:
         raise ConfigError(f"{options.output}: {error.strerror or error}") from None
     fewer = (
-        f" (asked for {options.num_tokens}, but the text has no more pairs)" if len(tokens) < options.num_tokens else ""
+        f" ({options.num_tokens} requested, but the text has no more pairs)" if len(tokens) < options.num_tokens else ""
     )
     print(f"wrote {len(tokens)} tokens{fewer} to {options.output}; train with --data.tokenizer={options.output}")
     return 0

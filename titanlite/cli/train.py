@@ -1,4 +1,4 @@
-"""`titanlite train`: what ./run_train.sh calls."""
+"""`titanlite train`: the command behind ./run_train.sh."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from titanlite.cli.options import wants_help
 
 
 def run(argv: list[str]) -> int:
-    """Trains with the config that `argv` describes; returns the exit code."""
+    """Launches training with the config in `argv`; returns the exit code."""
     return 0 if wants_help(argv) else launch(argv)

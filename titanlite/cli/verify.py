@@ -1,4 +1,4 @@
-"""`titanlite verify`: every layout computes what one process computes. The options, and which layouts they mean."""
+"""`titanlite verify`: shows that layouts equal one process. The options of the command and its exit code."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.verify.campaign import run_cases
 from titanlite.verify.ladder import MAX_PROCESSES, Case, ladder, make_case, reason_not_fitting
 
-EPILOG = """The config's own degrees, batch sizes and recomputation do not matter: each layout brings its own.
-Columns: the largest relative differences from one process of the loss and the gradient norm over 5 steps, of any
-parameter's gradient at step 1 and of any parameter after step 5 (norm of the difference over norm)."""
+EPILOG = """The degrees, batch sizes and recomputation of the config are not used: each layout sets them.
+Columns: the largest relative differences from one process, for the loss and the gradient norm of 5 steps, each
+parameter's gradient at step 1 and each parameter after step 5 (norm of the difference divided by the norm)."""
 
 
 def run(argv: list[str]) -> int:
-    """Runs the command; 0 if every layout passed, 1 if any failed. Raises ConfigError."""
+    """Runs the command. Returns 0 if every layout passed, 1 if any failed. Raises ConfigError."""
     options, rest = _options(argv)
     device = _device(load_config(rest).run.device)
     processes = options.processes or (_cuda_devices() if device == "cuda" else 4)
@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
     rows: list[dict[str, Any]] = []
     try:
         run_cases(fitting, device, options.timeout, rows)
-    finally:  # also what there is when interrupted
+    finally:  # also after an interruption
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
     print("".join(f"\ndoes not fit: {text}" for text in skipped).lstrip("\n"))
@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
 
 
 def _device(name: str) -> str:
-    if name == "cpu":  # known without torch
+    if name == "cpu":  # no need to import torch
         return name
     from titanlite.distributed.process_group import device_type
 
@@ -74,23 +74,28 @@ def _cuda_devices() -> int:
 
 
 def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own options, and the config's."""
+    """The options of the command, and the arguments of the config."""
     parser = argparse.ArgumentParser(
         prog="titanlite verify",
         usage="titanlite verify [CONFIG] [--section.key=value ...] [options]",
-        description="Show that every layout computes what one process computes.",
+        description="Show that every parallel layout computes the same as one process.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--processes", type=int, default=0, help="how many at most; default: 4, or the CUDA devices")
-    layout = "this one only, as in dp_shard=2,tp=2 or pp=2,recompute.mode=full; may be repeated"
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=0,
+        help="largest number of processes; default: 4, or the number of CUDA devices",
+    )
+    layout = "run only this layout, as in dp_shard=2,tp=2 or pp=2,recompute.mode=full; may be repeated"
     parser.add_argument("--layout", action="append", help=layout)
     parser.add_argument(
-        "--quick", action="store_true", help="a part of the ladder: each axis, each pair, each technique"
+        "--quick", action="store_true", help="fewer layouts: each axis, each pair of axes, each technique"
     )
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds that one layout may take (default 300)")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--timeout", type=float, default=300, help="time-out of one layout in seconds (default 300)")
     options, rest = parser.parse_known_args(argv)
     own = [f"--{name}" for name in vars(options)]
     if unknown := [word for word in rest if word.startswith("--") and "." not in word.partition("=")[0]]:

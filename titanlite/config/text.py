@@ -1,6 +1,6 @@
-"""A `Config` in words: `--help`, and the TOML file that is written beside every run.
+"""A `Config` as text: `--help`, and the TOML file in each run folder.
 
-What it is: the way back from `configure.py`. No torch is imported.
+What it is: the inverse of `load.py`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ USAGE = """usage: ./run_train.sh [CONFIG] [--section.key=value ...]
 
   CONFIG                 a TOML file, or the name of one in train_configs/ (default: debug)
                          flavors here: {flavors}
-  --section.key=value    overrides a key; `--section.key value` and, for true, `--section.key` work as well
+  --section.key=value    overrides a key; also `--section.key value`, and `--section.key` for true
   NGPU, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, LOG_RANK: environment variables, see README.md
 """
 
 
 def help_text() -> str:
-    """Every key with type, default and a line of explanation, by section."""
+    """Every key by section, with its type, default and help."""
     lines = [USAGE.format(flavors=", ".join(flavors()))]
     for section, cls in sections().items():
         lines.append(f"[{section}]  {(cls.__doc__ or '').strip()}")
@@ -38,11 +38,11 @@ def help_text() -> str:
 def _toml(value: Any) -> str:
     """A value in TOML; JSON writes strings, numbers and lists the same way."""
     text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
-    return text.replace("\x7f", "\\u007f")  # the one control character that JSON leaves as it is
+    return text.replace("\x7f", "\\u007f")  # the only control character that JSON does not escape
 
 
 def to_toml(config: Config) -> str:
-    """The resolved configuration as a TOML file that `load_config` reads back to the same `Config`."""
+    """The resolved configuration as TOML, which `load_config` reads back to the same `Config`."""
     blocks = []
     for section in sections():
         entries = dataclasses.asdict(getattr(config, section))

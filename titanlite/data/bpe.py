@@ -1,10 +1,10 @@
-"""Training a byte-pair encoding.
+"""Training of a byte-pair encoding (BPE, arXiv 1508.07909).
 
-What it is: text -> the list of tokens of a tokenizer. Starting from the 256 bytes, the most frequent neighbouring
-pair becomes a token, again and again (arXiv 1508.07909). Text is first cut into words by Llama 3's pattern, and
-no token crosses a cut. The result is written as a tiktoken rank file, one `base64 rank` line per token, the
-format of Llama 3's tokenizer.model.
-What it costs: pairs are counted once; a merge then visits only the words that hold its pair. Seconds for 10 MB.
+What it is: text -> the list of tokens of a tokenizer. The first tokens are the 256 bytes. Then the most frequent pair
+of neighbouring tokens becomes a new token, until there are enough. Llama 3's pattern first splits the text into words,
+and no token contains parts of two words. The result is written as a tiktoken rank file, one `base64 rank` line per
+token, the format of Llama 3's tokenizer.model.
+What it costs: pairs are counted once, and a merge visits only the words that contain its pair: seconds for 10 MB.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-import regex  # tiktoken's dependency; the standard library's re knows no \p{L}
+import regex  # a dependency of tiktoken; the standard library's re does not support \p{L}
 
 from titanlite.data.tokenizer import PATTERN
 
 
 def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
-    """The tokens in rank order, 256 bytes first; fewer than `num_tokens` if the text has no pair left to merge.
+    """The tokens in rank order, 256 bytes first; fewer than `num_tokens` if no pair is left to merge.
 
     Ties are broken by the smaller pair of ids, so the same text always gives the same tokens.
     """
@@ -35,7 +35,7 @@ def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
     weights = list(counts.values())
 
     pair_counts: Counter[tuple[int, int]] = Counter()
-    where: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # pair -> words that hold it
+    where: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # pair -> words that contain it
     for index, word in enumerate(words):
         for pair in itertools.pairwise(word):
             pair_counts[pair] += weights[index]
@@ -46,7 +46,7 @@ def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
     while len(tokens) < num_tokens and heap:
         negative, pair = heapq.heappop(heap)
         if pair_counts[pair] != -negative:
-            continue  # an outdated entry; the current count has one of its own
+            continue  # an outdated entry; the current count has another
         if negative == 0:
             break
         new = len(tokens)
@@ -55,11 +55,11 @@ def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
         for index in where.pop(pair):
             old = words[index]
             words[index] = word = _merge(old, pair, new)
-            for gone in itertools.pairwise(old):
-                changed[gone] -= weights[index]
-            for made in itertools.pairwise(word):
-                changed[made] += weights[index]
-                where[made].add(index)
+            for removed in itertools.pairwise(old):
+                changed[removed] -= weights[index]
+            for added in itertools.pairwise(word):
+                changed[added] += weights[index]
+                where[added].add(index)
         for other, difference in changed.items():
             if difference:
                 pair_counts[other] += difference

@@ -1,11 +1,13 @@
-"""Text files -> tokenised shards, once.
+"""Text files -> tokenised shards in the cache.
 
-What it is: finds the text, holds some of it out for validation, tokenises it into the cache and writes a manifest.
-Without `data.path` the text is the source of the running interpreter's own standard library: real Python and its
-English documentation, on every machine, nothing downloaded.
-Held out are whole files, those whose path hashes to 0 modulo 20; where that leaves nothing (a single file), the last
-twentieth of each. The result is written beside its place and renamed, so it is complete or absent, and is found
-again as long as the text files and the tokenizer are the same.
+What it is: finds the text files, selects a part of them for validation, tokenises them into the cache and writes a
+manifest. Without `data.path` the text is the source of the running interpreter's standard library: Python code with
+English documentation, which every machine has.
+Why it is here: text is tokenised once and not in every run. The result is found again as long as the text files and the
+tokenizer are the same. It is written to a temporary folder that is then renamed, so it is complete or absent. The
+validation split is every file whose path hashes to 0 modulo 20, or the last twentieth of each file if no file or all
+files do (as with a single file).
+What it costs: one pass over the text, a few MB per second on one core; blocks of 400 kB are in memory at a time.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from titanlite.data.tokenizer import Tokenizer
 
 FORMAT = 1
 HOLDOUT = 20
-BLOCK = 400_000  # bytes of text tokenised at a time
+BLOCK = 400_000  # bytes of text that are tokenised at a time
 NO_CORPUS = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 
 
-def prepare(section: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None] = print) -> Path:
-    """The folder of prepared data for a config, made now if it is not there yet.
+def prepare(section: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None] = print) -> Path:
+    """The folder of prepared data for a config; prepares it if it does not exist.
 
-    Raises ConfigError for text that is missing, empty or not UTF-8, naming it.
+    Raises ConfigError with the path of text that is missing, empty or not UTF-8.
     """
     name, root, files = find_text(section)
     given = section.cache or os.environ.get("TITANLITE_CACHE")
@@ -50,11 +52,11 @@ def prepare(section: DataConfig, tokenizer: Tokenizer, say: Callable[[str], None
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with (cache / f".{folder.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one prepares, the others find it done
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one of several processes prepares, the others wait for it
             if not (folder / "manifest.json").exists():
-                _prepare(name, root, files, tokenizer, folder, say)
+                _prepare(name, root, files, tokenizer, folder, log)
     except OSError as error:
-        raise ConfigError(f"data.cache = {str(cache)!r}: {error}; expected a folder that can be written") from None
+        raise ConfigError(f"data.cache = {str(cache)!r}: {error}; expected a writable folder") from None
     return folder
 
 
@@ -68,8 +70,8 @@ def find_text(section: DataConfig) -> tuple[str, Path, list[Path]]:
             files += [Path(where, n) for n in names if n.endswith(".py")]
         if sum(p.stat().st_size for p in files) < 1_000_000:
             raise ConfigError(
-                f"the default corpus is the source of Python's standard library, but {root} holds only {len(files)} "
-                ".py files (a stripped or frozen interpreter); name a text of your own with data.path"
+                f"the default corpus is the source of Python's standard library, but {root} has only {len(files)} "
+                ".py files (a stripped or frozen interpreter); set data.path to a text file or folder"
             )
         return "stdlib", root, sorted(files)
     try:
@@ -80,7 +82,7 @@ def find_text(section: DataConfig) -> tuple[str, Path, list[Path]]:
             return _set_name(path), path.parent, [path]
         if not path.is_dir():
             raise ConfigError(f"data.path = {section.path!r}: no such file or folder")
-    except (OSError, RuntimeError) as error:  # a name too long, a link to itself
+    except (OSError, RuntimeError) as error:  # the name is too long, or a link points to itself
         raise ConfigError(f"data.path = {section.path!r}: {error}") from None
     try:
         files = [p for p in path.glob(section.pattern) if p.is_file()]
@@ -90,31 +92,31 @@ def find_text(section: DataConfig) -> tuple[str, Path, list[Path]]:
         ) from None
     files = [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
     if not files:
-        raise ConfigError(f"data.path = {section.path!r}: no file in it matches data.pattern = {section.pattern!r}")
+        raise ConfigError(f"data.path = {section.path!r}: no file matches data.pattern = {section.pattern!r}")
     if not any(p.stat().st_size for p in files):
         raise ConfigError(f"data.path = {section.path!r}: its {len(files)} files are empty")
     return _set_name(path), path, sorted(files)
 
 
 def _set_name(path: Path) -> str:
-    """What a set of text is called in metrics and in the cache."""
+    """The name of a set of text in metrics and in the cache."""
     return re.sub(r"[^\w.-]", "_", path.stem) or "text"
 
 
 def _prepare(
-    name: str, root: Path, files: list[Path], tokenizer: Tokenizer, folder: Path, say: Callable[[str], None]
+    name: str, root: Path, files: list[Path], tokenizer: Tokenizer, folder: Path, log: Callable[[str], None]
 ) -> None:
     """Tokenises into a temporary folder and renames it."""
     started, done = time.monotonic(), 0
     total = sum(path.stat().st_size for path in files)
-    say(f"preparing {name}: {len(files)} files, {total / 1e6:.1f} MB of text from {root}")
+    log(f"preparing {name}: {len(files)} files, {total / 1e6:.1f} MB of text from {root}")
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     dtype = token_dtype(tokenizer.size)
     writers = {split: ShardWriter(temporary, split, dtype) for split in ("train", "validation")}
     digest = hashlib.sha256(tokenizer.sha256.encode())
-    progress = ProgressLine(total, say)
+    progress = ProgressLine(total, log)
     for path, split, begin, end in _parts(root, files):
         writer = writers[split]
         writer.write([tokenizer.bos])
@@ -142,7 +144,7 @@ def _prepare(
     (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
     temporary.rename(folder)
     tokens = {split: entry["tokens"] for split, entry in manifest["splits"].items()}
-    say(
+    log(
         f"prepared {tokens['train']:,} training and {tokens['validation']:,} validation tokens "
         f"in {time.monotonic() - started:.1f} s: {folder}"
     )
@@ -156,7 +158,7 @@ def read_texts(files: list[Path]) -> Iterator[str]:
 
 
 def _parts(root: Path, files: list[Path]) -> Iterator[tuple[Path, str, int, int]]:
-    """(file, split, first byte, end byte) of each document."""
+    """(file, split, first byte, end byte) of each document; a file may be two."""
     hashes = [
         hashlib.sha256(path.relative_to(root).as_posix().encode("utf-8", "surrogateescape")).digest() for path in files
     ]
@@ -173,7 +175,7 @@ def _parts(root: Path, files: list[Path]) -> Iterator[tuple[Path, str, int, int]
 
 
 def _line_end(path: Path, offset: int) -> int:
-    """The first end of a line from `offset` on, or the start of the next character where the line is very long."""
+    """The first line end from `offset` on; in a very long line, the start of the next character."""
     with path.open("rb") as file:
         file.seek(offset)
         block = file.read(BLOCK)
@@ -182,7 +184,7 @@ def _line_end(path: Path, offset: int) -> int:
 
 
 def _read(path: Path, begin: int, end: int) -> Iterator[bytes]:
-    """The bytes of a part of a file, cut at line ends where there are any, else between characters."""
+    """The bytes of a part of a file in blocks that end at line ends, or between characters in a very long line."""
     with path.open("rb") as file:
         file.seek(begin)
         rest, left = b"", end - begin
@@ -199,33 +201,33 @@ def _read(path: Path, begin: int, end: int) -> Iterator[bytes]:
 
 
 def _whole_characters(block: bytes, from_start: bool = False) -> int:
-    """Where the last UTF-8 character of a block begins (or the first, from the start)."""
+    """The offset of the last UTF-8 character of a block; with `from_start` of the first."""
     positions = range(min(4, len(block))) if from_start else range(len(block) - 1, max(0, len(block) - 5), -1)
     return next((i for i in positions if block[i] & 0xC0 != 0x80), len(block))
 
 
 def _decode(block: bytes, path: Path) -> str:
-    """Text of a block. Raises ConfigError for bytes that are no text."""
+    """The text of a block. Raises ConfigError for bytes that are not UTF-8, or contain NUL."""
     try:
         text = block.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text ({error.reason}); choose the text files with data.pattern") from None
+        raise ConfigError(f"{path}: not UTF-8 text ({error.reason}); select the text files with data.pattern") from None
     if "\0" in text:
-        raise ConfigError(f"{path}: holds a NUL byte, so it is no text; choose the text files with data.pattern")
+        raise ConfigError(f"{path}: contains a NUL byte, so it is not text; select the text files with data.pattern")
     return text
 
 
 class ProgressLine:
-    """A line that counts up: redrawn on a terminal, every quarter elsewhere."""
+    """A progress line: redrawn on a terminal, otherwise printed at every quarter."""
 
-    def __init__(self, total: int, say: Callable[[str], None]) -> None:
-        self.total, self.say, self.started, self.shown = max(1, total), say, time.monotonic(), 0.0
+    def __init__(self, total: int, log: Callable[[str], None]) -> None:
+        self.total, self.log, self.started, self.shown = max(1, total), log, time.monotonic(), 0.0
 
     def show(self, done: int) -> None:
         part, seconds = done / self.total, time.monotonic() - self.started
         line = f"tokenising {100 * part:5.1f} %, {done / 1e6 / max(seconds, 1e-9):.1f} MB/s"
-        if sys.stdout.isatty() and self.say is print:
+        if sys.stdout.isatty() and self.log is print:
             print(f"\r{line}", end="\n" if done == self.total else "", flush=True)
         elif part >= self.shown + 0.25:
             self.shown = part // 0.25 * 0.25
-            self.say(line)
+            self.log(line)

@@ -1,10 +1,10 @@
-"""Token ids on disk: flat binary files that are memory-mapped, described by a manifest.
+"""Token ids on disk: binary files that are memory-mapped, and a manifest.
 
-What it is: each split (train, validation) is a row of shard files of little-endian uint16 (uint32 beyond 65,536 ids),
-all documents end to end, each between bos and eos. `manifest.json` lists them with sizes and hashes, and what they
-were made from.
-What it costs: 2 bytes per token on disk; reading touches only the pages a sample lies in, and processes of one node
-share them in the page cache.
+What it is: each split (train, validation) is a sequence of shard files of little-endian uint16 (uint32 for more than
+65,536 ids). They contain all documents one after the other, each between bos and eos. `manifest.json` lists the shards
+with sizes and hashes, and their source.
+What it costs: 2 bytes per token on disk. Reading a sample touches only its pages, and the processes of a node share
+them in the page cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHARD_TOKENS = 100_000_000
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest unsigned type that holds every id."""
+    """The smallest unsigned type that can store every id."""
     return np.dtype("<u2" if vocab_size <= 65_536 else "<u4")
 
 
@@ -70,7 +70,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}; delete the folder and the data is prepared again") from None
+        raise ConfigError(f"{path}: {error}; delete the folder to prepare the data again") from None
     return manifest
 
 
@@ -89,10 +89,10 @@ class PreparedData:
 
 
 class Tokens:
-    """The ids of one split as a single long row, over all its shards."""
+    """The ids of one split as one long sequence over all its shards."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any], split: str) -> None:
-        """Maps the shards. Raises ConfigError that names a file that is missing or not of its size."""
+        """Maps the shards. Raises ConfigError with the path of a file that is missing or has another size."""
         dtype = np.dtype(manifest["dtype"])
         self._shards: list[np.ndarray[Any, Any]] = []
         self._ends: list[int] = []
@@ -102,7 +102,7 @@ class Tokens:
             found = path.stat().st_size if path.exists() else None
             if found != expected:
                 state = "missing" if found is None else f"{found} bytes, expected {expected}"
-                raise ConfigError(f"{path}: {state}; delete the folder {folder} and the data is prepared again")
+                raise ConfigError(f"{path}: {state}; delete the folder {folder} to prepare the data again")
             if expected:  # an empty file cannot be mapped
                 total += shard["tokens"]
                 self._shards.append(np.memmap(path, dtype, "r"))

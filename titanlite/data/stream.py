@@ -1,10 +1,10 @@
 """The training stream: sample i is a pure function of (seed, i).
 
-What it is: the tokens of the corpus lie end to end and are cut into windows of S + 1 tokens, which overlap by the one
-token that is the last label of one and the first input of the next. Each epoch visits every window once, in an
-order given by a Feistel permutation (Luby and Rackoff 1988) keyed with (seed, epoch).
-Why it is here: the whole state of the data is one integer, the number of samples used. Resuming is exact at any
-number of processes, seeking costs nothing, and there is no shuffle buffer or worker process to save.
+What it is: the tokens of the corpus are divided into windows of S + 1 tokens. Neighbouring windows overlap by one
+token: the last label of one is the first input of the next. Each epoch visits every window once, in an order given by a
+Feistel permutation (Luby and Rackoff 1988) with (seed, epoch) as its key.
+Why it is here: the state of the data is one integer, the number of samples used. Resuming is exact on any number of
+processes, seeking takes no time, and there is no shuffle buffer or worker process whose state would have to be saved.
 What it costs: a few microseconds of Python per sample.
 """
 
@@ -26,7 +26,7 @@ MASK = (1 << 64) - 1
 
 
 def mix(x: int) -> int:
-    """64 bits -> 64 well mixed bits (splitmix64's finaliser, Steele et al. 2014)."""
+    """A hash of 64 bits (the finaliser of splitmix64, Steele et al. 2014)."""
     x = (x + 0x9E3779B97F4A7C15) & MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
@@ -36,8 +36,8 @@ def mix(x: int) -> int:
 def permute(index: int, size: int, key: int) -> int:
     """A permutation of 0 .. size - 1, chosen by `key`.
 
-    Four Feistel rounds permute the numbers of an even count of bits; walking the cycle until the result is below
-    `size` (fewer than four tries on average) restricts that to the range asked for.
+    Four Feistel rounds permute the numbers with an even count of bits. They are repeated until the result is below
+    `size` (fewer than four times on average), which makes them a permutation of 0 .. size - 1.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
@@ -58,7 +58,7 @@ class Batch(NamedTuple):
 
 
 def count_targets(batches: list[Batch]) -> Tensor:
-    """How many labels of all these batches are targets: a scalar, int64."""
+    """The number of labels that are not IGNORED in all these batches: a scalar, int64."""
     return torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
 
 
@@ -78,7 +78,7 @@ class Windows:
             )
 
     def batch(self, indices: list[int | None]) -> Batch:
-        """The windows of these indices; None gives a row without targets, so that every process has a batch."""
+        """The windows with these indices; None gives a row without targets, so that every process gets a batch."""
         rows = np.zeros((len(indices), self.seq_len + 1), dtype=np.int64)
         for row, index in zip(rows, indices, strict=True):
             if index is not None:
@@ -89,7 +89,7 @@ class Windows:
 
 
 class TrainStream:
-    """Batches of one data-parallel rank. Stateful: the state is the number of samples that all ranks have used."""
+    """Batches of one data-parallel rank. Stateful: the state is the number of samples that all ranks used so far."""
 
     def __init__(
         self, windows: Windows, *, seed: int, local_batch_size: int, accumulation: int, rank: int, world: int
@@ -99,12 +99,12 @@ class TrainStream:
         self.samples = 0
 
     def window_of(self, sample: int) -> int:
-        """Which window sample number `sample` is."""
+        """The index of the window that sample number `sample` reads."""
         epoch, index = divmod(sample, self.windows.count)
         return permute(index, self.windows.count, mix(self.seed ^ mix(epoch)))
 
     def next_step(self) -> list[Batch]:
-        """This rank's microbatches of the next optimizer step, `accumulation` of (local_batch_size, S)."""
+        """This rank's local batches of the next optimizer step: `accumulation` times (local_batch_size, S)."""
         mark_phase("reading data", in_step=True)
         size, first = self.local_batch_size, self.samples + self.rank * self.local_batch_size
         starts = [first + i * size * self.world for i in range(self.accumulation)]
@@ -113,7 +113,7 @@ class TrainStream:
 
     @property
     def epochs(self) -> float:
-        """How many times the corpus has been seen."""
+        """The number of passes over the corpus so far."""
         return self.samples / self.windows.count
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,9 +124,9 @@ class TrainStream:
 
 
 def validation_batches(windows: Windows, samples: int, batch_size: int, rank: int, world: int) -> Iterator[Batch]:
-    """This rank's share of the first `samples` windows (0: all) in an order that is mixed and always the same.
+    """This rank's part of the first `samples` windows (0: all) of a shuffled order that is always the same.
 
-    Every rank gets the same number of batches.
+    Every rank gets the same number of batches; the last ones may contain rows without targets.
     """
     count = min(samples or windows.count, windows.count)
     for start in range(0, count, batch_size * world):

@@ -1,8 +1,8 @@
 """Text <-> token ids.
 
-What it is: tiktoken's byte-pair encoder over a rank file, with Llama 3's special tokens after the file's ids:
-all 256 where the file has Llama 3's 128,000 ranks (so ids agree with Meta's), the first 16 otherwise.
-Text never produces a special token, whatever it contains: `<|end_of_text|>` in a document is ordinary characters.
+What it is: tiktoken's byte-pair encoder with the tokens of a rank file, and Llama 3's special tokens after them: all
+256 if the file has Llama 3's 128,000 ranks (then ids are equal to Meta's), otherwise the first 16. Text is never
+encoded as a special token: `<|end_of_text|>` in a document is ordinary characters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# tiktoken's matcher recurses: it gives up on about a million characters, or on long runs of one kind.
+# tiktoken's matcher recurses: it fails on about a million characters, and on long runs of one kind of character.
 MAX_PIECE, MAX_RUN = 400_000, 25_000
 
 
@@ -32,7 +32,7 @@ class Tokenizer:
     """`encode` and `decode`. `size`: the number of ids; `special`: name -> id; `bos` and `eos` enclose a document."""
 
     def __init__(self, path: str | Path = "", content: bytes | None = None) -> None:
-        """Reads a rank file, or has its `content`; empty means the bundled one. Raises ConfigError, with the line."""
+        """Reads a rank file, or takes its `content`; "" is the bundled file. Raises ConfigError with the line."""
         self.path = Path(path or BUNDLED)
         try:
             content = self.path.read_bytes() if content is None else content
@@ -47,7 +47,7 @@ class Tokenizer:
         self.bos, self.eos = special["<|begin_of_text|>"], special["<|end_of_text|>"]
         self.size = len(ranks) + len(special)
         self._encoding = tiktoken.Encoding("titanlite", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
-        self.token_bytes = [0] * self.size  # length of each id's text; special tokens stand for none
+        self.token_bytes = [0] * self.size  # bytes of text of each id; special tokens have none
         for token, rank in ranks.items():
             self.token_bytes[rank] = len(token)
 
@@ -56,7 +56,7 @@ class Tokenizer:
         return [i for piece in _pieces(text) for i in self._encoding.encode_ordinary(piece)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text; bytes that are no UTF-8 become U+FFFD, ids beyond the tokenizer's (a padded vocabulary) nothing."""
+        """The text. Bytes that are not UTF-8 become U+FFFD; ids of a padded vocabulary are dropped."""
         return self._encoding.decode([i for i in ids if i < self.size], errors="replace")
 
 
@@ -81,9 +81,9 @@ def _parse(path: Path, content: bytes) -> dict[bytes, int]:
             token, rank = line.split()
             decoded, expected = base64.b64decode(token, validate=True), len(ranks)
             if int(rank) != expected:
-                raise ValueError(f"rank {int(rank)} where {expected} was expected")
+                raise ValueError(f"rank {int(rank)}, expected {expected}")
             if decoded in ranks:
-                raise ValueError("a token that stands above already")
+                raise ValueError("a token that an earlier line has")
         except (ValueError, binascii.Error) as error:
             shown = line[:40].decode("utf-8", "replace")
             raise ConfigError(f"{path}:{number}: {shown!r}: expected `base64 rank`, ranks in order ({error})") from None
@@ -96,7 +96,7 @@ def _parse(path: Path, content: bytes) -> dict[bytes, int]:
 
 
 def _pieces(text: str) -> Iterable[str]:
-    """The text in pieces that tiktoken can take."""
+    """The text in pieces that tiktoken can encode."""
     for start in range(0, len(text), MAX_PIECE):
         piece = text[start : start + MAX_PIECE]
         begin = 0
@@ -110,7 +110,7 @@ def _pieces(text: str) -> Iterable[str]:
 
 
 def _has_long_run(piece: str) -> bool:
-    """A cheap test: is there a stretch of more than MAX_RUN characters without, or of nothing but, white space?"""
+    """A fast test: may there be more than MAX_RUN characters in a row all with, or all without, white space?"""
     words = piece.split()
     in_words = sum(map(len, words))
     return max(map(len, words), default=0) > MAX_RUN or len(piece) - in_words > MAX_RUN

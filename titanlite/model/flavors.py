@@ -1,6 +1,7 @@
-"""The Llama sizes this project knows, as numbers.
+"""The model sizes: hyperparameters of each Llama flavor.
 
-What it is: `LlamaConfig`, one entry per flavor, and the exact parameter count as a formula. No torch.
+What it is: `LlamaConfig`, a table with one entry per flavor, and the exact parameter count as a formula. Imports no
+torch.
 Reference: Llama 3 herd of models (arXiv 2407.21783), Llama 3.2 model cards.
 """
 
@@ -14,7 +15,7 @@ from titanlite.config.schema import ConfigError, ModelConfig
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretch of the rotary frequencies from `original_context` tokens by `factor`."""
+    """Llama 3.1's scaling of the rotary frequencies: extends `original_context` tokens by `factor`."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -24,7 +25,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Hyperparameters of one Llama. `vocab_size` 0 is open: the tokenizer decides."""
+    """Hyperparameters of one Llama. `vocab_size` 0 stands for the size of the tokenizer."""
 
     dim: int
     num_layers: int
@@ -55,7 +56,7 @@ class LlamaConfig:
 
     @classmethod
     def from_json(cls, text: str) -> LlamaConfig:
-        """What `to_json` wrote. Raises ValueError, TypeError or KeyError for anything else."""
+        """Reads what `to_json` wrote. Raises ValueError, TypeError or KeyError for anything else."""
         fields = json.loads(text)
         scaling = fields.pop("rope_scaling")
         config = cls(**fields, rope_scaling=RopeScaling(**scaling) if scaling else None)
@@ -67,7 +68,7 @@ class LlamaConfig:
             config.ffn_dim,
             config.vocab_size,
         )
-        if not all(type(size) is int and 0 < size < 1 << 24 for size in sizes):  # a file may say anything
+        if not all(type(size) is int and 0 < size < 1 << 24 for size in sizes):  # the file may come from anywhere
             raise ValueError(f"sizes {sizes}: expected integers from 1 to 2**24")
         if config.dim % config.num_heads or config.head_dim % 2 or config.num_heads % config.num_kv_heads:
             raise ValueError(f"{config.dim} over {config.num_heads} heads, {config.num_kv_heads} for keys and values")
@@ -86,7 +87,10 @@ FLAVORS: dict[str, LlamaConfig] = {
 
 
 def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
-    """The flavor with the section's overrides, its vocabulary settled. Raises ConfigError for impossible shapes."""
+    """The flavor with the section's overrides; a `vocab_size` of 0 becomes `tokenizer_size`.
+
+    Raises ConfigError for impossible shapes.
+    """
     names = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
     given = {name: getattr(section, name) for name in names if getattr(section, name)}
     config = replace(FLAVORS[section.flavor], **given)

@@ -1,8 +1,8 @@
-"""How much arithmetic a training step is, and how much of the device's peak that uses.
+"""FLOPs of a training step, and the peak of known devices: the two parts of MFU (model FLOPs utilisation).
 
 What it is: FLOPs per token by the formula of PaLM (arXiv 2204.02311, appendix B), and the dense bf16 peak of
-known devices. Causal sparsity is not discounted and recomputation is not counted, as in the field's tables.
-MFU of an unknown device is unknown: no guess is made.
+known devices. As in published tables, attention is counted without the saving of the causal mask, and recomputation is
+not counted. For a device that is not in the table MFU is not reported.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ PEAK_TFLOPS: dict[str, float] = {  # dense bf16; matched in this order as a part
 
 
 def flops_per_token(model: LlamaConfig, seq_len: int) -> int:
-    """Forward and backward FLOPs of one token: 6 per parameter that multiplies, 12 L H Dh S for attention.
+    """Forward and backward FLOPs of one token: 6 per parameter of a matrix product, 12 L H Dh S for attention.
 
-    The input embedding is a lookup and does not count, unless it is tied and so also the output matrix.
+    The input embedding is a lookup and is not counted, unless it is tied: then it is also the output matrix.
     """
     lookup = 0 if model.tied_embeddings else model.vocab_size * model.dim
     attention = 12 * model.num_layers * model.num_heads * model.head_dim * seq_len

@@ -1,8 +1,8 @@
 """Sampling text from a Llama, one token at a time.
 
 What it is: a key/value cache and the loop that feeds each new token back.
-What it costs: the prompt once, then 2 FLOPs per parameter and token; the cache holds
-2 * L * K * Dh numbers per position. Without it every token would compute the whole text again.
+What it costs: one forward over the prompt, then 2 FLOPs per parameter and new token. The cache holds 2 L K Dh numbers
+per position; without it, every new token would need a forward over the whole text.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class KVCache:
         self.keys = self.values = torch.empty(0)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores new positions (B, K, S, Dh) and returns all so far. Dtype and device are those of the first."""
+        """Stores new positions (B, K, S, Dh) and returns all so far, in the dtype and on the device of the first."""
         if self.filled == 0:
             self.keys, self.values = (t.new_empty(*t.shape[:2], self.length, t.shape[3]) for t in (k, v))
         elif k.shape[2] > 1:
-            raise ValueError("after the first call one position at a time: attention has no mask for more")
+            raise ValueError("expected one position per call after the first: attention has no mask for more")
         end = self.filled + k.shape[2]
         self.keys[:, :, self.filled : end], self.values[:, :, self.filled : end] = k, v
         self.filled = end
@@ -35,13 +35,13 @@ class KVCache:
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One token id from logits (V,). temperature 0 takes the likeliest; top_k 0 considers all."""
+    """One token id from logits (V,). temperature 0: the most likely; top_k 0: no limit."""
     logits = logits.float().cpu()
     if temperature == 0:
         return int(logits.argmax())
     if 0 < top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    scaled = (logits - logits.max()) / temperature  # the largest is 0, however small the temperature
+    scaled = (logits - logits.max()) / temperature  # the largest is 0 for every temperature: no overflow
     return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
 
 

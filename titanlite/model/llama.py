@@ -1,14 +1,14 @@
 """Llama 3 in plain PyTorch.
 
-What it is: token embedding, then blocks of attention and feed-forward on a residual stream, then a norm
-and an output projection. RMSNorm (arXiv 1910.07467) before each, rotary positions (RoPE, arXiv 2104.09864),
+What it is: a token embedding, L blocks of attention and feed-forward on a residual stream, a norm and an output
+projection. RMSNorm (arXiv 1910.07467) before attention and feed-forward, rotary positions (RoPE, arXiv 2104.09864),
 grouped-query attention (arXiv 2305.13245), SwiGLU (arXiv 2002.05202).
-Why it is here: everything that trains in parallel is this one file, which knows nothing of parallelism.
-What it costs: 2 FLOPs per parameter and token forward, twice that backward, and attention on top
-(`plan/flops.py` has the exact count).
+Why it is here: this is the only model definition. It contains no parallelism; `parallel/` changes it from outside.
+What it costs: 2 FLOPs per parameter and token in the forward, twice that in the backward, plus attention
+(`flops.py` has the exact count).
 
 Shapes in comments: B sequences, S tokens, D = dim, H query heads, K key/value heads, Dh = D / H, F = ffn_dim,
-V = vocabulary. Parameter names are torchtitan's, which are Meta's.
+V = vocabulary. Parameter names are those of Meta's release and of torchtitan.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from titanlite.model.flavors import LlamaConfig
 
 
 class LayerCache(Protocol):
-    """What attention needs of a key/value cache when it generates (see `generate.py`)."""
+    """The interface of a key/value cache, which attention uses for generation (see `generate.py`)."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -35,8 +35,8 @@ class LayerCache(Protocol):
 def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
     """cos and sin of every angle at these positions (S,), fp32: (S, Dh / 2, 2).
 
-    Pair i of a head turns by position / theta^(2i/Dh). Llama 3.1 slows the long wavelengths by `factor`, keeps
-    the short ones and blends between (the 3.1 release's `apply_scaling`).
+    Pair i of a head is rotated by position / theta^(2i/Dh). Llama 3.1 divides the frequency of long wavelengths by
+    `factor`, keeps short ones, and interpolates between them (`apply_scaling` of the 3.1 release).
     """
     half = config.head_dim // 2
     frequency = config.rope_theta ** -(torch.arange(half, dtype=torch.float32, device=positions.device) / half)
@@ -49,10 +49,10 @@ def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
 
 
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
-    """Turns neighbouring pairs of each head, in fp32. x: (B, S, heads, Dh), rope: (S or more, Dh / 2, 2).
+    """Rotates neighbouring pairs of each head, in fp32. x: (B, S, heads, Dh), rope: (S or more, Dh / 2, 2).
 
-    A pair is a complex number, times cos + i sin: one kernel where its real parts one by one take many. The compiler
-    fuses those, and no complex ones.
+    Eager: a pair is a complex number that is multiplied by cos + i sin, in one kernel; real arithmetic would take many.
+    Compiled: real arithmetic, because the compiler fuses it and cannot fuse complex numbers.
     """
     pairs, rope = x.float().unflatten(-1, (-1, 2)), rope[: x.shape[1], None]  # (B, S, heads, Dh / 2, 2), (S, 1, ...)
     if torch.compiler.is_compiling():
@@ -64,9 +64,9 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
 
 
 def truncated_normal(weight: Tensor, std: float, cut: float, generator: torch.Generator) -> Tensor:
-    """Fills `weight` from N(0, std), drawing again what lies beyond +-cut.
+    """Fills `weight` from N(0, std); values beyond +-cut are drawn again.
 
-    Not `nn.init.trunc_normal_`: one seed gives other weights in torch 2.11 than in 2.13.
+    `nn.init.trunc_normal_` is not used: with the same seed it gives different weights in torch 2.11 and 2.13.
     """
     weight.normal_(0.0, std, generator=generator)
     while (outside := weight.abs() > cut).any():
@@ -76,10 +76,10 @@ def truncated_normal(weight: Tensor, std: float, cut: float, generator: torch.Ge
 
 
 class CausalAttention(nn.Module):
-    """Each query sees the keys up to its own position. A module, so that it can be replaced; it has no weights."""
+    """Each query attends to the keys up to its position. A module, so that `parallel/` can replace it; no weights."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (B, H, S, Dh), k and v (B, K, S, Dh) -> (B, H, S, Dh). A single query sees all keys."""
+        """q (B, H, S, Dh), k and v (B, K, S, Dh) -> (B, H, S, Dh). A single query attends to all keys."""
         causal = q.shape[2] > 1
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         self.attend = CausalAttention()
 
     def forward(self, x: Tensor, rope: Tensor, cache: LayerCache | None = None) -> Tensor:
-        # Heads are counted from the tensor, so a layer that holds only a part of them works unchanged.
+        # The number of heads is taken from the tensor, so a layer with a part of the heads works unchanged.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, S, H or K, Dh)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, S, Dh)
@@ -108,7 +108,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) * w3 x), the hidden width F."""
+    """SwiGLU: w2(silu(w1 x) * w3 x) with hidden width F."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each on a normalised copy of the residual stream and added to it."""
+    """Attention and feed-forward. Each reads the normalised residual stream and adds its result to the stream."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -136,11 +136,11 @@ class TransformerBlock(nn.Module):
 
 
 class TiedOutput(nn.Module):
-    """The output projection where its weight is the embedding's: has no parameter of its own."""
+    """The output projection of tied embeddings: uses the embedding's weight, has no parameter."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
-        self._embedding = (embedding,)  # in a tuple, so that it is no submodule of two
+        self._embedding = (embedding,)  # in a tuple, so that it is not registered as a submodule again
 
     @property
     def weight(self) -> Tensor:
@@ -156,8 +156,8 @@ class TiedOutput(nn.Module):
 class Llama(nn.Module):
     """tokens (B, S) -> logits (B, S, V).
 
-    Build it under `torch.device("meta")`, give it memory with `to_empty`, then call `init_weights`, which sets
-    every parameter and buffer. `seq_len` is the longest sequence: the size of the RoPE table.
+    Build it under `torch.device("meta")`, allocate memory with `to_empty`, then call `init_weights`, which sets every
+    parameter and buffer. `seq_len` is the length of the longest sequence and so of the RoPE table.
     """
 
     rope: Tensor
@@ -165,7 +165,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig, seq_len: int) -> None:
         super().__init__()
         self.config, self.seq_len = config, seq_len
-        self.positions = torch.arange(seq_len, device="cpu")  # which position each row of the RoPE table is
+        self.positions = torch.arange(seq_len, device="cpu")  # the position of each row of the RoPE table
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.num_layers)})
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -173,11 +173,11 @@ class Llama(nn.Module):
             self.output: nn.Module = TiedOutput(self.tok_embeddings)
         else:
             self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        # Always rebuilt, never saved: a table in a checkpoint ties it to one length.
+        # Always computed, never saved: a table in a checkpoint would fix the sequence length.
         self.register_buffer("rope", rope_table(config, torch.arange(seq_len)), persistent=False)
 
     def forward(self, tokens: Tensor, caches: list[LayerCache] | None = None, start: int = 0) -> Tensor:
-        """Logits (B, S, V) of `tokens` (B, S), which stand at positions start, start + 1, ..."""
+        """Logits (B, S, V) of `tokens` (B, S) at positions start, start + 1, ..."""
         rope = self.rope[start:]
         x = self.tok_embeddings(tokens)  # (B, S, D)
         for i, layer in enumerate(self.layers.values()):
@@ -191,27 +191,28 @@ class Llama(nn.Module):
         assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
         device: torch.device | None = None,
     ) -> None:
-        """Draws every parameter, and makes the RoPE table, on `device`: the one that computes, if not theirs.
+        """Initialises every parameter and the RoPE table. `device`: where they are computed, by default where they are.
 
-        Each parameter has a generator of its own, seeded by its name, and is drawn whole, so the weights do not
-        depend on how or over how many processes it is stored: `assign(parameter, full_value)` puts it there.
+        Each parameter is drawn in full from a separate generator, seeded by `seed` and the parameter's name. So the
+        weights do not depend on the layout: `assign(parameter, full_value)` stores the part of this process.
         """
         for name, parameter in self.named_parameters():
-            there = device or parameter.device  # a GPU draws other numbers than a CPU
+            there = device or parameter.device  # a GPU generates different numbers than a CPU
             generator = torch.Generator(there).manual_seed(zlib.crc32(name.encode()) ^ seed)
             full = torch.empty(parameter.shape, dtype=torch.float32, device=there)
             assign(parameter, self._draw(name, full, generator))
         self.reset_rope(device or self.rope.device)
 
     def reset_rope(self, device: torch.device) -> None:
-        """Makes the RoPE table, the only thing of the model that no checkpoint holds."""
+        """Computes the RoPE table, the only part of the model that is not in a checkpoint."""
         self.rope = rope_table(self.config, self.positions.to(device))
 
     def _draw(self, name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
-        """One parameter's initial value (torchtitan's rules; its 0.02, not Llama's unpublished ones).
+        """One parameter's initial value, by torchtitan's rules: Llama's are not published.
 
-        Projections back into the residual stream shrink with depth. A tied embedding has std 0.02, as in Llama 3.2's
-        configuration: with std 1 the first logits would have std sqrt(D), and the first loss lie far above ln(V).
+        The std of projections into the residual stream decreases with depth. A tied embedding has std 0.02, as in
+        Llama 3.2's configuration: with std 1 the first logits would have std sqrt(D), and the first loss would be far
+        above ln(V).
         """
         if name.endswith("norm.weight"):
             return weight.fill_(1.0)

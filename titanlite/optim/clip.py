@@ -1,13 +1,12 @@
 """Clipping gradients to a global norm.
 
-What it is: the 2-norm over *all* gradients, whatever process holds which part, and their scaling to at most
-`max_norm` (arXiv 1211.5063). The norm returned is the one before clipping.
-Each process adds the squares of what it holds. What several processes hold (replicas; norms under tensor parallel; a
-tied embedding under pipeline parallel) counts for each of them with its share, so one sum over all processes is right
-in every layout.
-Why not `torch.nn.utils.get_total_norm`: on CPU torch 2.13 adds up the squares of an fp32 norm one after the other,
-so its result depends on how the tensor is cut: 9e-6 off for a million numbers, 4e-4 for ten million. Here sums of many
-squares are in float64, and the norm is the same on any number of processes, to 1e-8.
+What it is: the 2-norm over *all* gradients of all processes, and the scaling of gradients to at most `max_norm` (arXiv
+1211.5063). The norm returned is the one before clipping. Each process sums the squares of its gradients. A gradient
+that n processes hold (replicas; norms under tensor parallelism; a tied embedding under pipeline parallelism) counts 1/n
+on each of them, so one all-reduce over all processes is correct in every layout.
+Why it is here: `torch.nn.utils.get_total_norm` depends on how tensors are cut. On CPU, torch 2.13 adds the squares of
+an fp32 norm one after the other, with an error of 9e-6 for a million numbers and 4e-4 for ten million. Here sums of
+many squares are in float64, and the norm is the same on any number of processes to 1e-8.
 What it costs: each process reads its gradients once; one all-reduce of 8 bytes.
 """
 
@@ -30,15 +29,15 @@ ROW = 1024
 
 @torch.no_grad()
 def clip_grad_norm(parts: list[Any], max_norm: float, device: torch.device, twice: Collection[Tensor] = ()) -> Tensor:
-    """Scales the parts' gradients in place (not if `max_norm` is 0) and returns their global norm before that.
+    """Scales the parts' gradients in place (not if `max_norm` is 0) and returns their global norm before the scaling.
 
-    The norm is an fp32 scalar that stays on the device: reading it is the caller's decision, since that waits.
+    The norm is an fp32 scalar that stays on the device: reading it waits for the device, so the caller decides when.
     `twice`: parameters that two stages of a pipeline hold.
     """
     mark_phase("update", in_step=True)
     parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    held: dict[int, list[Tensor]] = {}  # by how many processes hold the same
+    held: dict[int, list[Tensor]] = {}  # gradients by the number of processes that hold them
     for parameter in parameters:
         local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         held.setdefault(_replication(parameter) * (2 if any(parameter is p for p in twice) else 1), []).append(local)
@@ -55,8 +54,8 @@ def clip_grad_norm(parts: list[Any], max_norm: float, device: torch.device, twic
 def _square(gradients: list[Tensor]) -> Tensor:
     """The float64 sum of all squares."""
     if gradients[0].device.type == "cpu":
-        # ROW numbers at a time in fp32, sums of these in float64: 1e-9 off, without the float64 copy of each gradient
-        # that torch would make. What does not divide into rows, as a rule something small, is copied.
+        # fp32 within a row of ROW numbers, float64 over rows: an error of 1e-9, without the float64 copy of the whole
+        # gradient that torch would make. Gradients that do not divide into rows are copied; most of them are small.
         norms = []
         for flat in (gradient.flatten() for gradient in gradients):
             if flat.numel() % ROW:

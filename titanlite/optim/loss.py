@@ -1,13 +1,17 @@
-"""Cross entropy, summed over tokens; also with the output projection, some tokens at a time.
+"""Cross entropy, summed over tokens; also together with the output projection, in chunks of tokens.
 
-What it is: the *sum* of the loss over the local targets. The caller divides by the *global* number of targets of
-the whole optimizer step (all microbatches, all data-parallel ranks), and gradients are summed over processes.
-Why it is here: a mean of means weights the tokens of a short rank or microbatch more than others; a sum over a
-count is the same number however the batch is cut.
-What it costs: at its peak three times B * S * V * 4 bytes: the logits in fp32, their log-softmax and the gradient.
-`chunked` needs 1/n of that: it projects, computes the loss and its gradients for 1/n of the tokens, and forgets the
-logits. As the loss is a sum, a gradient is known but for the factor that comes in the backward, so nothing is computed
-twice; kept until then are the gradients of what was projected and of the projection.
+What it is: the *sum* of the loss over the local targets. The caller divides it by the *global* number of targets of the
+optimizer step (all local batches of all data-parallel ranks), and gradients are summed over processes.
+Why it is here: the result must not depend on how the batch is divided. A mean of the means of ranks or local batches is
+the same number only where all have equally many targets. Windows of the training text are always full, so today's
+training has equally many. They differ where labels are ignored: in the last batch of validation, where a rank may have
+rows without targets, and wherever a document is masked. The sum over a global count is exact in all these cases, for
+ranks and for gradient accumulation alike.
+What it costs: at its peak three times 4 B S V bytes: the logits in fp32, their log-softmax and the gradient.
+`chunked_cross_entropy_sum` with n chunks needs 1/n of that: it projects 1/n of the tokens, computes their loss and its
+gradients, and frees the logits. As the loss is a sum, its gradients are known up to the factor that the backward
+receives, so nothing is computed twice. Until the backward, the gradients of the hidden states and of the projection are
+kept.
 """
 
 from __future__ import annotations
@@ -23,14 +27,14 @@ SummedLoss = Callable[[Tensor, Tensor], Tensor]  # logits (B, S, V), labels (B, 
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Scalar fp32: sum of -log p(label). logits (B, S, V), labels (B, S); a label of -100 is no target."""
+    """Scalar fp32: sum of -log p(label). logits (B, S, V), labels (B, S); a label of -100 is ignored."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
 
 
 def chunked_cross_entropy_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int, loss: SummedLoss
 ) -> Tensor:
-    """`loss(hidden @ weight.T, labels)` without all logits at once.
+    """`loss(hidden @ weight.T, labels)` without holding all logits at once.
 
     hidden (B, S, D), weight (V, D), labels (B, S); `loss` must be a sum over tokens.
     """
@@ -42,18 +46,18 @@ def chunked_cross_entropy_sum(
 
 
 def _token_chunks(values: Tensor, num_chunks: int) -> tuple[Tensor, ...]:
-    """(B, S, ...) -> up to so many (1, tokens, ...)"""
+    """(B, S, ...) -> at most `num_chunks` tensors (1, tokens, ...)."""
     return values.flatten(0, 1)[None].chunk(num_chunks, dim=1)
 
 
 class _Chunked(torch.autograd.Function):
-    """Computes the gradients in the forward."""
+    """Computes the gradients in the forward; the backward multiplies them by the incoming factor."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int, loss: SummedLoss) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         to_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        to_weight = torch.zeros_like(weight, dtype=torch.float32)  # else bfloat16 would be rounded at each chunk
+        to_weight = torch.zeros_like(weight, dtype=torch.float32)  # bfloat16 would be rounded after each chunk
         projection = weight.detach().requires_grad_()
         chunks = (_token_chunks(values, num_chunks) for values in (hidden.detach(), labels, to_hidden))
         for x, y, gradient in zip(*chunks, strict=True):

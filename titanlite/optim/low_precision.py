@@ -1,12 +1,13 @@
-"""AdamW whose moments, or whose parameters, are not fp32.
+"""AdamW with moments or parameters in bfloat16.
 
-What it is: the same update (arXiv 1711.05101), computed in fp32; what is kept between the steps is rounded to the dtype
-of the moments and of the parameters. torch's own wants one dtype for all.
-What it costs: with bfloat16 moments 4 bytes per parameter less, with bfloat16 parameters (and so gradients) another 4.
-In exchange numbers lose digits at every step. A moment changes by some per cent at once, so its 8 bits matter little;
-with beta2 above 0.99 the second one would stand still. A parameter that would change by less than 1/512 to 1/256 of
-itself (by its mantissa) does not change at all, which small learning rates feel most. Time: a dozen kernels for each
-32 million numbers, where the fused one has one.
+What it is: the same update (arXiv 1711.05101), computed in fp32. Between the steps, moments and parameters are stored
+in their own dtypes.
+Why it is here: torch.optim.AdamW requires one dtype for parameters and moments.
+What it costs: bfloat16 moments save 4 bytes per parameter, and bfloat16 parameters (and so gradients) another 4. Every
+step rounds. A moment changes by some per cent in a step, so its 8 significant bits matter little; with beta2 above 0.99
+the second moment would no longer change. An update smaller than 1/512 to 1/256 of a parameter (depending on its
+mantissa) is lost, which matters most for small learning rates. Time: a dozen kernels for each 32 million numbers; the
+fused implementation has one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CHUNK_NUMEL = 1 << 25  # numbers whose fp32 copies are in memory at a time
 
 
 class LowPrecisionAdamW(torch.optim.Optimizer):
-    """Parameters in any dtype, moments in `dtype`; otherwise as torch.optim.AdamW, states by the same names."""
+    """torch.optim.AdamW with moments in `dtype` and parameters in any dtype. Its state has the same names."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             parameters = [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:
                 if not (state := self.state[parameter]):
-                    state["step"] = torch.zeros(())  # on the CPU: reading it waits for nothing
+                    state["step"] = torch.zeros(())  # on the CPU, so that reading it does not wait for a GPU
                     for name in ("exp_avg", "exp_avg_sq"):
                         state[name] = torch.zeros_like(parameter, dtype=self.dtype)
                 state["step"] += 1
@@ -55,7 +56,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
                     _update(*piece, steps, group)
 
     def _pieces(self, parameters: list[Tensor]) -> Iterator[Columns]:
-        """Weights, both moments and gradients of up to PIECE numbers at a time, of one or more parameters."""
+        """Weights, both moments and gradients of up to CHUNK_NUMEL numbers at a time, of one or more parameters."""
         piece: list[tuple[Tensor, ...]] = []
         count = 0
         for parameter in parameters:
@@ -83,7 +84,7 @@ def _update(
     steps: float,
     group: dict[str, Any],
 ) -> None:
-    """AdamW's step, in place."""
+    """One AdamW update, in place."""
     beta1, beta2 = group["betas"]
     kept = (weights, first, second)
     w, m, v, g = ([tensor.float() for tensor in tensors] for tensors in (*kept, gradients))
@@ -96,10 +97,10 @@ def _update(
     torch_private.foreach_mul_(w, 1 - group["lr"] * group["weight_decay"])
     torch_private.foreach_addcdiv_(w, m, divisor, -group["lr"] / (1 - beta1**steps))
     for tensors, computed in zip(kept, (w, m, v), strict=True):
-        if tensors[0].dtype != torch.float32:  # else they are the same
+        if tensors[0].dtype != torch.float32:  # otherwise `computed` is the same tensor
             torch_private.foreach_copy_(tensors, computed)
 
 
 def _local(tensor: Any) -> Tensor:
-    """What this process has of it, not a copy."""
+    """The part of a tensor that this process holds, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

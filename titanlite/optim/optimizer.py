@@ -1,10 +1,11 @@
 """AdamW over the model's parameters.
 
-What it is: torch's AdamW (arXiv 1711.05101), fused unless asked otherwise; ours where something is not fp32.
+What it is: torch.optim.AdamW (arXiv 1711.05101), fused by default; `low_precision.py` where moments or parameters are
+not fp32.
 What it costs: two fp32 numbers per parameter (the moments); with fp32 parameters and gradients 16 bytes per
 parameter in all, divided by dp_shard. The fused implementation updates them in one pass.
-Weight decay acts on all parameters by default, as in torchtitan; `optimizer.decayed = "linear"` spares norms and
-embeddings, as GPT-2 and nanoGPT do.
+Weight decay acts on all parameters by default, as in torchtitan; `optimizer.decayed = "linear"` excludes norms
+and embeddings, as GPT-2 and nanoGPT do.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ logger = logging.getLogger("titanlite")
 
 
 def build_optimizer(parts: list[Any], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW over the parts of a model, with one parameter group, or two where only the linear layers decay."""
+    """AdamW over the parts of a model: one parameter group, or two if only the linear layers decay."""
     implementation = "fused" if config.implementation == "auto" else config.implementation
     decayed: list[nn.Parameter] = []
     spared: list[nn.Parameter] = []
@@ -32,8 +33,8 @@ def build_optimizer(parts: list[Any], config: OptimizerConfig) -> torch.optim.Op
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": spared, "weight_decay": 0.0}]
     dtypes = {parameter.dtype for parameter in (*decayed, *spared)} | {getattr(torch, config.state_dtype)}
     low = dtypes != {torch.float32}
-    told = "moments " + config.state_dtype if low else implementation
-    logger.info("AdamW (%s): %d tensors decay, %d do not", told, len(decayed), len(spared))
+    variant = "moments " + config.state_dtype if low else implementation
+    logger.info("AdamW (%s): %d tensors decay, %d do not", variant, len(decayed), len(spared))
     if low:
         groups = [group for group in groups if group["params"]]
         return LowPrecisionAdamW(groups, config.lr, config.betas, config.eps, getattr(torch, config.state_dtype))

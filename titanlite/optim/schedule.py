@@ -1,9 +1,9 @@
 """The learning rate of each step.
 
-What it is: linear warmup, then cosine (arXiv 1608.03983), linear, warmup-stable-decay (WSD, arXiv 2404.06395)
-or constant. A pure function of the step number, so its whole state is that number.
-Two traps it avoids: the first step trains (the warmup counts from 1, not from 0), and after the last step the
-rate stays at its minimum (cosine would climb back).
+What it is: linear warmup, then cosine (arXiv 1608.03983), linear, warmup-stable-decay (WSD, arXiv 2404.06395) or
+constant. It is a pure function of the step number, so that number is its whole state. It avoids two common mistakes:
+the rate of the first step is not 0 (the warmup counts from 1), and after the last step the rate stays at its minimum (a
+cosine would rise again).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from titanlite.config.schema import ScheduleConfig
 
 
 def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
-    """Learning rate of 0-based `step` as a part of the peak rate."""
+    """Learning rate of a step, counted from 0, divided by the peak rate."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     begin = config.warmup_steps
     if config.name == "wsd":
         begin = max(begin, total_steps - round(config.decay_fraction * total_steps))
-    # 0 on the last step at the peak rate, 1 on the last step of the run
+    # 0 at the last step with the peak rate, 1 at the last step of the run
     progress = min(1.0, max(0.0, (step + 1 - begin) / max(1, total_steps - begin)))
     if config.name == "constant":
         remaining = 1.0

@@ -1,9 +1,11 @@
-"""Runs the layouts of `titanlite verify` and judges them.
+"""Runs the layouts of `titanlite verify` and compares them with one process.
 
-What it is: the ladder on a pool of workers, against a reference made once for each model shape; a table, and the
-verdicts. The tolerances are those of the number format: in fp32 a layout may differ by the order in which it adds.
-Layouts compute in fp32, on GPUs too, but for those that say bf16: its rounding hides small mistakes.
-What it costs: a laptop's minutes for the default config; the gradients and parameters of the model once on disk.
+What it is: each layout of the ladder runs on a pool of workers and is compared with a reference, which is computed once
+for each model shape. A table shows the differences and whether they are within the tolerance of the dtype: in fp32 a
+layout may differ by the order of additions.
+Why it is here: layouts compute in fp32, also on GPUs, unless their name has another dtype. The rounding of bf16 would
+hide small mistakes.
+What it costs: minutes on a laptop for the default config, and the gradients and parameters of the model once on disk.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from titanlite.model.flavors import LlamaConfig
 from titanlite.verify.ladder import Case
 
 FIGURES = ("loss", "grad_norm", "gradient", "parameters")
-TOLERANCES = {  # the largest relative differences that pass
+TOLERANCES = {  # the largest relative differences allowed
     "float32": {"loss": 1e-5, "grad_norm": 1e-5, "gradient": 1e-5, "parameters": 1e-5},
     "bfloat16": {"loss": 1e-3, "grad_norm": 1e-2, "gradient": 3e-2, "parameters": 3e-2},
 }
 
 
 def run_cases(cases: list[tuple[Case, LlamaConfig]], device: str, timeout: float, rows: list[dict[str, Any]]) -> None:
-    """Measures and judges each case, printing its row and adding it to `rows`; one reference for each model shape."""
+    """Runs each case, prints its row and adds it to `rows`; computes one reference for each model shape."""
     os.environ["OMP_NUM_THREADS"] = "1"  # workers share the cores
     from titanlite.verify.compare import measure, reference
     from titanlite.verify.pool import Pool, WorkerError
@@ -58,13 +60,13 @@ def run_cases(cases: list[tuple[Case, LlamaConfig]], device: str, timeout: float
 
 
 def _same_reference(config: Config, llama: LlamaConfig) -> Any:
-    """What the numbers of one process depend on."""
+    """The settings that the reference depends on: cases in which they are equal share one."""
     training = dataclasses.replace(config.training, local_batch_size=1, compute_dtype="", reduce_dtype="")
     return llama, training, config.optimizer, config.run.seed
 
 
 def judge(case: Case, found: dict[str, float], seconds: float) -> dict[str, Any]:
-    """A row of the result. What is no number has not passed."""
+    """A row of the result. A NaN does not pass."""
     training = case.config.training
     tolerances = TOLERANCES[
         "bfloat16" if "bfloat16" in (training.compute_dtype, training.reduce_dtype, training.param_dtype) else "float32"
@@ -83,5 +85,5 @@ def _show(row: dict[str, Any], width: int, error: str) -> None:
 
 
 def _largest(values: list[float]) -> float:
-    """The largest; what is no number is larger than any."""
+    """The largest value; NaN if there is one."""
     return next((value for value in values if value != value), max(values))

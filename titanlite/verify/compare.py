@@ -1,12 +1,13 @@
-"""One layout against one process: the same weights, the same data, the same numbers?
+"""Compares a layout with one process: same weights, same data.
 
 What it is: `reference` trains the plain model in one process, with a plain PyTorch loop that uses nothing of
-`parallel/`, `optim/clip.py` or `optim/loss.py`. `measure` trains in a layout, built of the very parts that train.py is
-built of, and compares: the loss and the gradient norm of each step, each parameter's whole gradient at the first step,
-and the parameters after the last. What is compiled must have been so by the end of the second step.
-
-The data is made to catch what even data hides: every sequence has another number of targets, so a mean of means
-differs from the mean; tokens are uniform, so all of the vocabulary takes part.
+`parallel/`, `optim/clip.py` or `optim/loss.py`. `measure` trains in a layout, built from the parts that train.py is
+built from, and compares the loss and the gradient norm of each step, each parameter's full gradient at the first step,
+and the parameters after the last step. It also fails if anything is compiled after the second step.
+Why it is here: a mistake in parallel code often changes the numbers only slightly. The data makes such mistakes
+visible: the sequences have different numbers of targets, so a mean of means differs from the mean, and tokens are
+uniformly distributed, so every entry of the vocabulary is used.
+What it costs: 5 steps in one process, once, and 5 steps in each layout.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ STEPS = 5
 
 
 def make_batch(step: int, sequences: int, seq_len: int, vocab_size: int) -> Batch:
-    """The whole batch of a step, (sequences, seq_len); the first sequences have the most targets."""
+    """The global batch of a step, (sequences, seq_len); earlier sequences have more targets."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(vocab_size, (sequences, seq_len + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -49,13 +50,13 @@ def make_batch(step: int, sequences: int, seq_len: int, vocab_size: int) -> Batc
 
 
 def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
-    """Trains in this process alone and writes what it found to `path`."""
+    """Trains in this process alone and saves losses, norms, gradients and parameters to `path`."""
     device, training, options = _device(config), config.training, config.optimizer
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
     model.to_empty(device=device)
     model.init_weights(config.run.seed)
-    # fp32 whatever the layouts compute in: they are compared with what is meant
+    # always fp32, also where layouts compute in bf16
     optimizer = torch.optim.AdamW(
         model.parameters(), options.lr, options.betas, options.eps, weight_decay=options.weight_decay
     )
@@ -85,12 +86,11 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
 
 
 def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
-    """Trains in this layout, all processes together; the largest relative differences from the reference.
+    """Trains in this layout; all processes call it. Returns the largest relative differences from the reference.
 
-    Raises RuntimeError where something is compiled after the second step.
-
-    Of the loss and the gradient norm: over all steps. Of gradients and parameters: the norm of the difference over the
-    norm of the reference's tensor, over all tensors and processes.
+    Loss and gradient norm: the largest of all steps. Gradients and parameters: the norm of the difference divided by
+    the norm of the reference's tensor, the largest of all tensors.
+    Raises RuntimeError if something is compiled after the second step.
     """
     device, training = _device(config), config.training
     degrees = check_layout(config, llama, dist.get_world_size())
@@ -131,12 +131,12 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
 
 
 def _device(config: Config) -> torch.device:
-    """The device of the worker, whose process group exists."""
+    """The device of this worker. Its process group exists already."""
     return process_group.start(config.run.device, config.comm.timeout_seconds, config.run.seed)
 
 
 def _farthest(found: Iterable[tuple[str, Any]], expected: dict[str, Tensor]) -> float:
-    """The largest relative difference of any tensor; infinite if one is absent."""
+    """The largest relative difference of the tensors; infinite if one is missing."""
     largest = 0.0
     for name, tensor in found:
         if tensor is None:
@@ -149,5 +149,5 @@ def _farthest(found: Iterable[tuple[str, Any]], expected: dict[str, Tensor]) -> 
 
 
 def _worse(a: float, b: float) -> float:
-    """The larger; what is no number is worst."""
+    """The larger value; NaN if one is NaN."""
     return max(a, b) if a == a and b == b else float("nan")

@@ -1,8 +1,8 @@
-"""Which layouts `titanlite verify` runs.
+"""The layouts that `titanlite verify` runs.
 
-What it is: a list of cases, each some degrees and options by name. Every factorisation of the allowed numbers of
-processes over at most three of the five axes is a case, and the options of each technique follow, where they matter.
-No torch here: the ladder can be printed, and a layout that does not fit the model is known before anything runs.
+What it is: a list of cases, each with degrees and options. First every factorisation of the allowed numbers of
+processes over at most three of the five axes, then the options of each technique, with the axes that they affect.
+Why it is here: no torch is imported, so a layout that does not fit the model is reported before anything runs.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from titanlite.parallel.layout import AXES
 from titanlite.parallel.rules import check_layout
 
 SEQUENCES = 8  # per step, over all processes; more where there are more processes
-MAX_PROCESSES = 64  # processes
-QUICK = 4  # processes up to which --quick goes
-LAYOUT = ("parallel", "recompute", "compile", "loss")  # the sections of the config that a layout is
+MAX_PROCESSES = 64
+QUICK = 4  # the largest number of processes with --quick
+LAYOUT = ("parallel", "recompute", "compile", "loss")  # the sections of the config that describe a layout
 RECOMPUTE_MODES = ("full", "selective", "memory_budget")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layout. Its name is what `--layout` takes: options, with the section left out where it is `parallel`."""
+    """One layout. Its name is the argument of `--layout`: options by key, without `parallel.` in front."""
 
     name: str
     processes: int
@@ -42,7 +42,7 @@ def parse_layout(text: str) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for word in (word.strip() for word in text.split(",") if text):
         name, equals, value = word.partition("=")
-        if pairs and pairs[-1][0] == "parallel.pp_split" and not equals:  # which has commas of its own
+        if pairs and pairs[-1][0] == "parallel.pp_split" and not equals:  # whose value has commas
             pairs[-1] = ("parallel.pp_split", f"{pairs[-1][1]} {word}")
             continue
         name = name if "." in name else f"parallel.{name}"
@@ -53,13 +53,13 @@ def parse_layout(text: str) -> list[tuple[str, str]]:
         if name in dict(pairs):
             raise ConfigError(f"--layout {text}: {name} is given twice")
         if name.startswith("run."):
-            raise ConfigError(f"--layout {text}: {name} belongs to no layout; give it as --{name}")
+            raise ConfigError(f"--layout {text}: {name} is not part of a layout; set it with --{name}")
         pairs.append((name, value if equals else "true"))
     return pairs
 
 
 def make_case(arguments: list[str], layout: str, device: str) -> Case:
-    """The config of a layout: model, data and optimizer of `arguments`, these options, batches that divide."""
+    """The config of a layout: model, data and optimizer of `arguments`, the layout's options, batch sizes that fit."""
     given = dict(parse_layout(layout))
     degrees = {axis: given.get(f"parallel.{axis}", "1") for axis in AXES}
     for axis, degree in degrees.items():
@@ -70,14 +70,14 @@ def make_case(arguments: list[str], layout: str, device: str) -> Case:
         raise ConfigError(f"--layout {layout}: {processes} processes; expected at most {MAX_PROCESSES}")
     readers = int(degrees["dp_replicate"]) * int(degrees["dp_shard"])
     local = max(1, min(4, SEQUENCES // readers))
-    sequences = -(-SEQUENCES // (local * readers)) * local * readers  # one reader of eight accumulates twice
-    # Nothing of the arguments' own layout is left.
+    sequences = -(-SEQUENCES // (local * readers)) * local * readers  # with one data-parallel rank, two local batches
+    # The layout of `arguments` is replaced by the defaults.
     own = {f"{s}.{f.name}": f.default for s in LAYOUT for f in dataclasses.fields(sections()[s])}
     options = {key: json.dumps(value).strip('"') for key, value in own.items()}
     options |= {f"parallel.{axis}": degree for axis, degree in degrees.items()}
     options |= {"training.global_batch_size": str(sequences), "training.local_batch_size": str(local)}
-    # AdamW divides a gradient by its size. Where that is rounding alone, the usual eps of 1e-8 lets a difference in the
-    # last bit move a weight by the whole learning rate; 1e-5 holds such weights still, and in the reference as well.
+    # AdamW divides a gradient by its size. Where a gradient is only rounding error, the usual eps of 1e-8 turns a
+    # difference in the last bit into a whole learning rate. With 1e-5, here and in the reference, it stays small.
     options |= {"optimizer.eps": "1e-5", "optimizer.decayed": "all", "run.device": device}
     options |= {"training.compute_dtype": "float32", "training.reduce_dtype": "float32"}
     options |= {"compile.enabled": "auto" if given.get("recompute.mode") == "memory_budget" else "false", **given}
@@ -86,8 +86,8 @@ def make_case(arguments: list[str], layout: str, device: str) -> Case:
 
 
 def ladder(processes: int, quick: bool, device: str) -> Iterator[str]:
-    """The layouts for up to so many processes, as `--layout` takes them."""
-    compiler = "inductor" if device == "cuda" else "aot_eager"  # on CPU inductor compiles for minutes
+    """The layouts for up to `processes` processes, as arguments of `--layout`."""
+    compiler = "inductor" if device == "cuda" else "aot_eager"  # on CPU, inductor takes minutes to compile
     for degrees in layouts(processes, quick):
         yield ",".join(f"{axis}={degree}" for axis, degree in degrees.items())
     options = ["reshard_after_forward=always", "reshard_after_forward=never", "cpu_offload", "prefetch=2"]
@@ -134,7 +134,7 @@ def ladder(processes: int, quick: bool, device: str) -> Iterator[str]:
 
 
 def layouts(processes: int, quick: bool) -> Iterator[dict[str, int]]:
-    """Axis -> degree: every product of at most three axes that is a power of two or divides `processes`."""
+    """Axis -> degree for every product of at most three axes that is a power of two or divides `processes`."""
     most = min(processes, QUICK) if quick else processes
     sizes = [n for n in range(1, most + 1) if processes % n == 0 or n.bit_count() == 1]
     for size in sizes:
@@ -146,7 +146,7 @@ def layouts(processes: int, quick: bool) -> Iterator[dict[str, int]]:
 
 
 def reason_not_fitting(case: Case, llama: LlamaConfig) -> str:
-    """Why a layout does not fit the model; empty if it does."""
+    """The reason why a layout does not fit the model; "" if it fits."""
     try:
         check_layout(case.config, llama, case.processes)
     except ConfigError as error:

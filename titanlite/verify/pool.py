@@ -1,9 +1,11 @@
-"""Runs a function on several processes, each call in new ones.
+"""Runs a function on several ranks, with new processes for each call.
 
-What it is: what `titanlite verify` and the tests run their layouts on. Workers are forked from a server that has torch
-imported, so a call costs milliseconds, not the seconds of a launch. They are new each time: torch keeps what it has
-learnt of one mesh (placements, compiled blocks), and a later mesh of the same shape would be given its dead groups.
-The earliest error of any rank is raised; a rank that dies or overruns its time ends all of them.
+What it is: the process pool of `titanlite verify` and of the tests. The earliest error of any rank is raised. If a rank
+dies or exceeds the time-out, all ranks are ended.
+Why it is here: torch caches what depends on a mesh (placements, compiled blocks). In a process that had an earlier mesh
+of the same shape, a cached entry would refer to process groups that no longer exist. So each call has new processes.
+What it costs: milliseconds per call, not the seconds of a launch: workers are forked from a server that has imported
+torch.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-Outcome = tuple[float, "str | None", Any]  # when it was over, a stack trace or None, the result
+Outcome = tuple[float, "str | None", Any]  # time of the end, a stack trace or None, the result
 
 
 class WorkerError(AssertionError):
-    """A rank failed or gave no answer in time; the message is its stack trace."""
+    """A rank failed, or did not answer in time. The message is its stack trace."""
 
 
 def _work(connection: Connection, device: str, quiet: bool) -> None:
-    """A worker's life: one function in a process group of its own."""
+    """The main function of a worker: joins a new process group, runs one function, sends the outcome."""
     if quiet:
         os.environ["LOG_RANK"] = "none"
         null = os.open(os.devnull, os.O_WRONLY)
@@ -49,10 +51,12 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
         files = dist.FileStore(store, world_size)
         dist.init_process_group(backend(device), store=files, rank=rank, world_size=world_size)
         outcome = (time.monotonic(), None, function(*arguments))
-        dist.barrier()  # nobody leaves while another still talks to it
+        dist.barrier()  # no rank exits while another still communicates with it
     except BaseException:
         outcome = (time.monotonic(), f"rank {rank}:\n{traceback.format_exc()}", None)
-    connection.send_bytes(pickle.dumps(outcome))  # by value: `send` would share tensors' memory, which ends with us
+    connection.send_bytes(
+        pickle.dumps(outcome)
+    )  # by value: `send` would share the memory of tensors, which ends with this process
     connection.close()
     os._exit(0)  # gloo's threads can abort an orderly exit (pytorch#190489)
 
@@ -61,7 +65,7 @@ class Pool:
     """`run(n, function, *arguments)` calls a module-level function on ranks 0 .. n - 1."""
 
     def __init__(self, preload: list[str], device: str = "cpu", quiet: bool = False) -> None:
-        """`preload`: modules that the workers share; `quiet`: what they print is dropped."""
+        """`preload`: modules that the workers share; `quiet`: their output is discarded."""
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", *preload])
         self._options = (device, quiet)
@@ -87,12 +91,12 @@ class Pool:
         errors = sorted((outcome for outcome in outcomes.values() if outcome[1]), key=lambda outcome: outcome[0])
         if errors or len(outcomes) < world_size:
             missing = sorted(set(range(world_size)) - set(outcomes))
-            raise WorkerError(errors[0][1] if errors else f"ranks {missing} gave no answer within {timeout} s")
+            raise WorkerError(errors[0][1] if errors else f"ranks {missing} did not answer within {timeout} s")
         return [outcomes[rank][2] for rank in range(world_size)]
 
 
 def _collect(connections: list[Connection], deadline: float) -> dict[int, Outcome]:
-    """Outcomes by rank, until all are there, one failed, or time is up."""
+    """Waits until all ranks have an outcome, one has failed, or the time is up. Outcomes by rank."""
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(connections) and (left := deadline - time.monotonic()) > 0:
         silent = {connection: rank for rank, connection in enumerate(connections) if rank not in outcomes}
@@ -104,5 +108,5 @@ def _collect(connections: list[Connection], deadline: float) -> dict[int, Outcom
             except EOFError:
                 outcomes[rank] = (time.monotonic(), f"rank {rank} died", None)
         if any(error for _, error, _ in outcomes.values()):
-            deadline = min(deadline, time.monotonic() + 1)  # the others may still name the cause
+            deadline = min(deadline, time.monotonic() + 1)  # the error of another rank may be the cause
     return outcomes

@@ -1,0 +1,140 @@
+"""The examples and pictures of the documents: what they print is what they show."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from fractions import Fraction
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from docs.draw_schedule import Task, bubble, draw, place_in_slots, rank_orders
+from titanlite.distributed.torch_private import pipeline_stage_class
+from titanlite.verify.ladder import ladder
+
+DOCS = Path(__file__).parents[1] / "docs"
+PARALLELISM = (DOCS / "parallelism.md").read_text()
+
+
+def output_of(command: str) -> str:
+    """What docs/parallelism.md shows as the output of a command."""
+    (shown,) = re.findall(rf"```\n\$ {re.escape(command)}\n(.*?)```", PARALLELISM, re.DOTALL)
+    return shown.strip()
+
+
+def run_example(code: str) -> str:
+    """Runs the example in a process group that exists already; returns what it prints."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as output,
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        exec(compile(code, "docs/parallelism.md", "exec"), {})
+    return output.getvalue()
+
+
+def test_the_example_of_collectives_prints_what_the_text_shows(pool):
+    (code,) = re.findall(r"```python\n(.*?)```", PARALLELISM, re.DOTALL)
+    printed = [text.strip() for text in pool.run(2, run_example, code)]
+    assert "\n".join(printed) == output_of("torchrun --nproc-per-node 2 example.py")
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [("", ("1F1B", 2, 4, 1)), (" --schedule Interleaved1F1B --stages 2", ("Interleaved1F1B", 2, 4, 2))],
+)
+def test_pictures_of_schedules_are_drawn_from_the_schedules(options, arguments):
+    slots = place_in_slots(rank_orders(*arguments))
+    shown = output_of(f"python docs/draw_schedule.py{options}")
+    assert shown == f"{draw(slots)}\nidle: {bubble(slots)} of all slots"
+
+
+SIZES = [(1, 3), (2, 2), (2, 4), (2, 7), (3, 6), (4, 4), (4, 8), (8, 16)]
+CASES = [(name, *size) for name in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS") for size in SIZES]
+CASES.remove(("Interleaved1F1B", 2, 7))  # the formula is for a multiple of pp
+
+
+@pytest.mark.parametrize(("schedule", "pp", "microbatches"), CASES)
+def test_the_bubble_is_that_of_the_formula(schedule, pp, microbatches):
+    stages = 1 if schedule in ("GPipe", "1F1B") else 2
+    slots = place_in_slots(rank_orders(schedule, pp, microbatches, stages))
+    assert bubble(slots) == Fraction(pp - 1, stages * microbatches + pp - 1)
+    assert len({len(row) for row in slots}) == 1
+
+
+def test_an_order_that_waits_for_itself_is_refused():
+    with pytest.raises(ValueError, match="every rank waits"):
+        place_in_slots([[Task("B", 0, 0), Task("F", 0, 0)]])
+
+
+class Recorded(torch.autograd.Function):
+    """The identity; notes which microbatch, the number in the tensor, goes forward or backward."""
+
+    @staticmethod
+    def forward(ctx, x, tasks, stage):
+        ctx.task = tasks, stage, int(x)
+        tasks.append(Task("F", stage, int(x)))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        tasks, stage, microbatch = ctx.task
+        tasks.append(Task("B", stage, microbatch))
+        return gradient, None, None
+
+
+class RecordingStage(torch.nn.Module):
+    def __init__(self, tasks: list[Task], stage: int) -> None:
+        super().__init__()
+        self.tasks, self.stage = tasks, stage
+        self.one = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return Recorded.apply(x * self.one, self.tasks, self.stage)
+
+
+def order_of_run(schedule: str, microbatches: int, stages_per_rank: int) -> list[Task]:
+    """The order in which torch's schedule computes on this rank."""
+    rank, pp, tasks = dist.get_rank(), dist.get_world_size(), []
+    example = torch.zeros(1, 1, device="meta")
+    stages = [
+        pipeline_stage_class()(
+            RecordingStage(tasks, stage),
+            stage,
+            pp * stages_per_rank,
+            torch.device("cpu"),
+            input_args=example,
+            output_args=example,
+        )
+        for stage in range(rank, pp * stages_per_rank, pp)
+    ]
+    cls = get_schedule_class(schedule)
+    single = schedule in ("GPipe", "1F1B")
+    run = cls(stages[0] if single else stages, n_microbatches=microbatches, loss_fn=lambda x, y: (x - y).sum())
+    numbers = torch.arange(float(microbatches))[:, None]
+    run.step(*[numbers] * (rank == 0), target=numbers if rank == pp - 1 else None, losses=[])
+    return tasks
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"])
+def test_the_drawn_order_is_the_order_in_which_torch_runs(pool, schedule):
+    stages = 1 if schedule in ("GPipe", "1F1B") else 2
+    assert pool.run(2, order_of_run, schedule, 4, stages) == rank_orders(schedule, 2, 4, stages)
+
+
+def test_the_table_of_verify_has_a_row_for_every_layout_of_the_quick_ladder():
+    rows = [line.split()[0] for line in PARALLELISM.splitlines() if line.endswith(" passed")]
+    assert ["one", *list(ladder(4, True, "cpu"))[1:]] == rows
+    assert f"\n{len(rows)} of {len(rows)} layouts equal one process\n" in PARALLELISM
+
+
+@pytest.mark.parametrize("document", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def test_links_of_documents_lead_somewhere(document):
+    for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+        assert link.startswith("https://") or (document.parent / link).exists(), link
