@@ -24,7 +24,12 @@ def command(*words: object, cwd: Path, **variables: str) -> str:
     """Runs Python with these words; returns standard output."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "NGPU")}
     result = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=cwd, env=environment | variables, capture_output=True, text=True
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -88,8 +93,10 @@ def test_it_trains_from_an_empty_folder(wheel, tmp_path, text_file):
     where = command("-c", "import titanlite; print(titanlite.__file__)", cwd=folder, **installed)
     assert Path(where.strip()).is_relative_to(target)
     section = ("--training.steps=2", "--metrics.log_freq=1", "--validation.freq=0", "--run.sample_tokens=0")
-    command("-m", "titanlite", "train", "debug", f"--data.path={text_file}", *section, cwd=folder, **installed)
+    output = command("-m", "titanlite", "train", "debug", f"--data.path={text_file}", *section, cwd=folder, **installed)
     run = folder / "outputs/debug"
     assert [row["step"] for row in rows(run)] == [1, 2]
     assert (run / "checkpoints/step-2/manifest.json").exists()
+    assert "titanlite train outputs/debug/config.toml --training.steps=4" in output
+    assert "run_train.sh" not in output
     assert 'flavor = "cpu_25m"' in command("-m", "titanlite", "config", "cpu_25m", cwd=folder, **installed)

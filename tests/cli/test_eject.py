@@ -33,6 +33,7 @@ def test_the_copy_trains_by_the_printed_command(tmp_path, capsys, monkeypatch, t
     assert result.returncode == 0, result.stdout + result.stderr
     assert [row["step"] for row in rows(Path("my project/outputs/debug"))] == [1, 2]
     assert "8 sequences of 32 per step" in result.stdout + result.stderr
+    assert " train.py outputs/debug/config.toml --training.steps=4" in result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("name", ["train.py", "train_configs/llama3_8b.toml"])
