@@ -1,4 +1,4 @@
-# Sourced by run_train.sh, run_tests.sh and .ci/run: finds or makes the Python environment and sets PYTHON.
+# Sourced by run_train.sh, run_tests.sh and run_lint.sh: finds or makes the Python environment and sets PYTHON.
 #
 # The active environment is used if Python >= 3.10, torch >= 2.11 and the other packages are installed in it.
 # Otherwise .venv beside this file is, made once from the pinned versions of a requirements file.

@@ -25,7 +25,7 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError, step_folder
-from titanlite.config.load import load_config
+from titanlite.config.load import load_config, program_folder
 from titanlite.config.schema import EXIT_CONFIG, EXIT_STOPPED, Config, ConfigError, portable
 from titanlite.config.text import to_toml
 from titanlite.data.prepare import prepare
@@ -213,11 +213,17 @@ def log_end(config: Config, folder: Path, step: int, tokenizer: Tokenizer) -> No
         logger.info("\na sample (temperature 0.7, top-k 50):\n%s", text)
     quoted_folder = shlex.quote(str(folder))
     python = "python3" if shutil.which("python3") == sys.executable else os.path.relpath(sys.executable)
-    script = shlex.quote(os.path.join(".", os.path.relpath(Path(__file__).with_name("run_train.sh"))))
     command = "titanlite" if shutil.which("titanlite") else f"{python} -m titanlite"
+    own = Path(__file__).resolve()
+    if (script := own.with_name("run_train.sh")).exists():  # a clone
+        train = shlex.quote(os.path.join(".", os.path.relpath(script)))
+    elif own.parent == program_folder():  # an installed wheel
+        train = f"{command} train"
+    else:  # a copy made by `titanlite eject`
+        train = f"{python} {shlex.quote(os.path.relpath(own))}"
     logger.info(
         f"\nnext:\n  {command} generate {quoted_folder} --prompt {shlex.quote(config.run.sample_prompt)}\n"
-        f"  {script} {quoted_folder}/config.toml --training.steps={2 * step}    (resumes from here)"
+        f"  {train} {quoted_folder}/config.toml --training.steps={2 * step}    (resumes from here)"
     )
 
 

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from titanlite.distributed import blame
 from titanlite.distributed.blame import Heartbeat, diagnose_progress, diagnose_silence, locate
 
 FOLDER = Path("hang")
@@ -77,3 +78,15 @@ def test_the_line_of_ours_is_found():
     waiting, place, debugged = locate(sys._getframe())
     assert (waiting, debugged) == (0, False)
     assert place.startswith("tests/distributed/test_blame.py:")
+
+
+def test_an_installed_package_knows_its_own_lines(monkeypatch):
+    monkeypatch.setattr(blame, "PACKAGE", Path("/env/site-packages/titanlite"))
+
+    def place_of(filename: str) -> str:
+        scope = {"locate": locate, "sys": sys}
+        exec(compile("\nplace = locate(sys._getframe())[1]", filename, "exec"), scope)
+        return scope["place"]
+
+    assert place_of("/env/site-packages/titanlite/program/train.py") == "titanlite/program/train.py:2"
+    assert place_of("/env/site-packages/other/file.py") == "/env/site-packages/other/file.py:2"

@@ -22,7 +22,7 @@ import threading
 import time
 from pathlib import Path
 
-from titanlite.config.load import load_config
+from titanlite.config.load import load_config, program_folder
 from titanlite.config.schema import EXIT_CONFIG, EXIT_HUNG, EXIT_STOPPED, LAUNCHED, ConfigError
 from titanlite.data.prepare import find_text, prepare
 from titanlite.data.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ from titanlite.parallel.layout import resolve_degrees
 from titanlite.parallel.rules import check_layout
 
 DRIVERS = ("nvidiactl", "dxg", "kfd")  # of NVIDIA, on Linux and in WSL, and of AMD
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+TRAIN = program_folder() / "train.py"
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -40,7 +40,7 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 def launch(argv: list[str]) -> int:
     """Trains with the config that `argv` describes; returns the workers' exit code. Raises ConfigError."""
     if not TRAIN.exists():
-        raise ConfigError(f"{TRAIN}: no such file; install titanlite from a clone of its repository: pip install -e .")
+        raise ConfigError(f"{TRAIN}: no such file; titanlite is not completely installed, install it again")
     config = load_config(argv)
     nodes = _number("NNODES", 1)
     node = _number("NODE_RANK", 0, low=0, high=nodes - 1)

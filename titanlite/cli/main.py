@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from titanlite.config.schema import EXIT_CONFIG, ConfigError
 
-COMMANDS = ("train", "config", "prepare", "verify", "generate", "convert", "checkpoint", "tokenizer")
+COMMANDS = ("train", "config", "prepare", "verify", "generate", "convert", "checkpoint", "tokenizer", "eject")
 USAGE = """usage: titanlite COMMAND ...
 
   train [CONFIG] [--section.key=value ...]       train (what ./run_train.sh calls); --help lists every key
@@ -26,6 +26,7 @@ USAGE = """usage: titanlite COMMAND ...
   convert SOURCE TARGET [--to FORMAT]            write a checkpoint in another format and check the result
   checkpoint list|verify|show|diff|prune ...     list, check, show and delete checkpoints of a run
   tokenizer train OUTPUT [--data-path PATH]      train a byte-pair encoding
+  eject FOLDER                                   copy train.py and the configs into a folder, to change them there
 
 `titanlite COMMAND --help` lists the options."""
 

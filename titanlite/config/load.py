@@ -19,7 +19,6 @@ from typing import Any, get_type_hints
 from titanlite.config.schema import Config, ConfigError, sections
 from titanlite.config.spelling import suggestion
 
-CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
 # Settings that a checkpoint and the resumed run must share, unless `checkpoint.accept` names them
 ACCEPTABLE = (
@@ -39,6 +38,16 @@ TYPE_NAMES = {
     str: "a string",
     tuple: "a list of two numbers",
 }
+
+
+def program_folder() -> Path:
+    """The folder of train.py and train_configs/: inside the package in a wheel (see setup.py), beside it in a clone."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "program"
+    return inside if inside.is_dir() else package.parent
+
+
+CONFIGS = program_folder() / "train_configs"
 
 
 def load_config(argv: list[str]) -> Config:

@@ -12,7 +12,7 @@ from typing import Any
 from titanlite.config.load import flavors, type_of
 from titanlite.config.schema import Config, sections
 
-USAGE = """usage: ./run_train.sh [CONFIG] [--section.key=value ...]
+USAGE = """usage: titanlite train [CONFIG] [--section.key=value ...]      (./run_train.sh in a clone)
 
   CONFIG                 a TOML file, or the name of one in train_configs/ (default: debug)
                          flavors here: {flavors}

@@ -16,7 +16,7 @@ from typing import Any
 
 PERIOD, TICK = 1.0, 0.25  # seconds between beats, and between looks at the clocks
 SILENT = 3 * PERIOD  # without a beat for so long a process is not taken for a living one
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[1]
 DEBUGGERS = ("bdb", "pdb", "pydevd")
 
 
@@ -119,8 +119,9 @@ def locate(frame: FrameType) -> tuple[int, str, bool]:
     while current is not None:
         modules.append(str(current.f_globals.get("__name__", "")))
         path = Path(current.f_code.co_filename)
-        if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
-            place = f"{path.relative_to(ROOT)}:{current.f_lineno}"
+        beside = path.is_relative_to(PACKAGE.parent) and "site-packages" not in path.parts  # train.py, in a clone
+        if beside or path.is_relative_to(PACKAGE):
+            place = f"{path.relative_to(PACKAGE.parent)}:{current.f_lineno}"
             break
         current = current.f_back  # type: ignore[assignment]
     debugged = any(module.partition(".")[0] in DEBUGGERS for module in modules)
