@@ -91,7 +91,7 @@ def run_with(tmp_path, arguments, processes=2, **patch) -> tuple[int, str, float
 
 
 READS = {"module": "data.stream", "owner": "TrainStream", "method": "next_step", "call": 4}
-SAVES = {"module": "checkpoint.manager", "owner": "Checkpointer", "method": "maybe_save", "call": 1}
+SAVES = {"module": "checkpoint.async_save", "owner": "AsyncSaver", "method": "save", "call": 1}
 VALIDATES = {"module": "parallel.stages", "owner": "Stages", "method": "evaluate", "call": 2}
 
 
@@ -114,7 +114,7 @@ def test_saving_has_the_longer_time_out(arguments, tmp_path):
     assert code != 0
     assert "error: rank 0 (host" in output
     assert ", rank 1 (host" in output
-    assert 'in "saving" after step 3' in output
+    assert 'in "saving" after step 6' in output
     assert f"(comm.timeout_seconds = {TIMEOUT})" in output
 
 

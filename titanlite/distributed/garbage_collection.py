@@ -1,6 +1,9 @@
-"""Python's garbage collection, on all processes after the same steps.
+"""Garbage collection on all processes after the same steps.
 
-What it is: Python collects when it likes; one process that pauses to collect makes all others wait.
+What it is: Python starts a collection whenever enough objects have been allocated, in each process at another time, and
+every pause of one process makes all others wait in the next collective. So it is disabled and started every `freq`
+steps.
+What it costs: a pause every `freq` steps, and the memory of cyclic garbage until then.
 """
 
 from __future__ import annotations
@@ -9,10 +12,7 @@ import gc
 
 
 class GarbageCollection:
-    """Collects every `freq` steps on all processes alike, instead of whenever Python likes on any of them.
-
-    One process that pauses to collect makes all others wait. 0 leaves Python's collector on.
-    """
+    """Collects every `freq` steps; 0 leaves Python's collector enabled."""
 
     def __init__(self, freq: int) -> None:
         self.freq, self.frozen = freq, False
@@ -25,7 +25,7 @@ class GarbageCollection:
             return
         if not self.frozen:
             gc.collect()
-            gc.freeze()  # what the set-up and the first step leave behind stays: no later collection looks at it
+            gc.freeze()  # objects of the set-up and the first step live on: later collections skip them
             self.frozen = True
         elif step % self.freq == 0:
             gc.collect(1)

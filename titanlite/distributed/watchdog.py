@@ -166,7 +166,7 @@ class Watchdog:
         node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
         speaks = self.rank == diagnosis.speaker(node)
         threading.Thread(target=self._report, args=(diagnosis.message, speaks), daemon=True).start()
-        time.sleep(2 * PERIOD + 3 * TICK)  # and no longer: the disk may be what hangs
+        time.sleep(2 * PERIOD + 2 * TICK)  # without waiting for the report: the disk may be what hangs
         for pid in (pid for rank, pid in diagnosis.frozen if rank in node):
             with contextlib.suppress(OSError):
                 stat = Path(f"/proc/{pid}/stat")  # its process id may be another process's by now
