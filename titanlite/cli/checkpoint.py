@@ -150,7 +150,7 @@ def show(path: Path, trust_pickle: bool) -> int:
         print(f"    {name}  {file.size:,} bytes  sha256 {file.sha256}")
     print("  tensors:")
     for name, tensor in manifest.tensors.items():
-        parts = f"  in {len(tensor.chunks)} chunks" if len(tensor.chunks) > 1 else ""
+        parts = f"  in {len(tensor.chunks)} parts" if len(tensor.chunks) > 1 else ""
         print(f"    {name}  {tensor.dtype}  {tensor.shape}{parts}")
     return 0
 
