@@ -75,7 +75,7 @@ def main(config: Config) -> int:
     training = config.training
     mesh = Mesh(device.type, degrees, config.comm.group_timeout_seconds)
     progress = Progress()
-    watchdog = Watchdog(config.comm, folder, progress, device.type == "cpu")  # a rank that hangs is named
+    watchdog = Watchdog(config.comm, folder, lambda: progress.step, device.type == "cpu")  # a rank that hangs is named
     requests = Requests(config.comm.group_timeout_seconds)  # from here on a signal saves and ends the run
 
     # 2. Data: text is tokenised once; sample i of the stream is a function of (seed, i)

@@ -45,7 +45,9 @@ def finish(process: subprocess.Popen, timeout: float = 90) -> tuple[int, str]:
 
 def workers(process: subprocess.Popen) -> list[int]:
     """The process ids of the training processes."""
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(
+        ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    ).stdout
     lines = [line.split(None, 2) for line in listing.splitlines()]
     return [int(pid) for pid, parent, command in lines if int(parent) == process.pid and "train.py" in command]
 

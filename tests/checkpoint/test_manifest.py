@@ -193,7 +193,7 @@ def test_deep_nesting_is_refused(step):
 
 def test_another_format_is_told_from_damage(step):
     reseal(step, lambda manifest: manifest.update(format=2))
-    with pytest.raises(ConfigError, match="format 2 of another titanlite") as caught:
+    with pytest.raises(ConfigError, match=r"format 2 .* expected format 1") as caught:
         read_manifest(step)
     assert not isinstance(caught.value, CorruptCheckpoint)
 
@@ -279,10 +279,10 @@ def test_what_does_not_fit_is_listed_by_name(step):
     with pytest.raises(ConfigError) as caught:
         read_step(step, other, alone=True)
     assert [problem.split(": ", 1)[1] for problem in caught.value.problems] == [
-        "model.a is F32 [3, 4], and F32 [4, 3] in this model",
-        "model.b is BF16 [5], and I64 [5] in this model",
-        "holds no model.c",
-        "training.count is I64 [], and F32 [] in this model",
+        "model.a is F32 [3, 4]; this model needs F32 [4, 3]",
+        "model.b is BF16 [5]; this model needs I64 [5]",
+        "has no model.c",
+        "training.count is I64 []; this model needs F32 []",
     ]
 
 
@@ -303,7 +303,7 @@ def read_where_one_may_not(folder: Path, number: int) -> None:
     if torch.distributed.get_rank() == 1:
         storage.digest_of = refuse
     if number == errno.EACCES:
-        with pytest.raises(ConfigError, match=r"Permission denied; the checkpoint may be whole"):
+        with pytest.raises(ConfigError, match=r"\.\w+: Permission denied"):
             storage.verify_together(folder)
     else:
         assert len(storage.verify_together(folder)) == 2

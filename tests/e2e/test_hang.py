@@ -42,10 +42,9 @@ def test_a_frozen_process_is_named_and_killed(long_run, tmp_path, rank):
     assert code == 124, output
     last = output.splitlines()[-1]
     assert last.startswith(f"error: rank {rank} (host "), output
-    assert f'pid {pids[rank]}), last heard in "' in last
+    assert f"pid {pids[rank]}): frozen or gone" in last
     assert " of step " in last
-    assert "frozen or gone" in last
-    assert "comm.step_timeout_seconds" in last
+    assert f"comm.step_timeout_seconds = {TIMEOUT}" in last
     assert output.count("error:") == 1
     assert "Traceback" not in output
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
@@ -92,7 +91,7 @@ def run_with(tmp_path, arguments, processes=2, **patch) -> tuple[int, str, float
 
 
 READS = {"module": "data.stream", "owner": "TrainStream", "method": "next_step", "call": 4}
-SAVES = {"module": "checkpoint.manager", "owner": "Checkpointer", "method": "maybe_save", "call": 1}
+SAVES = {"module": "checkpoint.async_save", "owner": "AsyncSaver", "method": "save", "call": 1}
 VALIDATES = {"module": "parallel.stages", "owner": "Stages", "method": "evaluate", "call": 2}
 
 
@@ -103,7 +102,7 @@ def test_a_process_that_sleeps_is_named_with_its_line(long_run, tmp_path):
     (line,) = (line for line in output.splitlines() if line.startswith("error:"))
     assert line.startswith("error: rank 1 (host ")
     assert "at train.py:" in line
-    assert 'standing still in "reading data" of step 4' in line
+    assert 'in "reading data" of step 4' in line
     assert "in sometimes_slow" in (tmp_path / "debug/hang/rank-1.txt").read_text()
     assert (tmp_path / "debug/hang/rank-0.txt").exists()
 
@@ -113,9 +112,10 @@ def test_saving_has_the_longer_time_out(arguments, tmp_path):
     waits = ["--comm.step_timeout_seconds=1", f"--comm.timeout_seconds={TIMEOUT}"]
     code, output, _ = run_with(tmp_path, [*arguments, *waits], **SAVES, ranks=(0, 1), wait="time.sleep(60)")
     assert code != 0
-    assert "error: all 2 ranks, rank 0 (host" in output
-    assert 'standing still in "saving" after step 3' in output
-    assert "(comm.timeout_seconds)" in output
+    assert "error: rank 0 (host" in output
+    assert ", rank 1 (host" in output
+    assert 'in "saving" after step 6' in output
+    assert f"(comm.timeout_seconds = {TIMEOUT})" in output
 
 
 def test_a_process_alone_is_watched_too(long_run, tmp_path):

@@ -55,7 +55,7 @@ def test_signal_to_the_launcher_saves_and_exits_75(slow_arguments, tmp_path, num
     process.send_signal(number)
     code, output = finish(process)
     assert code == 75, output
-    assert "asked to stop" in output
+    assert "stop requested" in output
     assert "the same command goes on from here" in output
     assert "Traceback" not in output
     code, output = finish(start(slow_arguments, NGPU="1"))

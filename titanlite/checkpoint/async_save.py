@@ -1,14 +1,14 @@
-"""Saving behind the training that goes on.
+"""Asynchronous checkpointing: training continues while a checkpoint is written.
 
-What it is: a save in two halves. Staging copies the state into host memory, while the next forward and backward run,
-which read weights and moments and change none of them; the loop waits for its end before the optimizer step. Then one
-thread plans, writes and commits from the copy, over a process group of its own, so that its messages never meet
-training's. At most one save is under way.
-    disabled       the loop waits for all of it; on CUDA the state is copied to the host first
-    async          copies into new memory, which is given back after the save
-    async_pinned   copies into pinned memory, kept from save to save, on a CUDA stream of their own; training's own
-                   stream waits for them, the host does not. Without CUDA the same as async
-What it costs: this process's part of the state once more in host memory: 12 bytes per parameter over all processes.
+What it is: a save in two parts. Staging copies the state into host memory during the next forward and backward, which
+read parameters and optimizer state but do not change them; the loop waits for the copy before the optimizer step. Then
+a thread plans, writes and commits from the copy. It uses a separate process group, so that its collectives cannot mix
+with those of training. At most one save is in progress.
+    disabled       the loop waits until the save is complete; on CUDA the state is first copied to the host
+    async          copies into new memory, which is freed after the save
+    async_pinned   copies into pinned memory, which is reused, on a separate CUDA stream; the training stream waits for
+                   it, the host does not. Without CUDA the same as async
+What it costs: a copy of this process's part of the state in host memory: 12 bytes per parameter, over all processes.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from titanlite.checkpoint.storage import SaveError
 
 logger = logging.getLogger("titanlite")
 State = dict[str, dict[str, Any]]  # part -> name -> tensor or DTensor
-Write = Callable[[State, Any, "Exception | None"], None]  # state, process group, and what has kept it from being staged
-MAX_RETRY_SECONDS = 30  # seconds between two tries
+Write = Callable[[State, Any, "Exception | None"], None]  # state, process group, the error if staging has failed
+MAX_RETRY_SECONDS = 30  # the longest pause between two attempts
 
 
 class AsyncSaver:
-    """Hands state to a function that writes it, now or in the background. All processes call each method together."""
+    """Stages state and passes it to a function that writes it. All processes call each method together."""
 
     def __init__(self, mode: str, retries: int, device: torch.device) -> None:
         self.retries, self.device = retries, device
         self.background = mode != "disabled"
         self.pinned = mode == "async_pinned" and device.type == "cuda"
-        # One process may have much to write and another nothing: the watchdog judges who hangs, not a collective.
-        patience = timedelta(days=1)
-        self.group: Any = dist.new_group(backend="gloo", timeout=patience) if dist.get_world_size() > 1 else None
+        # A process with nothing to write waits long for one with much to write: the watchdog detects hangs, not this.
+        timeout = timedelta(days=1)
+        self.group: Any = dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.waited = 0.0  # seconds that training has waited for the save under way
+        self.waited = 0.0  # seconds that training has waited for the save in progress
         self._threads = ThreadPoolExecutor(1, "save")
         self._buffers: dict[str, Tensor] = {}
         self._copying, self._staged = False, threading.Event()
         self._future: Future[None] | None = None
 
     def save(self, get_state: Callable[[], State], write: Write) -> None:
-        """Calls `write(state, group, failure)`, in the background if that is the mode; waits for the save before."""
+        """Waits for the previous save, then calls `write(state, group, failure)`: in a thread if asynchronous."""
         started = time.monotonic()
         self.wait()
         self.waited, state = 0.0, get_state()
@@ -79,17 +79,17 @@ class AsyncSaver:
 
     @property
     def failed(self) -> bool:
-        """Whether the save under way has come to nothing on this process; `wait` raises why."""
+        """Whether the save in progress has failed on this process; `wait` raises its error."""
         return self._future is not None and self._future.done() and self._future.exception() is not None
 
     def wait(self) -> None:
-        """Returns when no save is under way. Raises SaveError where it failed, on all processes alike."""
+        """Returns when no save is in progress. Raises SaveError on all processes if it failed."""
         future, self._future = self._future, None
         if future is not None:
             future.result()
 
     def _save(self, state: State, write: Write, ready: Any) -> None:
-        """Staging, then writing: in the thread if there is one."""
+        """Staging, then writing."""
         failure: Exception | None = None
         try:
             if self.stream is None:
@@ -99,16 +99,16 @@ class AsyncSaver:
                 with torch.cuda.stream(self.stream):
                     self.stream.wait_event(ready)
                     state = self._on_host(state)
-        except Exception as error:  # no memory, say; `write` lets all processes know
+        except Exception as error:  # for example no memory; `write` raises it on all processes
             state, failure = {}, error
         finally:
-            self._staged.set()  # after an error too: the loop waits for this
+            self._staged.set()  # also after an error, because the loop waits for it
         if self.stream is not None:
             self.stream.synchronize()
         self._write(state, write, failure)
 
     def _on_host(self, state: State) -> State:
-        """The state in CPU memory; what is there already is copied only if it may change before it is written."""
+        """The state in CPU memory. Tensors that are there already are copied only for an asynchronous save."""
         return {
             part: {
                 name: self._copy(f"{part}.{name}", value) if self.background or value.device.type != "cpu" else value
@@ -121,11 +121,11 @@ class AsyncSaver:
         pinned = self.pinned and value.device.type == "cuda"
         copy = self._buffers.get(key)
         if copy is None:
-            copy = torch.empty_like(value, device="cpu", pin_memory=pinned)  # a DTensor's is a DTensor
+            copy = torch.empty_like(value, device="cpu", pin_memory=pinned)  # a DTensor if `value` is one
             if pinned:
                 self._buffers[key] = copy
         here, there = (t.to_local() if isinstance(t, DTensor) else t for t in (value.detach(), copy))
-        if here.device.type == "cpu":  # numpy: torch would start an OpenMP team for this thread, beside training's
+        if here.device.type == "cpu":  # by numpy: torch would start a second OpenMP team, for this thread
             target, source = (t.reshape(-1).view(torch.uint8).numpy() for t in (there, here))
             np.copyto(target, source)
         else:
@@ -137,7 +137,7 @@ class AsyncSaver:
             try:
                 write(state, self.group, failure)
                 return
-            except SaveError as error:  # on all processes alike, so all try again or none
+            except SaveError as error:  # raised on all processes, so all repeat the save or none does
                 if attempt == self.retries:
                     raise
                 pause = min(2**attempt, MAX_RETRY_SECONDS)

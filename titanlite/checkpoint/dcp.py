@@ -1,10 +1,10 @@
-"""DCP's two extension points, over safetensors and JSON: no pickle is written, and none is read.
+"""Storage for torch.distributed.checkpoint (DCP) in safetensors and JSON: files contain no pickle.
 
-What it is: torch.distributed.checkpoint plans which process writes which piece of which tensor (of replicas, one does)
-and which saved pieces overlap with what a process of another layout needs. `Writer` and `Reader` are where the pieces
-go and come from: `model-R.safetensors` with the weights of process R, `training-R.safetensors` with all else that
-going on takes, and the manifest. Weights have files of their own because most readers want nothing more.
-What it costs: the plans are gathered and scattered once a save; every process reads the manifest once a load.
+What it is: DCP plans which process writes which piece of which tensor (one of the replicas does), and which saved
+pieces a process of another layout needs. `Writer` and `Reader` are its two extension points, which write and read the
+pieces: `model-R.safetensors` with the parameters of process R, `training-R.safetensors` with the rest of the state, and
+the manifest. Parameters have separate files because most readers need nothing else.
+What it costs: the plans are gathered and scattered once per save; every process reads the manifest once per load.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from titanlite.checkpoint.shard_file import DTYPE_NAMES, ShardFile, Written, wri
 
 
 class Contents(NamedTuple):
-    """What all processes have written."""
+    """The tensors and files that all processes have written."""
 
     tensors: dict[str, TensorEntry]
     files: dict[str, FileEntry]
@@ -39,7 +39,7 @@ class Contents(NamedTuple):
 
 
 class Writer(StorageWriter):
-    """One save. `begin` makes the folder on rank 0; `commit` gets folder and contents there when all have written."""
+    """One save. Rank 0 calls `begin`, which creates the folder, and `commit` when all processes have written."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Writer(StorageWriter):
         commit: Callable[[Path, Contents], None],
         failure: Exception | None = None,
     ) -> None:
-        """`failure`: what has gone wrong on this process before, for all to hear of."""
+        """`failure`: an earlier error of this process, which is raised on all."""
         self.parent, self.begin, self.commit, self.failure = parent, begin, commit, failure
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -67,8 +67,8 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.folder = self.begin()
-        where = [(self.folder.name, rank) for rank in range(len(plans))]  # the parent may be mounted elsewhere
-        return [dataclasses.replace(plan, storage_data=own) for plan, own in zip(plans, where, strict=True)]
+        name = self.folder.name  # each process adds its own parent path
+        return [dataclasses.replace(plan, storage_data=(name, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         folder, rank = plan.storage_data
@@ -80,7 +80,7 @@ class Writer(StorageWriter):
             assert isinstance(tensor, torch.Tensor)
             shape, sizes = list(data.size), list(data.chunk.sizes)
             if 0 in sizes and 0 not in shape:
-                continue  # a process without a part of this tensor
+                continue  # this process holds no part of the tensor
             kind = "model" if name.startswith("model.") else "training"
             path = self.parent / folder / f"{kind}-{rank:05}.safetensors"
             chunk = Chunk(path.name, list(data.chunk.offsets), sizes)
@@ -91,7 +91,7 @@ class Writer(StorageWriter):
         results = [
             WriteResult(MetadataIndex(path.name), written.entry.size, (written, entries[path]))
             for path, written in write_files(files).items()
-        ]  # one for a file, not for a tensor: rank 0 gathers them from all processes
+        ]  # one per file, not per tensor: rank 0 gathers them from all processes
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -112,11 +112,11 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False  # there is none: the folder is given
+        return False  # unused: the folder is known
 
 
 class TensorStorageReader(StorageReader):
-    """A source of pieces for DCP's plans, which are taken as they are."""
+    """A reader that accepts DCP's plans unchanged; subclasses provide metadata and data."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -132,11 +132,11 @@ class TensorStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False  # there is none: the folder is given
+        return False  # unused: the source is known
 
 
 class Reader(TensorStorageReader):
-    """Pieces of a step folder. Raises CorruptCheckpoint where a file does not hold what the manifest says."""
+    """Reads pieces of a step folder. Raises CorruptCheckpoint if a file contradicts the manifest."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest

@@ -1,8 +1,8 @@
-"""The model of a run's own checkpoint, in one process: for the sample at the end of a run.
+"""Loads the model of a run's own checkpoint into one process, for the sample text at the end of a run.
 
-What it is: the weights of a step folder, verified and read through its manifest, whatever layout wrote them. Models of
-other formats, and of folders that may be anybody's, are loaded by `formats/load.py`.
-What it costs: the parameters in fp32 once; the weight files are read twice, first to compare them with their hashes.
+What it is: the parameters of a step folder, verified and read through its manifest; any layout may have written them.
+`formats/load.py` loads other formats, and folders from elsewhere.
+What it costs: memory for the parameters; the parameter files are read twice, the first time to verify their hashes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""When to save, what to go on from, and what to tell of both.
+"""Checkpoint manager: when a run saves, and from which checkpoint it resumes.
 
-What it is: the policy over `storage.py`. A run whose folder holds a checkpoint goes on from the newest that is whole; a
-damaged one is named, set aside and passed over. A save is due every so many steps or minutes, at the end, on a signal,
-and when somebody makes a file named SAVE in the run's folder.
+What it is: the policy over `storage.py`. A run whose folder holds checkpoints resumes from the newest complete one; a
+damaged one is reported, renamed and skipped. A save is due every `freq` steps or `freq_minutes`, at the end, after a
+signal, and when a file named SAVE appears in the run's folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.async_save import AsyncSaver, State
-from titanlite.checkpoint.manifest import RunMetadata, read_manifest
+from titanlite.checkpoint.manifest import Manifest, RunMetadata, read_manifest
 from titanlite.checkpoint.resume import require_compatible, training_changes
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import (
@@ -52,7 +52,7 @@ class Checkpointer:
         facts: RunMetadata,
         device: torch.device,
     ) -> None:
-        """`extra_files` (name -> content) go into each checkpoint, config.toml, model.json and data.json among them."""
+        """`extra_files` (name -> content) are part of each checkpoint; they include model.json and data.json."""
         self.config, self.states, self.extra_files, self.facts = config, states, extra_files, facts
         self.run_folder, self.folder = folder, folder / "checkpoints"
         self.saver = AsyncSaver(config.async_mode, config.retries, device)
@@ -61,9 +61,9 @@ class Checkpointer:
         self._saved_at = self._looked_at = time.monotonic()
 
     def load(self) -> bool:
-        """Resumes from the newest usable checkpoint of this run; False if there is none.
+        """Resumes from the newest usable checkpoint of this run; returns False if it has none.
 
-        Raises ConfigError where the folder is used and must not be, holds another run, or nothing whole.
+        Raises ConfigError if `checkpoint.load` forbids it, the config contradicts the checkpoint, or all are unusable.
         """
         mark_phase("loading")
         used = [path for path in (self.folder, self.run_folder / "metrics.jsonl") if path.exists()]
@@ -87,72 +87,70 @@ class Checkpointer:
             raise ConfigError(f"checkpoint.load_step = {back_to}: it is damaged or not finite; other steps: {left}")
         if aside := broadcast_from_rank0(lambda: sorted(path.name for path in self.folder.glob("step-*.*"))):
             raise ConfigError(
-                f"{self.folder}: no checkpoint left that is whole and finite, and starting over might lose what is in "
-                f"{', '.join(aside)}; choose another run.name, or move these away"
+                f"{self.folder}: no complete and finite checkpoint is left, and the run does not start over beside "
+                f"{', '.join(aside)}; choose another run.name, or move these folders away"
             )
         weights = f"the weights of {self.config.initial_load}" if self.config.initial_load else "new weights"
         logger.info("no checkpoint in %s: starting with %s", self.folder, weights)
         return False
 
     def _candidates(self, steps: list[int]) -> list[int]:
-        """What to go on from, the best last: all, or `load_step` and what was saved after going back to it.
+        """Steps to resume from, the best last: all, or `load_step` and those saved since by the same `load_step`.
 
-        So the same command, given again, goes on. Raises ConfigError where there is no such step.
+        So a command with `load_step` can be repeated. Raises ConfigError if there is no such step.
         """
         if not (back_to := self.config.load_step):
             return steps
 
-        def came_from_it(step: int) -> bool:
+        def saved_since(step: int) -> bool:
             manifest = self.manifests.read(step)
             return manifest is not None and manifest.config.get("checkpoint", {}).get("load_step") == back_to
 
-        later: list[int] = broadcast_from_rank0(
-            lambda: [step for step in steps if step > back_to and came_from_it(step)]
-        )
+        later = broadcast_from_rank0(lambda: [step for step in steps if step > back_to and saved_since(step)])
         if back_to not in steps and not later:  # the step itself may have been deleted since
             allowed = ", ".join(map(str, steps)) or "none, the run has no checkpoint"
             raise ConfigError(f"checkpoint.load_step = {back_to}: not in {self.folder}; allowed: {allowed}")
         if later:
-            logger.info(
-                "checkpoint.load_step = %d was gone back to before: going on from what was saved since", back_to
-            )
+            logger.info("checkpoint.load_step = %d: resuming from a step that was saved since", back_to)
         return [back_to, *later] if back_to in steps else later
 
     def _try(self, path: Path) -> bool:
-        """Loads a checkpoint, or says why not, sets it aside and returns False."""
+        """Loads a checkpoint; if it is unusable, logs the reasons, renames it and returns False."""
         started = time.monotonic()
-        problems = verify_together(path, group=self.saver.group)
+        problems, why = verify_together(path, group=self.saver.group), "damaged"
         if not problems:
             manifest = read_manifest(path)
             if manifest.finite:
-                require_compatible(path, manifest, self.facts.config, self.extra_files, self.config)
-                verified = time.monotonic()
-                state = self._state()
-                read_step(path, state, group=self.saver.group)
-                for name, part in self.states.items():
-                    part.load_state_dict(state[name])
-                layout = ", ".join(f"{axis} {degree}" for axis, degree in manifest.layout.items() if degree > 1)
-                logger.info(
-                    f"resumed from {path} (saved by {layout or 'one process'}): {manifest.size / 1e9:.3f} GB, "
-                    f"verified in {verified - started:.2f} s, loaded in {time.monotonic() - verified:.2f} s"
-                )
-                if changed := training_changes(manifest.config, self.facts.config):
-                    logger.info("changed since: %s", ", ".join(changed))
+                self._restore(path, manifest, started)
                 return True
+            problems, why = [f"{path}: contains NaN or infinity"], "nonfinite"
         if dist.get_rank() == 0:
-            why = "damaged" if problems else "nonfinite"
-            for problem in problems or [f"{path}: holds NaN or infinity"]:
+            for problem in problems:
                 logger.warning("%s: %s", why, problem)
-            logger.warning("%s is set aside as %s", path, set_aside(path, why))
+            logger.warning("%s: renamed to %s", path, set_aside(path, why))
         return False
+
+    def _restore(self, path: Path, manifest: Manifest, started: float) -> None:
+        require_compatible(path, manifest, self.facts.config, self.extra_files, self.config)
+        verified = time.monotonic()
+        state = self._state()
+        read_step(path, state, group=self.saver.group)
+        for name, part in self.states.items():
+            part.load_state_dict(state[name])
+        logger.info(
+            f"resumed from {path} (saved by {manifest.degrees}): {manifest.size / 1e9:.3f} GB, "
+            f"verified in {verified - started:.2f} s, loaded in {time.monotonic() - verified:.2f} s"
+        )
+        if changed := training_changes(manifest.config, self.facts.config):
+            logger.info("changed since the checkpoint: %s", ", ".join(changed))
 
     def _state(self) -> State:
         return {name: part.state_dict() for name, part in self.states.items()}
 
     def wants_save(self) -> bool:
-        """Whether this process asks for a save now: rank 0 does, for the clock and for the file SAVE."""
+        """Whether this process requests a save: rank 0 does, when `freq_minutes` have passed or SAVE exists."""
         now = time.monotonic()
-        if dist.get_rank() != 0 or now < self._looked_at + 1:  # a look at a network file system has its price
+        if dist.get_rank() != 0 or now < self._looked_at + 1:  # a network file system is slow to answer
             return False
         self._looked_at = now
         with contextlib.suppress(OSError):
@@ -161,7 +159,7 @@ class Checkpointer:
         return 0 < self.config.freq_minutes * 60 <= now - self._saved_at
 
     def wait_for_staging(self) -> None:
-        """Returns when weights and moments may change."""
+        """Returns when parameters and optimizer state may change."""
         self.saver.wait_for_staging()
 
     @property
@@ -171,18 +169,18 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether a save in the background has failed on this process."""
+        """Whether an asynchronous save has failed on this process."""
         return self.saver.failed
 
     def due(self, step: int, last: bool, asked: bool = False) -> bool:
-        """Whether `maybe_save` would save after this step; `asked` is what all have agreed on."""
+        """Whether `maybe_save` would save after this step; `asked`: all ranks have agreed to a request."""
         regular = self.config.freq > 0 and step % self.config.freq == 0
         return step != self.newest and (last or asked or regular)
 
     def maybe_save(self, step: int, last: bool, asked: bool = False, validation_loss: float | None = None) -> None:
-        """Saves when it is due, then deletes what need not be kept. All processes call it together.
+        """Saves if it is due, then deletes checkpoints that need not be kept. All ranks call it together.
 
-        In the background if so configured, but for the last one. Raises SaveError.
+        Waits for the last save, and for all if saving is not asynchronous. Raises SaveError.
         """
         if not self.due(step, last, asked):
             return
@@ -204,9 +202,9 @@ class Checkpointer:
             raise
 
     def close(self) -> None:
-        """Waits for the save under way, on all processes. Raises SaveError, or what ended the process group."""
+        """Waits for the save in progress, on all ranks. Raises SaveError, or the process group's error."""
         self.saver.wait()
-        dist.barrier(self.saver.group)  # who goes on may end the run, and with it the process that is still deleting
+        dist.barrier(self.saver.group)  # rank 0 may still be deleting, and a rank that ends ends the run
 
     def _write(
         self, step: int, facts: RunMetadata, started: float, state: State, group: Any, failure: Exception | None
@@ -221,11 +219,11 @@ class Checkpointer:
             f"training waited {waited:.3f} s"
         )
         if not manifest.finite:
-            logger.warning("step %d holds NaN or infinity: it will not be gone on from, and does not count", step)
+            logger.warning("step %d contains NaN or infinity: the run will not resume from it", step)
         self.manifests.add(manifest)
         keep = self.config.keep, self.config.keep_every, self.config.keep_best
         try:
             for old in steps_to_delete(self.manifests.good(), *keep) if self.config.keep else []:
                 delete_step(self.folder, old)
-        except (OSError, ConfigError) as error:  # the checkpoint is there; only the disk fills
+        except (OSError, ConfigError) as error:  # the new checkpoint is complete; the old one only takes space
             logger.warning("an old checkpoint in %s could not be deleted: %s", self.folder, error)

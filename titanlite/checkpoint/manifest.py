@@ -1,10 +1,11 @@
-"""manifest.json: what a checkpoint consists of, and how one finds out that it still does.
+"""manifest.json: the contents of a checkpoint, and the hashes that verify them.
 
-What it is: format, step, layout, config and origin of a checkpoint; size and SHA-256 of each of its files; shape, dtype
-and place of each tensor; and last, the SHA-256 of all the text before. A bit that flips anywhere in the folder is
-found: in a file by its hash, in the manifest by its own.
-Why JSON: reading it can build numbers, strings and lists, nothing else. What it says is checked before it is used,
-names of files above all: whoever made the checkpoint may not be a friend.
+What it is: format version, step, layout, config and origin of a checkpoint; size and SHA-256 of each file; shape, dtype
+and place of each tensor; and at the end the SHA-256 of the manifest's own text. A flipped bit anywhere in the folder is
+detected: in a file by the file's hash, in the manifest by its own.
+Why it is JSON: reading JSON can only build numbers, strings, lists and mappings. Every field is checked before it is
+used, names of files above all, because the checkpoint may come from an attacker.
+What it costs: a line for each file and tensor, and a few bytes for each chunk of a tensor.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ from titanlite.config.schema import ConfigError
 
 FORMAT = 1
 NAME = "manifest.json"
-MAX_BYTES = (
-    1 << 28
-)  # bytes of a manifest: 512 processes of a 405B model need most of it; read, it takes 24 times as much
+MAX_BYTES = 1 << 28  # most of it is needed by 512 processes of a 405B model; parsed, it takes 24 times as much memory
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -43,11 +42,12 @@ DTYPES = {
     "BOOL": torch.bool,
 }  # as safetensors names them
 MAX_DIMS = 64  # torch's own limit
+BLOCKS = ("config", "files", "tensors")  # the last fields, with a line for each entry
 SEAL = ',\n"sha256": "'
 
 
 class CorruptCheckpoint(ConfigError):
-    """A checkpoint is not what was written: a file is gone, cut or changed, or its manifest makes no sense."""
+    """A checkpoint differs from what was written: a file is absent, truncated or changed, or its manifest invalid."""
 
 
 class FileEntry(NamedTuple):
@@ -69,7 +69,7 @@ class TensorEntry(NamedTuple):
     chunks: list[Chunk]
 
     def key(self, name: str, chunk: Chunk) -> str:
-        """What the chunk is called in its file: the tensor's name, and which part where it is not the whole."""
+        """The chunk's name in its file: the tensor's name, followed by its range unless it is the whole tensor."""
         if chunk.sizes == self.shape:
             return name
         box = ", ".join(f"{start}:{start + size}" for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -77,7 +77,7 @@ class TensorEntry(NamedTuple):
 
 
 class RunMetadata(NamedTuple):
-    """What the run knows of a checkpoint, and its files do not."""
+    """The part of a manifest that the run supplies, and that does not follow from the files."""
 
     layout: dict[str, int]  # axis -> degree
     config: dict[str, dict[str, Any]]  # section -> key -> value
@@ -103,56 +103,50 @@ class Manifest:
         """Bytes of all files but the manifest."""
         return sum(entry.size for entry in self.files.values())
 
+    @property
+    def degrees(self) -> str:
+        """The layout as text: dp_shard=2 tp=4."""
+        return " ".join(f"{axis}={degree}" for axis, degree in self.layout.items() if degree > 1) or "one process"
+
 
 def to_text(manifest: Manifest) -> str:
-    """The manifest's file: JSON with a line for each file, section and tensor, sealed with its own SHA-256."""
-    fields: dict[str, Any] = {"format": FORMAT} | {
-        f.name: getattr(manifest, f.name) for f in dataclasses.fields(manifest)
-    }
-    blocks = {
-        "config": manifest.config,
-        "files": {name: entry._asdict() for name, entry in manifest.files.items()},
-        "tensors": {name: entry._asdict() for name, entry in manifest.tensors.items()},
-    }
-    for name, block in blocks.items():
-        fields.pop(name)
-        fields[name] = block
+    """The content of manifest.json, which ends with the SHA-256 of all text before it."""
+    fields = {"format": FORMAT, **vars(manifest)}
     lines = []
-    for name, value in fields.items():
-        text = json.dumps(value, allow_nan=False)
-        if name in blocks:
-            text = (
-                "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()) + "\n}"
-            )
+    for name in sorted(fields, key=BLOCKS.__contains__):
+        text = json.dumps(fields[name], allow_nan=False)
+        if name in BLOCKS:
+            entries = {key: it if name == "config" else it._asdict() for key, it in fields[name].items()}
+            text = "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(it)}" for key, it in entries.items()) + "\n}"
         lines.append(f"{json.dumps(name)}: {text}")
     body = "{\n" + ",\n".join(lines)
     return body + SEAL + hashlib.sha256(body.encode()).hexdigest() + '"}\n'
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a step folder, checked as far as that goes without its files. Raises CorruptCheckpoint."""
+    """The manifest of a step folder, checked except for the files it names. Raises CorruptCheckpoint."""
     path = folder / NAME
     try:
         if not stat.S_ISREG((status := path.lstat()).st_mode) or status.st_size > MAX_BYTES:
             raise CorruptCheckpoint(f"{path}: expected a regular file of at most {MAX_BYTES} bytes")
-        text = path.read_bytes().decode()  # read_text would take one kind of line end for another
+        text = path.read_bytes().decode()  # read_text would translate line ends
         body, seal, tail = text.rpartition(SEAL)
         if not seal or tail != hashlib.sha256(body.encode()).hexdigest() + '"}\n':
-            raise CorruptCheckpoint(f"{path}: its SHA-256 is not the one it ends with")
+            raise CorruptCheckpoint(f"{path}: its SHA-256 differs from the one at its end")
         fields = json.loads(body + "}")
         if (version := fields.pop("format")) != FORMAT:
-            raise ConfigError(f"{path}: format {version!r} of another titanlite; this one reads format {FORMAT}")
+            raise ConfigError(f"{path}: format {version!r} of another titanlite version; expected format {FORMAT}")
         return _checked(fields)
     except OSError as error:
         raise CorruptCheckpoint(describe_os_error(path, error)) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise CorruptCheckpoint(f"{path}: makes no sense ({type(error).__name__}: {str(error)[:200]})") from None
+        raise CorruptCheckpoint(f"{path}: invalid manifest ({type(error).__name__}: {str(error)[:200]})") from None
 
 
 def _checked(fields: dict[str, Any]) -> Manifest:
-    """The fields as a Manifest. Raises ValueError, TypeError or KeyError where they cannot be one."""
+    """The fields as a Manifest. Raises ValueError, TypeError or KeyError if one is invalid."""
     files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
     for name, entry in files.items():
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", name) or name == NAME:
@@ -168,7 +162,10 @@ def _checked(fields: dict[str, Any]) -> Manifest:
     _require(all(map(_is_count, manifest.layout.values())), "layout")
     _require(all(isinstance(section, dict) for section in manifest.config.values()), "config")
     texts = (manifest.created, manifest.torch, manifest.data, *manifest.tensors)
-    _require(all(isinstance(text, str) and text.isprintable() for text in texts), "text that cannot be printed")
+    _require(
+        all(isinstance(text, str) and text.isprintable() for text in texts),
+        "text with characters that are not printable",
+    )
     loss = manifest.validation_loss
     _require(loss is None or (isinstance(loss, float) and math.isfinite(loss)), "validation_loss")
     return manifest
@@ -176,21 +173,21 @@ def _checked(fields: dict[str, Any]) -> Manifest:
 
 def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
     _require(entry.dtype in DTYPES and len(entry.shape) <= MAX_DIMS, f"tensor {name!r}: {entry.dtype}")
-    _require(all(map(_is_count, entry.shape)), f"tensor {name!r}: its shape")
+    _require(all(map(_is_count, entry.shape)), f"tensor {name!r}: shape")
     for chunk in entry.chunks:
         counts = len(chunk.offsets) == len(chunk.sizes) == len(entry.shape)
         counts = counts and all(map(_is_count, (*chunk.offsets, *chunk.sizes)))
-        _require(counts and chunk.file in files, f"tensor {name!r}: its part {chunk}")
+        _require(counts and chunk.file in files, f"tensor {name!r}: chunk {chunk}")
         size = math.prod(chunk.sizes) * DTYPES[entry.dtype].itemsize
-        _require(size <= files[chunk.file].size, f"tensor {name!r}: its part {chunk} is longer than its file")
+        _require(size <= files[chunk.file].size, f"tensor {name!r}: chunk {chunk} is longer than its file")
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-    _require(tiles(tuple(entry.shape), boxes), f"tensor {name!r}: its parts do not make up its shape")
+    _require(tiles(tuple(entry.shape), boxes), f"tensor {name!r}: its chunks do not tile its shape")
 
 
 def tiles(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether boxes (offsets, sizes) are the cells of a grid over `shape`, each there once. Empty ones do not count.
+    """Whether the boxes (offsets, sizes) that are not empty are the cells of a grid over `shape`, each exactly once.
 
-    If not, a part of what is read would stay what it was.
+    If they were not, a part of a loaded tensor would keep its previous values.
     """
     if len(shape) > MAX_DIMS:
         return False
@@ -217,23 +214,23 @@ def _require(condition: Any, what: str) -> None:
 
 
 def file_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """Files that are absent, of another size, or no regular files: what costs no reading."""
+    """Files that are absent, of a wrong size, or not regular files. Reads no content."""
     problems = []
     for name, entry in manifest.files.items():
         path = folder / name
         try:
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):
-                problems.append(f"{path}: expected a regular file, no link or folder")
+                problems.append(f"{path}: expected a regular file, not a link or folder")
             elif status.st_size != entry.size:
-                problems.append(f"{path}: {status.st_size} bytes, and {entry.size} when it was written")
+                problems.append(f"{path}: {status.st_size} bytes; expected {entry.size}")
         except OSError as error:
             problems.append(describe_os_error(path, error))
     return problems
 
 
 def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
-    """One of the small files. Raises CorruptCheckpoint where it is not in the manifest, or not as it was written."""
+    """One of the small files. Raises CorruptCheckpoint if the manifest does not name it, or it has changed."""
     path, entry = folder / name, manifest.files.get(name)
     if entry is None:
         raise CorruptCheckpoint(f"{path}: not in the manifest")
@@ -246,8 +243,8 @@ def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
 
 
 def describe_os_error(path: Path, error: OSError) -> str:
-    """What the error says of the file. Raises ConfigError where it says more of this process than of the file."""
+    """The error as a problem of the checkpoint. Raises ConfigError if it is not one: no permission, a stale mount."""
     message = f"{path}: {error.strerror or error}"
     if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP):
-        raise ConfigError(f"{message}; the checkpoint may be whole") from None
+        raise ConfigError(f"{message}; the checkpoint itself may be intact") from None
     return message

@@ -1,8 +1,9 @@
-"""What makes a run that run: what may not change between a checkpoint and the config that goes on from it.
+"""Resume compatibility: the settings that a config must share with the checkpoint it resumes from.
 
-What it is: the model's shape (its tensors would not fit), and the data, the seed, the sequence length and the optimizer
-(the losses would be another run's). The latter can be accepted by name; then the checkpoints that follow hold the new
-values. All else may change freely: layout, number of processes, precision, schedule, steps, how often to save.
+What it is: the model's shape must be the same, because its tensors would not fit. Data, seed, sequence length and
+optimizer settings must be the same because the losses would differ; a change of these can be accepted by name, and
+later checkpoints then contain the new values. Everything else may change: layout, number of processes, precision,
+schedule, number of steps, how often to save.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ def require_compatible(
     files: dict[str, bytes],
     section: CheckpointConfig,
 ) -> None:
-    """Raises ConfigError with every contradiction between a checkpoint and the `config` and small `files` of now."""
+    """Raises ConfigError with every setting in which the checkpoint contradicts the current `config` and `files`."""
     try:
         saved = {name: read_file(folder, manifest, name) for name in ("model.json", "data.json")}
         was = _compatibility_settings(manifest.config, saved)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise CorruptCheckpoint(f"{folder}: {error!r}; the checkpoint is not whole") from None
+        raise CorruptCheckpoint(f"{folder}: {error!r}; the checkpoint is damaged") from None
     now = _compatibility_settings(config, files)
     changed = [key for key in now if was.get(key, now[key]) != now[key] and key not in section.accepted]
     if not changed:
@@ -39,27 +40,27 @@ def require_compatible(
     problems = [f"{folder}: {names.get(key, key)} was {was.get(key)} and is {now[key]}" for key in changed]
     if fixed := [key for key in changed if key not in ACCEPTABLE]:
         what = "start a new run (another run.name), with checkpoint.initial_load if its weights fit"
-        problems.append(f"{', '.join(fixed)}: cannot change in a run; {what}")
+        problems.append(f"{', '.join(fixed)}: cannot change within a run; {what}")
     else:
         accepted = ",".join(sorted({*section.accepted, *changed}))
-        problems.append(f"to go on with the new values: --checkpoint.accept={accepted}; else choose another run.name")
+        problems.append(f"to resume with the new values: --checkpoint.accept={accepted}; else choose another run.name")
     raise ConfigError(problems)
 
 
 def _compatibility_settings(config: dict[str, dict[str, Any]], files: dict[str, bytes]) -> dict[str, Any]:
-    """Key -> value of what makes a run that run."""
-    identity = {f"model.{name}": value for name, value in json.loads(files["model.json"]).items()}
+    """Key -> value of the settings that must be the same."""
+    settings = {f"model.{name}": value for name, value in json.loads(files["model.json"]).items()}
     for key in ACCEPTABLE:
         section, _, name = key.partition(".")
         if name in config.get(section, {}):  # a checkpoint may be older than the key
-            identity[key] = json.loads(json.dumps(config[section][name]))  # a tuple is a list in a manifest
+            settings[key] = json.loads(json.dumps(config[section][name]))  # a tuple is a list in a manifest
     data = json.loads(files["data.json"])
-    identity["data"] = f"{data['name']} ({data['bytes']} bytes, fingerprint {data['fingerprint'][:8]})"
-    return identity
+    settings["data"] = f"{data['name']} ({data['bytes']} bytes, fingerprint {data['fingerprint'][:8]})"
+    return settings
 
 
 def training_changes(was: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> list[str]:
-    """What is told, though it may change: how the run learns from here on."""
+    """Settings that may change, but change how the run trains: one `key old -> new` each."""
     found = []
     for section in ("training", "optimizer", "schedule", "float8"):
         for key, value in json.loads(json.dumps(now[section])).items():

@@ -1,9 +1,10 @@
-"""Which checkpoints stay.
+"""Retention: which checkpoints are kept.
 
-What it is: one rule, for the run itself and for `titanlite checkpoint prune`. The newest `keep`, every `keep_every`-th
-step for good, and the `keep_best` with the lowest validation loss stay; so the newest always does.
-Only whole and finite checkpoints are counted, and only such are deleted: what is damaged, set aside or holds NaN
-neither pushes out a good one nor goes unseen.
+What it is: one rule, for the run itself and for `titanlite checkpoint prune`. It keeps the newest `keep` checkpoints,
+every `keep_every`-th step, and the `keep_best` with the lowest validation loss; so it always keeps the newest.
+Only complete and finite checkpoints count, and only these are deleted: a damaged checkpoint, or one that contains NaN,
+never displaces a good one and is never deleted unnoticed.
+What it costs: each manifest is read once; file sizes are looked up after each save.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ class ManifestCache:
         self._read: dict[int, Manifest] = {}
 
     def add(self, manifest: Manifest) -> None:
-        """A checkpoint just written, perhaps of a step that there was before."""
+        """Adds a checkpoint just written, which may replace an earlier one of the same step."""
         self._read[manifest.step] = dataclasses.replace(manifest, tensors={})
 
     def read(self, step: int) -> Manifest | None:
-        """The manifest of a step; None where it cannot be read."""
+        """The manifest of a step; None if it cannot be read."""
         if step not in self._read:
             try:
                 self.add(read_manifest(step_folder(self.folder, step)))
-            except ConfigError:  # damaged, or of another titanlite
+            except ConfigError:  # damaged, or of another format version
                 return None
         return self._read.get(step)
 
     def good(self) -> list[Manifest]:
-        """Of the checkpoints that are finite and whose files are all there in their sizes, by step."""
+        """The checkpoints that are finite and have all files in their sizes, ascending."""
         found = (self.read(step) for step in list_steps(self.folder))
         return [m for m in found if m and m.finite and not file_problems(step_folder(self.folder, m.step), m)]
 
 
 def steps_to_delete(good: list[Manifest], keep: int, keep_every: int, keep_best: int) -> list[int]:
-    """Steps that the rule lets go; `good` is ascending. keep = 0 keeps all."""
+    """The steps that the rule does not keep; `good` is ascending. keep = 0 keeps all."""
     steps = [manifest.step for manifest in good]
     if not keep:
         return []

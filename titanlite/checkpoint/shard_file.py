@@ -1,11 +1,11 @@
-"""One safetensors file: written as a stream, hashed on the way, read piece by piece.
+"""One safetensors file: written from memory without a copy, hashed at the same time, and read piece by piece.
 
-What it is: a process's part of a checkpoint is a file that any safetensors tool can open: 8 bytes of length, a JSON
-header with dtype, shape and place of each tensor, then the numbers. Nothing in it can run.
-Why we write it ourselves: the library's `save_file` copies all tensors first, and neither hashes nor syncs them. Here
-they go from where they are to the file, while other threads hash the same memory and look for numbers that are not
-finite. Reading is the library's, which checks headers and maps the file.
-What it costs: SHA-256 and the look take a core for 0.6 s per GB, beside the disk and the core that writes.
+What it is: each process's part of a checkpoint is a file that any safetensors tool can open: 8 bytes of length, a JSON
+header with dtype, shape and offsets of each tensor, then the tensors' bytes. It contains no code.
+Why it is here: the library's `save_file` copies all tensors first, and neither hashes nor syncs the file. Here one
+thread writes the tensors' memory, while another hashes it and checks that all values are finite. Reading uses the
+library, which checks headers and maps the file.
+What it costs: hashing and checking take a core for 0.6 s per GB, in parallel to the core that writes.
 Format: https://huggingface.co/docs/safetensors
 """
 
@@ -28,20 +28,20 @@ from torch import Tensor
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, FileEntry
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BLOCK_BYTES = 1 << 22  # bytes read at a time
+BLOCK_BYTES = 1 << 22  # read at a time
 
 
 class Written(NamedTuple):
-    """What is known of a file once it is on disk."""
+    """A file that is on disk."""
 
     entry: FileEntry
     finite: bool
 
 
 def write_files(files: dict[Path, dict[str, Tensor]]) -> dict[Path, Written]:
-    """Writes tensors (CPU, by key) into new safetensors files, and syncs them to the disk.
+    """Writes tensors (on the CPU, by key) into new safetensors files and syncs them to the disk.
 
-    Each file has a thread that writes and syncs it and one that hashes it: nobody waits for anybody but for the disk.
+    Each file has one thread that writes and syncs it and one that hashes it; they do not wait for each other.
     """
     with ThreadPoolExecutor(max(1, 2 * len(files))) as threads:
         sizes = {path: threads.submit(_write, path, tensors) for path, tensors in files.items()}
@@ -56,28 +56,30 @@ def _header(tensors: dict[str, Tensor]) -> bytes:
         begin, end = end, end + tensor.numel() * tensor.element_size()
         header[key] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the numbers begin aligned
+    text += b" " * (-len(text) % 8)  # aligns the first tensor
     return len(text).to_bytes(8, "little") + text
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The tensor's memory, not a copy of it."""
+    """The tensor's memory, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> int:
-    """The size in bytes of the file, which is on the disk then. Raises OSError."""
+    """Writes and syncs a file; returns its size in bytes. Raises OSError."""
     with path.open("xb", buffering=0) as file:
         for part in (memoryview(_header(tensors)), *map(_bytes_of, tensors.values())):
-            while len(part):  # a raw write may take less than it was given
+            while len(part):  # an unbuffered write may write only a part
                 part = part[file.write(part) :]
         os.fsync(file.fileno())
         return file.tell()
 
 
 def _hash_and_check(tensors: dict[str, Tensor]) -> tuple[str, bool]:
-    """SHA-256 of the file that has these tensors, and whether all of them are finite: of one after the other, so that
-    each is still in the cache when it is looked at again."""
+    """SHA-256 of the file with these tensors, and whether all values are finite.
+
+    Tensor by tensor, so that each is still in the CPU's cache when it is read a second time.
+    """
     digest, finite = hashlib.sha256(_header(tensors)), True
     for tensor in tensors.values():
         digest.update(_bytes_of(tensor))
@@ -86,19 +88,19 @@ def _hash_and_check(tensors: dict[str, Tensor]) -> tuple[str, bool]:
 
 
 class BackgroundConsumer:
-    """Calls `hear` with a stream's bytes in another thread while the next ones come: a checksum costs no time then.
+    """Calls `consume` with each piece of a stream in a thread, so that a checksum overlaps with the next read.
 
-    At most one piece is waited for, so that a stream stays a stream. To be used in a `with`; at its end all were heard.
+    At most two pieces are kept in memory. Used in a `with` statement, at whose end all pieces have been consumed.
     """
 
-    def __init__(self, hear: Callable[[memoryview], object]) -> None:
-        self._hear, self._thread = hear, ThreadPoolExecutor(1)
+    def __init__(self, consume: Callable[[memoryview], object]) -> None:
+        self._consume, self._thread = consume, ThreadPoolExecutor(1)
         self._work: list[Future[object]] = []
 
     def add(self, data: memoryview) -> None:
         if len(self._work) > 1:
             self._work.pop(0).result()
-        self._work.append(self._thread.submit(self._hear, data))
+        self._work.append(self._thread.submit(self._consume, data))
 
     def __enter__(self) -> BackgroundConsumer:
         return self
@@ -108,18 +110,18 @@ class BackgroundConsumer:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a CPU tensor has neither NaN nor infinity. In numpy: it starts no threads of its own."""
+    """Whether a CPU tensor contains neither NaN nor infinity. By numpy, which starts no threads."""
     if not tensor.dtype.is_floating_point or not tensor.numel():
         return True
     flat = tensor.reshape(-1)
-    if tensor.dtype == torch.bfloat16:  # numpy has none: all ones in the exponent are NaN or infinity
+    if tensor.dtype == torch.bfloat16:  # numpy lacks it; an exponent of ones is NaN or infinity
         return not bool(((flat.view(torch.int16).numpy() & 0x7F80) == 0x7F80).any())
     values = flat.numpy()
-    return bool(np.isfinite(values.max()) and np.isfinite(values.min()))  # NaN is the largest and the smallest
+    return bool(np.isfinite(values.max()) and np.isfinite(values.min()))  # with a NaN, both are NaN
 
 
 def digest_of(path: Path, stop: Event | None = None) -> str:
-    """SHA-256 of a file, in hexadecimal. Raises CancelledError once `stop` is set."""
+    """SHA-256 of a file in hexadecimal. Raises CancelledError once `stop` is set."""
     digest, buffer = hashlib.sha256(), bytearray(BLOCK_BYTES)
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):
@@ -130,7 +132,7 @@ def digest_of(path: Path, stop: Event | None = None) -> str:
 
 
 class ShardFile:
-    """A safetensors file open for reading. Raises CorruptCheckpoint where its header contradicts the manifest."""
+    """A safetensors file open for reading. Raises CorruptCheckpoint if its header contradicts the manifest."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -146,7 +148,7 @@ class ShardFile:
             raise CorruptCheckpoint(f"{self.path}: no tensor {key!r}, which the manifest names")
         piece = self._file.get_slice(key)
         if (found := (piece.get_dtype(), tuple(piece.get_shape()))) != (dtype, shape):
-            raise CorruptCheckpoint(f"{self.path}: {key!r} is {found}, and ({dtype!r}, {shape}) in the manifest")
+            raise CorruptCheckpoint(f"{self.path}: {key!r} is {found}; in the manifest ({dtype!r}, {shape})")
         if not shape or list(shape) == sizes:
             return self._file.get_tensor(key)
         return piece[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]

@@ -1,10 +1,10 @@
-"""What a checkpoint holds, as Stateful objects: things with `state_dict` and `load_state_dict`.
+"""The state in a checkpoint, as Stateful objects: objects with `state_dict` and `load_state_dict`.
 
-What it is: the model and the optimizer here; schedule, data stream and progress are Stateful themselves. Keys are
-plain parameter names, and what is split is a DTensor, so DCP can store each process's shard and hand any other layout
-its part. Everything is a tensor: nothing in a checkpoint has to be unpickled to be used.
-State is fetched when it is saved, never kept: a shard that is padded before the first forward may be another
-tensor after it.
+What it is: model, optimizer and random generators; schedule, data stream and progress are Stateful themselves. Keys
+are plain parameter names and sharded tensors are DTensors, so DCP can store each process's shard and load any part of
+it in another layout. All values are tensors, so nothing has to be unpickled.
+State is fetched for each save and never kept, because FSDP may replace a parameter's tensor at the first forward.
+What it costs: nothing but views of the tensors; before an optimizer's first step its state is allocated.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class OptimizerState:
     def _parameters(self) -> list[tuple[str, Tensor]]:
         for module in (module for part in self.parts for module in part.modules()):
             if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation may have left it gathered: other tensors, which have no state
+                module.reshard()  # an evaluation may have left it gathered, and gathered tensors have no state
         return [named for part in self.parts for named in part.named_parameters()]
 
     def state_dict(self) -> dict[str, Any]:
         if not self.optimizer.state:
-            self._make()
+            self._allocate()
         state = dict(self.optimizer.state)  # not a defaultdict: a parameter without state is an error
         return {f"state.{name}.{key}": value for name, p in self._parameters() for key, value in state[p].items()}
 
@@ -57,8 +57,8 @@ class OptimizerState:
             value.copy_(state[name])
 
     @torch.no_grad()
-    def _make(self) -> None:
-        """An optimizer has its state from its first step on: so one step that moves nothing, to have what to fill."""
+    def _allocate(self) -> None:
+        """An optimizer allocates its state in its first step: this is a step that changes no parameter."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
@@ -73,11 +73,11 @@ class OptimizerState:
 
 
 class RandomState:
-    """torch's and Python's generators. All processes hold the same, so one copy serves any number of them."""
+    """torch's and Python's generators. They are equal on all processes, so one copy serves any number of them."""
 
     def state_dict(self) -> dict[str, Any]:
         version, numbers, _ = random.getstate()
-        # A run that moves between CPU and CUDA finds the same keys; zeros stand for no CUDA generator.
+        # The keys are the same on CPU and CUDA, so a run can move between them; zeros mean no CUDA generator.
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else torch.zeros(16, dtype=torch.uint8)
         python = torch.tensor([version, *numbers], dtype=torch.int64)
         return {"torch": torch.get_rng_state(), "cuda": cuda, "python": python}

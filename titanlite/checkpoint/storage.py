@@ -1,22 +1,23 @@
-"""Where checkpoints lie on disk, and the protocol by which one is complete or absent.
+"""Checkpoint folders on disk, and the protocol that makes each of them complete or absent.
 
-What it is: `checkpoints/step-N/` holds two safetensors files per process, the small files that make the folder complete
-on its own (resolved config, model shape, tokenizer, data manifest) and `manifest.json`. A save
+What it is: `checkpoints/step-N/` contains two safetensors files per process, small files that make the folder
+self-contained (resolved config, model shape, tokenizer, data manifest) and `manifest.json`. A save
 
-    1. makes `step-N.tmp-<id>`, with an id that no save before had;
+    1. creates `step-N.tmp-<id>`, with a random id;
     2. lets each process write its files there and sync them to the disk;
-    3. writes the small files and the manifest, with the size and SHA-256 of all, and syncs them and the folder;
-    4. renames the folder to `step-N`, and syncs the parent.
+    3. writes the small files and the manifest, with the size and SHA-256 of all files, and syncs them and the folder;
+    4. renames the folder to `step-N`, and syncs the parent folder.
 
-So a folder with a step's name was complete when it got that name, whatever died when; nothing is ever written into it
-again. Deleting goes the other way: first the name, then the files. A damaged one is renamed, never deleted.
-What it costs: each process writes its own shards once: 12 bytes per parameter in fp32 with the optimizer, over all.
+So a folder named `step-N` was complete when it got this name, whenever a process dies, and nothing is written into it
+later. A deletion renames the folder first and then removes the files. A damaged checkpoint is renamed, never deleted.
+What it costs: each process writes its shards once: 12 bytes per parameter in fp32 with AdamW, over all processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import re
@@ -53,12 +54,12 @@ from titanlite.config.schema import ConfigError
 from titanlite.distributed.agreement import gather, raise_together
 
 logger = logging.getLogger("titanlite")
-# DCP says this of every save and load of a single process. Set here and not around them: filters are not for threads.
+# DCP warns so in every save and load of a single process. Filtered here, as filters around a call affect all threads.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written. Earlier ones are unchanged."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -72,8 +73,8 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def find_step_folder(path: Path) -> Path:
-    """The checkpoint a user's path means: a step folder, or the newest of a run. Raises ConfigError if none."""
-    with contextlib.suppress(OSError):  # a name too long, say
+    """The checkpoint at a user's path: a step folder, or the newest of a run. Raises ConfigError if there is none."""
+    with contextlib.suppress(OSError):  # for example a name that is too long
         if (path / manifests.NAME).is_file():
             return path
         for folder in (path / "checkpoints", path):
@@ -95,8 +96,8 @@ def write_step(
 ) -> Manifest | None:
     """Writes and commits a checkpoint of CPU tensors; all processes of `group` call it together.
 
-    Returns the manifest on rank 0. Raises SaveError on all processes where one of them fails, or comes with a `failure`
-    in place of a state; nothing is visible then.
+    Returns the manifest on rank 0. Raises SaveError on all processes if one of them fails, or passes a `failure` in
+    place of its state; then there is no new step folder.
     """
     committed: list[Manifest] = []
 
@@ -119,9 +120,9 @@ def write_step(
     try:
         writer = Writer(folder, lambda: _begin(folder, step), commit, failure)
         dcp.save(state, storage_writer=writer, no_dist=_single_process(), process_group=group)
-    except CheckpointException as error:  # a BaseException, which carries any error of any process to all
+    except CheckpointException as error:  # a BaseException, raised on all processes with the errors of each
         for rest in folder.glob(f"step-{step}.tmp-*") if dist.get_rank() == 0 else ():
-            shutil.rmtree(rest, ignore_errors=True)  # a full disk needs the room
+            shutil.rmtree(rest, ignore_errors=True)  # frees the space on a full disk
         raise SaveError(f"step {step} could not be saved in {folder}: {_reason(error)}") from error
     return committed[0] if committed else None
 
@@ -135,7 +136,7 @@ def _begin(folder: Path, step: int) -> Path:
 def _write_small_files(temporary: Path, files: dict[str, bytes], contents: Contents) -> None:
     for name, content in files.items():
         _write(temporary / name, content)
-        contents.files[name] = FileEntry(len(content), digest_of(temporary / name))
+        contents.files[name] = FileEntry(len(content), hashlib.sha256(content).hexdigest())
 
 
 def _write_manifest(temporary: Path, manifest: Manifest) -> None:
@@ -147,8 +148,8 @@ def _publish(temporary: Path, final: Path) -> None:
     temporary.rename(final)
     try:
         sync_folder(final.parent)  # the rename itself reaches the disk
-    except OSError as error:  # it is committed, and can be read: no reason to save again
-        logger.warning("%s: %s when syncing it; a power failure now could lose %s", final.parent, error, final.name)
+    except OSError as error:  # the checkpoint is committed and readable, so the save has not failed
+        logger.warning("%s: %s while syncing it; a power failure now could lose %s", final.parent, error, final.name)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -159,12 +160,12 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Names made or changed in the folder are on the disk after this, where the file system does that."""
+    """Syncs the names in a folder to the disk, if the file system supports that."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that does not sync folders
+        if error.errno != errno.EINVAL:  # the file system does not sync folders
             raise
     finally:
         os.close(descriptor)
@@ -173,9 +174,9 @@ def sync_folder(folder: Path) -> None:
 def verify_files(
     folder: Path, manifest: Manifest, names: list[str] | None = None, stop: Event | None = None
 ) -> list[str]:
-    """What is wrong with a checkpoint's files (or some of them): all of their bytes are read, by several threads.
+    """Problems of a checkpoint's files, or of those in `names`: several threads read and hash all bytes.
 
-    Raises CancelledError once `stop` is set, by another thread.
+    Raises CancelledError once another thread sets `stop`.
     """
     wanted = manifest.files if names is None else {name: manifest.files[name] for name in names}
     if problems := file_problems(folder, manifest):
@@ -193,7 +194,7 @@ def verify_files(
 
 
 def verify_together(folder: Path, prefix: str = "", group: Any = None) -> list[str]:
-    """What is wrong with the files whose names begin with `prefix`: each rank reads a part, all return the same list.
+    """Problems of the files whose names begin with `prefix`. Each rank reads some of them; all return the same list.
 
     Raises ConfigError on all ranks if one of them fails for a reason that is not the checkpoint's.
     """
@@ -216,28 +217,28 @@ def verify_together(folder: Path, prefix: str = "", group: Any = None) -> list[s
 
 
 def require_matching_tensors(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
-    """Raises ConfigError where the checkpoint has not all tensors of `state` in their shapes.
+    """Raises ConfigError unless the checkpoint has all tensors of `state`, in the same shapes.
 
-    Floating-point dtypes may differ: precision may change within a run, and what is read is rounded.
+    Floating-point dtypes may differ, because precision may change within a run: values are rounded when they are read.
     """
     problems = []
     for name, value in ((f"{part}.{name}", value) for part, values in state.items() for name, value in values.items()):
         if (entry := manifest.tensors.get(name)) is None:
-            problems.append(f"{folder}: holds no {name}")
+            problems.append(f"{folder}: has no {name}")
             continue
         both_float = DTYPES[entry.dtype].is_floating_point and value.is_floating_point()
         if entry.shape != list(value.shape) or not (both_float or DTYPES[entry.dtype] == value.dtype):
             now = f"{DTYPE_NAMES.get(value.dtype)} {list(value.shape)}"
-            problems.append(f"{folder}: {name} is {entry.dtype} {entry.shape}, and {now} in this model")
+            problems.append(f"{folder}: {name} is {entry.dtype} {entry.shape}; this model needs {now}")
     if problems:
         more = [f"and {len(problems) - 5} more like these"] if len(problems) > 6 else []
         raise ConfigError(problems[: 5 if more else 6] + more)
 
 
 def read_step(folder: Path, state: dict[str, Any], alone: bool = False, group: Any = None) -> Manifest:
-    """Fills `state` in place, whatever layout wrote it: all processes of `group` together, or this one `alone`.
+    """Fills `state` in place from a checkpoint of any layout: all processes of `group` together, or this one `alone`.
 
-    Raises ConfigError where it holds other tensors (nothing is filled then), CorruptCheckpoint where it is incomplete.
+    Raises ConfigError, before anything is filled, if tensors do not fit; CorruptCheckpoint if files are damaged.
     """
     manifest = read_manifest(folder)
     require_matching_tensors(folder, manifest, state)
@@ -254,36 +255,36 @@ def read_step(folder: Path, state: dict[str, Any], alone: bool = False, group: A
 
 
 def _reason(error: CheckpointException) -> str:
-    """The first process's error in one line; the exception's own text is the stack traces of all."""
+    """The first process's error in one line. The exception's own text contains the stack traces of all."""
     cause = next(iter(error.failures.values()))[0]
     return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
 
 
 def _single_process() -> bool:
-    """Whether this is the only process, which reads and writes without collectives.
+    """Whether this is the only process, which then reads and writes without collectives.
 
-    Not only because it can: DCP's gather makes gloo's threads start OpenMP teams of their own. Then there are more
-    threads than cores, libgomp lets them all wait asleep, and training on CPU is 30 % slower from there on.
+    With collectives training on a CPU would be 30 % slower from there on: DCP's gather makes gloo's threads start
+    additional OpenMP teams, and with more threads than cores libgomp puts waiting threads to sleep.
     """
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def sweep(folder: Path) -> None:
-    """Removes what an interrupted save or deletion has left behind. One process calls it, while no other writes."""
+    """Removes the folders of interrupted saves and deletions. One process calls it while none writes."""
     for path in (*folder.glob("step-*.tmp-*"), *folder.glob("step-*.deleted")):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Renames a step folder to `step-N.<why>`, so that it is no step any more and nothing of it is lost."""
+    """Renames a step folder to `step-N.<why>`: it no longer counts as a step, and nothing is lost."""
     for count in range(1, 1000):
         aside = path.with_name(f"{path.name}.{why}" + (f"-{count}" if count > 1 else ""))
         if not aside.exists():
             return path.rename(aside)
-    raise ConfigError(f"{path}: there are too many folders named {path.name}.{why}; remove some")
+    raise ConfigError(f"{path}: 999 folders are named {path.name}.{why}; remove some")
 
 
 def delete_step(folder: Path, step: int) -> None:
-    """Removes a checkpoint; renamed first, so a partly deleted one is never taken for a complete one."""
+    """Removes a checkpoint. It is renamed first, so that a partly deleted one is never read."""
     doomed = step_folder(folder, step).rename(folder / f"step-{step}.deleted")
     shutil.rmtree(doomed, ignore_errors=True)

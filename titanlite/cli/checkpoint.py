@@ -1,7 +1,8 @@
-"""`titanlite checkpoint list | verify | show | diff | prune`: what lies in a run's folder, and whether it is whole.
+"""`titanlite checkpoint list | verify | show | diff | prune`: inspects the checkpoints of a run.
 
-What it is: reading for people. One process, no process group, tensor by tensor: memory for the two largest tensors.
-Nothing is changed but by `prune`, which deletes by the run's own rule and never beside a run that is training.
+What it is: one process without a process group, which reads tensor by tensor. Only `prune` changes anything: it deletes
+by the same rule as the run (`checkpoint/retention.py`), and refuses while the run is training.
+What it costs: memory for the two largest tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest, file_problems, read_manifest
+from titanlite.checkpoint.manifest import CorruptCheckpoint, file_problems, read_manifest
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import delete_step, find_step_folder, list_steps, step_folder, sweep, verify_files
 from titanlite.config.schema import ConfigError
@@ -25,33 +26,33 @@ from titanlite.formats.convert import describe
 from titanlite.formats.full_state import FullState
 from titanlite.formats.recognise import is_ours, open_full_state
 
-EXIT_DAMAGED = 1  # also: they differ
+EXIT_DAMAGED = 1  # or the two checkpoints differ
 
 
 def run(argv: list[str]) -> int:
-    """The command; returns its exit code: 0, or 1 where a checkpoint is damaged or two differ."""
+    """Runs the command; returns its exit code: 0, or 1 if a checkpoint is damaged or two differ."""
     parser = argparse.ArgumentParser(prog="titanlite checkpoint", description="Checkpoints of a run.")
     commands = parser.add_subparsers(dest="command", required=True)
-    listing = commands.add_parser("list", help="every checkpoint of a run, and what is wrong with it")
+    listing = commands.add_parser("list", help="list the checkpoints of a run and their problems")
     listing.add_argument("run", type=Path, help="a run's folder, outputs/<run>")
-    verifying = commands.add_parser("verify", help="read all bytes and compare them with the hashes")
+    verifying = commands.add_parser("verify", help="read all files and compare them with their hashes")
     verifying.add_argument("path", type=Path, help="a run's folder (all its checkpoints) or a step's")
-    showing = commands.add_parser("show", help="where a checkpoint comes from, and its tensors")
+    showing = commands.add_parser("show", help="print the origin, files and tensors of a checkpoint")
     showing.add_argument("path", type=Path, help="a step's folder, a run's (the newest), or any that `convert` reads")
     showing.add_argument(
         "--trust-pickle", action="store_true", help="unpickle a stock DCP folder's index: runs its code"
     )
-    differing = commands.add_parser("diff", help="how far the tensors of two checkpoints are apart")
+    differing = commands.add_parser("diff", help="print the differences between the tensors of two checkpoints")
     differing.add_argument("a", type=Path, help="a step's folder, a run's (the newest), or any that `convert` reads")
     differing.add_argument("b", type=Path, help="the same")
-    differing.add_argument("--all", action="store_true", help="list the tensors that are equal too")
+    differing.add_argument("--all", action="store_true", help="also list tensors that are equal")
     pruning = commands.add_parser(
         "prune", help="delete checkpoints by the rule of checkpoint.keep, keep_every, keep_best"
     )
     pruning.add_argument("run", type=Path, help="a run's folder")
-    for name, what in (("keep", "the newest so many"), ("keep-every", "every n-th step"), ("keep-best", "the best n")):
+    for name, what in (("keep", "the newest n"), ("keep-every", "every n-th step"), ("keep-best", "the best n")):
         pruning.add_argument(f"--{name}", type=_count, default=0, required=name == "keep", help=f"keep {what}")
-    pruning.add_argument("--dry-run", action="store_true", help="only say what would go")
+    pruning.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     options = parser.parse_args(argv)
     if options.command == "list":
         return list_run(options.run)
@@ -66,7 +67,7 @@ def run(argv: list[str]) -> int:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, at least 0")
     return int(text)
 
 
@@ -78,28 +79,24 @@ def _folder(run_folder: Path) -> Path:
     raise ConfigError(f"{run_folder}: no checkpoints; expected a run's folder (outputs/<run>)")
 
 
-def _layout(manifest: Manifest) -> str:
-    return " ".join(f"{axis}={degree}" for axis, degree in manifest.layout.items() if degree > 1) or "one process"
-
-
 def list_run(run_folder: Path) -> int:
-    """One line for each folder, by step: steps first, then what is incomplete or set aside. Sizes only, no hashes."""
+    """Prints a line for each folder: steps, then incomplete and renamed ones. Compares file sizes, not hashes."""
     folder = _folder(run_folder)
     rows = [("step", "saved (UTC)", "GB", "layout", "validation loss", "state")]
     for step in list_steps(folder):
         path = step_folder(folder, step)
         try:
             manifest = read_manifest(path)
-        except ConfigError as error:  # damaged, or of another titanlite
+        except ConfigError as error:  # damaged, or of another format version
             kind = "damaged: " if isinstance(error, CorruptCheckpoint) else ""
             rows.append((str(step), "", "", "", "", f"{kind}{error}"))
             continue
-        problems = file_problems(path, manifest) or ([] if manifest.finite else ["holds NaN or infinity"])
+        problems = file_problems(path, manifest) or ([] if manifest.finite else ["contains NaN or infinity"])
         loss = "" if manifest.validation_loss is None else f"{manifest.validation_loss:.4f}"
         when, size = manifest.created[:19].replace("T", " "), f"{manifest.size / 1e9:.3f}"
-        rows.append((str(step), when, size, _layout(manifest), loss, "; ".join(problems) or "complete"))
+        rows.append((str(step), when, size, manifest.degrees, loss, "; ".join(problems) or "complete"))
     for path in sorted(folder.glob("step-*.*")):
-        kind = "incomplete" if ".tmp-" in path.name else "half deleted" if path.suffix == ".deleted" else "set aside"
+        kind = "incomplete" if ".tmp-" in path.name else "partly deleted" if path.suffix == ".deleted" else "renamed"
         rows.append((path.name, "", "", "", "", kind))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -108,11 +105,11 @@ def list_run(run_folder: Path) -> int:
 
 
 def verify(path: Path) -> int:
-    """Hashes every file of a checkpoint, or of all of a run. 1 if any is damaged."""
+    """Hashes every file of a checkpoint, or of all checkpoints of a run. Returns 1 if any is damaged."""
     folders = [path] if (path / "manifest.json").exists() or re.fullmatch(r"step-\d+", path.name) else []
     if not folders and path.exists() and not is_ours(path):
         form = open_full_state(path).about.format
-        raise ConfigError(f"{path}: {form}, which has no hashes to compare with; expected a run's or a step's folder")
+        raise ConfigError(f"{path}: format {form} has no hashes; expected a run's or a step's folder")
     folders = folders or [step_folder(folder, step) for folder in [_folder(path)] for step in list_steps(folder)]
     damaged = False
     for folder in folders:
@@ -126,14 +123,14 @@ def verify(path: Path) -> int:
             print(f"damaged: {problem}")
         damaged |= bool(problems)
         if not problems:
-            seconds, note = time.monotonic() - started, "" if manifest.finite else ", but holds NaN or infinity"
+            seconds, note = time.monotonic() - started, "" if manifest.finite else ", but contains NaN or infinity"
             gb, count = manifest.size / 1e9, len(manifest.files)
-            print(f"{folder}: {count} files, {gb:.3f} GB, whole{note} ({seconds:.2f} s, {gb / seconds:.2f} GB/s)")
+            print(f"{folder}: {count} files, {gb:.3f} GB, complete{note} ({seconds:.2f} s, {gb / seconds:.2f} GB/s)")
     return EXIT_DAMAGED if damaged else 0
 
 
 def show(path: Path, trust_pickle: bool) -> int:
-    """What the manifest says, and every tensor."""
+    """Prints the manifest, or the tensors of a checkpoint of another format."""
     if path.exists() and not is_ours(path):
         full = open_full_state(path, trust_pickle=trust_pickle)
         print(describe(full, full=True))
@@ -143,7 +140,7 @@ def show(path: Path, trust_pickle: bool) -> int:
     folder = find_step_folder(path)
     manifest = read_manifest(folder)
     numbers = sum(torch.Size(t.shape).numel() for name, t in manifest.tensors.items() if name.startswith("model."))
-    print(f"{folder}\n  step {manifest.step}, saved {manifest.created} by torch {manifest.torch}, {_layout(manifest)}")
+    print(f"{folder}\n  step {manifest.step}, saved {manifest.created} by torch {manifest.torch}, {manifest.degrees}")
     print(f"  {numbers:,} parameters, {manifest.size / 1e9:.3f} GB{'' if manifest.finite else ', NOT FINITE'}")
     print(f"  data {manifest.data[:8]}, validation loss {manifest.validation_loss}, config:")
     for section, entries in manifest.config.items():
@@ -159,7 +156,7 @@ def show(path: Path, trust_pickle: bool) -> int:
 
 
 def diff(a: FullState, b: FullState, everything: bool) -> int:
-    """Differences per tensor: the largest, and the norm of the difference over that of `a`. 1 if there are any."""
+    """Prints each tensor's largest difference, and the norm of the difference over that of `a`. Returns 1 if any."""
     print(f"a: {describe(a, full=True)}\nb: {describe(b, full=True)}")
     for line in _config_differences(a.about.config, b.about.config):
         print(line)
@@ -196,14 +193,14 @@ def _config_differences(a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any
 
 
 def prune(run_folder: Path, keep: int, keep_every: int, keep_best: int, dry_run: bool) -> int:
-    """Deletes what the rule lets go, and what interrupted saves have left."""
+    """Deletes the checkpoints that the rule does not keep, and the folders of interrupted saves."""
     if not keep:
-        raise ConfigError("--keep 0: expected at least 1; the newest checkpoint always stays")
+        raise ConfigError("--keep 0: expected at least 1; the newest checkpoint is always kept")
     folder = _folder(run_folder.resolve())
     try:
         _lock = None if dry_run else lock(folder.parent / ".lock")
     except BlockingIOError:
-        raise ConfigError(f"{run_folder}: a run is training here, and deletes by its own rule") from None
+        raise ConfigError(f"{run_folder}: a run is training in this folder, and deletes checkpoints itself") from None
     except OSError as error:
         raise ConfigError(f"{run_folder}: {error.strerror or error}") from None
     good = ManifestCache(folder).good()
@@ -217,5 +214,5 @@ def prune(run_folder: Path, keep: int, keep_every: int, keep_best: int, dry_run:
         sweep(folder)
     verb = "would delete" if dry_run else "deleted"
     print(f"{verb} steps {', '.join(map(str, gone)) or 'none'} ({freed:.3f} GB)" + "".join(f", {n}" for n in leftovers))
-    print(f"whole checkpoints that stay: {stay}")
+    print(f"complete checkpoints that are kept: {stay}")
     return 0

@@ -1,6 +1,9 @@
-"""Python's garbage collection, on all ranks after the same steps.
+"""Garbage collection on all processes after the same steps.
 
-Why it is here: one rank that pauses to collect makes all others wait in the next collective.
+What it is: Python starts a collection whenever enough objects have been allocated, in each process at another time, and
+every pause of one process makes all others wait in the next collective. So it is disabled and started every `freq`
+steps.
+What it costs: a pause every `freq` steps, and the memory of cyclic garbage until then.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from titanlite.distributed.watchdog import mark_phase
 
 
 class GarbageCollection:
-    """Collects every `freq` steps; with 0 Python's own collector stays on."""
+    """Collects every `freq` steps; 0 leaves Python's collector enabled."""
 
     def __init__(self, freq: int) -> None:
         self.freq, self.frozen = freq, False

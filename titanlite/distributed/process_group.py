@@ -1,6 +1,7 @@
-"""The process group: how a process joins it, on which device, and how it ends.
+"""The process group: joining it, choosing the device, and ending the process.
 
-What it is: what a training process needs from its surroundings before any model exists.
+What it is: the set-up of a training process that comes before the model: backend, device and random seed.
+What it costs: one rendezvous at the start.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from titanlite.config.schema import EXIT_STOPPED, ConfigError
 
 
 def device_type(name: str) -> str:
-    """What `run.device` means here: cuda or cpu. Raises ConfigError for cuda where there is none."""
+    """Resolves `run.device` to cuda or cpu. Raises ConfigError for cuda if torch finds no CUDA device."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device = cuda: torch finds no CUDA device; allowed: auto, cpu")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
@@ -30,16 +31,16 @@ def device_name(device: torch.device) -> str:
 
 
 def backend(type: str) -> str:
-    """The process group's backend. gloo beside NCCL, for what is in CPU memory: offloaded parameters, objects."""
+    """The process group's backend. gloo serves tensors in CPU memory: offloaded parameters, values to agree on."""
     return "cpu:gloo,cuda:nccl" if type == "cuda" else "gloo"
 
 
 def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
     """Joins the process group (NCCL on CUDA, gloo on CPU) and returns this process's device.
 
-    Under torchrun the environment says who takes part; alone, the process is a world of one. A caller that has
-    already initialised a process group keeps it. Every process gets the same seed: what differs between them is
-    the data they read, never a random number.
+    Under torchrun the environment defines rank and world size; without it the world size is 1. A process group that
+    is already initialised is kept. Every process gets the same seed: processes differ in the data they read, never in
+    their random numbers.
     """
     type = device_type(device_name)
     device = torch.device("cpu")
@@ -47,7 +48,7 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives kept for the watchdog's report
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the watchdog's report
         options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
         if type == "cuda":
             options["device_id"] = device
@@ -62,7 +63,7 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
 def finish(code: int) -> NoReturn:
     """Ends the process at once. gloo's threads can abort an orderly interpreter exit (pytorch#190489)."""
     logging.shutdown()
-    if dist.is_initialized() and code in (0, EXIT_STOPPED):  # after an error the others may never come to this
+    if dist.is_initialized() and code in (0, EXIT_STOPPED):  # after an error other ranks may not get here
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,10 +1,10 @@
-"""What one process wants, all do after the same step: stop, save, give up.
+"""Signals and requests: collects local requests to stop, save or give up, and all-reduces them after each step.
 
-What it is: signals, a file, a clock or an error reach a single process first. After each step one small all-reduce over
-CPU memory tells the others, so that all take the same branch of the loop.
-    SIGTERM, SIGINT, SIGUSR1    save and leave with code 75; a second one, a second or more later, leaves at once
-    a launcher that is gone     the same: nobody would take this run's exit code
-What it costs: one number a step, over gloo: no wait for the GPU.
+What it is: a signal, the SAVE file, a clock or an error reaches a single process first. The all-reduce makes all
+processes take the same branch of the loop after the same step.
+    SIGTERM, SIGINT, SIGUSR1    save and exit with code 75; a second signal, at least a second later, exits at once
+    the launcher has exited     the same, because nothing would receive this run's exit code
+What it costs: one number per step over gloo, without a GPU synchronization.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("titanlite")
 
 
 class Agreed(NamedTuple):
-    """The same on all processes."""
+    """The requests of all processes together."""
 
     stop: bool
     save: bool
@@ -34,21 +34,21 @@ class Agreed(NamedTuple):
 
 
 class Requests:
-    """Collects this process's wishes and agrees on them with the others."""
+    """Collects the requests of this process and combines them with those of all others."""
 
     def __init__(self, timeout_seconds: int) -> None:
-        self.stop = False  # agreed by all processes, and once true it stays
+        self.stop = False  # agreed by all processes; never reset
         self._seen = 0.0  # when this process was signalled
         self._launcher = os.getppid() if {"TORCHELASTIC_RUN_ID", LAUNCHED} & os.environ.keys() else None
-        # A CPU group: asking every step must not wait for the GPU.
+        # A CPU group, so that the all-reduce does not wait for the GPU.
         timeout = timedelta(seconds=timeout_seconds)
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
         handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         self._previous = {number: signal.signal(number, self._handle) for number in handled}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # No message from here: the signal may have interrupted another one. Schedulers signal every process of a job
-        # and the launcher passes its own on, so what follows within a second is the same request.
+        # No message from here, as the signal may have interrupted a print. A scheduler signals every process of a job,
+        # and the launcher forwards the signal as well, so a signal within a second is the same request.
         if not self._seen:
             self._seen = time.monotonic()
         elif time.monotonic() > self._seen + 1:
@@ -56,21 +56,21 @@ class Requests:
             os.kill(os.getpid(), number)
 
     def restore(self) -> None:
-        """Gives the signals back to whoever handled them before."""
+        """Restores the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def agree(self, save: bool = False, failed: bool = False) -> Agreed:
-        """What any process wants: one small all-reduce, called by all together."""
+        """The requests of all processes: one small all-reduce, which all call together."""
         orphaned = self._launcher is not None and os.getppid() != self._launcher
         stop = self.stop or bool(self._seen) or orphaned
-        wishes = torch.tensor(stop | save << 1 | failed << 2)
+        requests = torch.tensor(stop | save << 1 | failed << 2)
         if self._group is not None:
-            dist.all_reduce(wishes, dist.ReduceOp.BOR, group=self._group)
-        bits = int(wishes)
+            dist.all_reduce(requests, dist.ReduceOp.BOR, group=self._group)
+        bits = int(requests)
         agreed = Agreed(bool(bits & 1), bool(bits & 2), bool(bits & 4))
         if agreed.stop and not self.stop:
-            logger.info("asked to stop: saving, then leaving (a second signal leaves at once)")
+            logger.info("stop requested: saving, then exiting (a second signal exits at once)")
         self.stop = agreed.stop
         return agreed
 

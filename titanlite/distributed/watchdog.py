@@ -1,17 +1,12 @@
-"""Ends a run that hangs, and says which process hangs and where.
+"""Watchdog: ends a run that hangs, and names the rank that blocks the others and its phase.
 
-What it is: two threads in every process. One writes a beat each second into the store that the process group was joined
-through: how far the main loop has come, its phase, and how long it has stood still. The other looks at the clocks.
-Rank 0 reads the beats of all, the others only rank 0's, so the traffic is two keys per process and second.
-Why it is here: when one process stops, all others wait in a collective until its time-out, and each then blames its
-neighbour. The one to blame is silent (frozen, or its host is dead), or is the one whose main loop has come least far.
-Every process then writes its stacks into `<run folder>/hang/` and leaves; a frozen one is killed by its neighbours, as
-torchrun would wait 30 seconds for it.
-What it leaves alone: a process that reads, writes or (on a CPU) computes, and one in a debugger: if others wait for it
-in a collective, that one's own time-out ends the run ten seconds after ours would have. And a job that was stopped as a
-whole and continued: a clock that jumps is started anew.
-What it cannot tell: on a GPU the host runs ahead, so who has come least far may be waiting for its GPU, or for a
-collective on it. The flight recorders in the reports then show which collective whose GPU has not entered.
+What it is: two threads in every process. One writes heartbeats into the store that the process group was joined
+through, and reads those of others: rank 0 reads all, the others only rank 0's. The second watches the clock and calls
+`diagnose`. When that names a rank, every process writes its stacks into `<run folder>/hang/` and exits with 124; a
+frozen process is killed by the others on its node, as torchrun would wait 30 seconds for it.
+What does not count as standing still: a process that reads, writes or (on a CPU) computes, or is held in a debugger.
+If other ranks wait for it in a collective, that collective's own time-out ends the run, ten seconds after this one.
+What it costs: four small requests to the store per process and second.
 """
 
 from __future__ import annotations
@@ -19,211 +14,164 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import math
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from titanlite.config.schema import EXIT_HUNG, CommConfig
-from titanlite.distributed.blame import (
-    PERIOD,
-    SILENT,
-    TICK,
-    Diagnosis,
-    Heartbeat,
-    diagnose_progress,
-    diagnose_silence,
-    locate,
-)
+from titanlite.distributed.hang_diagnosis import Diagnosis, Heartbeat, diagnose, locate
 from titanlite.distributed.torch_private import clone_default_store, flight_recorder
 
-# Processor seconds and bytes read or written, per second: with less a process stands still. To rank 0's bytes the store
-# adds its own where it is in that process: so many for each process of the run.
-WORKS, STORE_BYTES = (0.1, 1e6), 4e3
-
-
+KEY = "titanlite/heartbeat/"
+PERIOD, TICK = 0.5, 0.25  # seconds between heartbeats, and between looks at the clock
 _running: Watchdog | None = None
 
 
 def mark_phase(name: str, in_step: bool = False) -> None:
-    """The main thread begins something; `in_step`: a part of a training step. Nothing happens without a watchdog."""
+    """Marks the start of a phase of the main loop, which lasts until the next mark. Does nothing without a watchdog.
+
+    A phase that is part of a training step has the shorter time-out of steps. All ranks must mark the same phases in
+    the same order, because the diagnosis counts them.
+    """
     if _running is not None:
-        _running.phase(name, _running.progress.step if in_step else 0)
+        _running.phase(name, in_step)
 
 
 class Watchdog:
-    """`phase` says where the main loop is; the rest happens beside it. The last call is `close`."""
+    """Runs from its construction to `close`. All ranks construct and close it together; one per process."""
 
-    def __init__(self, config: CommConfig, folder: Path, progress: Any, computes_here: bool) -> None:
-        """All processes call it together. `computes_here`: on the CPU, not on a device that is waited for."""
+    def __init__(self, config: CommConfig, folder: Path, step: Callable[[], int], computes_here: bool) -> None:
+        """`step` gives the current step; `computes_here`: the model is on the CPU, where CPU time means progress."""
         global _running
-        _running = self
-        self.config, self.folder, self.progress, self.computes_here = config, folder / "hang", progress, computes_here
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        host = socket.gethostname()
-        self._own = Heartbeat(self.rank, f"{host}/{os.environ.get('GROUP_RANK', 0)}", host, os.getpid())
-        self._mark = (0, self._own.phase, math.inf, "")  # no time-out: texts may be long
-        self._step, self._first_step = 0, 0
-        self._main = threading.get_ident()
-        self._since, self._work = time.monotonic(), self._work_done()
-        self._heard: dict[int, tuple[Heartbeat, float]] = {}  # the newest beat of each rank, and when it came
-        self._blind = False  # the store does not answer
-        self._closed, self._urgent = threading.Event(), threading.Event()
+        self.config, self.folder, self.step, self.computes_here = config, folder / "hang", step, computes_here
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._marked = self._own = Heartbeat(self.rank, socket.gethostname(), os.getpid())
+        self._first_step = 0
+        self._clock = self._since = 0.0  # seconds this process has run, and when it last made progress
+        self._work = self._work_done()
+        self._others = [rank for rank in range(self.world_size) if rank != self.rank] if self.rank == 0 else [0]
+        self._heard: dict[int, tuple[Heartbeat, float]] = {}  # rank -> its newest heartbeat, and when it was received
+        self._main, self._closed = threading.get_ident(), threading.Event()
         self._store = clone_default_store()
-        self._store.set(_key(self.rank), json.dumps(asdict(self._own)))
-        dist.barrier()  # the beats of all are there: no reader waits for one
-        # Two threads: a request to a store whose process is frozen does not come back.
-        self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._talk, self._watch)]
+        # Two threads, because a request to the store does not return while the store's process is frozen.
+        self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._exchange, self._watch)]
         for thread in self._threads:
             thread.start()
+        _running = self
 
-    def phase(self, name: str, step: int = 0) -> None:
-        """The main loop begins something. A `step` after the first of this process has the shorter time-out.
-
-        The first step compiles, connects and allocates; saving and validation, which name no step, may take longer too.
-        """
-        seconds, key = float(self.config.timeout_seconds), "comm.timeout_seconds"
-        if step:
-            self._step, self._first_step = step, self._first_step or step
-            if step > self._first_step and self.config.step_timeout_seconds < seconds:
-                seconds, key = float(self.config.step_timeout_seconds), "comm.step_timeout_seconds"
-        where = f'"{name}"' + (f" of step {step}" if step else f" after step {self._step}" if self._step else "")
-        longer = seconds > self._mark[2]
-        self._mark = (self._mark[0] + 1, where, seconds, key)
-        if longer:
-            self._urgent.set()  # the others hear at once that this may take longer
+    def phase(self, name: str, in_step: bool) -> None:
+        """See `mark_phase`. The first step of a process compiles and connects, and has the longer time-out too."""
+        step, limit, key = self.step(), self.config.timeout_seconds, "comm.timeout_seconds"
+        if in_step:
+            self._first_step = self._first_step or step
+            if step > self._first_step and self.config.step_timeout_seconds < limit:
+                limit, key = self.config.step_timeout_seconds, "comm.step_timeout_seconds"
+        where = f'"{name}"' + (f" of step {step}" if in_step else f" after step {step}" if step else "")
+        self._marked = replace(self._marked, progress=self._marked.progress + 1, phase=where, limit=limit, key=key)
 
     def close(self) -> None:
-        """The loop is over: what follows has no time-out."""
+        """The loop is over on all ranks: what follows has no time-out."""
         global _running
         _running = None
+        dist.barrier()  # still watched: a rank that hangs on its way to this line is named
         self._closed.set()
-        self._urgent.set()
         for thread in self._threads:
             thread.join(2 * PERIOD)
-        dist.barrier()  # nobody's last words meet a store that has gone
+        dist.barrier()  # keeps the store alive until every rank's final heartbeat
 
-    def _talk(self) -> None:
-        """Writes this process's beat and reads those of others."""
-        others = [rank for rank in range(self.world) if rank != self.rank] if self.rank == 0 else [0]
-        number = 0
-        while True:
-            self._urgent.clear()
-            closed, number = self._closed.is_set(), number + 1
+    def _exchange(self) -> None:
+        """Thread: writes this process's heartbeats and reads the others'."""
+        while not self._closed.wait(PERIOD):
             try:
-                self._store.set(_key(self.rank), json.dumps(asdict(replace(self._own, number=number, left=closed))))
-                values = self._store.multi_get([_key(rank) for rank in others]) if others else []
-                self._blind = False
-            except RuntimeError:  # the connection broke, which a client does not mend, or the store has gone
-                self._blind, values = True, []
+                self._store.set(KEY + str(self.rank), json.dumps(asdict(self._own)))
+                values = self._store.multi_get([KEY + str(rank) for rank in self._others]) if self._others else []
+            except RuntimeError:  # a broken connection, which a client does not repair
+                values = []
                 with contextlib.suppress(RuntimeError):
                     self._store = clone_default_store()
-            for rank, value in zip(others if values else [], values, strict=True):
-                beat = Heartbeat(**json.loads(value))
-                if rank not in self._heard or self._heard[rank][0].number != beat.number:
-                    self._heard[rank] = (beat, time.monotonic())
-            if closed:
-                return
-            self._urgent.wait(PERIOD)
+            for beat in (Heartbeat(**json.loads(value)) for value in values):
+                if beat.rank not in self._heard or self._heard[beat.rank][0] != beat:
+                    self._heard[beat.rank] = (beat, self._clock)
 
     def _watch(self) -> None:
-        """Looks at the clocks until the loop is over or somebody hangs."""
+        """Thread: looks at the clock until the loop is over or a rank hangs."""
         last = time.monotonic()
         while not self._closed.wait(TICK):
-            now = time.monotonic()
-            self._look_at_self(now, now - last)
-            if now - last > SILENT:  # this process was stopped, and perhaps the others with it
-                self._heard = {rank: (beat, now) for rank, (beat, _) in self._heard.items()}
-            last = now
-            verdict = self._verdict(now)
-            if verdict and not self._closed.is_set():
-                self._end(verdict)
+            passed, last = time.monotonic() - last, time.monotonic()
+            # More than a second has passed if this process was stopped, perhaps with all others: that is no hang.
+            self._clock += min(passed, 1.0)
+            self._look_at_self(passed)
+            diagnosis = self._diagnosis()
+            if diagnosis and not self._closed.is_set():
+                self._end(diagnosis)
 
-    def _look_at_self(self, now: float, passed: float) -> None:
-        """Brings the process's own beat up to date."""
-        progress, phase, limit, key = self._mark
-        before, self._work = self._work, self._work_done()
-        seconds, count = (now_done - then for now_done, then in zip(self._work, before, strict=True))
-        store = STORE_BYTES * self.world if self.rank == 0 else 0.0
-        works = seconds > WORKS[0] * passed or count > (WORKS[1] + store) * passed
-        if progress != self._own.progress or works or passed > SILENT:
-            self._since = now
+    def _look_at_self(self, passed: float) -> None:
+        """Updates this process's heartbeat."""
+        marked, before, self._work = self._marked, self._work, self._work_done()
+        # 0.1 s of CPU time or 1 MB per second is work. The store, if it runs here, moves bytes for every rank.
+        works = self._work[0] - before[0] > 0.1 * passed
+        works |= self._work[1] - before[1] > (1_000_000 + 10_000 * self.world_size) * passed
         waiting, place, debugged = 0, "", False
-        if now - self._since > min(2 * PERIOD, limit / 2):
+        if self._clock - self._since > min(2.0, marked.limit / 2):
             waiting, place, debugged = locate(sys._current_frames()[self._main])
-        if debugged:
-            self._since = now
-        still = now - self._since
-        if still > limit:
-            self._urgent.set()  # the next beat need not wait its second
-        self._own = replace(
-            self._own, progress=progress, phase=phase, limit=limit, key=key, still=still, waiting=waiting, place=place
-        )
+        if marked.progress != self._own.progress or works or debugged:
+            self._since = self._clock
+        still = self._clock - self._since
+        self._own = replace(marked, clock=self._clock, still=still, waiting=waiting, place=place)
 
-    def _work_done(self) -> tuple[float, float]:
-        """Processor seconds, where waiting for a device does not take any, and bytes through files (Linux)."""
-        fields: dict[str, str] = {}
+    def _work_done(self) -> tuple[float, int]:
+        """Seconds of CPU time, if it is a sign of progress, and bytes read and written through files (Linux)."""
+        counts: dict[str, str] = {}
         with contextlib.suppress(OSError):
-            fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-        seconds = time.process_time() if self.computes_here else 0.0
-        # read_bytes is what a memory map reads from the disk; the others are calls of read and write.
-        return seconds, float(sum(int(fields.get(name, 0)) for name in ("rchar", "wchar", "read_bytes")))
+            counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        # rchar and wchar count calls of read and write, read_bytes what a memory map reads from the disk.
+        count = sum(int(counts.get(name, 0)) for name in ("rchar", "wchar", "read_bytes"))
+        return time.process_time() if self.computes_here else 0.0, count
 
-    def _verdict(self, now: float) -> Diagnosis | None:
-        """Rank 0's where it has come to one, or this process's own."""
-        heard = dict(self._heard)
-        if self.rank and heard and heard[0][0].verdict:
-            return Diagnosis(**heard[0][0].verdict)
-        if self.world > 1 and (not heard or (self._blind and self.rank == 0)):
-            return None  # the collectives' own time-outs remain
-        beats = {rank: (beat, now - when) for rank, (beat, when) in heard.items()} | {self.rank: (self._own, 0.0)}
-        verdict = diagnose_silence(beats, self._own, self.folder)
-        if self.rank == 0:
-            verdict = verdict or diagnose_progress(beats, self._own, self.folder)
-        if verdict and self.rank == 0:
-            self._own = replace(self._own, verdict=asdict(verdict))
-            self._urgent.set()
-        return verdict
+    def _diagnosis(self) -> Diagnosis | None:
+        """Rank 0's, or this process's own if rank 0 is silent."""
+        own, heard = self._own, dict(self._heard)
+        if len(heard) < len(self._others):
+            return None
+        if self.rank and heard[0][0].diagnosis:
+            return Diagnosis(**heard[0][0].diagnosis)
+        others = [beat.aged(self._clock - when, own) for beat, when in heard.values()]
+        found = diagnose([own, *others], own, self.folder)
+        if found and self.rank == 0:
+            self._own = replace(own, diagnosis=asdict(found))
+        return found
 
-    def _end(self, verdict: Diagnosis) -> NoReturn:
-        """Leaves, after time enough for all to hear of it and to write. Whether the disk still answers is not asked."""
-        report = threading.Thread(target=self._report, args=(verdict,), daemon=True)
-        report.start()
-        time.sleep(PERIOD + 2 * TICK)
-        report.join(PERIOD)
-        for node, pid in verdict.frozen:
-            if node == self._own.node and _parent(pid) in (os.getppid(), None):  # the id may be another's by now
-                with contextlib.suppress(OSError):
+    def _end(self, diagnosis: Diagnosis) -> NoReturn:
+        """Exits, after time enough for all ranks to read the diagnosis and to write their reports."""
+        first = self.rank - int(os.environ.get("LOCAL_RANK", self.rank))  # torchrun numbers a node's ranks in a row
+        node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
+        speaks = self.rank == diagnosis.speaker(node)
+        threading.Thread(target=self._report, args=(diagnosis.message, speaks), daemon=True).start()
+        time.sleep(2 * PERIOD + 2 * TICK)  # without waiting for the report: the disk may be what hangs
+        for pid in (pid for rank, pid in diagnosis.frozen if rank in node):
+            with contextlib.suppress(OSError):
+                stat = Path(f"/proc/{pid}/stat")  # its process id may be another process's by now
+                if not stat.exists() or int(stat.read_text().rpartition(")")[2].split()[1]) == os.getppid():
                     os.kill(pid, signal.SIGKILL)
         os._exit(EXIT_HUNG)
 
-    def _report(self, verdict: Diagnosis) -> None:
-        """Says it, where this process is its node's speaker, and writes what it knows into its file."""
-        if self.rank in verdict.speakers:
-            print(f"error: {verdict.message}", file=sys.stderr, flush=True)
+    def _report(self, message: str, speaks: bool) -> None:
+        """Prints the message, and writes it with this process's stacks and collectives into its file."""
+        if speaks:
+            print(f"error: {message}", file=sys.stderr, flush=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"rank-{self.rank}.txt").open("w") as file:
-            print(f"{verdict.message}\n\n{self._own.name}, {self._own.phase}\n", file=file, flush=True)
-            os.dup2(file.fileno(), 2)  # the errors of collectives that break now are no news on the console
+            print(f"{message}\n\n{self._own.name}, {self._own.phase}\n", file=file, flush=True)
+            os.dup2(file.fileno(), 2)  # errors of collectives that break now go here and not onto the console
             faulthandler.dump_traceback(file=file, all_threads=True)
             print(f"\nflight recorder:\n{flight_recorder()}", file=file, flush=True)
             os.fsync(file.fileno())
-
-
-def _parent(pid: int) -> int | None:
-    """The process that has started it; None where the system does not tell (there is no /proc)."""
-    with contextlib.suppress(OSError, ValueError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return None
-
-
-def _key(rank: int) -> str:
-    return f"titanlite/beat/{rank}"

@@ -1,0 +1,107 @@
+"""Hang diagnosis: which rank blocks the others.
+
+What it is: `Heartbeat`, the state that each process reports, and `diagnose`, which finds the blocking ranks. If the
+heartbeats of some ranks are missing, it is these: a frozen process sends none, and neither does a host that is down.
+Otherwise it is the ranks that have begun the fewest phases; if several have, those among them whose main thread is not
+inside a collective, where it would be waiting for other ranks.
+Why it is here: when one process stops, all others wait in a collective until it times out, and each error message then
+names a different neighbour.
+Limit: with a GPU the host runs ahead, so the rank that has begun the fewest phases may itself wait for its GPU. The
+flight recorder in each rank's report shows which collectives its GPU has not entered.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+SILENT = 3.0  # seconds: a process without a heartbeat for longer may be frozen
+PACKAGE = Path(__file__).resolve().parents[1]
+DEBUGGERS = ("bdb", "pdb", "pydevd")
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The state of a process. Times are in seconds."""
+
+    rank: int
+    host: str
+    pid: int
+    clock: float = 0.0  # the sender's; differs from heartbeat to heartbeat
+    progress: int = 0  # phases begun
+    phase: str = '"preparing the data"'
+    limit: float = math.inf  # how long the phase may stand still
+    key: str = ""  # the config key of the limit
+    still: float = 0.0  # how long it has stood still
+    waiting: int = 0  # where the main thread stands still; 0: in Python code, 1: in torch, 2: in torch.distributed
+    place: str = ""  # file:line in this repository, once it stands still
+    silent: bool = False  # set by the reader
+    diagnosis: dict[str, Any] = field(default_factory=dict)  # rank 0's `Diagnosis`, for all ranks to follow
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})" + (f" at {self.place}" if self.place else "")
+
+    def aged(self, age: float, reader: Heartbeat) -> Heartbeat:
+        """This heartbeat, `age` seconds after the reader received it."""
+        if age <= SILENT:
+            return self
+        shorter = min(self, reader, key=lambda beat: beat.limit)  # no limit for preparing is none for being silent
+        return replace(self, silent=True, still=age, limit=shorter.limit, key=shorter.key)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why the run ends, and which processes are frozen and have to be killed: (rank, process id)."""
+
+    message: str
+    frozen: list[tuple[int, int]]
+
+    def speaker(self, node: range) -> int:
+        """The rank that prints the message on a node: the first that is not frozen."""
+        return next(rank for rank in node if rank not in dict(self.frozen))
+
+
+def diagnose(heartbeats: list[Heartbeat], own: Heartbeat, folder: Path) -> Diagnosis | None:
+    """Names the ranks that block the run, or returns None while they may take longer.
+
+    Rank 0 passes the heartbeats of all; the other ranks pass rank 0's and their own, and judge only its silence.
+    """
+    blocking: list[Heartbeat] = []
+    if silent := [beat for beat in heartbeats if beat.silent]:
+        if own.still > own.limit - SILENT:  # if not, this rank makes progress: only the store's connection is broken
+            blocking = [beat for beat in silent if beat.still > beat.limit]
+    elif own.rank == 0:
+        first = min((beat.progress, beat.waiting) for beat in heartbeats)
+        candidates = [beat for beat in heartbeats if (beat.progress, beat.waiting) == first]
+        if all(beat.still > beat.limit for beat in candidates):
+            blocking = candidates
+    if not blocking:
+        return None
+    longest = max(blocking, key=lambda beat: beat.still)
+    names = ", ".join(beat.name for beat in blocking[:8]) + (f" and {len(blocking) - 8} more" if blocking[8:] else "")
+    what = "frozen or gone, no heartbeat" if longest.silent else "no progress"
+    message = (
+        f"{names}: {what} for {longest.still:.0f} s in {longest.phase} ({longest.key} = {longest.limit:.0f}); "
+        f"the run ends; stacks: {folder}"
+    )
+    return Diagnosis(message, [(beat.rank, beat.pid) for beat in blocking if beat.silent])
+
+
+def locate(frame: FrameType) -> tuple[int, str, bool]:
+    """Where a thread is, from its innermost frame: (`waiting`, `place`, whether a debugger holds it)."""
+    modules, place = [], f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    for current, line in traceback.walk_stack(frame):
+        modules.append(str(current.f_globals.get("__name__", "")))
+        path = Path(current.f_code.co_filename)
+        beside = path.is_relative_to(PACKAGE.parent) and "site-packages" not in path.parts  # train.py, in a clone
+        if beside or path.is_relative_to(PACKAGE):
+            place = f"{path.relative_to(PACKAGE.parent)}:{line}"
+            break
+    in_collective = any(module.startswith("torch.distributed") for module in modules)
+    debugged = any(module.partition(".")[0] in DEBUGGERS for module in modules)
+    return 2 if in_collective else int(modules[0].startswith("torch")), place, debugged
