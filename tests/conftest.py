@@ -15,7 +15,7 @@ os.environ["LOG_RANK"] = "none"
 
 @pytest.fixture(scope="session")
 def pool():
-    return Pool(["train"])
+    return Pool(["train", "tomllib"])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ The earliest error of any rank is raised; a rank that dies or overruns its time 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -38,6 +39,8 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
     import torch.distributed as dist
 
     from titanlite.distributed.process_group import backend
+
+    gc.freeze()  # a collection would visit all that torch imported, and so copy the pages shared with the server
 
     torch.set_num_threads(1)
     sys.path[:], rank, world_size, store, function, arguments = connection.recv()
