@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from messages import assert_mentions, refused
 from model_builder import assert_same, gradients, small_model
 
 from titanlite.config.load import load_config
@@ -52,28 +53,26 @@ ON_CUDA, ON_CPU = (SimpleNamespace(device_type=name, degrees=dict.fromkeys(AXES,
 
 def test_without_a_compiler_auto_is_off_and_true_an_error(compiler, tmp_path):
     compiler("no-such-program")
-    assert (
-        reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == "CC = 'no-such-program' is no program"
-    )
+    assert_mentions(reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA), "CC = 'no-such-program'")
     assert reason_blocks_not_compiled(load_config(["llama3_1b", "--compile.backend=aot_eager"]), 2048, ON_CUDA) == ""
-    with pytest.raises(ConfigError, match=r"compile\.enabled = true needs a compiler: CC .*compile\.enabled = false"):
+    with refused("compile.enabled = true", "CC", "no-such-program", "compile.enabled = false"):
         reason_blocks_not_compiled(load_config(["llama3_1b", "--compile.enabled"]), 2048, ON_CUDA)
-    with pytest.raises(ConfigError, match=r"memory_budget needs a compiler: CXX .* or another recompute\.mode"):
+    with refused("memory_budget", "CXX", "no-such-program", "recompute.mode"):
         reason_blocks_not_compiled(load_config(["cpu_25m", "--recompute.mode=memory_budget"]), 512, ON_CPU)
     compiler("")
-    assert reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == "CC = '' is no program"
+    assert_mentions(reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA), "CC = ''")
     works, fails = tmp_path / "works", tmp_path / "fails"
     for path, code in ((works, 0), (fails, 1)):
         path.write_text(f"#!/bin/sh\nexit {code}\n")
         path.chmod(0o755)
     compiler(str(fails))
-    assert "finds no Python.h" in reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA)
+    assert_mentions(reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA), "Python.h")
     compiler(str(works))
     assert reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA) == ""
     compiler(str(works), capability=(6, 1))
-    assert "below 7.0" in reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA)
+    assert_mentions(reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA), "7.0")
     compiler(str(works), triton=False)
-    assert reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA).startswith("no Triton")
+    assert_mentions(reason_blocks_not_compiled(load_config(["llama3_1b"]), 2048, ON_CUDA), "Triton")
 
 
 def ask_where_one_has_no_compiler() -> tuple[str, str]:
@@ -83,14 +82,13 @@ def ask_where_one_has_no_compiler() -> tuple[str, str]:
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, 77)
     try:
         reason_blocks_not_compiled(load_config(["cpu_25m", "--compile.enabled"]), 512, mesh)
-        refused = ""
+        message = ""
     except ConfigError as error:
-        refused = str(error)
-    return reason_blocks_not_compiled(load_config(["cpu_25m"]), 512, mesh), refused
+        message = str(error)
+    return reason_blocks_not_compiled(load_config(["cpu_25m"]), 512, mesh), message
 
 
 def test_all_processes_compile_or_none(pool):
-    for auto, refused in pool.run(2, ask_where_one_has_no_compiler):
-        assert auto.startswith("rank ")
-        assert "no-such-program" in auto
-        assert "compile.enabled = true needs a compiler: rank " in refused
+    for auto, message in pool.run(2, ask_where_one_has_no_compiler):
+        assert_mentions(auto, "rank 1", "no-such-program")
+        assert_mentions(message, "compile.enabled = true", "rank 1", "no-such-program")
