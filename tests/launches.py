@@ -15,9 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This environment with the running interpreter first, so run_train.sh takes it and installs nothing."""
+    """This environment with the running interpreter first, so run_train.sh takes it and installs nothing.
+
+    Compiled files are kept beside the prepared data of these tests, also where the environment forbids them: each
+    process would compile the package again.
+    """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "LOG_RANK": "0", **variables}
+    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": f"{os.environ['TITANLITE_CACHE']}/compiled"}
+    return {**os.environ, **compiled, "PATH": path, "LOG_RANK": "0", **variables}
 
 
 def start(arguments: list[str], **variables: str) -> subprocess.Popen:
