@@ -36,7 +36,7 @@ def start(arguments: list[str], **variables: str) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, timeout: float = 90) -> tuple[int, str]:
+def finish(process: subprocess.Popen, timeout: float = 180) -> tuple[int, str]:
     """(exit code, output). Nothing of the process's session is left, whatever happened."""
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -57,7 +57,7 @@ def workers(process: subprocess.Popen) -> list[int]:
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
     """Returns when metrics.jsonl has a line of `step` or later."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         if (folder / "metrics.jsonl").exists() and any(row["step"] >= step for row in rows(folder)):
             return
