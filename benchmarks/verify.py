@@ -26,7 +26,7 @@ PARTS = {
         word for layout in EIGHT for word in ("--layout", layout)
     ],
 }
-LARGE = ["-m", "pytest", "-q", "--durations=0", "tests/e2e/test_large.py"]
+LARGE = ["-m", "pytest", "-q", "-m", "slow or not slow", "--durations=0", "tests/e2e/test_large.py"]
 
 
 def verify(options: list[str], folder: Path) -> tuple[str, list[dict[str, Any]], float]:

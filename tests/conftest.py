@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ os.environ["LOG_RANK"] = "none"
 
 @pytest.fixture(scope="session")
 def pool():
-    return Pool(["train"])
+    return Pool(["train", "tomllib"])
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,12 +37,11 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture
-def arguments(text_file, tmp_path):
+@pytest.fixture(scope="session")
+def options(text_file) -> list[str]:
     """Command-line arguments of a run that takes a second: the debug config, made smaller."""
     return [
         "debug",
-        f"--run.folder={tmp_path}",
         "--run.sample_tokens=0",
         f"--data.path={text_file}",
         "--model.dim=32",
@@ -57,3 +58,23 @@ def arguments(text_file, tmp_path):
         "--validation.samples=21",
         "--compile.enabled=false",
     ]
+
+
+@pytest.fixture
+def arguments(options, tmp_path) -> list[str]:
+    """The same in a folder of this test."""
+    return [*options, f"--run.folder={tmp_path}"]
+
+
+@pytest.fixture(scope="session")
+def whole_run(pool, options, tmp_path_factory) -> Callable[..., Path]:
+    """More options -> the folder of a run with these, on one process and never interrupted. Each is run once."""
+    from runs import train_run  # with torch, which not every test needs
+
+    @functools.cache
+    def run(*more: str) -> Path:
+        folder = tmp_path_factory.mktemp("whole")
+        assert pool.run(1, train_run, [*options, f"--run.folder={folder}", *more]) == [0]
+        return folder / "debug"
+
+    return run

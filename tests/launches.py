@@ -15,9 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This environment with the running interpreter first, so run_train.sh takes it and installs nothing."""
+    """This environment with the running interpreter first, so run_train.sh takes it and installs nothing.
+
+    Compiled files are kept beside the prepared data of these tests, also where the environment forbids them: each
+    process would compile the package again.
+    """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "LOG_RANK": "0", **variables}
+    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": f"{os.environ['TITANLITE_CACHE']}/compiled"}
+    return {**os.environ, **compiled, "PATH": path, "LOG_RANK": "0", **variables}
 
 
 def start(arguments: list[str], **variables: str) -> subprocess.Popen:
@@ -31,7 +36,7 @@ def start(arguments: list[str], **variables: str) -> subprocess.Popen:
     )
 
 
-def finish(process: subprocess.Popen, timeout: float = 90) -> tuple[int, str]:
+def finish(process: subprocess.Popen, timeout: float = 180) -> tuple[int, str]:
     """(exit code, output). Nothing of the process's session is left, whatever happened."""
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -54,7 +59,7 @@ def workers(process: subprocess.Popen) -> list[int]:
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
     """Returns when metrics.jsonl has a line of `step` or later."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         if (folder / "metrics.jsonl").exists() and any(row["step"] >= step for row in rows(folder)):
             return

@@ -95,9 +95,6 @@ TESTED_ELSEWHERE = {
     "checkpoint/state": "tests/checkpoint/test_checkpoint.py",
     "checkpoint/storage": "tests/checkpoint/test_checkpoint.py, tests/e2e/test_faults.py",
     "cli/convert": "tests/formats/test_convert.py, tests/formats/test_convert_limits.py",
-    "distributed/process_group": "tests/e2e/test_run_train.py",
-    "distributed/run_folder": "tests/e2e/test_run_train.py",
-    "distributed/signals": "tests/e2e/test_run_train.py",
     "distributed/watchdog": "tests/e2e/test_hang.py",
     "formats/check": "tests/formats/test_convert.py",
     "formats/fill": "tests/formats/test_foreign.py, tests/formats/test_foreign_hostile.py",
@@ -115,8 +112,6 @@ TESTED_ELSEWHERE = {
     "formats/stock_index": "tests/formats/test_foreign_hostile.py",
     "formats/targets": "tests/formats/test_convert.py",
     "formats/torch_file": "tests/formats/test_convert.py, tests/formats/test_foreign_hostile.py",
-    "parallel/stages": "tests/parallel/test_fsdp.py, tests/parallel/test_pipeline_parallel.py",
-    "verify/pool": "every test with the fixture `pool`",
 }
 
 

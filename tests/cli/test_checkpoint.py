@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as stock
+from messages import assert_mentions, run_refused
 from runs import train_run
 
 from titanlite.checkpoint.storage import list_steps
@@ -34,9 +35,8 @@ def test_list_tells_what_is_there(run_folder, capsys):
     assert lines[0].split() == ["step", "saved", "(UTC)", "GB", "layout", "validation", "loss", "state"]
     assert "dp_shard=2" in lines[1]
     assert lines[1].endswith("complete")
-    assert "model-00001.safetensors: 100 bytes; expected" in lines[2]
-    assert "damaged: " in lines[3]
-    assert "manifest.json" in lines[3]
+    assert_mentions(lines[2], "model-00001.safetensors", "100 bytes")
+    assert_mentions(lines[3], "damaged", "manifest.json")
     assert lines[4].endswith("complete")
     assert lines[5].split() == ["step-7.damaged", "renamed"]
     assert lines[6].split() == ["step-9.tmp-0011", "incomplete"]
@@ -52,11 +52,11 @@ def test_verify_reads_everything(run_folder, capsys):
     assert main(["checkpoint", "verify", str(run_folder)]) == 1
     out = capsys.readouterr().out
     assert out.count("complete") == 3
-    assert f"damaged: {shard}: its SHA-256 has changed" in out
+    assert_mentions(out, f"damaged: {shard}", "SHA-256")
     assert main(["checkpoint", "verify", str(shard.parent)]) == 1
     assert main(["checkpoint", "verify", str(run_folder / "checkpoints/step-4")]) == 0
     assert main(["checkpoint", "verify", str(run_folder / "nothing")]) == 2
-    assert "no checkpoints; expected a run's folder" in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, str(run_folder / "nothing"), "no checkpoint")
 
 
 def test_show_and_diff(run_folder, capsys):
@@ -67,11 +67,13 @@ def test_show_and_diff(run_folder, capsys):
     first = str(run_folder / "checkpoints/step-3")
     assert main(["checkpoint", "diff", first, first]) == 0
     out = capsys.readouterr().out
-    assert "\n88 of 88 tensors are equal" in out
+    assert "88 of 88 tensors" in out
     assert main(["checkpoint", "diff", first, str(run_folder)]) == 1
     out = capsys.readouterr().out
-    assert "\nnorm.weight: 32 of 32 differ, by up to" in out
-    assert "data.samples: 1 of 1 differ, by up to 8; relative norm 0.333" in out
+    (norm,) = (line for line in out.splitlines() if line.startswith("norm.weight"))
+    (samples,) = (line for line in out.splitlines() if line.startswith("data.samples"))
+    assert "32 of 32" in norm
+    assert_mentions(samples, "1 of 1", " 8", "0.333")
 
 
 def test_show_opens_a_stock_folder(tmp_path, capsys):
@@ -85,16 +87,16 @@ def test_prune_keeps_by_the_rule_and_respects_a_run(run_folder, capsys, monkeypa
     folder = run_folder / "checkpoints"
     (folder / "step-9.tmp-0011").mkdir()
     assert main([*command, "--dry-run"]) == 0
-    assert "would delete steps 1, 2 (" in capsys.readouterr().out
+    assert_mentions(capsys.readouterr().out, "would delete", "1, 2 ")
     assert list_steps(folder) == [1, 2, 3, 4]
     held = lock(run_folder / ".lock")
     assert main(command) == 2
-    assert "a run is training" in capsys.readouterr().err
+    assert_mentions(capsys.readouterr().err, "training", str(run_folder))
     monkeypatch.chdir(folder)
     assert main(["checkpoint", "prune", ".", "--keep", "1"]) == 2
     held.close()
     assert main(command) == 0
-    assert "kept: 3, 4" in capsys.readouterr().out
+    assert ": 3, 4" in capsys.readouterr().out
     assert {path.name for path in folder.iterdir()} == {"step-3", "step-4"}
     assert main(["checkpoint", "prune", str(run_folder), "--keep", "0"]) == 2
 
@@ -116,15 +118,15 @@ def test_a_run_begins_with_the_weights_of_another(pool, arguments, run_folder, t
         run = [*base, f"--run.name={name}", f"--checkpoint.initial_load={source}", f"--parallel.{layout}"]
         assert pool.run(processes, train_run, run) == [0] * processes
         log = (tmp_path / name / "log.txt").read_text()
-        assert f"starting with the weights of {source}" in log
+        assert_mentions(log, "weights", str(source))
         # At learning rate 0 a step changes nothing.
         step = str(tmp_path / name / "checkpoints/step-1")
         assert main(["checkpoint", "diff", step, str(run_folder)]) == 1
         out = capsys.readouterr().out
         assert "\nlayers" not in out
         assert "optimizer.state.norm.weight.exp_avg" in out
-    with pytest.raises(AssertionError, match=r"ConfigError: .*no checkpoint; expected a run's or a step's"):
+    with run_refused(f"{tmp_path}/none", "no checkpoint"):
         pool.run(1, train_run, [*base, "--run.name=none", f"--checkpoint.initial_load={tmp_path}/none"])
-    with pytest.raises(AssertionError, match=r"ConfigError: .*tok_embeddings.weight is F32 \[4112, 32\]; .*F32 "):
+    with run_refused("tok_embeddings.weight", "[4112, 32]", "[4112, 16]"):
         other = ["--run.name=other", "--model.dim=16", f"--checkpoint.initial_load={run_folder}"]
         pool.run(1, train_run, [*base, *other])

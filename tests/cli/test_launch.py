@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from messages import assert_mentions, refused
 
 from titanlite.cli import launch
 
@@ -48,26 +49,26 @@ def test_a_signal_is_passed_on_once_a_second_and_then_kills(monkeypatch):
 @pytest.mark.parametrize(
     ("codes", "expected", "message"),
     [
-        ({0: 75, 1: 75}, 75, ""),
-        ({0: 75, 1: -signal.SIGTERM}, 75, ""),
-        ({1: 2}, 2, ""),
-        ({0: 124, 1: -signal.SIGKILL}, 124, ""),
-        ({0: 1, 1: -signal.SIGKILL}, 137, "rank 1 was killed by SIGKILL"),
-        ({0: -signal.SIGTERM, 3: 1}, 1, "rank 3 failed with exit code 1"),
-        ({0: -signal.SIGTERM}, 143, "rank 0 was killed by SIGTERM"),
+        ({0: 75, 1: 75}, 75, ()),
+        ({0: 75, 1: -signal.SIGTERM}, 75, ()),
+        ({1: 2}, 2, ()),
+        ({0: 124, 1: -signal.SIGKILL}, 124, ()),
+        ({0: 1, 1: -signal.SIGKILL}, 137, ("rank 1", "SIGKILL")),
+        ({0: -signal.SIGTERM, 3: 1}, 1, ("rank 3", "exit code 1")),
+        ({0: -signal.SIGTERM}, 143, ("rank 0", "SIGTERM")),
     ],
 )
 def test_exit_codes_of_the_processes_become_one(codes, expected, message, capsys):
     assert launch._explain(codes) == expected
     error = capsys.readouterr().err
-    assert message in error
+    assert_mentions(error, *message)
     assert bool(error) == bool(message)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
 def test_counts_in_the_environment(monkeypatch, text):
     monkeypatch.setenv("NNODES", text)
-    with pytest.raises(launch.ConfigError, match=r"NNODES = .* in the environment: expected an integer from 1 to"):
+    with refused(f"NNODES = '{text}'", "environment", "integer from 1 to"):
         launch._number("NNODES", 1)
     monkeypatch.setenv("NNODES", "")
     assert launch._number("NNODES", 3) == 3
@@ -75,7 +76,7 @@ def test_counts_in_the_environment(monkeypatch, text):
 
 def test_threads_in_the_environment(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    with pytest.raises(launch.ConfigError, match=r"OMP_NUM_THREADS = 'many' in the environment: expected an integer"):
+    with refused("OMP_NUM_THREADS = 'many'", "environment", "integer"):
         launch.launch(["debug"])
 
 

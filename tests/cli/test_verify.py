@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from messages import refused
 
 from titanlite.cli.verify import run as verify
-from titanlite.config.schema import ConfigError
 from titanlite.verify.campaign import FIGURES
 
 SMALL = ["debug", "--model.dim=32", "--model.ffn_dim=64", "--training.seq_len=32"]
@@ -21,36 +21,35 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capfd):
     assert [row["layout"] for row in rows] == ["dp_shard=2", "tp=2,recompute.mode=full"]
     assert set(rows[0]) == {"layout", "processes", *FIGURES, "seconds", "passed"}
     table = capfd.readouterr().out
-    assert "2 of 2 layouts equal one process" in table
+    assert "2 of 2 layouts" in table
     assert table.count("passed") == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--layout", "dp_sahrd=2"], "--layout dp_sahrd=2: unknown key parallel.dp_sahrd; did you mean dp_shard?"),
-        (["--layout", "tp=4"], "--layout tp=4: parallel.tp = 4 does not divide model.num_kv_heads = 2"),
-        (["--layout", "tp=two"], "--layout tp=two: tp = two: expected an integer, at least 1"),
-        (["--layout", "dp_shard=0"], "dp_shard = 0: expected an integer, at least 1"),
-        (["--layout", "dp_shard=-1"], "dp_shard = -1: expected an integer, at least 1"),
-        (["--layout", "pp=2,pp_schedule=foo"], 'parallel.pp_schedule = "foo": expected one of GPipe'),
-        (["--training.seq_len=7", "--model.num_kv_heads=3"], "does not divide"),
-        (["--processes", "-1"], "--processes -1: expected 1 to 64, or 0 for the default"),
+        (["--layout", "dp_sahrd=2"], ("--layout dp_sahrd=2", "parallel.dp_sahrd", "did you mean dp_shard?")),
+        (["--layout", "tp=4"], ("--layout tp=4", "parallel.tp = 4", "model.num_kv_heads = 2")),
+        (["--layout", "tp=two"], ("--layout tp=two", "tp = two", "integer", "at least 1")),
+        (["--layout", "dp_shard=0"], ("dp_shard = 0", "integer", "at least 1")),
+        (["--layout", "dp_shard=-1"], ("dp_shard = -1", "integer", "at least 1")),
+        (["--layout", "pp=2,pp_schedule=foo"], ('parallel.pp_schedule = "foo"', "GPipe")),
+        (["--training.seq_len=7", "--model.num_kv_heads=3"], ("model.num_kv_heads = 3", "model.num_heads = 4")),
+        (["--processes", "-1"], ("--processes -1", "1 to 64", "0")),
         (
             ["--json", "/nowhere/rows.json"],
-            "--json /nowhere/rows.json: No such file or directory; expected a file to write",
+            ("--json", "/nowhere/rows.json", "No such file"),
         ),
-        (["--json", "/tmp"], "--json /tmp: Is a directory"),
-        (["--timeout", "0"], "--timeout 0: expected more than 0 seconds"),
-        (["--qiuck"], "unknown option --qiuck; did you mean --quick?"),
-        (["--layout", "tp=2,tp=4"], "parallel.tp is given twice"),
-        (["--layout", ","], "unknown key parallel."),
-        (["--layout", "dp_shard=1000"], "1000 processes; expected at most 64"),
-        (["--layout", "cp=2,cp_method=ring", "--run.device=cpu"], "parallel.cp_method = ring needs CUDA devices"),
-        (["nonsense"], "config 'nonsense': no such file"),
+        (["--json", "/tmp"], ("--json /tmp", "Is a directory")),
+        (["--timeout", "0"], ("--timeout 0", "more than 0")),
+        (["--qiuck"], ("--qiuck", "did you mean --quick?")),
+        (["--layout", "tp=2,tp=4"], ("parallel.tp", "twice")),
+        (["--layout", ","], ("unknown key parallel.",)),
+        (["--layout", "dp_shard=1000"], ("1000 processes", "at most 64")),
+        (["--layout", "cp=2,cp_method=ring", "--run.device=cpu"], ("parallel.cp_method = ring", "CUDA")),
+        (["nonsense"], ("'nonsense'", "no such file")),
     ],
 )
 def test_mistakes_are_told(arguments, expected):
-    with pytest.raises(ConfigError) as caught:
+    with refused(*expected):
         verify(["debug", *arguments] if arguments[0].startswith("--") else arguments)
-    assert expected in str(caught.value)

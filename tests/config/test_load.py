@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from messages import assert_mentions
 
 from titanlite.config.load import all_keys, flavors, load_config
 from titanlite.config.schema import ConfigError
@@ -91,46 +92,48 @@ def test_a_switch_takes_true_and_false_of_toml(toml):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ("--training.steps=0", "training.steps = 0: expected an integer, at least 1"),
-        ("--training.steps=1.5", "training.steps = 1.5: expected an integer"),
-        ("--training.steps=true", 'training.steps = "true": expected an integer'),
-        ("--training.steps=", 'training.steps = "": expected an integer'),
-        ("--training.steps", "--training.steps: a value is missing; expected an integer"),
-        ("--compile.loss=1", "compile.loss = 1: expected true or false"),
-        ("--compile.enabled=1", 'compile.enabled = "1": expected one of auto, true, false'),
-        ("--compile.enabled=ture", 'compile.enabled = "ture": expected one of auto, true, false; did you mean true?'),
-        ("--optimizer.lr=nan", "optimizer.lr = NaN: expected a number, at least 0"),
-        ("--optimizer.lr=inf", "optimizer.lr = Infinity: expected a finite number"),
-        ("--optimizer.betas=" + "[" * 100_000, "expected a list of two numbers"),
-        ("--run.seed=99999999999999999999", "run.seed = 99999999999999999999: expected an integer, at least 0 and at most 9223372036854775807"),
-        ("--run.sample_prompt=\udcff", "expected text in UTF-8"),
-        ("--training=5", "--training: unknown key training; that is a section: set one of its keys, training.steps"),
-        ("--unrelated.thing=5", "--unrelated.thing: unknown key unrelated.thing"),
-        ("--optimizer.betas=[0.9]", "optimizer.betas = [0.9]: expected a list of two numbers"),
-        ("--optimizer.betas=[0.9, 1.5]", "optimizer.betas = [0.9, 1.5]: expected a list of two numbers, at least 0 and at most 0.999999"),
-        ("--schedule.name=cosin", 'schedule.name = "cosin": expected one of cosine, linear, wsd, constant; did you mean cosine?'),
-        ("--run.name=../x", "run.name = '../x': expected a plain folder name"),
-        ("--training.global_batch_size=7", "training.global_batch_size = 7 is not a multiple of training.local_batch_size = 2"),
-        ("--training.lr=3", "--training.lr: unknown key training.lr; did you mean optimizer.lr?"),
-        ("--steps=3", "--steps: unknown key steps; did you mean training.steps?"),
+        ("--training.steps=0", ("training.steps = 0", "integer", "at least 1")),
+        ("--training.steps=1.5", ("training.steps = 1.5", "integer")),
+        ("--training.steps=true", ('training.steps = "true"', "integer")),
+        ("--training.steps=", ('training.steps = ""', "integer")),
+        ("--training.steps", ("--training.steps", "missing", "integer")),
+        ("--compile.loss=1", ("compile.loss = 1", "true or false")),
+        ("--compile.enabled=1", ('compile.enabled = "1"', "auto, true, false")),
+        ("--compile.enabled=ture", ('compile.enabled = "ture"', "auto, true, false", "did you mean true?")),
+        ("--optimizer.lr=nan", ("optimizer.lr = NaN", "number", "at least 0")),
+        ("--optimizer.lr=inf", ("optimizer.lr = Infinity", "finite number")),
+        ("--optimizer.betas=" + "[" * 100_000, ("optimizer.betas", "list of two numbers")),
+        ("--run.seed=99999999999999999999", ("run.seed = 99999999999999999999", "integer", "at least 0", "at most 9223372036854775807")),
+        ("--run.sample_prompt=\udcff", ("run.sample_prompt", "UTF-8")),
+        ("--training=5", ("--training", "unknown key training", "section", "training.steps")),
+        ("--unrelated.thing=5", ("--unrelated.thing", "unknown key unrelated.thing")),
+        ("--optimizer.betas=[0.9]", ("optimizer.betas = [0.9]", "list of two numbers")),
+        ("--optimizer.betas=[0.9, 1.5]", ("optimizer.betas = [0.9, 1.5]", "list of two numbers", "at least 0", "at most 0.999999")),
+        ("--schedule.name=cosin", ('schedule.name = "cosin"', "cosine, linear, wsd, constant", "did you mean cosine?")),
+        ("--run.name=../x", ("run.name = '../x'", "folder name")),
+        ("--training.global_batch_size=7", ("training.global_batch_size = 7", "multiple of training.local_batch_size = 2")),
+        ("--training.lr=3", ("--training.lr", "unknown key", "did you mean optimizer.lr?")),
+        ("--steps=3", ("--steps", "unknown key", "did you mean training.steps?")),
     ],
 )  # fmt: skip
 def test_bad_values_on_the_command_line(argv, expected):
     (problem,) = problems("debug", argv)
-    assert expected in problem
-    assert "did you mean" not in problem or "did you mean" in expected
+    assert_mentions(problem, *expected)
+    assert ("did you mean" in problem) == ("did you mean" in "".join(expected))
 
 
 def test_a_toml_file_is_refused_with_file_and_line_and_all_problems_at_once(toml):
     path = toml('[training]\nsteps = "many"\nseqlen = 3\n\n[trainig]\nx = 1\n[optimizer]\nlr = true\nbetas = 3\n')
-    assert problems(path, "--model.flavour=debug") == [
-        f'{path}:2: training.steps = "many": expected an integer',
-        f"{path}:3: unknown key training.seqlen; did you mean training.seq_len?",
-        f"{path}:5: unknown section [trainig]; did you mean training?",
-        f"{path}:8: optimizer.lr = true: expected a number",
-        f"{path}:9: optimizer.betas = 3: expected a list of two numbers",
-        "--model.flavour: unknown key model.flavour; did you mean model.flavor?",
+    expected = [
+        (f"{path}:2: ", 'training.steps = "many"', "integer"),
+        (f"{path}:3: ", "training.seqlen", "did you mean training.seq_len?"),
+        (f"{path}:5: ", "[trainig]", "did you mean training?"),
+        (f"{path}:8: ", "optimizer.lr = true", "number"),
+        (f"{path}:9: ", "optimizer.betas = 3", "list of two numbers"),
+        ("--model.flavour: ", "unknown key model.flavour", "did you mean model.flavor?"),
     ]
+    for problem, parts in zip(problems(path, "--model.flavour=debug"), expected, strict=True):
+        assert_mentions(problem, *parts)
 
 
 def test_a_byte_order_mark_and_odd_letters_survive(toml):
@@ -152,11 +155,11 @@ def test_files_that_cannot_be_read(toml, tmp_path):
     assert "no such file" in problems(str(tmp_path / "absent.toml"))[0]
     assert "line 1" in problems(toml("[training\n"))[0]
     loop = toml('base = "run.toml"\n')
-    assert "leads back to the file itself" in problems(loop)[0]
+    assert_mentions(problems(loop)[0], "base", "run.toml", "itself")
     toml("", "other.toml")
     assert "did you mean other.toml?" in problems(toml('base = "othr.toml"\n'))[0]
-    assert problems("debug", "cpu_25m")[0] == "expected one config, found 2: debug, cpu_25m"
-    assert "training is a section: write [training]" in problems(toml("training = 3\n"))[0]
+    assert_mentions(problems("debug", "cpu_25m")[0], "one config", "2", "debug, cpu_25m")
+    assert_mentions(problems(toml("training = 3\n"))[0], "training", "section", "[training]")
 
 
 def misspellings(word: str):

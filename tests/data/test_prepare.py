@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
+from messages import refused
 
-from titanlite.config.schema import ConfigError, DataConfig
+from titanlite.config.schema import DataConfig
 from titanlite.data import prepare as module
 from titanlite.data.prepare import find_text, prepare
 from titanlite.data.shards import ShardWriter, Tokens, read_manifest
@@ -117,22 +118,22 @@ def test_default_corpus_is_the_standard_library():
     ("make", "expected"),
     [
         (lambda p: None, "no such file or folder"),
-        (lambda p: p.mkdir(), r"data\.path = .* no file matches data\.pattern = "),
-        (lambda p: p.write_text(""), "the file is empty"),
+        (lambda p: p.mkdir(), "pattern"),
+        (lambda p: p.write_text(""), "empty"),
         (lambda p: p.symlink_to(p), "data.path = "),
-        (lambda p: p.write_bytes(b"abc\xff\xfe" * 50), "text: not UTF-8 text"),
-        (lambda p: p.write_bytes(b"abc\0" * 50), "text: .*NUL byte"),
+        (lambda p: p.write_bytes(b"abc\xff\xfe" * 50), "UTF-8"),
+        (lambda p: p.write_bytes(b"abc\0" * 50), "NUL"),
     ],
 )
 def test_bad_sources_are_named(tmp_path, make, expected):
     make(tmp_path / "text")
-    with pytest.raises(ConfigError, match=expected):
+    with refused(str(tmp_path / "text"), expected):
         prepare(DataConfig(path=str(tmp_path / "text"), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
 
 
 @pytest.mark.parametrize("pattern", ["", "/abs/*"])
 def test_bad_patterns_are_named(tmp_path, pattern):
-    with pytest.raises(ConfigError, match=r"data\.pattern = "):
+    with refused("data.pattern = ", repr(pattern)):
         prepare(DataConfig(path=str(tmp_path), pattern=pattern, cache=str(tmp_path / "cache")), TOKENIZER, quiet)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from messages import refused
 
-from titanlite.config.schema import ConfigError
 from titanlite.data.stream import IGNORED, TrainStream, Windows, count_targets, permute, validation_batches
 
 
@@ -95,5 +95,5 @@ def test_validation_covers_the_windows_once_and_pads_with_rows_without_targets()
 
 
 def test_too_little_text_is_named():
-    with pytest.raises(ConfigError, match="the training text has only 10 tokens; allowed: up to 9"):
+    with refused("training text", "10 tokens", "up to 9"):
         Windows(Row(10), 10, "training")

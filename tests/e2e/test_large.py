@@ -33,7 +33,13 @@ def account(arguments: list[str], vocab_size: int, world_size: int, rank: int) -
 CLUSTERS = [  # flavor, processes, options, parameters of the whole model
     ("llama3_8b", 64, ["parallel.tp=8"], 8_030_261_248),
     ("llama3_70b", 256, ["parallel.pp=4", "parallel.dp_shard=8"], 70_553_706_496),
-    ("llama3_405b", 512, ["parallel.pp=8", "parallel.cp=2", "parallel.pp_schedule=Interleaved1F1B"], 405_853_388_800),
+    pytest.param(  # slow: sixteen stages; the smaller two hold the promise
+        "llama3_405b",
+        512,
+        ["parallel.pp=8", "parallel.cp=2", "parallel.pp_schedule=Interleaved1F1B"],
+        405_853_388_800,
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

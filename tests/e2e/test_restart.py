@@ -112,7 +112,14 @@ def test_two_nodes_restart_together(saving_run, tmp_path, whole, node):
     assert curve(tmp_path / "debug") == whole
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [  # one handler for all: tests/cli/test_launch.py
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_launcher_that_waits_for_other_nodes_can_be_stopped(saving_run, number):
     """It waits in code that runs no signal handlers."""
     port = str(random.randrange(20_000, 30_000))

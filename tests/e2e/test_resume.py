@@ -1,14 +1,17 @@
 """Stopping and going on: the stream of losses is that of a run that was never stopped."""
 
+import re
+
 import pytest
 import torch
+from messages import assert_mentions, run_refused
 from runs import curve, rows, train_run, train_until
 
 from titanlite.checkpoint.manifest import DTYPES, RunMetadata, read_manifest
 from titanlite.checkpoint.storage import list_steps, read_step, write_step
 
 
-@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])  # 4 repeats what 2 show
 def test_sigterm_and_resume_is_bit_identical(pool, arguments, tmp_path, processes):
     """One rank is signalled in step 4: all finish that step, save and leave with 75."""
     assert pool.run(processes, train_run, [*arguments, "--run.name=whole"]) == [0] * processes
@@ -50,8 +53,7 @@ def test_precision_may_change_and_weights_of_any_begin_a_run(pool, arguments, tm
         run = [*arguments, f"--training.steps={steps}", "--parallel.dp_shard=2", *keys]
         assert pool.run(2, train_run, run) == [0, 0]
     log = (tmp_path / "debug/log.txt").read_text()
-    for change in ("optimizer.state_dtype float32 -> bfloat16", "training.param_dtype bfloat16 -> float32"):
-        assert change in log
+    assert_mentions(log, "optimizer.state_dtype float32 -> bfloat16", "training.param_dtype bfloat16 -> float32")
     losses = [row["loss"] for row in rows(tmp_path / "debug") if "loss" in row]
     assert losses[-1] < losses[0]
     begin = ["--run.name=next", f"--checkpoint.initial_load={tmp_path}/debug", *low]
@@ -61,21 +63,22 @@ def test_precision_may_change_and_weights_of_any_begin_a_run(pool, arguments, tm
 @pytest.mark.parametrize(
     ("before", "layout_before", "after", "layout_after"),
     [
-        (4, [], 1, []),
         (1, [], 4, []),
-        (4, [], 2, []),
         (4, ["tp=2", "dp_shard=2"], 4, ["pp=2", "dp_shard=2"]),
-        (2, ["pp=2"], 1, []),
         (2, ["cp=2"], 2, ["tp=2"]),
+        # Slow: test_no_sample_is_repeated_or_skipped goes from 4 to 1 to 2, and tests/checkpoint loads each of these
+        # layouts into others bit by bit.
+        pytest.param(4, [], 1, [], marks=pytest.mark.slow),
+        pytest.param(4, [], 2, [], marks=pytest.mark.slow),
+        pytest.param(2, ["pp=2"], 1, [], marks=pytest.mark.slow),
     ],
 )
-def test_resume_in_another_layout(pool, arguments, tmp_path, before, layout_before, after, layout_after):
-    assert pool.run(1, train_run, [*arguments, "--run.name=whole"]) == [0]
+def test_resume_in_another_layout(pool, arguments, whole_run, tmp_path, before, layout_before, after, layout_after):
     run = [*arguments, "--run.name=stopped"]
     first, second = ([f"--parallel.{option}" for option in layout] for layout in (layout_before, layout_after))
     assert pool.run(before, train_until, 3, [*run, *first]) == [75] * before
     assert pool.run(after, train_run, [*run, *second]) == [0] * after
-    whole, stopped = curve(tmp_path / "whole"), curve(tmp_path / "stopped")
+    whole, stopped = curve(whole_run()), curve(tmp_path / "stopped")
     assert sorted(whole) == sorted(stopped)
     for step in whole:
         assert stopped[step] == pytest.approx(whole[step], rel=1e-5)
@@ -143,7 +146,7 @@ def test_keep_and_never(pool, arguments, tmp_path):
     assert pool.run(2, train_run, [*arguments, "--checkpoint.freq=1", "--checkpoint.keep=2"]) == [0, 0]
     assert list_steps(tmp_path / "debug/checkpoints") == [5, 6]
     assert {path.name for path in (tmp_path / "debug/checkpoints").iterdir()} == {"step-5", "step-6"}
-    with pytest.raises(AssertionError, match=r"checkpoint.load = never, but .*exists"):
+    with run_refused("checkpoint.load = never", str(tmp_path / "debug"), "exists"):
         pool.run(1, train_run, [*arguments, "--checkpoint.load=never"])
 
 
@@ -152,13 +155,14 @@ def test_config_that_contradicts_the_checkpoint_names_the_keys(pool, arguments, 
     changed = [*arguments, "--model.dim=16", "--run.seed=7", "--training.steps=8"]
     with pytest.raises(AssertionError) as caught:
         pool.run(1, train_run, changed)
-    assert "model.dim was 32 and is 16" in str(caught.value)
-    assert "run.seed was 42 and is 7" in str(caught.value)
-    assert "model.dim: cannot change" in str(caught.value)
-    assert "steps" not in str(caught.value).split("ConfigError:")[1]
+    message = str(caught.value).split("ConfigError:")[1]
+    assert re.search(r"model\.dim .*32.* 16", message)
+    assert re.search(r"run\.seed .*42.* 7", message)
+    assert_mentions(message, "new run")
+    assert "steps" not in message
     other = tmp_path / "other.txt"
     other.write_text("x = 1\n" * 20_000)
-    with pytest.raises(AssertionError, match=r"the data .* was numbers .* and is other .*\n.*checkpoint.accept=data"):
+    with run_refused("data", "numbers", "other", "checkpoint.accept=data"):
         pool.run(1, train_run, [*arguments, f"--data.path={other}"])
 
 
@@ -166,7 +170,7 @@ def test_changes_are_accepted_by_name_and_then_are_the_runs_own(pool, arguments,
     changed = [*arguments, "--run.seed=7", "--optimizer.lr=1e-4", "--optimizer.betas=[0.8, 0.9]", "--training.steps=8"]
     assert pool.run(1, train_run, arguments) == [0]
     offer = "--checkpoint.accept=optimizer.betas,optimizer.lr,run.seed"
-    with pytest.raises(AssertionError, match=rf"optimizer.betas was \[0.9, 0.95\] and is .*\n.*{offer}"):
+    with run_refused("optimizer.betas", "[0.9, 0.95]", "[0.8, 0.9]", offer):
         pool.run(1, train_run, changed)
     assert pool.run(1, train_run, [*changed, offer]) == [0]
     assert rows(tmp_path / "debug")[-1]["step"] == 8
@@ -174,7 +178,7 @@ def test_changes_are_accepted_by_name_and_then_are_the_runs_own(pool, arguments,
 
 
 def test_divergence_stops_without_saving(pool, arguments, tmp_path):
-    with pytest.raises(AssertionError, match=r"NonFinite: step .: the gradient norm is nan"):
+    with pytest.raises(AssertionError, match=r"NonFinite: .*step \d.*gradient norm.*nan"):
         pool.run(2, train_run, [*arguments, "--optimizer.lr=1e30", "--training.max_norm=0", "--checkpoint.freq=1"])
     saved = list_steps(tmp_path / "debug/checkpoints")
     assert saved == list(curve(tmp_path / "debug"))
@@ -201,7 +205,7 @@ def test_going_back_and_back_again(pool, arguments, tmp_path):
         {"step-4.superseded", "step-6.superseded", "step-6.superseded-2"},
     )
     assert {step: pytest.approx(row, rel=1e-5) for step, row in whole.items()} == curve(tmp_path / "debug")
-    with pytest.raises(AssertionError, match=r"checkpoint.load_step = 3: not in .*; allowed: 2, 4, 5, 6"):
+    with run_refused("checkpoint.load_step = 3", "2, 4, 5, 6"):
         pool.run(1, train_run, [*run, "--checkpoint.load_step=3"])
 
 
@@ -225,7 +229,7 @@ def test_a_checkpoint_that_is_not_finite_is_renamed(pool, arguments, tmp_path):
     assert pool.run(1, train_run, run) == [0]
     whole = curve(tmp_path / "debug")
     pool.run(1, poison, folder)
-    with pytest.raises(AssertionError, match=r"ConfigError: .*step-6: holds NaN or infinity"):
+    with run_refused("step-6", "NaN"):
         pool.run(1, train_run, [*run, "--run.name=other", f"--checkpoint.initial_load={folder}/step-6"])
     assert pool.run(1, train_run, run) == [0]
     assert steps_and_others(folder) == ([3, 6], {"step-6.nonfinite"})
@@ -240,8 +244,7 @@ def test_going_back_survives_the_deletion_of_the_step(pool, arguments, tmp_path)
     assert list_steps(tmp_path / "debug/checkpoints") == [5, 6]
     assert pool.run(1, train_run, back) == [0]
     log = (tmp_path / "debug/log.txt").read_text()
-    assert "checkpoint.load_step = 2: resuming from a step that was saved since" in log
-    assert "training.steps 3 -> 9" in log
+    assert_mentions(log, "checkpoint.load_step = 2", "training.steps 3 -> 9")
     assert list(curve(tmp_path / "debug")) == list(range(1, 10))
 
 
@@ -249,5 +252,5 @@ def test_going_back_to_a_damaged_step_names_the_others(pool, arguments, tmp_path
     run = [*arguments, "--checkpoint.freq=2", "--checkpoint.keep=0", "--validation.freq=0"]
     assert pool.run(1, train_run, run) == [0]
     (tmp_path / "debug/checkpoints/step-4/data.json").unlink()
-    with pytest.raises(AssertionError, match=r"checkpoint.load_step = 4: it is damaged .*; other steps: 2, 6"):
+    with run_refused("checkpoint.load_step = 4", "damaged", "2, 6"):
         pool.run(1, train_run, [*run, "--checkpoint.load_step=4"])

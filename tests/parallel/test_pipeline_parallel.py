@@ -7,9 +7,9 @@ import random
 
 import pytest
 import torch
-from model_builder import EVEN, build_stages, full, small_model
+from model_builder import EVEN, small_model
 
-from titanlite.model.flavors import FLAVORS, LlamaConfig
+from titanlite.model.flavors import FLAVORS
 from titanlite.model.llama import Llama
 from titanlite.parallel.pipeline_parallel import balanced_split, stage_indices, stage_modules
 
@@ -63,55 +63,3 @@ def test_stages_go_round_or_in_a_v():
     assert [stage_indices(rank, 2, 3, "Interleaved1F1B") for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
     assert [stage_indices(rank, 2, 2, "ZBVZeroBubble") for rank in range(2)] == [[0, 3], [1, 2]]
     assert [stage_indices(rank, 2, 2, "DualPipeV") for rank in range(2)] == [[0, 3], [1, 2]]
-
-
-def names_held(parallel: dict, llama: LlamaConfig) -> tuple[list[list[str]], list[int]]:
-    """The parameters of each of this process's parts, and how many of them another stage has too."""
-    stages = build_stages(parallel, llama=llama, local_batch_size=4)
-    return [[name for name, _ in part.named_parameters()] for part in stages.model_parts], [len(stages.shared_params)]
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "DualPipeV"])
-def test_each_parameter_is_on_one_stage(pool, schedule):
-    found = pool.run(2, names_held, {"pp": 2, "pp_schedule": schedule}, EVEN)
-    names = [name for parts, _ in found for part in parts for name in part]
-    assert sorted(names) == sorted(name for name, _ in small_model(config=EVEN).named_parameters())
-    assert [twice for _, twice in found] == [[0], [0]]
-
-
-@pytest.mark.parametrize(("schedule", "copies"), [("1F1B", [1, 1]), ("Interleaved1F1B", [1, 1]), ("DualPipeV", [2, 0])])
-def test_a_tied_embedding_is_at_both_ends(pool, schedule, copies):
-    from dataclasses import replace
-
-    tied = replace(EVEN, tied_embeddings=True)
-    found = pool.run(2, names_held, {"pp": 2, "pp_schedule": schedule}, tied)
-    names = [name for parts, _ in found for part in parts for name in part]
-    assert names.count("tok_embeddings.weight") == 2
-    assert [twice for _, (twice,) in found] == copies
-
-
-def evaluate_and_train(parallel: dict) -> list[float]:
-    """Losses of this process: evaluation, a step, and both again; gradients are added to, and not by evaluation."""
-    stages = build_stages(parallel, llama=EVEN, local_batch_size=4)
-    tokens = torch.randint(104, (4, 17), generator=torch.Generator().manual_seed(1))
-    x, y = tokens[:, :-1], tokens[:, 1:]
-    parameters = [p for part in stages.model_parts for p in part.parameters()]
-    losses, gradients = [], []
-    for _ in range(2):
-        losses += [float(stages.evaluate(x, y)) / 64, float(stages.forward_backward(x, y, torch.tensor(64)))]
-        gradients.append([full(p.grad).clone() for p in parameters])
-    assert all(torch.equal(2 * once, twice) for once, twice in zip(*gradients, strict=True))
-    return losses
-
-
-@pytest.mark.parametrize(
-    "schedule", ["GPipe", "1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-)
-def test_evaluation_between_steps_gives_the_loss(pool, schedule):
-    """Only the process with the last stage has a loss; the others have zero."""
-    ranks = pool.run(2, evaluate_and_train, {"pp": 2, "pp_schedule": schedule})
-    holder, other = (ranks[0], ranks[1]) if ranks[0][0] else (ranks[1], ranks[0])
-    assert other == [0.0] * 4
-    assert holder == pytest.approx([holder[0]] * 4, rel=1e-6)
-    (alone,) = pool.run(1, evaluate_and_train, {"dp_shard": 1})
-    assert holder == pytest.approx(alone, rel=1e-6)

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+from messages import assert_mentions
 from model_builder import EVEN, build_stages
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import loss_parallel
@@ -108,4 +109,5 @@ def try_async() -> str:
 
 
 def test_async_tp_needs_symmetric_memory(pool):
-    assert all("parallel.async_tp = true needs symmetric memory" in text for text in pool.run(2, try_async))
+    for text in pool.run(2, try_async):
+        assert_mentions(text, "parallel.async_tp = true", "symmetric memory")

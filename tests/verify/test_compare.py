@@ -187,7 +187,7 @@ def test_bf16_does_not_hide_a_forgotten_reduction(pool, right):
 def test_a_late_recompilation_fails(pool, right):
     layout = "dp_shard=2,compile.enabled,compile.backend=aot_eager"
     assert run(pool, measure, layout, right)["passed"]
-    with pytest.raises(WorkerError, match="compiled 1 graphs after the second step; expected none"):
+    with pytest.raises(WorkerError, match=r"compiled 1 graph.*second step"):
         run(pool, compile_at_the_end, layout, right)
 
 

@@ -10,6 +10,7 @@ torch.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -40,6 +41,8 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
     import torch.distributed as dist
 
     from titanlite.distributed.process_group import backend
+
+    gc.freeze()  # a collection would visit all that torch imported, and so copy the pages shared with the server
 
     torch.set_num_threads(1)
     sys.path[:], rank, world_size, store, function, arguments = connection.recv()

@@ -1,0 +1,62 @@
+"""Requests: what one rank is asked for, all ranks do after the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch.distributed as dist
+
+from titanlite.distributed.signals import Agreed, Requests
+
+
+def ask(number: int) -> list[Agreed]:
+    """Agreements of a rank: nothing, a save wanted by rank 1, a failure of rank 0, a signal to rank 1, and after it."""
+    requests, rank = Requests(30), dist.get_rank()
+    found = [requests.agree(), requests.agree(save=rank == 1), requests.agree(failed=rank == 0)]
+    if rank == 1:
+        os.kill(os.getpid(), number)
+    found += [requests.agree(), requests.agree()]
+    requests.restore()
+    return found
+
+
+def test_what_one_rank_wants_all_agree_on(pool):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for found in pool.run(2, ask, number):
+            nothing, save, failed = Agreed(0, 0, 0), Agreed(0, 1, 0), Agreed(0, 0, 1)
+            assert found == [nothing, save, failed, Agreed(1, 0, 0), Agreed(1, 0, 0)]
+
+
+def signal_twice(later: float) -> bool:
+    """Whether a second signal, so many seconds after the first, has its default effect."""
+    requests = Requests(30)
+    os.kill(os.getpid(), signal.SIGTERM)
+    requests._seen -= later
+    killed = []
+    kill, os.kill = os.kill, lambda pid, number: killed.append((pid, number))
+    try:
+        requests._handle(signal.SIGTERM, None)
+    finally:
+        os.kill = kill
+    default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    requests.restore()
+    return default and killed == [(os.getpid(), signal.SIGTERM)]
+
+
+def test_a_second_signal_ends_at_once_but_not_within_a_second(pool):
+    """Schedulers signal every process, and the launcher passes its own signal on: both are one request."""
+    assert pool.run(1, signal_twice, 0.0) == [False]
+    assert pool.run(1, signal_twice, 2.0) == [True]
+
+
+def restore_handlers() -> bool:
+    before = signal.getsignal(signal.SIGUSR1)
+    requests = Requests(30)
+    during = signal.getsignal(signal.SIGUSR1)
+    requests.restore()
+    return during == requests._handle and signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_handlers_are_given_back(pool):
+    assert pool.run(1, restore_handlers) == [True]
