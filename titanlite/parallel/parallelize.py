@@ -1,11 +1,16 @@
-"""Takes a plain model, returns a parallel one: which techniques, in which order.
+"""Takes a plain model, returns a parallel one: which techniques, and in which order.
 
 What it is: each technique is a function `apply_*` that changes modules in place. A run imports the techniques it uses.
-Why this order, by what happens otherwise (each was tried, torch 2.13):
+Why this order: three of its steps are necessary. With torch 2.13 the other orders fail,
 
-    TRIALS
+    pipeline before fsdp         a stage is a copy of the model: "FSDP does not support deepcopy"
+    tp before fsdp               "Cannot distribute a DTensor with device mesh (dp_shard_cp) to a different device mesh"
+    compile before `full` ac     with tp, a recomputed block inside of a graph: "expected all tensors_saved_with_vc_check
+                                 to be Tensors"
 
-tests/parallel/test_parallelize.py repeats the trials.
+and tests/parallel/test_parallelize.py tries them. tp and cp, which change what is inside of a block, and ac and compile,
+which wrap its forward, may otherwise be exchanged: the gradients stay equal. `selective` and `memory_budget` stand
+before compile, so that the compiler sees what is recomputed.
 """
 
 from __future__ import annotations
