@@ -29,7 +29,7 @@ import report
 CHILD = """
 import json, resource, shutil, sys, time
 from pathlib import Path
-from titanlite.checkpoint.convert import convert
+from titanlite.formats.convert import convert
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 base, options = peak(), json.loads(sys.argv[1])
@@ -44,14 +44,13 @@ MAKE = """
 import sys
 from pathlib import Path
 import torch
-from titanlite.checkpoint.formats.full_state import expected_shapes
-from titanlite.checkpoint.manifest import Facts
+from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.storage import write_step
-from titanlite.model.flavors import FLAVORS
+from titanlite.model.flavors import FLAVORS, parameter_shapes
 config, generator = FLAVORS[sys.argv[1]], torch.Generator().manual_seed(0)
-weights = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in expected_shapes(config).items()}
+weights = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in parameter_shapes(config).items()}
 files = {"model.json": config.to_json().encode()}
-write_step(Path(sys.argv[2]), 1, {"model": weights}, files, Facts({}, {"training": {"seq_len": 8192}}, ""))
+write_step(Path(sys.argv[2]), 1, {"model": weights}, files, RunMetadata({}, {"training": {"seq_len": 8192}}, ""))
 """
 FORMATS = {"hf": "", "safetensors": "", "torch": ".pt", "llama": "", "dcp": "", "gguf": ".gguf", "titanlite": ""}
 

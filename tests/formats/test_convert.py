@@ -473,7 +473,7 @@ def test_a_full_disk_is_seen_before(steps, tmp_path, monkeypatch):
 
 SLOW_WRITE = """
 import sys, time
-from titanlite.checkpoint.formats.targets import Selection
+from titanlite.formats.targets import Selection
 original = Selection.looked_at
 def slow(self, name, block):
     print("writing", flush=True)

@@ -26,8 +26,7 @@ from titanlite.data.tokenizer import BUNDLED, Tokenizer
 from titanlite.formats import convert as module
 from titanlite.formats import full_state, targets
 from titanlite.formats.convert import convert, load_full_state
-from titanlite.formats.full_state import expected_shapes
-from titanlite.model.flavors import LlamaConfig
+from titanlite.model.flavors import LlamaConfig, parameter_shapes
 
 TIED = dataclasses.replace(SMALL, tied_embeddings=True)
 
@@ -243,7 +242,7 @@ def test_other_formats_can_be_compared_but_not_verified(tmp_path, capsys):
 
 MEASURED = """
 import resource, sys
-from titanlite.checkpoint.convert import convert
+from titanlite.formats.convert import convert
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert(sys.argv[1], sys.argv[2], sys.argv[3], tell=lambda text: None)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
@@ -256,7 +255,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path, to):
     """0.57 GB through 0.33 GB or less, comparison included, both ways."""
     config = LlamaConfig(dim=1024, num_layers=12, num_heads=16, num_kv_heads=4, ffn_dim=2816, vocab_size=4112)
     generator = torch.Generator().manual_seed(0)
-    shapes = expected_shapes(config)
+    shapes = parameter_shapes(config)
     weights = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in shapes.items()}
     torch.save({"model": weights, "model_config": json.loads(config.to_json())}, tmp_path / "a.pt")
     there = tmp_path / f"there{'.gguf' if to == 'gguf' else ''}"

@@ -33,12 +33,13 @@ from titanlite.config.spelling import suggestion
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.formats.check import different_answers, different_tensors
 from titanlite.formats.fill import WEIGHTS
-from titanlite.formats.full_state import FullState, FullTensor, expected_shapes
+from titanlite.formats.full_state import FullState, FullTensor
 from titanlite.formats.gguf_file import expected, open_written
 from titanlite.formats.place import publish, remove, require_free, sweep, temporary
 from titanlite.formats.recognise import open_full_state
 from titanlite.formats.safetensors_files import Told
 from titanlite.formats.targets import SHARDED, SUFFIXES, TARGETS, WITH_OTHERS, Selection
+from titanlite.model.flavors import parameter_shapes
 
 logger = logging.getLogger("titanlite")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -181,7 +182,7 @@ def _require_sense(state: FullState, to: str, full: bool, force: bool) -> None:
 
 def _require_model(state: FullState) -> None:
     """Raises ConfigError where the tensors are not those of its model: with the nearest name, and what is left over."""
-    shapes = expected_shapes(state.model)
+    shapes = parameter_shapes(state.model)
     problems = []
     extra = [name for name in state.tensors if name not in shapes]
     for name, shape in shapes.items():

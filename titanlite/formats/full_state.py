@@ -183,26 +183,3 @@ class FullState(Mapping[str, Tensor]):
                 "path of a model.json"
             )
         return self.about.model
-
-
-def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of this model, in the model's order."""
-    dim, kv_dim = config.dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (config.vocab_size, dim)}
-    for i in range(config.num_layers):
-        block = {
-            "attention_norm": (dim,),
-            "attention.wq": (dim, dim),
-            "attention.wk": (kv_dim, dim),
-            "attention.wv": (kv_dim, dim),
-            "attention.wo": (dim, dim),
-            "ffn_norm": (dim,),
-            "feed_forward.w1": (config.ffn_dim, dim),
-            "feed_forward.w2": (dim, config.ffn_dim),
-            "feed_forward.w3": (config.ffn_dim, dim),
-        }
-        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in block.items()}
-    shapes["norm.weight"] = (dim,)
-    if not config.tied_embeddings:
-        shapes["output.weight"] = (config.vocab_size, dim)
-    return shapes

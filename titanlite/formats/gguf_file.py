@@ -21,10 +21,11 @@ from torch import Tensor
 
 from titanlite.config.schema import ConfigError
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.formats.full_state import About, FullState, FullTensor, Part, expected_shapes
+from titanlite.formats.full_state import About, FullState, FullTensor, Part
 from titanlite.formats.huggingface_tokenizer import merges_of, parse_ranks, to_text
 from titanlite.formats.safetensors_files import Told
-from titanlite.model.flavors import LlamaConfig
+from titanlite.model.flavors import LlamaConfig, parameter_shapes
+from titanlite.model.llama import rope_frequencies
 
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES = {name: dtype for dtype, name in KINDS.items()}
@@ -45,19 +46,16 @@ def names(config: LlamaConfig) -> dict[str, str]:
     """Our parameter name -> theirs, by the package's table: our names are Meta's, which it knows."""
     gguf = package()
     theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
-    return {name: theirs.get_name(name, try_suffixes=(".weight",)) for name in expected_shapes(config)}
+    return {name: theirs.get_name(name, try_suffixes=(".weight",)) for name in parameter_shapes(config)}
 
 
 def frequency_factors(config: LlamaConfig) -> np.ndarray | None:
     """What each rotary frequency is divided by, fp32 (Dh / 2,); None without scaling."""
-    if (s := config.rope_scaling) is None:
+    if config.rope_scaling is None:
         return None
-    factors = []
-    for i in range(0, config.head_dim, 2):
-        turns = s.original_context * config.rope_theta ** (-i / config.head_dim) / (2 * math.pi)
-        blend = min(1.0, max(0.0, (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)))
-        factors.append(1 / ((1 - blend) / s.factor + blend))
-    return np.array(factors, dtype=np.float32)
+    unscaled = dataclasses.replace(config, rope_scaling=None)
+    plain, scaled = (rope_frequencies(c, torch.float64, torch.device("cpu")) for c in (unscaled, config))
+    return (plain / scaled).float().numpy()
 
 
 def kind_of(tensor: FullTensor, dtype: torch.dtype | None, q8: bool) -> str:
