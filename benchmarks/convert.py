@@ -37,7 +37,7 @@ for _ in range(2):
     target = Path(options["target"])
     shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
     started = time.monotonic()
-    convert(**options, tell=lambda text: None)
+    convert(**options, log=lambda text: None)
 print(json.dumps({"seconds": time.monotonic() - started, "memory": peak() - base, "base": base}))
 """
 MAKE = """

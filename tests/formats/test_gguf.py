@@ -35,7 +35,7 @@ def field(reader, name: str):
 def test_the_package_opens_what_was_written(tmp_path, name, dtype):
     config = MODELS[name]
     make_file(tmp_path / "model.pt", config)
-    convert(tmp_path / "model.pt", tmp_path / "model.gguf", dtype=dtype, tell=quiet)
+    convert(tmp_path / "model.pt", tmp_path / "model.gguf", dtype=dtype, log=quiet)
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
     weights = load_full_state(tmp_path / "model.pt")
     found = {tensor.name: tensor for tensor in reader.tensors}
@@ -80,7 +80,7 @@ def test_llama_cpp_continues_as_we_do(tmp_path, name):
     llama_cpp = pytest.importorskip("llama_cpp")
     config = dataclasses.replace(MODELS[name], vocab_size=4112)
     make_file(tmp_path / "model.pt", config)
-    convert(tmp_path / "model.pt", tmp_path / "model.gguf", tell=quiet)
+    convert(tmp_path / "model.pt", tmp_path / "model.gguf", log=quiet)
     ours = load_model(load_full_state(tmp_path / "model.pt"), torch.device("cpu"), 512)
     theirs = llama_cpp.Llama(str(tmp_path / "model.gguf"), n_ctx=256, n_threads=1, verbose=False, logits_all=True)
     tokenizer, text = Tokenizer(), "def héllo(self): 漢字 12345\n    return x"

@@ -24,10 +24,11 @@ import secrets
 import shutil
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
-from threading import Event
+from threading import Lock
 from typing import Any
 
 import torch
@@ -170,19 +171,29 @@ def sync_folder(folder: Path) -> None:
 
 
 def verify_files(
-    folder: Path, manifest: Manifest, names: list[str] | None = None, stop: Event | None = None
+    folder: Path,
+    manifest: Manifest,
+    names: list[str] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> list[str]:
     """What is wrong with a checkpoint's files (or some of them): all of their bytes are read, by several threads.
 
-    Raises CancelledError once `stop` is set, by another thread.
+    `progress` is called with the number of bytes of each block, by one thread at a time.
     """
     wanted = manifest.files if names is None else {name: manifest.files[name] for name in names}
     if problems := file_problems(folder, manifest):
         return problems
 
+    lock = Lock()
+
+    def count(size: int) -> None:
+        with lock:
+            if progress:
+                progress(size)
+
     def problem(name: str) -> str:
         try:
-            same = digest_of(folder / name, stop) == wanted[name].sha256
+            same = digest_of(folder / name, count) == wanted[name].sha256
             return "" if same else f"{folder / name}: its SHA-256 has changed"
         except OSError as error:
             return describe_os_error(folder / name, error)

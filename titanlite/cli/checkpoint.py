@@ -22,8 +22,8 @@ from titanlite.checkpoint.storage import delete_step, find_step_folder, list_ste
 from titanlite.config.schema import ConfigError
 from titanlite.distributed.run_folder import lock
 from titanlite.formats.convert import describe
+from titanlite.formats.detect import is_step_folder, open_full_state
 from titanlite.formats.full_state import FullState
-from titanlite.formats.recognise import is_ours, open_full_state
 
 EXIT_DAMAGED = 1  # also: they differ
 
@@ -110,7 +110,7 @@ def list_run(run_folder: Path) -> int:
 def verify(path: Path) -> int:
     """Hashes every file of a checkpoint, or of all of a run. 1 if any is damaged."""
     folders = [path] if (path / "manifest.json").exists() or re.fullmatch(r"step-\d+", path.name) else []
-    if not folders and path.exists() and not is_ours(path):
+    if not folders and path.exists() and not is_step_folder(path):
         form = open_full_state(path).about.format
         raise ConfigError(f"{path}: {form}, which has no hashes to compare with; expected a run's or a step's folder")
     folders = folders or [step_folder(folder, step) for folder in [_folder(path)] for step in list_steps(folder)]
@@ -134,7 +134,7 @@ def verify(path: Path) -> int:
 
 def show(path: Path, trust_pickle: bool) -> int:
     """What the manifest says, and every tensor."""
-    if path.exists() and not is_ours(path):
+    if path.exists() and not is_step_folder(path):
         full = open_full_state(path, trust_pickle=trust_pickle)
         print(describe(full, full=True))
         for name, other in (full.tensors | full.others).items():

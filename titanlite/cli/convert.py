@@ -10,7 +10,7 @@ from pathlib import Path
 
 from titanlite.config.schema import ConfigError
 from titanlite.formats.convert import DTYPES, Mismatch, convert
-from titanlite.formats.recognise import READABLE
+from titanlite.formats.detect import READABLE
 from titanlite.formats.targets import TARGETS
 
 EXIT_MISMATCH = 1
@@ -22,7 +22,7 @@ def run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="titanlite convert",
         description="Write a checkpoint in another format, tensor by tensor, and compare the two.",
-        epilog=f"SOURCE is found by looking: {READABLE}. No process group and no GPU are needed.",
+        epilog=f"SOURCE is detected: {READABLE}. No process group and no GPU are needed.",
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="what to convert; a run means its newest step")
     parser.add_argument("target", type=Path, metavar="TARGET", help="the file or folder to write")
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
     stops = (signal.SIGTERM, signal.SIGHUP)  # at which what is half written is to be removed
     before = [signal.signal(number, _stop) for number in stops]
     try:
-        convert(**options, tell=lambda text: print(text, file=sys.stderr, flush=True))
+        convert(**options, log=lambda text: print(text, file=sys.stderr, flush=True))
     except Mismatch as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)

@@ -56,7 +56,7 @@ class Weights:
         return logits
 
 
-def different_tensors(source: FullState, result: FullState, rounded: Rounded, full: bool) -> list[str]:
+def compare_tensors(source: FullState, result: FullState, rounded: Rounded, full: bool) -> list[str]:
     """What differs: a line for each tensor that is absent, new, of another shape or dtype, or not the same bits."""
     problems = []
     pairs = [(source.tensors, result.tensors, rounded)]
@@ -84,17 +84,17 @@ def _difference(a: FullTensor, b: FullTensor, rounded: Rounded) -> str:
     return ""
 
 
-def different_answers(source: FullState, path: Path, format: str, result: FullState, rounded: Rounded) -> str | None:
+def compare_logits(source: FullState, path: Path, format: str, result: FullState, rounded: Rounded) -> str | None:
     """What is wrong with the logits of the result for a fixed prompt, if anything; None where they are not finite."""
     config = source.model
     tokens = torch.arange(PROMPT) * 7919 % config.vocab_size
 
-    ours = _our_logits(config, Weights(source.tensors, rounded), tokens)
+    ours = _model_logits(config, Weights(source.tensors, rounded), tokens)
     tensors = result.tensors
     if format == "hf":
         raw = read_folder(path)
         tensors = {name: raw[theirs] for name, theirs in huggingface.names(config).items()}
-    theirs = _their_logits(config, Weights(tensors), tokens, half_split=format == "hf")
+    theirs = _reference_logits(config, Weights(tensors), tokens, half_split=format == "hf")
     if not bool(ours.isfinite().all()):
         return None  # finite weights can be too large to answer, too; that the bits are the same is known
     apart, largest = float((ours - theirs).abs().max()), float(ours.abs().max())
@@ -104,7 +104,7 @@ def different_answers(source: FullState, path: Path, format: str, result: FullSt
 
 
 @torch.no_grad()
-def _our_logits(config: LlamaConfig, read: Weights, tokens: Tensor) -> Tensor:
+def _model_logits(config: LlamaConfig, read: Weights, tokens: Tensor) -> Tensor:
     """Logits (S, V) of our model, one layer in memory at a time."""
     x = read.embed(tokens)[None]
     rope = rope_table(config, torch.arange(len(tokens)))
@@ -116,7 +116,7 @@ def _our_logits(config: LlamaConfig, read: Weights, tokens: Tensor) -> Tensor:
     return read.project(x, config.tied_embeddings)
 
 
-def _their_logits(config: LlamaConfig, read: Weights, tokens: Tensor, half_split: bool) -> Tensor:
+def _reference_logits(config: LlamaConfig, read: Weights, tokens: Tensor, half_split: bool) -> Tensor:
     """Logits (S, V) of a Llama written out: attention as a product and a softmax, RoPE as rotations of the plane."""
     x, width, heads, kv_heads = read.embed(tokens), config.head_dim, config.num_heads, config.num_kv_heads
     angles = _angles(config, len(tokens))

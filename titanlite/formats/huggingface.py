@@ -30,7 +30,7 @@ LAYER = {  # ours -> theirs
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
-TURNED = ("attention.wq", "attention.wk")  # whose rows RoPE turns
+PERMUTED = ("attention.wq", "attention.wk")  # whose rows RoPE turns
 
 
 def names(config: LlamaConfig) -> dict[str, str]:
@@ -44,9 +44,9 @@ def names(config: LlamaConfig) -> dict[str, str]:
     return found
 
 
-def is_turned(name: str) -> bool:
+def is_permuted(name: str) -> bool:
     """Whether the rows of this parameter of ours lie in another order there."""
-    return name.removesuffix(".weight").endswith(TURNED)
+    return name.removesuffix(".weight").endswith(PERMUTED)
 
 
 def to_config(config: LlamaConfig, seq_len: int, dtype: str, bos: int | None, eos: int | None) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def open_folder(folder: Path) -> FullState:
     tensors: dict[str, FullTensor] = {}
     for name, there in names(config).items():
         if tensor := theirs.pop(there, None):
-            turned = config.head_dim if is_turned(name) else 0
+            turned = config.head_dim if is_permuted(name) else 0
             tensors[name] = dataclasses.replace(tensor, half_split=turned)
     left = {name: tensor for name, tensor in theirs.items() if not name.endswith("rotary_emb.inv_freq")}
     if config.tied_embeddings:

@@ -64,7 +64,7 @@ def read_model(model: str, state: FullState) -> LlamaConfig:
         ) from None
 
 
-def is_ours(path: Path) -> bool:
+def is_step_folder(path: Path) -> bool:
     """Whether it is a step's folder, or that of a run which has one."""
     with contextlib.suppress(OSError):  # a name too long, say
         return (path / "manifest.json").is_file() or any(list_steps(folder) for folder in (path / "checkpoints", path))
@@ -76,7 +76,7 @@ def _open(path: Path, step: int | None, trust_pickle: bool) -> FullState:
         raise ConfigError(f"{path}: no such file or folder; expected {READABLE}")
     if path.is_file():
         return _open_file(path)
-    if is_ours(path):
+    if is_step_folder(path):
         return _open_step(path, step)
     if stock.is_stock_dcp(path):
         return _named(path, stock.read_folder(path, trust_pickle), _beside(path, "dcp"))
