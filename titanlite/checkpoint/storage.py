@@ -28,7 +28,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -178,22 +177,15 @@ def verify_files(
 ) -> list[str]:
     """What is wrong with a checkpoint's files (or some of them): all of their bytes are read, by several threads.
 
-    `progress` is called with the number of bytes of each block, by one thread at a time.
+    `progress` is called with the number of bytes of each block, by several threads.
     """
     wanted = manifest.files if names is None else {name: manifest.files[name] for name in names}
     if problems := file_problems(folder, manifest):
         return problems
 
-    lock = Lock()
-
-    def count(size: int) -> None:
-        with lock:
-            if progress:
-                progress(size)
-
     def problem(name: str) -> str:
         try:
-            same = digest_of(folder / name, count) == wanted[name].sha256
+            same = digest_of(folder / name, progress) == wanted[name].sha256
             return "" if same else f"{folder / name}: its SHA-256 has changed"
         except OSError as error:
             return describe_os_error(folder / name, error)

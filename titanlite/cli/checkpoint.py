@@ -19,6 +19,7 @@ import torch
 from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest, file_problems, read_manifest
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import delete_step, find_step_folder, list_steps, step_folder, sweep, verify_files
+from titanlite.config.progress import progress_bar
 from titanlite.config.schema import ConfigError
 from titanlite.distributed.run_folder import lock
 from titanlite.formats.convert import describe
@@ -119,7 +120,8 @@ def verify(path: Path) -> int:
         started = time.monotonic()
         try:
             manifest = read_manifest(folder)
-            problems = verify_files(folder, manifest)
+            with progress_bar(manifest.size, f"verifying {folder.name}") as bar:
+                problems = verify_files(folder, manifest, progress=bar.update)
         except CorruptCheckpoint as error:
             problems = error.problems
         for problem in problems:

@@ -56,18 +56,22 @@ class Weights:
         return logits
 
 
-def compare_tensors(source: FullState, result: FullState, rounded: Rounded, full: bool) -> list[str]:
-    """What differs: a line for each tensor that is absent, new, of another shape or dtype, or not the same bits."""
+def compare_tensors(
+    source: FullState, result: FullState, rounded: Rounded, full: bool, progress: Callable[[int], object]
+) -> list[str]:
+    """A line for each tensor that is missing, new, of another shape or dtype, or differs in a bit."""
     problems = []
     pairs = [(source.tensors, result.tensors, rounded)]
     if full:
         pairs.append((source.others, result.others, lambda tensor, rows: rows))
     for there, here, rounded_here in pairs:
         problems += [f"{result.path}: has no {name!r}" for name in there if name not in here]
-        problems += [f"{result.path}: has {name!r}, which the source has not" for name in here if name not in there]
+        problems += [f"{result.path}: has {name!r}, and the source does not" for name in here if name not in there]
         for name in there:
-            if name in here and (problem := _difference(there[name], here[name], rounded_here)):
-                problems.append(f"{result.path}: {name!r} {problem}")
+            if name in here:
+                if problem := _difference(there[name], here[name], rounded_here):
+                    problems.append(f"{result.path}: {name!r} {problem}")
+                progress(here[name].nbytes)
     return problems
 
 

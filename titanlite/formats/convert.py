@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
+from titanlite.config.progress import progress_bar
 from titanlite.config.schema import ConfigError
 from titanlite.config.spelling import suggestion
 from titanlite.data.tokenizer import Tokenizer
@@ -117,8 +118,11 @@ def _write(export: Export, target: Path, to: str, force: bool, log: Callable[[st
     remove_leftovers(target, state.path)
     started = time.monotonic()
     try:
-        require_intact(state, everything=export.full)
-        TARGETS[to](beside, export)
+        with progress_bar(state.nbytes(export.full), "verifying the source") as bar:
+            require_intact(state, export.full, bar.update)
+        with progress_bar(export.nbytes, "converting") as bar:
+            export.progress = bar.update
+            TARGETS[to](beside, export)
         if not force:
             _require_finite(export)
         publish(beside, target)
@@ -185,7 +189,7 @@ def _require_finite(export: Export) -> None:
 
 def describe(state: FullState, full: bool = False) -> str:
     """A checkpoint in a line: format, step, layout, tensors, model and tokenizer."""
-    about, tensors = state.about, list(state.tensors.values()) + list(state.others.values() if full else ())
+    about, count = state.about, len(state.tensors) + (len(state.others) if full else 0)
     dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in state.tensors.values()}))
     flavor = about.config.get("model", {}).get("flavor", "")
     parts = [
@@ -193,7 +197,7 @@ def describe(state: FullState, full: bool = False) -> str:
         f"step {about.step}" if about.step is not None else "",
         f"saved by {about.layout}" if about.layout else "",
         f"flavor {flavor}" if flavor else "",
-        f"{len(tensors)} tensors, {sum(tensor.nbytes for tensor in tensors) / 1e9:.3f} GB, {dtypes}",
+        f"{count} tensors, {state.nbytes(full) / 1e9:.3f} GB, {dtypes}",
         f"{about.model.num_parameters:,} parameters" if about.model else "the model's shape is not known",
         "with its tokenizer" if about.tokenizer else "no tokenizer",
     ]
@@ -209,7 +213,8 @@ def _verify(export: Export, result: FullState, to: str) -> str:
             return gguf_file.rounded(tensor, rows, export.dtype, export.q8)
         return rows.to(export.dtype_of(tensor))
 
-    problems = compare_tensors(state, result, rounded, export.full)
+    with progress_bar(result.nbytes(export.full), "comparing") as bar:
+        problems = compare_tensors(state, result, rounded, export.full, bar.update)
     compared = f"verified: {len(export.model) + len(export.others)} tensors bit by bit"
     if not problems and state.about.model and not export.full:
         problem = compare_logits(state, target, to, result, rounded)

@@ -172,6 +172,11 @@ class FullState(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.tensors)
 
+    def nbytes(self, full: bool = False) -> int:
+        """Bytes of the model, or of everything."""
+        others = self.others.values() if full else ()
+        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *others))
+
     @property
     def model(self) -> LlamaConfig:
         """The model's shape. Raises ConfigError where the files do not tell."""
