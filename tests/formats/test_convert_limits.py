@@ -90,7 +90,7 @@ def test_step_0_can_be_asked_for_and_is_warned_of(tmp_path, caplog):
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["step 0"]
     assert main(["convert", str(run), str(tmp_path / "also.pt"), "--step", "0"]) == 0
     assert load_full_state(tmp_path / "also.pt").about.step == 0
-    with pytest.raises(ConfigError, match=r"--step 0: .* is no run; leave --step out"):
+    with pytest.raises(ConfigError, match=r"--step 0: .* is not a run; leave --step out"):
         load_full_state(tmp_path / "also.pt", step=0)
 
 
@@ -124,7 +124,7 @@ def test_parts_that_are_no_model_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"has Hugging Face's names \('model.layers.3.self_attn"):
         load_full_state(tmp_path / "model-00003.safetensors")
     save_file({"optimizer.state.norm.weight.exp_avg": torch.ones(2)}, tmp_path / "training-00000.safetensors")
-    with pytest.raises(ConfigError, match="holds what a run goes on with, and no model"):
+    with pytest.raises(ConfigError, match="holds training state and no model"):
         load_full_state(tmp_path / "training-00000.safetensors")
 
 
