@@ -175,7 +175,7 @@ class HuggingFace:
         theirs = self.model.state_dict()
         with torch.no_grad():
             for name, there in huggingface.names(llama).items():
-                turned = huggingface.is_turned(name)
+                turned = huggingface.is_permuted(name)
                 theirs[there].copy_(half_split(source[name], llama.head_dim) if turned else source[name])
         self.model.train()
         self.optimizer = adamw(self.model, config)

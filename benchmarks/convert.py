@@ -37,7 +37,7 @@ for _ in range(2):
     target = Path(options["target"])
     shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
     started = time.monotonic()
-    convert(**options)
+    convert(**options, log=lambda text: None)
 print(json.dumps({"seconds": time.monotonic() - started, "memory": peak() - base, "base": base}))
 """
 MAKE = """
@@ -46,10 +46,9 @@ from pathlib import Path
 import torch
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.storage import write_step
-from titanlite.formats.full_state import expected_shapes
-from titanlite.model.flavors import FLAVORS
+from titanlite.model.flavors import FLAVORS, parameter_shapes
 config, generator = FLAVORS[sys.argv[1]], torch.Generator().manual_seed(0)
-weights = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in expected_shapes(config).items()}
+weights = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in parameter_shapes(config).items()}
 files = {"model.json": config.to_json().encode()}
 write_step(Path(sys.argv[2]), 1, {"model": weights}, files, RunMetadata({}, {"training": {"seq_len": 8192}}, ""))
 """

@@ -297,7 +297,7 @@ def read_where_one_may_not(folder: Path, number: int) -> None:
     """Rank 1 meets an error that is not the folder's."""
     from titanlite.checkpoint import storage
 
-    def refuse(path, stop):
+    def refuse(path, progress):
         raise OSError(number, os.strerror(number))
 
     if torch.distributed.get_rank() == 1:

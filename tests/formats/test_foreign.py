@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from titanlite.checkpoint.state import ModelState
 from titanlite.config.schema import ConfigError
-from titanlite.formats.fill import agree_on, fill
-from titanlite.formats.recognise import open_full_state
+from titanlite.formats.detect import open_full_state
+from titanlite.formats.load import fill, raise_together
 from titanlite.formats.stock import is_stock_dcp, read_folder
 
 FLAVORS = {"small": SMALL, "even": EVEN}
@@ -51,7 +51,7 @@ def save(folder: Path, parallel: dict, flavor: str, at_root: bool) -> dict[str, 
 
 
 def read_stock(folder: Path, state: dict[str, torch.Tensor]) -> None:
-    agree_on(lambda: fill(open_full_state(folder), state))
+    raise_together(lambda: fill(open_full_state(folder), state))
 
 
 def read(folder: Path, parallel: dict, flavor: str) -> dict[str, torch.Tensor]:
@@ -120,11 +120,11 @@ def test_all_that_does_not_fit_is_one_error(tmp_path):
     state = {"layers.0.wg": torch.zeros(2, 3), "b": torch.zeros(5), "c": torch.zeros(2), "d": torch.zeros(1)}
     with pytest.raises(ConfigError) as caught:
         read_stock(tmp_path, state)
-    missing, other, shape, dtype = caught.value.problems
+    missing, shape, dtype, other = caught.value.problems
     assert missing.endswith("has no 'layers.0.wg'; did you mean layers.0.wq?")
     assert other.endswith("has no 'd'")
     assert shape.endswith("'b' is (4,); the model's is (5,)")
-    assert "'c' is torch.int64; weights are torch.float32" in dtype
+    assert "'c' is torch.int64; allowed: torch.float32" in dtype
     assert not any(tensor.any() for tensor in state.values())
 
 

@@ -22,9 +22,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from titanlite.config.schema import ConfigError
-from titanlite.formats.fill import fill
+from titanlite.formats.detect import open_full_state
+from titanlite.formats.load import fill
 from titanlite.formats.pickled import UnsafeName, read_pickle
-from titanlite.formats.recognise import open_full_state
 from titanlite.formats.stock_index import MAX_INDEX_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

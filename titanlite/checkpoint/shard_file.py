@@ -14,11 +14,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -50,10 +49,23 @@ def write_files(files: dict[Path, dict[str, Tensor]]) -> dict[Path, Written]:
     return {path: Written(FileEntry(size, digest), finite) for path, (size, digest, finite) in results.items()}
 
 
-def _header(tensors: dict[str, Tensor]) -> bytes:
-    header, end = {}, 0
+class Described(Protocol):
+    """What a header needs of a tensor, which may not be in memory."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def header_bytes(tensors: Mapping[str, Described], metadata: dict[str, str] | None = None) -> bytes:
+    """The beginning of a file that has these tensors in this order."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
     for key, tensor in tensors.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin, end = end, end + tensor.nbytes
         header[key] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the first tensor
@@ -68,7 +80,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def _write(path: Path, tensors: dict[str, Tensor]) -> int:
     """Writes and syncs a file; returns its size in bytes. Raises OSError."""
     with path.open("xb", buffering=0) as file:
-        for part in (memoryview(_header(tensors)), *map(_bytes_of, tensors.values())):
+        for part in (memoryview(header_bytes(tensors)), *map(_bytes_of, tensors.values())):
             while len(part):  # an unbuffered write may write only a part
                 part = part[file.write(part) :]
         os.fsync(file.fileno())
@@ -80,33 +92,11 @@ def _hash_and_check(tensors: dict[str, Tensor]) -> tuple[str, bool]:
 
     Tensor by tensor, so that each is still in the CPU's cache when it is read a second time.
     """
-    digest, finite = hashlib.sha256(_header(tensors)), True
+    digest, finite = hashlib.sha256(header_bytes(tensors)), True
     for tensor in tensors.values():
         digest.update(_bytes_of(tensor))
         finite = finite and is_finite(tensor)
     return digest.hexdigest(), finite
-
-
-class BackgroundConsumer:
-    """Calls `consume` with each piece of a stream in a thread, so that a checksum overlaps with the next read.
-
-    At most two pieces are kept in memory. Used in a `with` statement, at whose end all pieces have been consumed.
-    """
-
-    def __init__(self, consume: Callable[[memoryview], object]) -> None:
-        self._consume, self._thread = consume, ThreadPoolExecutor(1)
-        self._work: list[Future[object]] = []
-
-    def add(self, data: memoryview) -> None:
-        if len(self._work) > 1:
-            self._work.pop(0).result()
-        self._work.append(self._thread.submit(self._consume, data))
-
-    def __enter__(self) -> BackgroundConsumer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._thread.shutdown()
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -120,14 +110,14 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(np.isfinite(values.max()) and np.isfinite(values.min()))  # with a NaN, both are NaN
 
 
-def digest_of(path: Path, stop: Event | None = None) -> str:
-    """SHA-256 of a file in hexadecimal. Raises CancelledError once `stop` is set."""
+def digest_of(path: Path, progress: Callable[[int], object] | None = None) -> str:
+    """SHA-256 of a file in hexadecimal. `progress` is called with the number of bytes of each block."""
     digest, buffer = hashlib.sha256(), bytearray(BLOCK_BYTES)
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):
-            if stop and stop.is_set():
-                raise CancelledError
             digest.update(memoryview(buffer)[:size])
+            if progress:
+                progress(size)
     return digest.hexdigest()
 
 

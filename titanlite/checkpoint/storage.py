@@ -25,10 +25,10 @@ import secrets
 import shutil
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import torch
@@ -172,11 +172,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def verify_files(
-    folder: Path, manifest: Manifest, names: list[str] | None = None, stop: Event | None = None
+    folder: Path,
+    manifest: Manifest,
+    names: list[str] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> list[str]:
     """Problems of a checkpoint's files, or of those in `names`: several threads read and hash all bytes.
 
-    Raises CancelledError once another thread sets `stop`.
+    `progress` is called with the number of bytes of each block, by several threads.
     """
     wanted = manifest.files if names is None else {name: manifest.files[name] for name in names}
     if problems := file_problems(folder, manifest):
@@ -184,7 +187,7 @@ def verify_files(
 
     def problem(name: str) -> str:
         try:
-            same = digest_of(folder / name, stop) == wanted[name].sha256
+            same = digest_of(folder / name, progress) == wanted[name].sha256
             return "" if same else f"{folder / name}: its SHA-256 has changed"
         except OSError as error:
             return describe_os_error(folder / name, error)

@@ -20,11 +20,12 @@ import torch
 from titanlite.checkpoint.manifest import CorruptCheckpoint, file_problems, read_manifest
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import delete_step, find_step_folder, list_steps, step_folder, sweep, verify_files
+from titanlite.config.progress import progress_bar
 from titanlite.config.schema import ConfigError
 from titanlite.distributed.run_folder import lock
 from titanlite.formats.convert import describe
+from titanlite.formats.detect import is_step_folder, open_full_state
 from titanlite.formats.full_state import FullState
-from titanlite.formats.recognise import is_ours, open_full_state
 
 EXIT_DAMAGED = 1  # or the two checkpoints differ
 
@@ -107,7 +108,7 @@ def list_run(run_folder: Path) -> int:
 def verify(path: Path) -> int:
     """Hashes every file of a checkpoint, or of all checkpoints of a run. Returns 1 if any is damaged."""
     folders = [path] if (path / "manifest.json").exists() or re.fullmatch(r"step-\d+", path.name) else []
-    if not folders and path.exists() and not is_ours(path):
+    if not folders and path.exists() and not is_step_folder(path):
         form = open_full_state(path).about.format
         raise ConfigError(f"{path}: format {form} has no hashes; expected a run's or a step's folder")
     folders = folders or [step_folder(folder, step) for folder in [_folder(path)] for step in list_steps(folder)]
@@ -116,7 +117,8 @@ def verify(path: Path) -> int:
         started = time.monotonic()
         try:
             manifest = read_manifest(folder)
-            problems = verify_files(folder, manifest)
+            with progress_bar(manifest.size, f"verifying {folder.name}") as bar:
+                problems = verify_files(folder, manifest, progress=bar.update)
         except CorruptCheckpoint as error:
             problems = error.problems
         for problem in problems:
@@ -131,7 +133,7 @@ def verify(path: Path) -> int:
 
 def show(path: Path, trust_pickle: bool) -> int:
     """Prints the manifest, or the tensors of a checkpoint of another format."""
-    if path.exists() and not is_ours(path):
+    if path.exists() and not is_step_folder(path):
         full = open_full_state(path, trust_pickle=trust_pickle)
         print(describe(full, full=True))
         for name, other in (full.tensors | full.others).items():

@@ -1,4 +1,4 @@
-"""`titanlite convert SOURCE TARGET`: the command line of `convert.py`."""
+"""`titanlite convert SOURCE TARGET`: the command line of `formats/convert.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from titanlite.config.schema import ConfigError
 from titanlite.formats.convert import DTYPES, Mismatch, convert
-from titanlite.formats.recognise import READABLE
+from titanlite.formats.detect import READABLE
 from titanlite.formats.targets import TARGETS
 
 EXIT_MISMATCH = 1
@@ -18,35 +18,37 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def run(argv: list[str]) -> int:
-    """The command; returns its exit code: 0, or 1 where the result is not what the source was."""
+    """The command; returns its exit code: 0, or 1 if the output differs from the source."""
     parser = argparse.ArgumentParser(
         prog="titanlite convert",
         description="Write a checkpoint in another format, tensor by tensor, and compare the two.",
-        epilog=f"SOURCE is found by looking: {READABLE}. No process group and no GPU are needed.",
+        epilog=f"SOURCE is detected: {READABLE}. No process group and no GPU are needed.",
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help="what to convert; a run means its newest step")
     parser.add_argument("target", type=Path, metavar="TARGET", help="the file or folder to write")
     parser.add_argument("--to", default="", metavar="FORMAT", help=f"{', '.join(TARGETS)}; default: by TARGET's suffix")
     parser.add_argument(
-        "--dtype", default="", help=f"of the weights: {', '.join(DTYPES)}, for gguf q8_0; default: as they are"
+        "--dtype", default="", help=f"of the weights: {', '.join(DTYPES)}, for gguf q8_0; default: the source's"
     )
     parser.add_argument("--step", type=_step, help="which checkpoint of a run; default: the newest")
     parser.add_argument("--shard-size", type=_size, default=0, help="largest file of a sharded format (5GB)")
-    parser.add_argument("--full", action="store_true", help="optimizer and all else that going on takes, too")
-    parser.add_argument("--model", default="", help="flavor or model.json, for sources that do not tell the shape")
+    parser.add_argument("--full", action="store_true", help="also write optimizer and training state")
+    parser.add_argument("--model", default="", help="flavor or model.json, for sources without the model's shape")
     parser.add_argument(
         "--verify",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="read the result again and compare it with the source (default)",
+        help="read the output again and compare it with the source (default)",
     )
-    parser.add_argument("--force", action="store_true", help="replace TARGET; convert what is not finite")
-    parser.add_argument("--trust-pickle", action="store_true", help="unpickle a stock DCP index: runs its code")
+    parser.add_argument("--force", action="store_true", help="replace TARGET; convert NaN and infinity")
+    parser.add_argument(
+        "--trust-pickle", action="store_true", help="unpickle a stock DCP index, which runs any code in it"
+    )
     options = vars(parser.parse_args(argv))
-    stops = (signal.SIGTERM, signal.SIGHUP)  # at which what is half written is to be removed
+    stops = (signal.SIGTERM, signal.SIGHUP)  # on these, partial output is removed
     before = [signal.signal(number, _stop) for number in stops]
     try:
-        convert(**options, tell=lambda text: print(text, file=sys.stderr, flush=True))
+        convert(**options, log=lambda text: print(text, file=sys.stderr, flush=True))
     except Mismatch as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)

@@ -19,13 +19,13 @@ import os
 import platform
 import re
 import shutil
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.progress import progress_bar
 from titanlite.config.schema import ConfigError, DataConfig
 from titanlite.data.shards import ShardWriter, token_dtype
 from titanlite.data.tokenizer import Tokenizer
@@ -107,7 +107,7 @@ def _prepare(
     name: str, root: Path, files: list[Path], tokenizer: Tokenizer, folder: Path, log: Callable[[str], None]
 ) -> None:
     """Tokenises into a temporary folder and renames it."""
-    started, done = time.monotonic(), 0
+    started = time.monotonic()
     total = sum(path.stat().st_size for path in files)
     log(f"preparing {name}: {len(files)} files, {total / 1e6:.1f} MB of text from {root}")
     temporary = folder.with_name(f".{folder.name}.tmp")
@@ -116,19 +116,18 @@ def _prepare(
     dtype = token_dtype(tokenizer.size)
     writers = {split: ShardWriter(temporary, split, dtype) for split in ("train", "validation")}
     digest = hashlib.sha256(tokenizer.sha256.encode())
-    progress = ProgressLine(total, log)
-    for path, split, begin, end in _parts(root, files):
-        writer = writers[split]
-        writer.write([tokenizer.bos])
-        digest.update(f"{path.relative_to(root)} {split} {end - begin}\n".encode("utf-8", "surrogateescape"))
-        for block in _read(path, begin, end):
-            digest.update(block)
-            writer.write(tokenizer.encode(_decode(block, path)))
-            done += len(block)
-            progress.show(done)
-        writer.write([tokenizer.eos])
-        writer.documents += 1
-        writer.text_bytes += end - begin
+    with progress_bar(total, "tokenising") as bar:
+        for path, split, begin, end in _parts(root, files):
+            writer = writers[split]
+            writer.write([tokenizer.bos])
+            digest.update(f"{path.relative_to(root)} {split} {end - begin}\n".encode("utf-8", "surrogateescape"))
+            for block in _read(path, begin, end):
+                digest.update(block)
+                writer.write(tokenizer.encode(_decode(block, path)))
+                bar.update(len(block))
+            writer.write([tokenizer.eos])
+            writer.documents += 1
+            writer.text_bytes += end - begin
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "name": name,
@@ -215,19 +214,3 @@ def _decode(block: bytes, path: Path) -> str:
     if "\0" in text:
         raise ConfigError(f"{path}: contains a NUL byte, so it is not text; select the text files with data.pattern")
     return text
-
-
-class ProgressLine:
-    """A progress line: redrawn on a terminal, otherwise printed at every quarter."""
-
-    def __init__(self, total: int, log: Callable[[str], None]) -> None:
-        self.total, self.log, self.started, self.shown = max(1, total), log, time.monotonic(), 0.0
-
-    def show(self, done: int) -> None:
-        part, seconds = done / self.total, time.monotonic() - self.started
-        line = f"tokenising {100 * part:5.1f} %, {done / 1e6 / max(seconds, 1e-9):.1f} MB/s"
-        if sys.stdout.isatty() and self.log is print:
-            print(f"\r{line}", end="\n" if done == self.total else "", flush=True)
-        elif part >= self.shown + 0.25:
-            self.shown = part // 0.25 * 0.25
-            self.log(line)

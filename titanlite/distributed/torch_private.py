@@ -156,10 +156,3 @@ def pipeline_stage_class() -> Any:
                 super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     return Stage
-
-
-def storage_info(relative_path: str, offset: int, length: int) -> Any:
-    """Where a stock DCP folder's index says a tensor lies. The index is a pickle of this class. Checked: 2.11, 2.13."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return _StorageInfo(relative_path, offset, length)

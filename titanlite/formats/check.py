@@ -1,9 +1,9 @@
-"""Is what was written what was read? Every tensor bit by bit, and the model's answers.
+"""Compares the output of a conversion with its source: every tensor bit by bit, and the model's logits.
 
-What it is: the result is opened again and compared with the source. For bits that is straightforward. But a format has
-its own idea of what the tensors mean, and tensors that are all there and mean something else are the usual mistake of
-converters. So a second Llama, written for this and sharing nothing with `model/llama.py`, must give on the result the
-logits that our model gives on the source; of Hugging Face's files it reads the rows in their order, with their RoPE.
+What it is: the output is opened again and compared with the source. Equal bits are not enough: a reader and a writer
+that share a mistake, as a wrong order of rows, agree with each other. So a second Llama, which shares no code with
+`model/llama.py`, must compute from the output the logits that titanlite's model computes from the source. It reads
+Hugging Face's files with their order of rows and their RoPE.
 What it costs: reading both twice; memory for one layer, in fp64.
 """
 
@@ -24,15 +24,15 @@ from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import TransformerBlock, rope_table
 
 PROMPT = 16  # tokens of the fixed prompt
-# Of the largest logit. Angles and rotations are fp32's, the rest is fp64: a wrong order of rows makes 0.1 in a trained
-# model, and 1e-4 in one so new that its attention hardly looks at anything.
+# Relative to the largest logit. Angles and rotations are fp32, the rest is fp64. A wrong order of rows makes 0.1 in a
+# trained model, and 1e-4 in a new one, whose attention is nearly uniform.
 TOLERANCE = 1e-5
-Rounded = Callable[[FullTensor, Tensor], Tensor]  # rows of a tensor -> what is to be found in their place
+Rounded = Callable[[FullTensor, Tensor], Tensor]  # rows of a tensor -> the same rows as written
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Weights:
-    """Parameters by our name, in fp64, as a file has them after rounding; large ones by rows."""
+    """Parameters by titanlite's names, in fp64, rounded as the output has them; large ones by rows."""
 
     def __init__(self, tensors: dict[str, FullTensor], rounded: Rounded = lambda tensor, rows: rows) -> None:
         self.tensors, self.rounded = tensors, rounded
@@ -50,24 +50,29 @@ class Weights:
     def project(self, x: Tensor, tied: bool) -> Tensor:
         """(S, D) -> logits (S, V)"""
         table = self.tensors["tok_embeddings.weight" if tied else "output.weight"]
-        logits = torch.empty(len(x), table.shape[0], dtype=torch.float64)  # made first: results kept one by one would
-        for start, stop in table.row_ranges():  # lie between the blocks, and keep their memory from being used again
+        # Allocated first: results allocated between the blocks would fragment the memory that the blocks reuse.
+        logits = torch.empty(len(x), table.shape[0], dtype=torch.float64)
+        for start, stop in table.row_ranges():
             logits[:, start:stop] = x @ self.rounded(table, table.read(start, stop)).double().T
         return logits
 
 
-def different_tensors(source: FullState, result: FullState, rounded: Rounded, full: bool) -> list[str]:
-    """What differs: a line for each tensor that is absent, new, of another shape or dtype, or not the same bits."""
+def compare_tensors(
+    source: FullState, result: FullState, rounded: Rounded, full: bool, progress: Callable[[int], object]
+) -> list[str]:
+    """A line for each tensor that is missing, new, of another shape or dtype, or differs in a bit."""
     problems = []
     pairs = [(source.tensors, result.tensors, rounded)]
     if full:
         pairs.append((source.others, result.others, lambda tensor, rows: rows))
     for there, here, rounded_here in pairs:
         problems += [f"{result.path}: has no {name!r}" for name in there if name not in here]
-        problems += [f"{result.path}: has {name!r}, which the source has not" for name in here if name not in there]
+        problems += [f"{result.path}: has {name!r}, and the source does not" for name in here if name not in there]
         for name in there:
-            if name in here and (problem := _difference(there[name], here[name], rounded_here)):
-                problems.append(f"{result.path}: {name!r} {problem}")
+            if name in here:
+                if problem := _difference(there[name], here[name], rounded_here):
+                    problems.append(f"{result.path}: {name!r} {problem}")
+                progress(here[name].nbytes)
     return problems
 
 
@@ -84,28 +89,28 @@ def _difference(a: FullTensor, b: FullTensor, rounded: Rounded) -> str:
     return ""
 
 
-def different_answers(source: FullState, path: Path, format: str, result: FullState, rounded: Rounded) -> str | None:
-    """What is wrong with the logits of the result for a fixed prompt, if anything; None where they are not finite."""
+def compare_logits(source: FullState, path: Path, format: str, result: FullState, rounded: Rounded) -> str | None:
+    """The problem with the result's logits for a fixed prompt, empty if they agree; None if they are not finite."""
     config = source.model
     tokens = torch.arange(PROMPT) * 7919 % config.vocab_size
 
-    ours = _our_logits(config, Weights(source.tensors, rounded), tokens)
+    expected = _model_logits(config, Weights(source.tensors, rounded), tokens)
     tensors = result.tensors
     if format == "hf":
         raw = read_folder(path)
         tensors = {name: raw[theirs] for name, theirs in huggingface.names(config).items()}
-    theirs = _their_logits(config, Weights(tensors), tokens, half_split=format == "hf")
-    if not bool(ours.isfinite().all()):
-        return None  # finite weights can be too large to answer, too; that the bits are the same is known
-    apart, largest = float((ours - theirs).abs().max()), float(ours.abs().max())
+    found = _reference_logits(config, Weights(tensors), tokens, half_split=format == "hf")
+    if not bool(expected.isfinite().all()):
+        return None  # finite weights can overflow too; their bits were compared
+    apart, largest = float((expected - found).abs().max()), float(expected.abs().max())
     if not apart <= TOLERANCE * max(largest, 1e-3):
         return f"{path}: logits are {apart:.3g} apart from the source's, of up to {largest:.3g}"
     return ""
 
 
 @torch.no_grad()
-def _our_logits(config: LlamaConfig, read: Weights, tokens: Tensor) -> Tensor:
-    """Logits (S, V) of our model, one layer in memory at a time."""
+def _model_logits(config: LlamaConfig, read: Weights, tokens: Tensor) -> Tensor:
+    """Logits (S, V) of `model/llama.py`, one layer in memory at a time."""
     x = read.embed(tokens)[None]
     rope = rope_table(config, torch.arange(len(tokens)))
     block = TransformerBlock(config).double()
@@ -116,16 +121,16 @@ def _our_logits(config: LlamaConfig, read: Weights, tokens: Tensor) -> Tensor:
     return read.project(x, config.tied_embeddings)
 
 
-def _their_logits(config: LlamaConfig, read: Weights, tokens: Tensor, half_split: bool) -> Tensor:
-    """Logits (S, V) of a Llama written out: attention as a product and a softmax, RoPE as rotations of the plane."""
+def _reference_logits(config: LlamaConfig, read: Weights, tokens: Tensor, half_split: bool) -> Tensor:
+    """Logits (S, V) of an independent Llama: attention as product and softmax, RoPE as complex rotations."""
     x, width, heads, kv_heads = read.embed(tokens), config.head_dim, config.num_heads, config.num_kv_heads
     angles = _angles(config, len(tokens))
-    later = torch.full((len(tokens), len(tokens)), -math.inf, dtype=torch.float64).triu(1)
+    mask = torch.full((len(tokens), len(tokens)), -math.inf, dtype=torch.float64).triu(1)
 
     def normed(value: Tensor, name: str) -> Tensor:
         return value / (value.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * read(name)
 
-    def turned(value: Tensor) -> Tensor:  # (S, heads, width)
+    def rotated(value: Tensor) -> Tensor:  # (S, heads, width)
         pairs = (len(tokens), -1, 2, width // 2) if half_split else (len(tokens), -1, width // 2, 2)
         first, second = value.reshape(pairs).unbind(2 if half_split else 3)
         plane = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -135,10 +140,10 @@ def _their_logits(config: LlamaConfig, read: Weights, tokens: Tensor, half_split
         layer = f"layers.{i}."
         h = normed(x, layer + "attention_norm.weight")
         q, k, v = ((h @ read(f"{layer}attention.w{which}.weight").T).reshape(len(tokens), -1, width) for which in "qkv")
-        q, k = turned(q), turned(k).repeat_interleave(heads // kv_heads, 1)
+        q, k = rotated(q), rotated(k).repeat_interleave(heads // kv_heads, 1)
         v = v.repeat_interleave(heads // kv_heads, 1)
-        seen = (torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(width) + later).softmax(-1)
-        x = x + torch.einsum("hij,jhd->ihd", seen, v).flatten(1) @ read(layer + "attention.wo.weight").T
+        weights = (torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(width) + mask).softmax(-1)
+        x = x + torch.einsum("hij,jhd->ihd", weights, v).flatten(1) @ read(layer + "attention.wo.weight").T
         h = normed(x, layer + "ffn_norm.weight")
         gate = h @ read(layer + "feed_forward.w1.weight").T
         hidden = gate * torch.sigmoid(gate) * (h @ read(layer + "feed_forward.w3.weight").T)
@@ -148,7 +153,7 @@ def _their_logits(config: LlamaConfig, read: Weights, tokens: Tensor, half_split
 
 
 def _angles(config: LlamaConfig, length: int) -> Tensor:
-    """Angle of each pair at each position, (S, width / 2), as the Llama 3.1 release scales them."""
+    """Angle of each pair at each position, (S, width / 2). On purpose not `rope_frequencies` of `model/llama.py`."""
     frequencies = []
     for i in range(0, config.head_dim, 2):
         frequency = config.rope_theta ** (-i / config.head_dim)

@@ -1,10 +1,10 @@
-"""All of a checkpoint as one lazy mapping, whatever format it is in: `name -> Tensor`, read when it is asked for.
+"""A checkpoint of any format as a lazy mapping: `name -> Tensor`, read on access.
 
-What it is: an index. Every format that titanlite reads comes down to boxes of tensors that lie row by row at some byte
-of some file (`Part`); what a format's reader makes is this index and what is known of the model (`About`). Names, the
-order of rows and shapes are titanlite's, so who reads need not know what the files are.
-What it costs: nothing until a tensor is read, then its bytes, by blocks of rows where one asks for blocks. Files are
-read and not mapped: mapped pages would count as memory of the process for as long as the file is open.
+What it is: an index. In every format that titanlite reads, tensors consist of boxes that lie row by row at some byte of
+some file (`Part`). A format's reader makes this index and a description of the model (`About`). Names, order of rows
+and shapes are titanlite's, so users of the mapping need not know the format.
+What it costs: nothing until a tensor is read, then its bytes, or one block of rows at a time (`blocks`). Files are read
+and not mapped: a source that is truncated meanwhile is an error, where a mapped one would end the process.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.schema import ConfigError
 from titanlite.model.flavors import LlamaConfig
 
-ORIGIN = "titanlite.json"  # beside weights whose format has no place for it: step and trained length
-BLOCK = 1 << 22  # bytes of rows read at a time: memory of that size is used again, larger pieces go back to the system
+ORIGIN = "titanlite.json"  # step and trained length, beside weights whose format has no field for them
+BLOCK = 1 << 22  # bytes of rows read at a time; the allocator reuses memory of this size and returns larger pieces
 
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a tensor, and the byte of a file where its first number lies."""
+    """A box of a tensor, and the byte of a file where it begins."""
 
     file: Path
     begin: int
@@ -38,15 +38,15 @@ class Part:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether each of its rows is spread over all of it in the file."""
+        """Whether each row is spread over the whole box in the file."""
         return len(self.strides) > 1 and self.strides[0] < max(self.strides)
 
     def locate(self, file: BinaryIO) -> tuple[int, tuple[int, ...]]:
-        """`begin` and `strides` as they are in the open file."""
+        """`begin` and `strides`; a subclass may need the open file to know them."""
         return self.begin, self.strides
 
     def read(self, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Its rows from `start` to `stop`, counted within it. Raises CorruptCheckpoint if the file is too short."""
+        """Rows `start` to `stop` of the box. Raises CorruptCheckpoint if the file is too short."""
         shape = (stop - start, *self.sizes[1:])
         try:
             with self.file.open("rb", buffering=0) as file:
@@ -69,7 +69,7 @@ class Part:
 
 @dataclass(frozen=True)
 class FullTensor:
-    """One whole tensor. `half_split`: the width of a head, where its rows lie in the order of Hugging Face."""
+    """One whole tensor. `half_split`: the head width if its rows lie in Hugging Face's order, else 0."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class FullTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows (of the first dimension) from `start` to `stop`; all of it if not told. Raises CorruptCheckpoint."""
+        """Rows (of the first dimension) from `start` to `stop`, by default all. Raises CorruptCheckpoint."""
         if not self.shape:
             return self.parts[0].read(self.dtype, 0, 1)[0]
         stop = self.shape[0] if stop is None else stop
@@ -104,7 +104,7 @@ class FullTensor:
         return rows
 
     def row_ranges(self, multiple: int = 1) -> list[tuple[int, int | None]]:
-        """Where to cut it, some 4 MB at a time; each range but the last has a multiple of so many rows."""
+        """Ranges of rows of about 4 MB; each but the last has a multiple of `multiple` rows."""
         if not self.shape or not self.nbytes or any(part.is_transposed for part in self.parts):
             return [(0, None)]
         step = math.lcm(multiple, self.half_split or 1)
@@ -117,16 +117,17 @@ class FullTensor:
 
 
 def same_numbers(a: FullTensor, b: FullTensor) -> bool:
-    """Whether two tensors are one under two names; reads up to the first difference."""
+    """Whether two tensors are equal; reads up to the first difference."""
     if a.shape != b.shape or a.dtype != b.dtype or not a.nbytes:
         return False
     return all(torch.equal(x, y) for x, y in zip(a.blocks(), b.blocks(), strict=True))
 
 
 def half_split(rows: Tensor, width: int) -> Tensor:
-    """Rows of wq or wk as Hugging Face has them: of each head, first the even rows, then the odd.
+    """Rows of wq or wk in Hugging Face's order: of each head, first the even rows, then the odd.
 
-    Meta's RoPE, and ours, turns neighbours (2i, 2i + 1); theirs turns (i, i + width / 2). rows: (heads * width, D).
+    RoPE rotates pairs of rows: (2i, 2i + 1) in Meta's code and here, (i, i + width / 2) in theirs.
+    rows: (heads * width, D).
     """
     return rows.unflatten(0, (-1, width // 2, 2)).transpose(1, 2).flatten(0, 2)
 
@@ -138,7 +139,7 @@ def interleave(rows: Tensor, width: int) -> Tensor:
 
 @dataclass
 class About:
-    """What is known of a checkpoint beside its tensors; None and empty where the format does not tell."""
+    """A checkpoint's description beside its tensors; None or empty where the format has no such field."""
 
     format: str
     model: LlamaConfig | None = None
@@ -149,13 +150,13 @@ class About:
     finite: bool | None = None
     config: dict[str, dict[str, Any]] = field(default_factory=dict)  # the resolved configuration
     data: str = ""  # fingerprint of the prepared data
-    files: dict[str, bytes] = field(default_factory=dict)  # small files that a step folder has beside
+    files: dict[str, bytes] = field(default_factory=dict)  # small files of a step folder
 
 
 class FullState(Mapping[str, Tensor]):
     """Parameter name -> tensor, in titanlite's names and order of rows.
 
-    `others`: what a run needs to go on and a model does not (`optimizer.state.<parameter>.exp_avg`, ...).
+    `others`: training state beside the model (`optimizer.state.<parameter>.exp_avg`, ...).
     """
 
     def __init__(
@@ -172,37 +173,19 @@ class FullState(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.tensors)
 
+    def nbytes(self, full: bool = False) -> int:
+        """Bytes of the model, or of everything."""
+        others = self.others.values() if full else ()
+        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *others))
+
     @property
     def model(self) -> LlamaConfig:
-        """The model's shape. Raises ConfigError where the files do not tell."""
+        """The model's shape. Raises ConfigError if the files do not hold it."""
         if self.about.model is None:
             if self.about.format == "titanlite":
                 raise CorruptCheckpoint(f"{self.path / 'model.json'}: not in the manifest")
             raise ConfigError(
-                f"{self.path} ({self.about.format}) does not tell the model's shape; give --model, a flavor or the "
-                "path of a model.json"
+                f"{self.path} ({self.about.format}) holds no model shape; give --model, a flavor or the path of a "
+                "model.json"
             )
         return self.about.model
-
-
-def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of this model, in the model's order."""
-    dim, kv_dim = config.dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (config.vocab_size, dim)}
-    for i in range(config.num_layers):
-        block = {
-            "attention_norm": (dim,),
-            "attention.wq": (dim, dim),
-            "attention.wk": (kv_dim, dim),
-            "attention.wv": (kv_dim, dim),
-            "attention.wo": (dim, dim),
-            "ffn_norm": (dim,),
-            "feed_forward.w1": (config.ffn_dim, dim),
-            "feed_forward.w2": (dim, config.ffn_dim),
-            "feed_forward.w3": (config.ffn_dim, dim),
-        }
-        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in block.items()}
-    shapes["norm.weight"] = (dim,)
-    if not config.tied_embeddings:
-        shapes["output.weight"] = (config.vocab_size, dim)
-    return shapes

@@ -1,8 +1,10 @@
-"""A model folder as Hugging Face's transformers reads and writes it: names, config.json, order of rows.
+"""A model folder of Hugging Face's transformers: names, config.json, order of rows.
 
-What it is: the same tensors under other names, but for the rows of wq and wk, which lie as their RoPE wants them
-(`half_split`); w1 is `gate_proj`, w3 `up_proj`, w2 `down_proj`. Nothing errs if that is wrong: logits are off by 0.2.
-Checked against transformers 5.
+What it is: the same tensors under other names. The rows of wq and wk are permuted, because their RoPE rotates other
+pairs (`half_split`); w1 is `gate_proj`, w3 `up_proj`, w2 `down_proj`. A mistake here raises no error: logits are off by
+0.2.
+What it costs: config.json and the headers are read; tensors when they are used.
+Reference: transformers 5, `LlamaForCausalLM`
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ LAYER = {  # ours -> theirs
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
-TURNED = ("attention.wq", "attention.wk")  # whose rows RoPE turns
+PERMUTED = ("attention.wq", "attention.wk")  # RoPE rotates their rows
 
 
 def names(config: LlamaConfig) -> dict[str, str]:
@@ -44,9 +46,9 @@ def names(config: LlamaConfig) -> dict[str, str]:
     return found
 
 
-def is_turned(name: str) -> bool:
-    """Whether the rows of this parameter of ours lie in another order there."""
-    return name.removesuffix(".weight").endswith(TURNED)
+def is_permuted(name: str) -> bool:
+    """Whether the rows of this parameter lie in another order in Hugging Face's files."""
+    return name.removesuffix(".weight").endswith(PERMUTED)
 
 
 def to_config(config: LlamaConfig, seq_len: int, dtype: str, bos: int | None, eos: int | None) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def to_config(config: LlamaConfig, seq_len: int, dtype: str, bos: int | None, eo
 
 
 def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
-    """The model of a config.json. Raises ConfigError for what our Llama is not, with every reason."""
+    """The model of a config.json. Raises ConfigError with every field that titanlite's Llama does not support."""
     if (kind := fields.get("model_type")) != "llama":
         raise ConfigError(f"{path}: model_type = {kind!r}; allowed: 'llama'")
     rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
@@ -134,16 +136,15 @@ def open_folder(folder: Path) -> FullState:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise CorruptCheckpoint(f"{path}: no configuration of a Llama ({type(error).__name__}: {error})") from None
+        raise CorruptCheckpoint(f"{path}: not the configuration of a Llama ({type(error).__name__}: {error})") from None
     theirs = read_folder(folder)
     tensors: dict[str, FullTensor] = {}
     for name, there in names(config).items():
         if tensor := theirs.pop(there, None):
-            turned = config.head_dim if is_turned(name) else 0
-            tensors[name] = dataclasses.replace(tensor, half_split=turned)
+            tensors[name] = dataclasses.replace(tensor, half_split=config.head_dim if is_permuted(name) else 0)
     left = {name: tensor for name, tensor in theirs.items() if not name.endswith("rotary_emb.inv_freq")}
     if config.tied_embeddings:
-        left.pop("lm_head.weight", None)  # the embedding once more
+        left.pop("lm_head.weight", None)  # the embedding again
     length = fields.get("max_position_embeddings", 0)
     about = About("hf", config, read_tokenizer(folder), seq_len=length if type(length) is int else 0)
     return FullState(folder, about, tensors | left)

@@ -1,10 +1,10 @@
-"""tokenizer.json <-> tiktoken's rank file: the same byte-pair encoding in two notations.
+"""tokenizer.json <-> tiktoken's rank file: the same byte-pair encoding in two formats.
 
-What it is: tiktoken keeps tokens as bytes in the order they were learned, and merges whatever pair makes the token of
-the lowest rank. Hugging Face's `tokenizers` keeps tokens as text (each byte a printable character) and lists the merges
-in order: the same, once all pairs that make a token stand there. `ignore_merges` makes it take a word that is a token
-whole, as tiktoken does.
-What it costs: finding the merges cuts every token everywhere: 128,000 tokens take a second.
+What it is: tiktoken stores tokens as bytes in the order they were learned, and merges the pair whose result has the
+lowest rank. Hugging Face's `tokenizers` stores tokens as text (a printable character per byte) and an ordered list of
+merges. Both encode alike if that list has every pair of tokens that makes a token. `ignore_merges` keeps a word that is
+a token whole, as tiktoken does.
+What it costs: the merges are found by splitting every token at every byte: a second for 128,000 tokens.
 Reference: https://huggingface.co/docs/tokenizers
 """
 
@@ -103,7 +103,7 @@ def to_files(tokenizer: Tokenizer, content: bytes, seq_len: int) -> dict[str, by
 
 
 def read_tokenizer(folder: Path) -> bytes | None:
-    """The rank file of a folder's tokenizer.json; None, with a warning, where that is no encoding of Llama 3's kind."""
+    """The rank file of a folder's tokenizer.json; None, with a warning, if it does not encode as Llama 3's does."""
     path = folder / "tokenizer.json"
     try:
         main = json.loads(path.read_bytes())
@@ -114,14 +114,14 @@ def read_tokenizer(folder: Path) -> bytes | None:
             raise ValueError("its ids are not 0, 1, 2, ... of different tokens")
         pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
         if pairs != [(to_text(a), to_text(b)) for a, b in merges_of(tokens)]:
-            raise ValueError("its merges do not go by the order of its tokens")
+            raise ValueError("its merges do not follow the order of its tokens")
         ranks = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens))
         tokenizer = Tokenizer(path, ranks)
         ours = json.loads(to_files(tokenizer, ranks, 0)["tokenizer.json"])
         same = {key: main[key] == ours[key] for key in ("normalizer", "pre_tokenizer")}
         same |= {key: model.get(key) == ours["model"][key] for key in ours["model"] if key not in ("vocab", "merges")}
         if other := [key for key, equal in same.items() if not equal]:
-            raise ValueError(f"its {', '.join(other)} is not that of Llama 3")
+            raise ValueError(f"its {', '.join(other)} differs from Llama 3's")
         added = {token["id"]: token["content"] for token in main["added_tokens"]}
         names = {i: name for name, i in tokenizer.special.items()}
         if any(added.get(i) != names[i] for i in (tokenizer.bos, tokenizer.eos)) or min(added) < len(tokens):

@@ -1,18 +1,29 @@
-"""Weights out of a checkpoint: into a new run, or into a model in one process.
+"""Weights from a checkpoint of any format into a model: into a new run under any layout, or into one process.
 
-What it is: what `checkpoint.initial_load`, `titanlite generate` and other tools start from: a checkpoint of any format
-that `formats/recognise.py` knows. A step folder of ours is read through its manifest and hashes.
-What it costs: the parameters in fp32 once; files of ours are read twice, first to see that they are what was written.
+What it is: used by `checkpoint.initial_load`, `titanlite generate` and other tools. DCP plans which part of which
+tensor a process needs, and `_Reader` reads those rows from a `FullState`. A step folder is read through its manifest,
+its hashes verified.
+What it costs: the parameters in fp32 once; each process reads only the rows of its own shards. Files of a step folder
+are read twice, the first time for the hashes. One collective, to agree on errors.
 """
 
 from __future__ import annotations
 
 import logging
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
+from titanlite.checkpoint.dcp import TensorStorageReader
 from titanlite.checkpoint.manifest import CorruptCheckpoint, read_manifest
 from titanlite.checkpoint.state import ModelState
 from titanlite.checkpoint.storage import (
@@ -24,32 +35,36 @@ from titanlite.checkpoint.storage import (
     verify_together,
 )
 from titanlite.config.schema import CheckpointConfig, ConfigError
+from titanlite.config.spelling import suggestion
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.distributed.agreement import broadcast_from_rank0
-from titanlite.formats.fill import agree_on, differences, fill
-from titanlite.formats.full_state import FullState
-from titanlite.formats.recognise import is_ours, open_full_state
+from titanlite.distributed.agreement import broadcast_from_rank0, raise_together
+from titanlite.formats.detect import is_step_folder, open_full_state
+from titanlite.formats.full_state import BLOCK, FullState
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 
 logger = logging.getLogger("titanlite")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def require_intact(full: FullState, everything: bool = False, progress: Callable[[int], object] | None = None) -> None:
+    """Raises CorruptCheckpoint unless the weights, or all files, match their hashes, if the format has any."""
+    if full.about.format == "titanlite":
+        manifest = read_manifest(full.path)
+        names = [name for name in manifest.files if everything or name.startswith("model")]
+        if problems := verify_files(full.path, manifest, names, progress):
+            raise CorruptCheckpoint([*problems, _other_steps(full.path)])
 
 
 def open_verified(path: Path, step: int | None = None, model: str = "", trust_pickle: bool = False) -> FullState:
-    """A checkpoint of any format whose weights are what was written, as far as the format has hashes.
-
-    Raises ConfigError; CorruptCheckpoint where it is not whole, with the run's other steps.
-    """
+    """A checkpoint of any format, its weights verified. Raises ConfigError or CorruptCheckpoint."""
     full = open_full_state(path, step, model, trust_pickle)
-    if full.about.format == "titanlite":
-        manifest = read_manifest(full.path)
-        if problems := verify_files(full.path, manifest, [name for name in manifest.files if name.startswith("model")]):
-            raise CorruptCheckpoint([*problems, _others(full.path)])
+    require_intact(full)
     return full
 
 
 def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
-    """The checkpoint's tokenizer, or the rank file at `path`. Raises ConfigError where there is neither."""
+    """The checkpoint's tokenizer, or the rank file at `path`. Raises ConfigError if there is neither."""
     if path:
         return Tokenizer(path)
     if full.about.tokenizer is None:
@@ -62,7 +77,7 @@ def load_weights(
 ) -> None:
     """Replaces a new run's weights with those that `checkpoint.initial_load` names; all processes call it together.
 
-    Raises ConfigError where that is damaged, not finite or not of the model's shape.
+    Raises ConfigError if they are damaged, not finite or not of the model's shape.
     """
     weights = model.state_dict()
     path, content = Path(config.initial_load), tokenizer.path.read_bytes()
@@ -79,20 +94,20 @@ def read_weights(
     trust_pickle: bool = False,
     group: Any = None,
 ) -> Path:
-    """Fills `state` (parameter name -> tensor or DTensor) from a checkpoint of any format; a run's newest.
+    """Fills `state` (parameter name -> tensor or DTensor) from a checkpoint of any format, of a run from its newest.
 
-    All processes of `group` call it together, in any layout, and each reads what it holds; returns the path. Raises
-    ConfigError where that is damaged, not finite or not of `model`'s shape.
+    All processes of `group` call it together, in any layout, and each reads its own rows; returns the path. Raises
+    ConfigError if the checkpoint is damaged, not finite or not of `model`'s shape.
     """
-    if not broadcast_from_rank0(lambda: is_ours(path)):
-        full = agree_on(lambda: open_full_state(path, trust_pickle=trust_pickle))
+    if not broadcast_from_rank0(lambda: is_step_folder(path)):
+        full = on_all_ranks(lambda: open_full_state(path, trust_pickle=trust_pickle))
         _compare_tokenizers(full, tokenizer)
-        agree_on(lambda: _fill(full, state, model))
+        on_all_ranks(lambda: _fill(full, state, model))
         return path
     # Rank 0 chooses for all: the run it belongs to may be saving another one now.
     folder = Path(broadcast_from_rank0(lambda: str(find_step_folder(path))))
     if problems := verify_together(folder, "model", group):
-        raise CorruptCheckpoint([*problems, _others(folder)])
+        raise CorruptCheckpoint([*problems, _other_steps(folder)])
     if not read_manifest(folder).finite:
         raise ConfigError(f"{folder}: holds NaN or infinity; choose another step")
     _compare_tokenizers(open_full_state(folder), tokenizer)
@@ -102,7 +117,7 @@ def read_weights(
 
 def _compare_tokenizers(full: FullState, tokenizer: bytes) -> None:
     if full.about.tokenizer not in (None, tokenizer):
-        logger.warning("%s: was trained with another tokenizer, so its embeddings are of other tokens", full.path)
+        logger.warning("%s: was trained with another tokenizer; its embeddings belong to other tokens", full.path)
 
 
 def _fill(full: FullState, state: dict[str, Any], model: LlamaConfig) -> None:
@@ -116,8 +131,7 @@ def _fill(full: FullState, state: dict[str, Any], model: LlamaConfig) -> None:
     fill(full, state)
 
 
-def _others(folder: Path) -> str:
-    """What to name instead of a damaged checkpoint."""
+def _other_steps(folder: Path) -> str:
     others = [str(step) for step in list_steps(folder.parent) if step_folder(folder.parent, step) != folder]
     return f"{folder} is damaged; other steps in {folder.parent}: {', '.join(others) or 'none'}"
 
@@ -126,14 +140,97 @@ def load_model(full: FullState, device: torch.device, seq_len: int) -> Llama:
     """The model of a checkpoint, for sequences of up to `seq_len` tokens. Raises CorruptCheckpoint or ConfigError."""
     config = full.model
     if f"layers.{config.num_layers - 1}.attention.wq.weight" not in full.tensors:  # before a million are made
-        raise CorruptCheckpoint(
-            f"{full.path}: holds no {config.num_layers} layers, as the description of its model says"
-        )
+        raise CorruptCheckpoint(f"{full.path}: its model.json says {config.num_layers} layers, and it holds fewer")
     with torch.device("meta"):
         model = Llama(config, seq_len)
-    if problems := differences(full, model.state_dict()):  # before there is memory for what it says it is
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if problems := mismatches(full, shapes):  # before memory is allocated for what model.json says
         raise CorruptCheckpoint(problems)
     model.to_empty(device=device)
     model.reset_rope(device)
     fill(full, model.state_dict())
     return model.eval()
+
+
+def fill(full: FullState, state: dict[str, Any]) -> None:
+    """Fills `state` (parameter name -> Tensor or DTensor) in place, converting dtypes.
+
+    Raises ConfigError with everything that does not fit, before anything is filled; CorruptCheckpoint if a file is
+    incomplete.
+    """
+    if problems := mismatches(full, {name: tuple(tensor.shape) for name, tensor in state.items()}):
+        raise ConfigError(problems)
+    converted = {f"{full.tensors[name].dtype} -> {tensor.dtype}" for name, tensor in state.items()}
+    logger.info("%s: %d tensors, %s", full.path, len(state), ", ".join(sorted(converted)))
+    try:
+        with warnings.catch_warnings():
+            # Loading needs no collectives: each process plans for itself.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            dcp.load(state, storage_reader=_Reader(full), planner=planner, no_dist=True)
+    except CheckpointException as error:  # a BaseException
+        raise next(iter(error.failures.values()))[0] from None
+
+
+def on_all_ranks(work: Callable[[], Any]) -> Any:
+    """What `work()` returns. If it raises on any process, all raise ConfigError with the problems of all."""
+    result, problems = None, []
+    try:
+        result = work()
+    except ConfigError as error:
+        problems = error.problems
+    except Exception as error:
+        problems = [f"{type(error).__name__}: {str(error)[:200]}"]
+    raise_together(problems)
+    return result
+
+
+def mismatches(full: FullState, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Missing names with the nearest one there is, other shapes, and dtypes that are not floating point."""
+    problems, missing = [], 0
+    unknown = {name: tensor.shape for name, tensor in full.tensors.items() if name not in shapes and len(name) < 200}
+    for name, shape in shapes.items():
+        if (tensor := full.tensors.get(name)) is None:
+            missing += 1
+            if missing <= 8:
+                near = [other for other in unknown if unknown[other] == shape]
+                problems.append(f"{full.path}: has no {name!r}{suggestion(name, near[:500])}")
+        elif tensor.shape != shape:
+            problems.append(f"{full.path}: {name!r} is {tensor.shape}; the model's is {shape}")
+        elif tensor.dtype not in FLOATS:
+            problems.append(f"{full.path}: {name!r} is {tensor.dtype}; allowed: {', '.join(map(str, FLOATS))}")
+    if missing > 8:
+        problems.append(f"{full.path}: lacks {missing - 8} more of the model's {len(shapes)} parameters")
+    return problems
+
+
+class _Reader(TensorStorageReader):
+    """Rows of a FullState for DCP's planners."""
+
+    def __init__(self, full: FullState) -> None:
+        self._full = full
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        found: dict[str, Any] = {}
+        for name, tensor in self._full.tensors.items():
+            shape = torch.Size(tensor.shape)
+            whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+            found[name] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), shape, [whole])
+        return Metadata(found)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            source, target = self._full.tensors[item.storage_index.fqn], planner.resolve_tensor(item).detach()
+            if not source.shape:
+                target.copy_(source.read().reshape(target.shape))
+            elif target.numel():
+                (top, *left), (height, *widths) = list(item.storage_offsets), list(item.lengths)
+                sides = tuple(slice(start, start + width) for start, width in zip(left, widths, strict=True))
+                rows = max(1, BLOCK // max(1, source.nbytes // source.shape[0]))
+                for start in range(0, height, rows):
+                    stop = min(start + rows, height)
+                    target[start:stop] = source.read(top + start, top + stop)[(slice(None), *sides)]
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future

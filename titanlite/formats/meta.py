@@ -1,8 +1,9 @@
 """A model folder as Meta publishes it: `consolidated.*.pth`, `params.json`, `tokenizer.model`.
 
-What it is: our names and our order of rows. Larger models come in several files, one per model-parallel process, each
-with its part of every matrix: rows of wq, wk, wv, w1, w3 and the output, columns of wo and w2, rows of the embedding
-(in Llama 2 columns). The width of the feed-forward layer stands there as a formula.
+What it is: the same names and order of rows as titanlite's. Larger models come in several files, one per model-parallel
+process, each with a shard of every matrix: rows of wq, wk, wv, w1, w3 and the output, columns of wo and w2, rows of the
+embedding (columns in Llama 2). params.json gives the feed-forward width by a formula.
+What it costs: the pickles and params.json are read; tensors when they are used.
 Reference: github.com/meta-llama/llama-models, models/llama3
 """
 
@@ -21,11 +22,11 @@ from titanlite.formats.torch_file import read_tree
 from titanlite.model.flavors import LlamaConfig, RopeScaling
 
 BY_COLUMNS = ("attention.wo.weight", "feed_forward.w2.weight")
-SMALL_DIMS = (2048, 3072)  # of Llama 3.2, whose code stretches RoPE by 32 and not by 8; params.json does not say so
+SMALL_DIMS = (2048, 3072)  # of Llama 3.2, whose RoPE scaling factor is 32 and not 8; params.json does not hold it
 
 
 def to_params(config: LlamaConfig) -> dict[str, Any]:
-    """params.json of this model; also what Meta's leaves to the code."""
+    """params.json of this model, with the RoPE scaling that Meta's has in its code only."""
     fields: dict[str, Any] = {
         "dim": config.dim,
         "n_layers": config.num_layers,
@@ -49,7 +50,7 @@ def to_params(config: LlamaConfig) -> dict[str, Any]:
 
 
 def from_params(fields: dict[str, Any], vocab_size: int, tied: bool) -> LlamaConfig:
-    """The model of a params.json. Raises KeyError, ValueError or TypeError where it tells none."""
+    """The model of a params.json. Raises KeyError, ValueError or TypeError if it is not one."""
     dim, multiple = fields["dim"], fields["multiple_of"]
     hidden = int(8 * dim / 3)
     if (multiplier := fields.get("ffn_dim_multiplier")) is not None:
@@ -78,11 +79,11 @@ def from_params(fields: dict[str, Any], vocab_size: int, tied: bool) -> LlamaCon
 
 
 def _joined(name: str, pieces: list[FullTensor], dim: int) -> FullTensor:
-    """The whole of a parameter from what each file has of it. Raises ValueError where the pieces do not fit."""
+    """A whole parameter from its shard in each file. Raises ValueError if the shards do not fit together."""
     first = pieces[0]
     by_columns = name.endswith(BY_COLUMNS) or (name == "tok_embeddings.weight" and first.shape[1:] != (dim,))
     whole = len(pieces) == 1 or len(first.shape) < 2  # norms are the same in all
-    kept = slice(None) if whole else slice(0, 1) if by_columns else slice(1, 2)  # the sides that must agree
+    kept = slice(None) if whole else slice(0, 1) if by_columns else slice(1, 2)  # the dimensions that must agree
     if len({(piece.dtype, len(piece.shape), piece.shape[kept]) for piece in pieces}) > 1:
         raise ValueError(f"{name}: its parts do not fit together")
     if whole:
@@ -121,7 +122,7 @@ def open_folder(folder: Path) -> FullState:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise CorruptCheckpoint(f"{path}: no parameters of a Llama ({type(error).__name__}: {error})") from None
+        raise CorruptCheckpoint(f"{path}: not the parameters of a Llama ({type(error).__name__}: {error})") from None
     tokenizer = folder / "tokenizer.model"
     content = tokenizer.read_bytes() if tokenizer.is_file() else None
     return FullState(folder, About("llama", config, content, layout=f"{len(files)} files"), tensors)

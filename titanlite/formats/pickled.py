@@ -1,10 +1,10 @@
 """A pickle -> plain data, without running it.
 
-What it is: a pickle is a program for a stack machine, and `pickle.load` runs it: GLOBAL fetches any function there
-is, REDUCE calls it. This machine has fewer instructions. GLOBAL takes listed names only; REDUCE, NEWOBJ and BUILD
-write down what would be made (`Made`) and make nothing; a dict stays a list of pairs (`Pairs`).
-Why it is here: `pickle.Unpickler` with a `find_class` of one's own keeps code out, but 8 bytes (a large memo index)
-still make it take 4 GB, and 1 MB (a deep tuple that becomes a key, and is hashed) ends the process.
+What it is: a pickle is a program for a stack machine, and `pickle.load` runs it: GLOBAL fetches any function, REDUCE
+calls it. This machine has fewer instructions. GLOBAL accepts listed names only; REDUCE, NEWOBJ and BUILD record
+the call (`Made`) and do not make it; a dict stays a list of pairs (`Pairs`).
+Why it is here: `pickle.Unpickler` with its own `find_class` runs no code either, but 8 bytes (a large memo index) make
+it allocate 4 GB, and 1 MB (a deep tuple used as a key, and hashed) crashes the process.
 What it costs: about 1 us per instruction, and at most 80 bytes of memory per byte of the pickle.
 Reference: the standard library's `pickletools`, which describes every instruction.
 """
@@ -27,7 +27,7 @@ class Name(str):
 
 
 class Made:
-    """What calling `name` with `arguments` would have made, and the `state` it would have been given."""
+    """A recorded call of `name` with `arguments`, and the `state` for its result."""
 
     __slots__ = ("arguments", "name", "state")
 
@@ -36,17 +36,17 @@ class Made:
 
 
 class Pairs(list[Any]):
-    """A dict as (key, value) pairs. Keys come from the file: hashing them can take any time, and any stack."""
+    """A dict as (key, value) pairs. Keys come from the file: hashing them can take unlimited time and stack."""
 
     __slots__ = ()
 
 
 class UnsafeName(pickle.UnpicklingError):
-    """The pickle asks for a name that is not listed."""
+    """The pickle refers to a name that is not listed."""
 
 
 def read_pickle(data: bytes, names: Container[str]) -> Any:
-    """What the pickle describes. Raises pickle.UnpicklingError; an UnsafeName where it wants more than `names`."""
+    """The data in the pickle. Raises pickle.UnpicklingError; UnsafeName if it refers to more than `names`."""
     machine = _Machine(data, names)
     try:
         while (code := machine.take(1)) != pickle.STOP:
@@ -59,7 +59,7 @@ def read_pickle(data: bytes, names: Container[str]) -> Any:
 
 
 class _Machine:
-    """The stack, where its marks are, and the memo that instructions refer back to."""
+    """The stack, the positions of its marks, and the memo of earlier values."""
 
     def __init__(self, data: bytes, names: Container[str]) -> None:
         self.data, self.at, self.names = data, 0, names
@@ -114,7 +114,7 @@ class _Machine:
 
     def build(self) -> None:
         (state,) = self.pop(-1)
-        if type(self.stack[-1]) is Pairs:  # attributes of an OrderedDict, as a module's state has: nobody's
+        if type(self.stack[-1]) is Pairs:  # attributes of an OrderedDict, as a module's state_dict() has: not needed
             return
         if type(self.stack[-1]) is not Made:
             raise TypeError

@@ -1,7 +1,7 @@
-"""safetensors files, one or several with an index: what lies where in them, and writing them as a stream.
+"""safetensors files, one or several with an index: where their tensors lie, and writing them block by block.
 
-What it is: 8 bytes of length, a JSON header, the numbers. Several files have a `model.safetensors.index.json` beside
-them, which says what lies in which: Hugging Face's convention, and ours in that case.
+What it is: 8 bytes of length, a JSON header, the numbers. Several files come with `model.safetensors.index.json`, which
+lists the file of each tensor: Hugging Face's convention.
 What it costs: reading an index opens each file once. Writing holds one block of rows.
 Format: https://huggingface.co/docs/safetensors
 """
@@ -10,50 +10,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint
-from titanlite.checkpoint.shard_file import DTYPE_NAMES
+from titanlite.checkpoint.shard_file import header_bytes
 from titanlite.config.schema import ConfigError
+from titanlite.formats.export import Outgoing
 from titanlite.formats.full_state import FullTensor, Part
+from titanlite.formats.output_path import write_small_files
 
 INDEX = "model.safetensors.index.json"
 LARGEST_HEADER = 100_000_000  # bytes: the library's own bound
 
 
-Told = Callable[[memoryview], None]  # hears of the bytes that are written, when they are
-
-
-def both(first: Told, second: Told) -> Told:
-    """Who tells both."""
-
-    def told(data: memoryview) -> None:
-        first(data)
-        second(data)
-
-    return told
-
-
-class Outgoing(NamedTuple):
-    """A tensor to write: its rows come in blocks when they are asked for."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    blocks: Callable[[], Iterator[Tensor]]
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
 def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
-    """The tensors of one file, and its metadata. Raises CorruptCheckpoint where it is no whole safetensors file."""
+    """The tensors of one file, and its metadata. Raises CorruptCheckpoint unless it is a complete safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:  # the library checks that the header fits the file
             metadata = file.metadata() or {}
@@ -61,7 +36,7 @@ def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
             length = int.from_bytes(raw.read(8), "little")
             header: dict[str, Any] = json.loads(raw.read(min(length, LARGEST_HEADER)))
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path}: no whole safetensors file ({error})") from None
+        raise CorruptCheckpoint(f"{path}: not a complete safetensors file ({error})") from None
     header.pop("__metadata__", None)
     found = {}
     for name, entry in header.items():
@@ -92,37 +67,21 @@ def read_folder(folder: Path) -> dict[str, FullTensor]:
     return tensors
 
 
-def write_file(path: Path, tensors: dict[str, Outgoing], metadata: dict[str, str], told: Told) -> None:
-    """Writes and syncs one file. Raises OSError, and what reading raises."""
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the numbers begin aligned
+def write_file(
+    path: Path, tensors: dict[str, Outgoing], metadata: dict[str, str] | None = None, sync: bool = True
+) -> None:
+    """Writes one file. Raises OSError, and what reading the source raises."""
     with path.open("xb") as file:
-        file.write(start := len(text).to_bytes(8, "little") + text)
-        told(memoryview(start))
+        file.write(header_bytes(tensors, metadata))
         for tensor in tensors.values():
-            write_blocks(file, tensor, told)
+            for block in tensor.blocks():
+                file.write(block.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
 
 
-def write_blocks(file: BinaryIO, tensor: Outgoing, told: Told) -> None:
-    """The tensor's numbers, from where the file stands."""
-    for block in tensor.blocks():
-        data = block.contiguous().reshape(-1).view(torch.uint8).numpy().data
-        file.write(data)
-        told(data)
-
-
-def write_folder(folder: Path, tensors: dict[str, Outgoing], shard_size: int, told: Told) -> None:
+def write_folder(folder: Path, tensors: dict[str, Outgoing], shard_size: int) -> None:
     """model.safetensors, or, beyond `shard_size` bytes, model-0000i-of-0000n.safetensors and their index."""
     shards: list[dict[str, Outgoing]] = [{}]
     room = shard_size
@@ -132,17 +91,14 @@ def write_folder(folder: Path, tensors: dict[str, Outgoing], shard_size: int, to
             room = shard_size
         shards[-1][name] = tensor
         room -= tensor.nbytes
-    metadata = {"format": "pt"}  # transformers asks for it
+    metadata = {"format": "pt"}  # transformers requires it
     if len(shards) == 1:
-        write_file(folder / "model.safetensors", shards[0], metadata, told)
+        write_file(folder / "model.safetensors", shards[0], metadata)
         return
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    for file, shard in zip(names, shards, strict=True):
-        write_file(folder / file, shard, metadata, told)
-    places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    with (folder / INDEX).open("x") as listing:
-        listing.write(json.dumps(index, indent=1) + "\n")
-        listing.flush()
-        os.fsync(listing.fileno())
+    places: dict[str, str] = {}
+    for i, shard in enumerate(shards, 1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        write_file(folder / file, shard, metadata)
+        places |= dict.fromkeys(shard, file)
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": places}
+    write_small_files(folder, {INDEX: (json.dumps(index, indent=1) + "\n").encode()})

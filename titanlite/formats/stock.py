@@ -1,53 +1,37 @@
-"""A stock DCP folder (`.metadata` + `*.distcp`), as torchtitan and others write them; nothing in it is run.
+"""Reading a stock DCP folder (`.metadata` + `*.distcp`), as torchtitan writes it, without running code in it.
 
-What it is: stock DCP unpickles the index and each non-tensor entry, which runs code of the file's author, and reads
-tensors without a checksum. Here the index comes from `stock_index.py`, non-tensor entries are not read, and a tensor's
-envelope (torch.save's zip: a pickle that names a storage, and its bytes) is read as data, its CRC checked. The index is
-written by stock DCP.
-What it costs: reading a chunk takes its bytes twice, the first time for the CRC.
+What it is: stock DCP unpickles the index and each non-tensor entry, which runs any code in them, and reads tensors
+without checking their CRC. Here the index comes from `stock_index.py`, non-tensor entries are not read, and a tensor's
+envelope (torch.save's zip: a pickle that names a storage, and its bytes) is read as data and its CRC is checked.
+What it costs: reading a chunk reads its bytes twice, the first time for the CRC.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import io
-import logging
 import os
-import warnings
 import zipfile
 import zlib
-from concurrent import futures
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
-from titanlite.distributed.torch_private import storage_info
 from titanlite.formats.full_state import FullTensor, Part
 from titanlite.formats.pickled import read_pickle
-from titanlite.formats.safetensors_files import Outgoing, Told
 from titanlite.formats.stock_index import Place, read_index
-from titanlite.formats.torch_file import NAMES, data_of, describe, require_room, write_tree
-
-logger = logging.getLogger("titanlite")
+from titanlite.formats.torch_file import NAMES, data_of, describe, require_room
 
 
 def is_stock_dcp(path: Path) -> bool:
-    """Whether the folder is one that `torch.distributed.checkpoint` has written."""
-    return os.path.lexists(path / ".metadata")  # False for any path, as Path's own are not
+    """Whether `torch.distributed.checkpoint` wrote the folder."""
+    return os.path.lexists(path / ".metadata")  # unlike Path's methods, False and no error for a name that is too long
 
 
 def read_folder(folder: Path, trust_pickle: bool = False) -> dict[str, FullTensor]:
-    """The tensors of the folder by name; what is no tensor is left out. Raises ConfigError."""
+    """The tensors of the folder by name; other entries are left out. Raises ConfigError."""
     index = read_index(folder, trust_pickle)
     found = {}
     for name, entry in index.state_dict_metadata.items():
@@ -72,7 +56,7 @@ class StockPart(Part):
 
     place: Place = NOWHERE
     name: str = ""
-    located: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list)  # after its CRC was right
+    located: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list)  # once its CRC was checked
 
     def locate(self, file: BinaryIO) -> tuple[int, tuple[int, ...]]:
         if not self.located:
@@ -87,7 +71,7 @@ class StockPart(Part):
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file as a file."""
+    """A range of a file's bytes as a file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -110,7 +94,7 @@ class _Slice(io.RawIOBase):
 
 
 def _locate(file: BinaryIO, place: Place) -> tuple[int, tuple[int, ...]]:
-    """The byte where the tensor there begins, and its strides. Raises ValueError and what zipfile raises."""
+    """The byte where the tensor begins, and its strides. Raises ValueError and what zipfile raises."""
     piece = _Slice(file, place.offset, place.length)
     with zipfile.ZipFile(piece) as archive:
         records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -133,51 +117,3 @@ def _locate(file: BinaryIO, place: Place) -> tuple[int, tuple[int, ...]]:
     if crc != record.CRC:
         raise ValueError("its CRC-32 is not the one it was written with")
     return place.offset + begin + start * dtype.itemsize, strides or (1,)
-
-
-def _sync_and_close(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class _Writer(FileSystemWriter):
-    """Stock DCP's writer, but for the tensors: it would have all of them in memory. Each gets a file here."""
-
-    def __init__(self, folder: Path, tensors: dict[str, Outgoing], told: Told) -> None:
-        super().__init__(folder)
-        self._folder, self._tensors, self._told = folder, tensors, told
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = []
-        with futures.ThreadPoolExecutor(1) as thread:  # a file reaches the disk while the next one is written
-            work: list[futures.Future[None]] = []
-
-            def sync(descriptor: int) -> None:
-                if len(work) > 7:  # each holds an open file
-                    work.pop(0).result()
-                work.append(thread.submit(_sync_and_close, os.dup(descriptor)))
-
-            for number, item in enumerate(plan.items):
-                name = f"__0_{number}{DEFAULT_SUFFIX}"
-                write_tree(self._folder / name, self._tensors[item.index.fqn], self._told, sync)
-                size = (self._folder / name).stat().st_size
-                results.append(WriteResult(item.index, size, storage_info(name, 0, size)))
-            for each in work:
-                each.result()
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
-
-
-def write_folder(folder: Path, tensors: dict[str, Outgoing], told: Told) -> None:
-    """Writes and syncs a folder that `torch.distributed.checkpoint.load` reads."""
-    empty: dict[str, Any] = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        try:
-            dcp.save(empty, storage_writer=_Writer(folder, tensors, told), planner=planner, no_dist=True)
-        except CheckpointException as error:  # a BaseException
-            raise next(iter(error.failures.values()))[0] from None

@@ -1,9 +1,9 @@
-"""What a stock DCP folder holds and where: its `.metadata`, read without running it and checked before it is used.
+"""The index of a stock DCP folder, `.metadata`: read without running code in it, and checked before it is used.
 
 What it is: `.metadata` is a pickle of DCP's classes: name -> dtype, shape and chunks, and chunk -> file, offset and
 length. Here it becomes DCP's `Metadata` again, with a checked `Place` for each chunk: a file of this folder and no
 link, within the file's length, of the length its shape needs, and the chunks of a tensor fill it exactly once.
-Why it is here: a folder from elsewhere is input, not code, and may be damaged or made to do harm.
+Why it is here: a folder from elsewhere may be damaged or malicious.
 What it costs: about 0.2 ms per saved chunk (parameters, moments and processes multiply); only `.metadata` is opened.
 """
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("titanlite")
 
 MAX_INDEX_BYTES = 64 * 2**20  # some 250,000 chunks, read in a minute
 WAY_OUT = "checkpoint.trust_pickle (titanlite checkpoint show: --trust-pickle)"
-ENVELOPE_BYTES = 2**20  # what torch.save may add to a tensor; it adds 2 kB
+ENVELOPE_BYTES = 2**20  # upper bound of what torch.save adds to a tensor; it adds 2 kB
 
 DCP = "torch.distributed.checkpoint"
 OLD = "torch.distributed._shard.sharded_tensor.metadata"
@@ -42,15 +42,15 @@ DTYPES = {str(value): value for value in vars(torch).values() if isinstance(valu
 NAMES = {  # found by saving FSDP2, AdamW, generators, numbers and nested lists
     f"{DCP}.metadata.Metadata": "the index",
     f"{DCP}.metadata.TensorStorageMetadata": "a tensor: properties, shape, chunks",
-    f"{DCP}.metadata.TensorProperties": "its dtype, and what nobody reads",
-    f"{DCP}.metadata._MEM_FORMAT_ENCODING": "one of the latter",
+    f"{DCP}.metadata.TensorProperties": "its dtype, and fields that are not used",
+    f"{DCP}.metadata._MEM_FORMAT_ENCODING": "one of these fields",
     f"{OLD}.TensorProperties": "the same two, up to torch 2.3",
     f"{OLD}.MEM_FORMAT_ENCODING": "",
     f"{DCP}.metadata.ChunkStorageMetadata": "offsets and sizes of a shard",
-    f"{DCP}.metadata.BytesStorageMetadata": "anything that is no tensor",
-    f"{DCP}.metadata.MetadataIndex": "a chunk's name, the key of what lies where",
+    f"{DCP}.metadata.BytesStorageMetadata": "an entry that is not a tensor",
+    f"{DCP}.metadata.MetadataIndex": "a chunk's name, the key of its place",
     f"{DCP}.filesystem._StorageInfo": "file, offset, length",
-    f"{DCP}.metadata.StorageMeta": "where and by whom it was saved",
+    f"{DCP}.metadata.StorageMeta": "where and by which process it was saved",
     "pathlib.PosixPath": "that folder",
     "pathlib.WindowsPath": "",
     "pathlib._local.PosixPath": "the same in Python 3.13",
@@ -62,12 +62,12 @@ NAMES = {  # found by saving FSDP2, AdamW, generators, numbers and nested lists
 
 
 class Place(NamedTuple):
-    """Where a chunk lies, and what must be there."""
+    """Where a chunk lies, and the shape and dtype it must have."""
 
     file: str
     offset: int
     length: int
-    sizes: torch.Size | None  # None: no tensor
+    sizes: torch.Size | None  # None: not a tensor
     dtype: torch.dtype | None
 
 
@@ -125,7 +125,7 @@ def _text(value: Any) -> str:
 
 
 def _fields(made: Any, name: str) -> dict[str, Any]:
-    """The attributes of what would be an instance of DCP's class `name`."""
+    """The attributes of a recorded instance of DCP's class `name`."""
     if _typed(made, Made).name.rpartition(".")[2] != name:
         raise ValueError(f"a {name} was expected where a {made.name} is")
     return {_text(key): value for key, value in _typed(made.state or Pairs(), Pairs)}
@@ -159,7 +159,7 @@ def _entry(made: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 def _places(folder: Path, metadata: Metadata) -> dict[MetadataIndex, Place]:
-    """Where each chunk lies. Raises ConfigError where one cannot lie there."""
+    """Where each chunk lies. Raises ConfigError if a place is impossible."""
     lengths: dict[str, int] = {}
     places: dict[MetadataIndex, Place] = {}
     for index, info in metadata.storage_data.items():

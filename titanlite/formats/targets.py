@@ -1,86 +1,45 @@
-"""Writing a checkpoint in another format: one function for each, all of which stream tensor by tensor.
+"""Writing a checkpoint in another format: one function for each format.
 
-What it is: which tensors, under which names, in which order of rows and dtype (`Outgoing`), and the small files that
-make the result complete: the model's shape, the tokenizer. Nobody reads what is written here before it is renamed.
-What it costs: one block of rows in memory; one whole tensor for GGUF, whose writer takes no less.
+What it is: each function writes the tensors and the small files that make the result complete: the model's shape, the
+tokenizer. safetensors and GGUF files are written block by block. torch.save and DCP take whole tensors, so the
+converted tensors are written once into a scratch file, and these writers get them memory-mapped from there: its pages
+belong to the page cache and not to the process.
+What it costs: one block of rows in memory, one whole tensor for GGUF, whose writer takes no less; for torch, llama and
+dcp a second write, and twice the disk space until the end.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import logging
 import os
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
-from titanlite.checkpoint.shard_file import DTYPE_NAMES, BackgroundConsumer, digest_of, is_finite
+from titanlite.checkpoint.shard_file import DTYPE_NAMES, digest_of
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.formats import gguf_file, huggingface, meta, stock
-from titanlite.formats.full_state import ORIGIN, FullState, FullTensor, half_split
+from titanlite.formats import gguf_file, huggingface, meta
+from titanlite.formats.export import Export, Outgoing
+from titanlite.formats.full_state import ORIGIN, FullState
 from titanlite.formats.huggingface_tokenizer import to_files
-from titanlite.formats.safetensors_files import Outgoing, Told, both, write_file
+from titanlite.formats.output_path import temporary_path, write_small_files
+from titanlite.formats.safetensors_files import write_file
 from titanlite.formats.safetensors_files import write_folder as write_shards
-from titanlite.formats.torch_file import Tree, write_tree
 
 logger = logging.getLogger("titanlite")
 DEFAULT_LENGTH = 8192  # for a format that must name the longest sequence, where the source does not
-Write = Callable[[Path, FullState, "Selection", int, Told], None]
-
-
-class Selection:
-    """What of a FullState is written: `model` by parameter name, and `others` if `full`; weights as `dtype`, or q8_0.
-
-    `nonfinite`: names of what has held NaN or infinity so far, as it was written.
-    """
-
-    def __init__(self, state: FullState, dtype: torch.dtype | None, full: bool, q8: bool = False) -> None:
-        self.dtype, self.q8 = dtype, q8
-        self.nonfinite: set[str] = set()
-        self.model = {name: self.outgoing(name, tensor) for name, tensor in state.tensors.items()}
-        # Moments and counts are for going on, exactly; a dtype is asked for the weights.
-        others = state.others.items() if full else ()
-        self.others = {name: self._outgoing(name, tensor, tensor.dtype) for name, tensor in others}
-
-    def outgoing(self, name: str, tensor: FullTensor, width: int = 0) -> Outgoing:
-        """A weight to write; `width` of a head where its rows are to be in Hugging Face's order."""
-        return self._outgoing(name, tensor, self.dtype_of(tensor), width)
-
-    def dtype_of(self, tensor: FullTensor) -> torch.dtype:
-        """What a weight is written as."""
-        return self.dtype if self.dtype and tensor.dtype.is_floating_point else tensor.dtype
-
-    def _outgoing(self, name: str, tensor: FullTensor, dtype: torch.dtype, width: int = 0) -> Outgoing:
-        def blocks() -> Iterator[Tensor]:
-            for block in tensor.blocks(width or 1):
-                yield self.looked_at(name, (half_split(block, width) if width else block).to(dtype))
-
-        return Outgoing(dtype, tensor.shape, blocks)
-
-    def looked_at(self, name: str, block: Tensor) -> Tensor:
-        """The block, after a look whether its numbers are finite: too large ones are not in fp16."""
-        if not is_finite(block):
-            self.nonfinite.add(name)
-        return block
-
-    @property
-    def nbytes(self) -> int:
-        whole = sum(tensor.nbytes for tensor in (*self.model.values(), *self.others.values()))
-        return whole * 34 // 64 if self.q8 else whole  # at most: 34 bytes for 32 numbers of 2 or 4
-
-
-def _write_small(folder: Path, files: dict[str, bytes]) -> None:
-    for name, content in files.items():
-        with (folder / name).open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _origin(state: FullState) -> str:
@@ -90,7 +49,7 @@ def _origin(state: FullState) -> str:
 def _length(state: FullState) -> int:
     """The trained length for a format that must name one."""
     if not state.about.seq_len:
-        logger.warning("%s: does not tell the length it was trained on; wrote %d", state.path, DEFAULT_LENGTH)
+        logger.warning("%s: the length it was trained on is not known; wrote %d", state.path, DEFAULT_LENGTH)
     return state.about.seq_len or DEFAULT_LENGTH
 
 
@@ -99,90 +58,127 @@ def _shape_and_tokenizer(state: FullState) -> dict[str, bytes]:
     return files | ({"tokenizer.model": state.about.tokenizer} if state.about.tokenizer else {})
 
 
-def _beside(state: FullState) -> dict[str, bytes]:
-    return _shape_and_tokenizer(state) | {ORIGIN: _origin(state).encode()}
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def to_titanlite(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
-    """A step folder of ours: two safetensors files, the small files and the manifest."""
+@contextlib.contextmanager
+def _mapped(path: Path, tensors: dict[str, Outgoing]) -> Iterator[dict[str, Tensor]]:
+    """The converted tensors, memory-mapped from a scratch file beside `path` that is deleted at the end.
+
+    torch reports a failed write as "unexpected pos": the error that caused it, or the signal, is raised in its place.
+    """
+    scratch = temporary_path(path)
+    try:
+        write_file(scratch, tensors, sync=False)
+        with safe_open(scratch, framework="pt") as file:
+            yield {name: file.get_tensor(name) for name in tensors}
+    except (RuntimeError, CheckpointException) as error:  # the latter is a BaseException
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        while not isinstance(cause, (OSError, SystemExit, KeyboardInterrupt)) and cause.__context__:
+            cause = cause.__context__
+        raise cause from None
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _torch_save(path: Path, tree: dict[str, Any]) -> None:
+    with path.open("xb") as file:
+        torch.save(tree, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def to_titanlite(path: Path, export: Export) -> None:
+    """A step folder: one or two safetensors files, the small files and the manifest."""
     path.mkdir()
+    about = export.state.about
     files: dict[str, FileEntry] = {}
-    tensors: dict[str, TensorEntry] = {}
-    groups = {"model": {f"model.{name}": tensor for name, tensor in what.model.items()}, "training": what.others}
-    for kind, group in groups.items():
-        if not group:
-            continue
+    entries: dict[str, TensorEntry] = {}
+    groups = {"model": {f"model.{name}": tensor for name, tensor in export.model.items()}, "training": export.others}
+    for kind, tensors in groups.items():
         name = f"{kind}-00000.safetensors"
-        digest = hashlib.sha256()
-        with BackgroundConsumer(digest.update) as hashing:
-            write_file(path / name, group, {}, both(hashing.add, told))
-        files[name] = FileEntry((path / name).stat().st_size, digest.hexdigest())
-        for key, tensor in group.items():
+        if tensors:
+            write_file(path / name, tensors)
+            files[name] = FileEntry((path / name).stat().st_size, digest_of(path / name))
+        for key, tensor in tensors.items():
             shape = list(tensor.shape)
-            tensors[key] = TensorEntry(DTYPE_NAMES[tensor.dtype], shape, [Chunk(name, [0] * len(shape), shape)])
-    small = state.about.files | _shape_and_tokenizer(state)
-    _write_small(path, small)
+            entries[key] = TensorEntry(DTYPE_NAMES[tensor.dtype], shape, [Chunk(name, [0] * len(shape), shape)])
+    small = about.files | _shape_and_tokenizer(export.state)
+    write_small_files(path, small)
     files |= {name: FileEntry(len(content), digest_of(path / name)) for name, content in small.items()}
-    made = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    config = state.about.config or ({"training": {"seq_len": state.about.seq_len}} if state.about.seq_len else {})
-    step = state.about.step or 0
     manifest = Manifest(
-        step, not what.nonfinite, made, torch.__version__, {}, config, state.about.data, None, files, tensors
+        step=about.step or 0,
+        finite=not export.nonfinite,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        torch=torch.__version__,
+        layout={},
+        config=about.config or ({"training": {"seq_len": about.seq_len}} if about.seq_len else {}),
+        data=about.data,
+        validation_loss=None,
+        files=files,
+        tensors=entries,
     )
-    _write_small(path, {manifests.NAME: manifests.to_text(manifest).encode()})
+    write_small_files(path, {manifests.NAME: manifests.to_text(manifest).encode()})
 
 
-def to_dcp(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
-    """A stock DCP folder, with torchtitan's names: the model's at the root."""
-    stock.write_folder(path, what.model | what.others, told)
-    _write_small(path, _beside(state))
+def to_dcp(path: Path, export: Export) -> None:
+    """A stock DCP folder of one process, with torchtitan's names: the model's at the root."""
+    path.mkdir()
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _mapped(path / "scratch", export.model | export.others) as tensors:
+        writer = FileSystemWriter(path, thread_count=1)  # of several, errors can be lost (pytorch#191391)
+        dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
+    write_small_files(path, _shape_and_tokenizer(export.state) | {ORIGIN: _origin(export.state).encode()})
 
 
-def to_safetensors(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
-    """Our names; one file if the path ends so, else a folder, in shards where it is large."""
-    tensors = what.model | what.others
+def to_safetensors(path: Path, export: Export) -> None:
+    """titanlite's names; one file if the path ends in .safetensors, else a folder, sharded where it is large."""
+    state, tensors = export.state, export.model | export.others
     if path.suffix == ".safetensors":
         shape = {"model": state.about.model.to_json()} if state.about.model else {}
-        write_file(path, tensors, {"format": "pt", "titanlite": _origin(state), **shape}, told)
+        write_file(path, tensors, {"format": "pt", "titanlite": _origin(state), **shape})
         return
     path.mkdir()
-    write_shards(path, tensors, shard_size, told)
-    _write_small(path, _beside(state))
+    write_shards(path, tensors, export.shard_size)
+    write_small_files(path, _shape_and_tokenizer(state) | {ORIGIN: _origin(state).encode()})
 
 
-def to_torch(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
-    """A file for `torch.load(path, weights_only=True)`: a dict with `model` (name -> tensor) and what is known."""
-    tree: Tree = {"model": what.model, "step": state.about.step, "seq_len": state.about.seq_len}
-    if state.about.model:
-        tree["model_config"] = json.loads(state.about.model.to_json())
-    if what.others:
-        tree["training"] = what.others
-    if ranks := state.about.tokenizer:
-        content = torch.frombuffer(bytearray(ranks), dtype=torch.uint8)
-        tree["tokenizer"] = Outgoing(torch.uint8, (len(ranks),), lambda: iter([content]))
-    write_tree(path, tree, told)
+def to_torch(path: Path, export: Export) -> None:
+    """A file for `torch.load(path, weights_only=True)`: a dict with `model` (name -> tensor) and its shape."""
+    about = export.state.about
+    with _mapped(path, export.model | export.others) as tensors:
+        tree: dict[str, Any] = {"model": {name: tensors[name] for name in export.model}}
+        tree |= {"step": about.step, "seq_len": about.seq_len}
+        if about.model:
+            tree["model_config"] = json.loads(about.model.to_json())
+        if export.others:
+            tree["training"] = {name: tensors[name] for name in export.others}
+        if about.tokenizer:
+            tree["tokenizer"] = torch.frombuffer(bytearray(about.tokenizer), dtype=torch.uint8)
+        _torch_save(path, tree)
 
 
-def to_llama(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
+def to_llama(path: Path, export: Export) -> None:
     """Meta's folder, with one consolidated file."""
     path.mkdir()
-    tensors = dict(what.model)
+    state, outgoing = export.state, dict(export.model)
     if state.model.tied_embeddings:
-        tensors["output.weight"] = tensors["tok_embeddings.weight"]  # Meta's model always has one of its own
-    write_tree(path / "consolidated.00.pth", tensors, told)
-    files = {"params.json": (json.dumps(meta.to_params(state.model), indent=1) + "\n").encode()}
-    _write_small(path, files | ({"tokenizer.model": state.about.tokenizer} if state.about.tokenizer else {}))
+        outgoing["output.weight"] = outgoing["tok_embeddings.weight"]  # Meta's model always has both
+    with _mapped(path / "scratch", outgoing) as tensors:
+        _torch_save(path / "consolidated.00.pth", tensors)
+    files = {"params.json": _json(meta.to_params(state.model))}
+    write_small_files(path, files | ({"tokenizer.model": state.about.tokenizer} if state.about.tokenizer else {}))
 
 
-def to_huggingface(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
-    """A folder for `transformers.AutoModelForCausalLM.from_pretrained`, and AutoTokenizer's."""
+def to_huggingface(path: Path, export: Export) -> None:
+    """A folder for `from_pretrained` of transformers' AutoModelForCausalLM and AutoTokenizer."""
     path.mkdir()
-    config, length = state.model, _length(state)
+    state, length = export.state, _length(export.state)
     tensors: dict[str, Outgoing] = {}
-    for ours, theirs in huggingface.names(config).items():
-        width = config.head_dim if huggingface.is_turned(ours) else 0
-        tensors[theirs] = what.outgoing(ours, state.tensors[ours], width)
-    write_shards(path, tensors, shard_size, told)
+    for ours, theirs in huggingface.names(state.model).items():
+        tensors[theirs] = export.weight(ours, state.model.head_dim if huggingface.is_permuted(ours) else 0)
+    write_shards(path, tensors, export.shard_size)
     bos = eos = None
     files: dict[str, bytes] = {}
     if ranks := state.about.tokenizer:
@@ -190,21 +186,19 @@ def to_huggingface(path: Path, state: FullState, what: Selection, shard_size: in
         bos, eos = tokenizer.bos, tokenizer.eos
         files = to_files(tokenizer, ranks, length)
     dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
-    described = {
-        "config.json": huggingface.to_config(config, length, dtype, bos, eos),
-        "generation_config.json": {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False},
-    }
-    _write_small(path, files | {name: (json.dumps(it, indent=1) + "\n").encode() for name, it in described.items()})
+    files["config.json"] = _json(huggingface.to_config(state.model, length, dtype, bos, eos))
+    files["generation_config.json"] = _json({"bos_token_id": bos, "eos_token_id": eos, "do_sample": False})
+    write_small_files(path, files)
 
 
-def to_gguf(path: Path, state: FullState, what: Selection, shard_size: int, told: Told) -> None:
+def to_gguf(path: Path, export: Export) -> None:
     """llama.cpp's file."""
-    gguf_file.write(path, state, _length(state), what.dtype, what.q8, what.looked_at, told)
+    gguf_file.write(path, export, _length(export.state))
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
-TARGETS: dict[str, Write] = {
+TARGETS: dict[str, Callable[[Path, Export], None]] = {
     "titanlite": to_titanlite,
     "dcp": to_dcp,
     "safetensors": to_safetensors,
@@ -214,5 +208,6 @@ TARGETS: dict[str, Write] = {
     "gguf": to_gguf,
 }
 SUFFIXES = {".gguf": "gguf", ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
-SHARDED = ("hf", "safetensors")  # which can be several files
-WITH_OTHERS = ("titanlite", "dcp", "safetensors", "torch")  # which can hold more than a model
+SHARDED = ("hf", "safetensors")  # can be several files
+WITH_OTHERS = ("titanlite", "dcp", "safetensors", "torch")  # can hold more than a model
+WITH_SCRATCH = ("dcp", "torch", "llama")  # need their size twice on the disk

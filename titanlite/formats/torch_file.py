@@ -1,31 +1,24 @@
-"""Files of `torch.save`: what tensors lie where in them, without running anything; and writing them as a stream.
+"""Reading files of `torch.save`: which tensors lie where in them, without running code from the file.
 
-What it is: a zip archive, stored and not compressed: `data.pkl` describes a tree of dicts in which tensors are
-(storage, offset, shape, strides), and `data/<n>` are the storages. Reading takes the description as data (`pickled.py`)
-and the numbers from their place in the file. Writing lets torch make the archive without the storages, and fills them
-in.
-What it costs: reading nothing but `data.pkl`; writing one block of rows, and address space (not memory) for the tree.
-Reference: torch.serialization.skip_data
+What it is: an uncompressed zip archive: `data.pkl` describes a tree of dicts in which tensors are (storage, offset,
+shape, strides), and `data/<n>` are the storages. The description is read as data (`pickled.py`), the numbers later and
+from their place in the file.
+What it costs: only `data.pkl` is read here.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import zipfile
-import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
-from titanlite.checkpoint.shard_file import BackgroundConsumer
 from titanlite.config.schema import ConfigError
 from titanlite.formats.full_state import FullTensor, Part
 from titanlite.formats.pickled import Made, Name, Pairs, UnsafeName, read_pickle
-from titanlite.formats.safetensors_files import Outgoing, Told, both, write_blocks
 
 STORAGES = {
     "torch.FloatStorage": torch.float32,
@@ -39,10 +32,10 @@ STORAGES = {
     "torch.ByteStorage": torch.uint8,
     "torch.BoolStorage": torch.bool,
 }
-NAMES = {  # what torch.save writes for trees of tensors and numbers
+NAMES = {  # that torch.save writes for trees of tensors and numbers
     "torch._utils._rebuild_tensor_v2": "storage, offset, shape, strides",
-    "torch._utils._rebuild_parameter": "a tensor, and whether it trains",
-    "collections.OrderedDict": "a dict, as of a module's state",
+    "torch._utils._rebuild_parameter": "a tensor and its requires_grad",
+    "collections.OrderedDict": "a dict, as a module's state_dict() is one",
     **dict.fromkeys(STORAGES, "a tensor's dtype"),
 }
 LARGEST_PICKLE = 1 << 28  # bytes
@@ -50,7 +43,7 @@ Tree = dict[str, Any]  # of dicts, FullTensors, numbers, strings, lists
 
 
 def data_of(file: BinaryIO | io.RawIOBase, info: zipfile.ZipInfo) -> int:
-    """The byte of the file where a stored record's content begins: after its own header, name and padding."""
+    """The byte of the file where a stored record's content begins: after its header, name and padding."""
     file.seek(info.header_offset)
     header = file.read(30) or b""
     if header[:4] != b"PK\x03\x04":
@@ -59,7 +52,7 @@ def data_of(file: BinaryIO | io.RawIOBase, info: zipfile.ZipInfo) -> int:
 
 
 def read_tree(path: Path) -> Tree:
-    """What was saved, with a FullTensor for each tensor; keys are strings. Raises ConfigError, or CorruptCheckpoint."""
+    """The saved tree, with a FullTensor for each tensor; keys are strings. Raises ConfigError or CorruptCheckpoint."""
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -84,8 +77,8 @@ def read_tree(path: Path) -> Tree:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORAGES.values())
             raise ConfigError(f"{path}: holds a tensor of another dtype ({name}); allowed: {known}") from None
         raise ConfigError(
-            f"{path}: names {str(error)!r}, which tensors and numbers do not need and which could run code; nothing "
-            "was run. Save its state_dict() with torch.save, or as safetensors"
+            f"{path}: names {str(error)!r}, which is not needed for tensors and numbers and could run code; nothing "
+            "was run. Save the model's state_dict() with torch.save, or as safetensors"
         ) from None
     except ConfigError:
         raise
@@ -99,7 +92,7 @@ def read_tree(path: Path) -> Tree:
 
 
 def _grown(made: Any, path: Path, storages: dict[str, tuple[int, int]], depth: int = 0) -> Any:
-    """The plain data of a pickle as a tree."""
+    """The plain data of a pickle as a tree of dicts and lists."""
     if depth > 100:
         raise ValueError("it is nested too deep")
     if type(made) is Made and made.name == "torch._utils._rebuild_parameter":
@@ -133,7 +126,7 @@ def require_room(dtype: torch.dtype, start: int, shape: tuple[int, ...], strides
 
 
 def describe(made: Any) -> tuple[torch.dtype, str, int, tuple[int, ...], tuple[int, ...]]:
-    """dtype, storage's name, place of the first number in it, shape and strides of a tensor's pickle.
+    """dtype, storage name, index of the first number in the storage, shape and strides of a tensor's pickle.
 
     Raises ValueError.
     """
@@ -143,61 +136,11 @@ def describe(made: Any) -> tuple[torch.dtype, str, int, tuple[int, ...], tuple[i
     if type(stored) is not Made or stored.name != "persistent" or len(stored.arguments) != 5:
         raise ValueError("its storage is elsewhere")
     _, kind, name, _, _ = stored.arguments
-    if type(kind) is not Name or kind not in STORAGES or type(name) is not str:  # Name: hashing others takes any stack
+    if (
+        type(kind) is not Name or kind not in STORAGES or type(name) is not str
+    ):  # a Name only: hashing others can overflow the stack
         raise ValueError(f"it is no tensor of a known dtype: {', '.join(str(dtype) for dtype in STORAGES.values())}")
     numbers = (start, *shape, *strides)
     if len(shape) != len(strides) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers):
         raise ValueError("its shape makes no sense")
     return STORAGES[kind], name, start, tuple(shape), tuple(strides)
-
-
-def write_tree(path: Path, tree: Tree | Outgoing, told: Told, sync: Callable[[int], object] = os.fsync) -> None:
-    """Writes and syncs what `torch.load(path, weights_only=True)` gives back; tensors are Outgoing.
-
-    `sync` is given the descriptor of the file when all is in it.
-
-    Raises OSError, and what reading raises.
-    """
-    tensors: list[Outgoing] = []
-
-    def emptied(value: Any) -> Any:
-        if isinstance(value, Outgoing):
-            tensors.append(value)
-            return torch.empty(value.shape, dtype=value.dtype)  # never touched, so it takes no memory
-        return {key: emptied(each) for key, each in value.items()} if isinstance(value, dict) else value
-
-    with torch.serialization.skip_data():
-        torch.save(emptied(tree), path)
-    with zipfile.ZipFile(path) as archive:
-        records = {info.filename.partition("/")[2]: (place, info) for place, info in _entries(archive)}
-    with path.open("r+b") as file:
-        for number, tensor in enumerate(tensors):  # torch counts storages as it meets them
-            place, info = records[f"data/{number}"]
-            checksum = _Crc32()
-            file.seek(data_of(file, info))
-            with BackgroundConsumer(checksum.update) as aside:
-                write_blocks(file, tensor, both(aside.add, told))
-            # The checksum stands behind the numbers, after a signature, and in the archive's list at its end.
-            for at in (file.tell() + 4, place + 16):
-                file.seek(at)
-                file.write(checksum.value.to_bytes(4, "little"))
-        file.flush()
-        sync(file.fileno())
-
-
-class _Crc32:
-    value = 0
-
-    def update(self, data: memoryview) -> None:
-        self.value = zlib.crc32(data, self.value)
-
-
-def _entries(archive: zipfile.ZipFile) -> Iterator[tuple[int, zipfile.ZipInfo]]:
-    """Each record with the byte where its entry in the archive's list begins."""
-    assert archive.fp is not None
-    place = archive.start_dir
-    for info in archive.infolist():
-        yield place, info
-        archive.fp.seek(place + 28)
-        sizes = archive.fp.read(6)  # of name, extra field and comment, two bytes each
-        place += 46 + sum(int.from_bytes(sizes[i : i + 2], "little") for i in (0, 2, 4))

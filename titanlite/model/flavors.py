@@ -1,7 +1,7 @@
 """The model sizes: hyperparameters of each Llama flavor.
 
-What it is: `LlamaConfig`, a table with one entry per flavor, and the exact parameter count as a formula. Imports no
-torch.
+What it is: `LlamaConfig`, a table with one entry per flavor, the exact parameter count as a formula, and the name and
+shape of every parameter. Imports no torch.
 Reference: Llama 3 herd of models (arXiv 2407.21783), Llama 3.2 model cards.
 """
 
@@ -11,6 +11,20 @@ import json
 from dataclasses import asdict, dataclass, replace
 
 from titanlite.config.schema import ConfigError, ModelConfig
+
+# The parameters of a block in the model's order, each with its shape as attributes of LlamaConfig: (out, in).
+BLOCK_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "attention_norm": ("dim",),
+    "attention.wq": ("dim", "dim"),
+    "attention.wk": ("kv_dim", "dim"),
+    "attention.wv": ("kv_dim", "dim"),
+    "attention.wo": ("dim", "dim"),
+    "ffn_norm": ("dim",),
+    "feed_forward.w1": ("ffn_dim", "dim"),
+    "feed_forward.w2": ("dim", "ffn_dim"),
+    "feed_forward.w3": ("ffn_dim", "dim"),
+}
+BLOCK_LINEAR = tuple(name for name, shape in BLOCK_PARAMETERS.items() if len(shape) == 2)
 
 
 @dataclass(frozen=True)
@@ -43,10 +57,13 @@ class LlamaConfig:
         return self.dim // self.num_heads
 
     @property
+    def kv_dim(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
     def num_parameters(self) -> int:
         """Exact count; tied embeddings count once."""
-        kv_dim = self.num_kv_heads * self.head_dim
-        attention = 2 * self.dim * self.dim + 2 * self.dim * kv_dim
+        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_dim
         block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
         embeddings = self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
         return embeddings + self.num_layers * block + self.dim
@@ -73,6 +90,18 @@ class LlamaConfig:
         if config.dim % config.num_heads or config.head_dim % 2 or config.num_heads % config.num_kv_heads:
             raise ValueError(f"{config.dim} over {config.num_heads} heads, {config.num_kv_heads} for keys and values")
         return config
+
+
+def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter, in the order of the model's `state_dict()`."""
+    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (config.vocab_size, config.dim)}
+    for i in range(config.num_layers):
+        for name, sizes in BLOCK_PARAMETERS.items():
+            shapes[f"layers.{i}.{name}.weight"] = tuple(getattr(config, size) for size in sizes)
+    shapes["norm.weight"] = (config.dim,)
+    if not config.tied_embeddings:
+        shapes["output.weight"] = (config.vocab_size, config.dim)
+    return shapes
 
 
 FLAVORS: dict[str, LlamaConfig] = {

@@ -32,19 +32,24 @@ class LayerCache(Protocol):
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
-def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
-    """cos and sin of every angle at these positions (S,), fp32: (S, Dh / 2, 2).
+def rope_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The angle by which each pair of a head turns per position, (Dh / 2,): theta^(-2i/Dh) for pair i.
 
-    Pair i of a head is rotated by position / theta^(2i/Dh). Llama 3.1 divides the frequency of long wavelengths by
-    `factor`, keeps short ones, and interpolates between them (`apply_scaling` of the 3.1 release).
+    Llama 3.1 divides the frequency of long wavelengths by `factor`, keeps short ones, and interpolates between them
+    (`apply_scaling` of the 3.1 release).
     """
     half = config.head_dim // 2
-    frequency = config.rope_theta ** -(torch.arange(half, dtype=torch.float32, device=positions.device) / half)
+    frequency = config.rope_theta ** -(torch.arange(half, dtype=dtype, device=device) / half)
     if scaling := config.rope_scaling:
         turns = scaling.original_context * frequency / (2 * math.pi)  # full turns over the original context
         blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         frequency = torch.lerp(frequency / scaling.factor, frequency, blend.clamp(0, 1))
-    angle = torch.outer(positions.float(), frequency)
+    return frequency
+
+
+def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
+    """cos and sin of every angle at these positions (S,), fp32: (S, Dh / 2, 2)."""
+    angle = torch.outer(positions.float(), rope_frequencies(config, torch.float32, positions.device))
     return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
 

@@ -5,12 +5,12 @@ Why this order: three of its steps are necessary. With torch 2.13 the other orde
 
     pipeline before fsdp         a stage is a copy of the model: "FSDP does not support deepcopy"
     tp before fsdp               "Cannot distribute a DTensor with device mesh (dp_shard_cp) to a different device mesh"
-    compile before `full` ac     with tp, a recomputed block inside of a graph: "expected all tensors_saved_with_vc_check
-                                 to be Tensors"
+    compile before `full` ac     with tp, when the recomputed block is inside of the compiled graph:
+                                 "expected all tensors_saved_with_vc_check to be Tensors"
 
-and tests/parallel/test_parallelize.py tries them. tp and cp, which change what is inside of a block, and ac and compile,
-which wrap its forward, may otherwise be exchanged: the gradients stay equal. `selective` and `memory_budget` stand
-before compile, so that the compiler sees what is recomputed.
+and tests/parallel/test_parallelize.py tries them. Otherwise tp and cp, which change the inside of a block, and ac and
+compile, which wrap its forward, may be exchanged: the gradients stay equal. `selective` and `memory_budget` come before
+compile, so that the compiler sees what is recomputed.
 """
 
 from __future__ import annotations

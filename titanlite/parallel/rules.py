@@ -21,13 +21,8 @@ from titanlite.config.schema import (
     ParallelConfig,
 )
 from titanlite.config.spelling import suggestion
-from titanlite.model.flavors import LlamaConfig
+from titanlite.model.flavors import BLOCK_LINEAR, LlamaConfig
 from titanlite.parallel.layout import nearest, resolve_degrees
-
-LINEAR = (  # of a block
-    *(f"attention.{name}" for name in ("wq", "wk", "wv", "wo")),
-    *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")),
-)
 
 
 def check_layout(config: Config, llama: LlamaConfig, world_size: int) -> dict[str, int]:
@@ -234,11 +229,12 @@ def float8_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int])
         return
     if degrees["tp"] > 1:
         yield "float8.enabled = true: its layers are not cut; expected parallel.tp = 1"
-    names = [f"layers.{i}.{name}" for i in range(llama.num_layers) for name in LINEAR]
+    names = [f"layers.{i}.{name}" for i in range(llama.num_layers) for name in BLOCK_LINEAR]
     for part in config.float8.skipped:
         if not any(part in name for name in names):
-            near = suggestion(part, [*LINEAR, *(f"layers.{i}." for i in range(llama.num_layers))])
-            yield f"float8.skip: {part} is in the name of no linear layer; expected parts of {', '.join(LINEAR)}{near}"
+            near = suggestion(part, [*BLOCK_LINEAR, *(f"layers.{i}." for i in range(llama.num_layers))])
+            allowed = ", ".join(BLOCK_LINEAR)
+            yield f"float8.skip: {part} is in the name of no linear layer; expected parts of {allowed}{near}"
     if all(any(part in name for part in config.float8.skipped) for name in names):
         yield f"float8.skip = {config.float8.skip!r} skips all linear layers; expected some, or float8.enabled = false"
 

@@ -1,6 +1,8 @@
-"""What a path holds, found by looking, as a `FullState`.
+"""Detects the format of a path and opens it as a `FullState`.
 
-What it is: one function per format that makes the index. A run's folder means its newest committed step.
+What it is: the format is recognised by the names of files and their first bytes; one function per format makes the
+index. A run's folder means its newest committed step.
+What it costs: headers and small files are read, no tensor (but the two embeddings of a tied model saved twice).
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from titanlite.formats.safetensors_files import INDEX, read_folder, read_header
 from titanlite.formats.torch_file import Tree, read_tree
 from titanlite.model.flavors import FLAVORS, LlamaConfig
 
-ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.")  # of a model's parameters
-HUGGING_FACE = ("embed_tokens.", ".self_attn.", ".mlp.", "lm_head.")  # in names of theirs, and in none of ours
-TRAINING = ("optimizer.", "schedule.", "data.", "progress.", "random.")  # of what else a run of ours saves
+ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.")  # of the model's parameter names
+HUGGING_FACE = ("embed_tokens.", ".self_attn.", ".mlp.", "lm_head.")  # parts of their names that ours do not have
+TRAINING = ("optimizer.", "schedule.", "data.", "progress.", "random.")  # what else a titanlite run saves
 READABLE = (
     "a run's or a step's folder, a stock DCP folder (.metadata), a Hugging Face folder (config.json), a folder with "
     "consolidated.00.pth and params.json, a .safetensors file or folder, or a file of torch.save"
@@ -30,28 +32,28 @@ READABLE = (
 
 
 def open_full_state(path: Path, step: int | None = None, model: str = "", trust_pickle: bool = False) -> FullState:
-    """The checkpoint at `path`, whatever its format. `step`: which one of a run, None the newest.
+    """The checkpoint at `path`, of any format. `step` selects one of a run's checkpoints, None the newest.
 
-    `model`: a flavor or a model.json, for files without the model's shape. Raises CorruptCheckpoint where it is
-    incomplete, ConfigError where it is no checkpoint, or of a format that is not read.
+    `model`: a flavor or a model.json, for files without the model's shape. Raises CorruptCheckpoint if it is
+    incomplete, ConfigError if it is not a checkpoint, or of a format that is not read.
     """
     try:
         state = _open(path, step, trust_pickle)
     except OSError as error:
         raise ConfigError(f"{str(path)[:300]}: {error.strerror or error}") from None
     if step is not None and state.about.format != "titanlite":
-        raise ConfigError(f"--step {step}: {path} is no run; leave --step out")
+        raise ConfigError(f"--step {step}: {path} is not a run; leave --step out")
     if model:
         state.about.model = read_model(model, state)
     output, embedding = (state.tensors.get(name) for name in ("output.weight", "tok_embeddings.weight"))
     tied = state.about.model is not None and state.about.model.tied_embeddings
     if tied and output and embedding and same_numbers(output, embedding):
-        del state.tensors["output.weight"]  # one parameter under both its names, as state_dict() has it
+        del state.tensors["output.weight"]  # one parameter, which state_dict() lists under both names
     return state
 
 
 def read_model(model: str, state: FullState) -> LlamaConfig:
-    """A flavor's shape, with the vocabulary of the embedding there is, or that of a model.json. Raises ConfigError."""
+    """The shape of a flavor, with the vocabulary of the saved embedding, or of a model.json. Raises ConfigError."""
     if model in FLAVORS:
         rows = state.tensors["tok_embeddings.weight"].shape[0] if "tok_embeddings.weight" in state.tensors else 0
         return dataclasses.replace(FLAVORS[model], vocab_size=rows or FLAVORS[model].vocab_size)
@@ -59,13 +61,13 @@ def read_model(model: str, state: FullState) -> LlamaConfig:
         return LlamaConfig.from_json(Path(model).read_text())
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"--model {model}: no model.json ({error}) and no flavor{suggestion(model, list(FLAVORS))}; "
+            f"--model {model}: neither a model.json ({error}) nor a flavor{suggestion(model, list(FLAVORS))}; "
             f"flavors: {', '.join(FLAVORS)}"
         ) from None
 
 
-def is_ours(path: Path) -> bool:
-    """Whether it is a step's folder, or that of a run which has one."""
+def is_step_folder(path: Path) -> bool:
+    """Whether the path is a step's folder, or a run's folder with a step."""
     with contextlib.suppress(OSError):  # a name too long, say
         return (path / "manifest.json").is_file() or any(list_steps(folder) for folder in (path / "checkpoints", path))
     return False
@@ -76,7 +78,7 @@ def _open(path: Path, step: int | None, trust_pickle: bool) -> FullState:
         raise ConfigError(f"{path}: no such file or folder; expected {READABLE}")
     if path.is_file():
         return _open_file(path)
-    if is_ours(path):
+    if is_step_folder(path):
         return _open_step(path, step)
     if stock.is_stock_dcp(path):
         return _named(path, stock.read_folder(path, trust_pickle), _beside(path, "dcp"))
@@ -96,11 +98,11 @@ def _open(path: Path, step: int | None, trust_pickle: bool) -> FullState:
         raise CorruptCheckpoint(
             f"{path}: describes a model, but has no weights (model.safetensors or {INDEX}) beside it"
         )
-    raise ConfigError(f"{path}: no checkpoint; expected {READABLE}")
+    raise ConfigError(f"{path}: not a checkpoint; expected {READABLE}")
 
 
 def _open_step(path: Path, step: int | None) -> FullState:
-    """A step folder of ours."""
+    """A step folder of titanlite."""
     folder = find_step_folder(path)
     if step is not None:
         folder = step_folder(folder.parent, step)
@@ -160,7 +162,7 @@ def _open_file(path: Path) -> FullState:
     if path.suffix == ".safetensors":
         found, metadata = read_header(path)
         about = About("safetensors", _model_of(path, metadata["model"].encode() if "model" in metadata else None))
-        _tell(about, metadata.get("titanlite", "{}"))
+        _add_origin(about, metadata.get("titanlite", "{}"))
         return _named(path, found, about)
     raise ConfigError(
         f"{path}: neither a zip archive of torch.save (older files: load and save them with torch >= 1.6) nor a "
@@ -169,14 +171,14 @@ def _open_file(path: Path) -> FullState:
 
 
 def _of_tree(path: Path, tree: Tree) -> FullState:
-    """What torch.save was given: a model's state, or a dict with that under one of the usual keys."""
+    """A tree given to torch.save: a model's state dict, or a dict that has it under one of the usual keys."""
     about, flat = About("torch"), tree
     for key in ("model", "state_dict", "model_state_dict"):
         if isinstance(tree.get(key), dict):
             flat = tree[key]
     if isinstance(shape := tree.get("model_config"), dict):
         about.model = _model_of(path, json.dumps(shape, default=str).encode())
-    _tell(about, json.dumps({name: tree.get(name) for name in ("step", "seq_len")}, default=str))
+    _add_origin(about, json.dumps({name: tree.get(name) for name in ("step", "seq_len")}, default=str))
     if isinstance(tokenizer := tree.get("tokenizer"), FullTensor):
         about.tokenizer = tokenizer.read().numpy().tobytes()
     state = _named(path, {name: value for name, value in flat.items() if isinstance(value, FullTensor)}, about)
@@ -188,18 +190,18 @@ def _of_tree(path: Path, tree: Tree) -> FullState:
 
 
 def _beside(folder: Path, form: str) -> About:
-    """What model.json, tokenizer.model and titanlite.json of a folder tell, where they are."""
+    """The contents of model.json, tokenizer.model and titanlite.json in a folder, if they exist."""
     content = {
         name: (folder / name).read_bytes() if (folder / name).is_file() else None
         for name in ("model.json", "tokenizer.model", ORIGIN)
     }
     about = About(form, _model_of(folder / "model.json", content["model.json"]), content["tokenizer.model"])
-    _tell(about, (content[ORIGIN] or b"{}").decode("utf-8", "replace"))
+    _add_origin(about, (content[ORIGIN] or b"{}").decode("utf-8", "replace"))
     return about
 
 
-def _tell(about: About, text: str) -> None:
-    """Adds step and length from a JSON object, as far as they make sense."""
+def _add_origin(about: About, text: str) -> None:
+    """Adds step and sequence length from a JSON object, if they are valid."""
     with contextlib.suppress(ValueError, RecursionError):
         known = json.loads(text)
         if isinstance(known, dict):
@@ -209,9 +211,9 @@ def _tell(about: About, text: str) -> None:
 
 
 def _named(path: Path, found: dict[str, FullTensor], about: About) -> FullState:
-    """Parameters apart from what a run needs to go on, without the prefixes that wrappers and other trainers add.
+    """Separates parameters from training state, and removes the prefixes of wrappers and other trainers.
 
-    Raises ConfigError where two names become one, or are Hugging Face's.
+    Raises ConfigError if two names become one, or names are Hugging Face's.
     """
     plain = {name.replace("_orig_mod.", "").removeprefix("module."): tensor for name, tensor in found.items()}
     if len(plain) < len(found):
@@ -221,10 +223,10 @@ def _named(path: Path, found: dict[str, FullTensor], about: About) -> FullState:
             f"{path}: has Hugging Face's names ({theirs[0]!r}); give a folder with config.json and safetensors files"
         )
     if all(name.startswith(TRAINING) for name in plain):
-        raise ConfigError(f"{path}: holds what a run goes on with, and no model; give the folder")
+        raise ConfigError(f"{path}: holds training state and no model; give the folder")
     root, training, is_dcp = "", set[str](), about.format == "dcp"
     if "tok_embeddings.weight" in plain:
-        # Trainers put what they like beside a model into DCP; elsewhere only what we put there is no parameter.
+        # In DCP, trainers save arbitrary entries beside a model; elsewhere only titanlite's own are not parameters.
         training = {n for n in plain if n.startswith(TRAINING) or (is_dcp and not n.startswith(ROOTS))}
     elif "model.tok_embeddings.weight" in plain or (is_dcp and any(n.startswith("model.") for n in plain)):
         root, training = "model.", {n for n in plain if not n.startswith("model.")}
