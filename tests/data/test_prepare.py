@@ -8,7 +8,7 @@ import pytest
 from messages import refused
 
 from titanlite.config.schema import DataConfig
-from titanlite.data import prepare as module
+from titanlite.data import tokenise as module
 from titanlite.data.prepare import find_text, prepare
 from titanlite.data.shards import ShardWriter, Tokens, read_manifest
 from titanlite.data.tokenizer import Tokenizer

@@ -31,7 +31,8 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"{options.output.parent}: no such folder")
 
     from titanlite.data.bpe import train_bpe, write_rank_file
-    from titanlite.data.prepare import find_text, read_texts
+    from titanlite.data.prepare import find_text
+    from titanlite.data.tokenise import read_texts
 
     _, root, files = find_text(DataConfig(path=options.data_path, pattern=options.data_pattern))
     print(f"counting words in {len(files)} files of {root}", flush=True)

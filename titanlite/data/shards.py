@@ -20,6 +20,7 @@ import numpy as np
 from titanlite.config.schema import ConfigError
 from titanlite.data.tokenizer import Tokenizer
 
+FORMAT = 1  # of a prepared folder
 SHARD_TOKENS = 100_000_000
 
 

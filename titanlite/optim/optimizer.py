@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from titanlite.config.schema import OptimizerConfig
-from titanlite.optim.low_precision import LowPrecisionAdamW
 
 logger = logging.getLogger("titanlite")
 
@@ -37,6 +36,8 @@ def build_optimizer(parts: list[Any], config: OptimizerConfig) -> torch.optim.Op
     logger.info("AdamW (%s): %d tensors decay, %d do not", variant, len(decayed), len(spared))
     if low:
         groups = [group for group in groups if group["params"]]
+        from titanlite.optim.low_precision import LowPrecisionAdamW
+
         return LowPrecisionAdamW(groups, config.lr, config.betas, config.eps, getattr(torch, config.state_dtype))
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
