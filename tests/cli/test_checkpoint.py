@@ -123,7 +123,7 @@ def test_a_run_begins_with_the_weights_of_another(pool, arguments, run_folder, t
         out = capsys.readouterr().out
         assert "\nlayers" not in out
         assert "optimizer.state.norm.weight.exp_avg" in out
-    with pytest.raises(AssertionError, match=r"ConfigError: .*no checkpoint; expected a run's or a step's"):
+    with pytest.raises(AssertionError, match=r"ConfigError: .*not a checkpoint; expected a run's or a step's"):
         pool.run(1, train_run, [*base, "--run.name=none", f"--checkpoint.initial_load={tmp_path}/none"])
     with pytest.raises(AssertionError, match=r"ConfigError: .*tok_embeddings.weight is F32 \[4112, 32\], and F32 "):
         other = ["--run.name=other", "--model.dim=16", f"--checkpoint.initial_load={run_folder}"]
