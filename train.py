@@ -8,6 +8,7 @@
 Letters in shapes: B sequences of a local batch, S tokens of a sequence.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -17,6 +18,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError, step_folder
 from titanlite.config.load import load_config, program_folder
-from titanlite.config.schema import EXIT_CONFIG, EXIT_STOPPED, Config, ConfigError, portable
+from titanlite.config.schema import EXIT_CONFIG, EXIT_STOPPED, Config, ConfigError, ProfilingConfig, portable
 from titanlite.config.text import to_toml
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import PreparedData
@@ -35,7 +37,6 @@ from titanlite.data.to_device import prefetch, to_device
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed import process_group
 from titanlite.distributed.agreement import require_agreement
-from titanlite.distributed.garbage_collection import GarbageCollection
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.run_folder import claim_folder
 from titanlite.distributed.signals import Requests
@@ -44,7 +45,6 @@ from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.observe.logging import log_to_file, setup_logging
 from titanlite.observe.metrics import Metrics, NonFinite, Progress, Workload
-from titanlite.observe.profile import profiler
 from titanlite.observe.validation import Validator
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
@@ -118,7 +118,7 @@ def main(config: Config) -> int:
     workload = Workload.of(training, llama, process_group.device_name(device))
     metrics = Metrics(config.metrics, folder, device, progress, workload)
     validator = Validator(config.validation, training, data, stages.evaluate, mesh, metrics)
-    garbage = GarbageCollection(training.gc_freq)
+    garbage = process_group.GarbageCollection(training.gc_freq)
     if rank == 0:
         (folder / "config.toml").write_text(to_toml(config))
     log_start(config, llama, mesh, device)
@@ -130,8 +130,10 @@ def main(config: Config) -> int:
     # 6. Loop: one optimizer step after the other
     requests.agree()  # a signal may have arrived since
     metrics.start()
-    profiling = profiler(config.profiling, folder / "traces", rank, progress)
-    with profiling as profile_step, checkpoint.complete_on(NonFinite):
+    with (
+        profiling(config.profiling, folder / "traces", rank, progress) as profile_step,
+        checkpoint.complete_on(NonFinite),
+    ):
         while progress.step < training.steps and not requests.stop:
             progress.step += 1
 
@@ -172,6 +174,15 @@ def main(config: Config) -> int:
         return EXIT_STOPPED
     log_end(config, folder, progress.step, tokenizer)
     return 0
+
+
+def profiling(config: ProfilingConfig, folder: Path, rank: int, progress: Progress) -> Any:
+    """A scope that gives a function to call after each step; it does nothing unless profiling is enabled."""
+    if not config.enabled:
+        return contextlib.nullcontext(lambda: None)
+    from titanlite.observe.profile import profiler
+
+    return profiler(config, folder, rank, progress)
 
 
 def checkpoint_files(config: Config, data: PreparedData, llama: LlamaConfig) -> dict[str, bytes]:

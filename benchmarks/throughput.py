@@ -24,7 +24,7 @@ import report
 
 sys.path.insert(0, str(report.ROOT))
 
-from titanlite.config.spelling import suggestion
+from titanlite.config.schema import suggestion
 
 UNCOUNTED = 20
 ONE_B = ["llama3_1b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"]

@@ -14,8 +14,7 @@ from titanlite.parallel.activation_checkpoint import apply_ac
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recompute_changes_no_bit(mode):
     expected, model = gradients(small_model()), small_model()
-    for index, block in enumerate(model.layers.values()):
-        apply_ac(block, RecomputeConfig(mode=mode), index)
+    apply_ac(model, RecomputeConfig(mode=mode))
     assert_same(gradients(model), expected, rtol=0, atol=0)
 
 
@@ -40,8 +39,7 @@ def test_full_recompute_keeps_less_and_every_second_block_lies_between():
     found = []
     for mode, every in (("none", 1), ("full", 2), ("full", 1)):
         model = small_model()
-        for index, block in enumerate(model.layers.values()):
-            apply_ac(block, RecomputeConfig(mode=mode, every=every), index)
+        apply_ac(model, RecomputeConfig(mode=mode, every=every))
         found.append(Saved(model).bytes)
     assert found[0] > 1.3 * found[1] > 1.3 * found[2]
 
@@ -58,11 +56,10 @@ def count_forwards(mode: str) -> dict[str, int]:
             return func(*args, **(kwargs or {}))
 
     model = small_model()
-    block = model.layers["0"]
-    apply_ac(block, RecomputeConfig(mode=mode), 0)
+    apply_ac(model, RecomputeConfig(mode=mode))
     x = torch.randn(1, 8, 32, requires_grad=True)
     with Counter():
-        block(x, model.rope[:8]).sum().backward()
+        model.layers["0"](x, model.rope[:8]).sum().backward()
     return counts
 
 

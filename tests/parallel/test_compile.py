@@ -24,12 +24,11 @@ def test_compiled_blocks_give_the_same_gradients_and_compile_once(mode):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     expected, model = gradients(small_model()), small_model()
-    for index, block in enumerate(model.layers.values()):
-        if mode != "full":
-            apply_ac(block, RecomputeConfig(mode=mode), index)
-        apply_compile(block, "aot_eager")
-        if mode == "full":
-            apply_ac(block, RecomputeConfig(mode=mode), index)
+    if mode != "full":
+        apply_ac(model, RecomputeConfig(mode=mode))
+    apply_compile(model, "aot_eager")
+    if mode == "full":
+        apply_ac(model, RecomputeConfig(mode=mode))
     assert_same(gradients(model), expected, rtol=1e-5, atol=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "three blocks, one graph"
 

@@ -37,11 +37,10 @@ def largest_difference(degrees: dict[str, int], order: str, mode: str) -> float:
             apply_tp(model, mesh["tp"], async_tp=False)
         elif technique == "fsdp":
             apply_fsdp(model, ParallelConfig(), mesh, torch.float32, torch.float32)
-        for index, block in enumerate(model.layers.values()):
-            if technique == "ac":
-                apply_ac(block, RecomputeConfig(mode=mode), index)
-            elif technique == "compile":
-                apply_compile(block, "aot_eager")
+        elif technique == "ac":
+            apply_ac(model, RecomputeConfig(mode=mode))
+        elif technique == "compile":
+            apply_compile(model, "aot_eager")
     model.to_empty(device="cpu")
     model.init_weights(0, assign_shard)
     loss, scope = cross_entropy_sum, contextlib.nullcontext

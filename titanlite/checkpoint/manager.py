@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.async_save import AsyncSaver, State
 from titanlite.checkpoint.manifest import Manifest, RunMetadata, read_manifest
-from titanlite.checkpoint.resume import require_compatible, training_changes
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import (
     delete_step,
@@ -131,6 +130,8 @@ class Checkpointer:
         return False
 
     def _restore(self, path: Path, manifest: Manifest, started: float) -> None:
+        from titanlite.checkpoint.resume import require_compatible, training_changes
+
         require_compatible(path, manifest, self.facts.config, self.extra_files, self.config)
         verified = time.monotonic()
         state = self._state()

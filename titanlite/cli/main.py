@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     try:
         if name not in COMMANDS:
-            from titanlite.config.spelling import suggestion
+            from titanlite.config.schema import suggestion
 
             raise ConfigError(f"unknown command {name!r}{suggestion(name, list(COMMANDS))}\n{USAGE}")
         command: Callable[[list[str]], int] = importlib.import_module(f"titanlite.cli.{name}").run

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.load import load_config
-from titanlite.config.schema import ConfigError
-from titanlite.config.spelling import suggestion
+from titanlite.config.schema import ConfigError, suggestion
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.verify.campaign import run_cases

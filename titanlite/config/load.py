@@ -16,8 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from titanlite.config.schema import Config, ConfigError, sections
-from titanlite.config.spelling import suggestion
+from titanlite.config.schema import Config, ConfigError, sections, suggestion
 
 FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
 # Settings that a checkpoint and the resumed run must share, unless `checkpoint.accept` names them

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from typing import Any
 
 # Exit codes: wrong input; stopped by a signal after saving; ended by the watchdog because of a hang
@@ -38,6 +39,18 @@ class ConfigError(ValueError):
     def __init__(self, problems: str | list[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else problems
         super().__init__("\n".join(self.problems))
+
+
+def suggestion(word: str, allowed: list[str], cutoff: float = 0.65) -> str:
+    """`; did you mean X?` for the most similar allowed word, "" if none is similar. Equally similar ones are all named.
+
+    `cutoff`: the similarity required, from 0 to 1 for the same word.
+    """
+    similarity = {other: SequenceMatcher(None, other, word, autojunk=False).ratio() for other in allowed}
+    best = max(similarity.values(), default=0)
+    if best < cutoff:
+        return ""
+    return "; did you mean " + " or ".join(other for other in allowed if similarity[other] == best) + "?"
 
 
 def key(

@@ -1,7 +1,7 @@
 """Finds the text of a run, and its tokenised form in the cache.
 
-What it is: the text files that `[data]` names, and the cache folder that belongs to these files and this tokenizer. Text
-is tokenised once (`tokenise.py`) and not in every run. Without `data.path` the text is the source of the running
+What it is: the text files that `[data]` names, and the cache folder that belongs to these files and this tokenizer.
+Text is tokenised once (`tokenise.py`) and not in every run. Without `data.path` the text is the source of the running
 interpreter's standard library: Python code with English documentation, which every machine has.
 What it costs: the size and the time of modification of each file are read at every start.
 """

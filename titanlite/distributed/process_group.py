@@ -1,4 +1,4 @@
-"""The process group: joining it, choosing the device, and ending the process.
+"""The process: its device, joining the process group, garbage collection, and its end.
 
 What it is: the set-up of a training process that comes before the model: backend, device and random seed.
 What it costs: one rendezvous at the start.
@@ -6,6 +6,7 @@ What it costs: one rendezvous at the start.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import EXIT_STOPPED, ConfigError
+from titanlite.distributed.watchdog import mark_phase
 
 
 def device_type(name: str) -> str:
@@ -68,3 +70,33 @@ def finish(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+class GarbageCollection:
+    """Python's garbage collection, on all ranks after the same steps: every `freq`; 0 leaves Python's own collector on.
+
+    Python collects when enough objects were allocated, on each rank at another time, and each pause of one rank makes
+    all others wait in the next collective.
+    """
+
+    def __init__(self, freq: int) -> None:
+        self.freq, self.frozen = freq, False
+        if freq:
+            gc.disable()
+            gc.collect()
+
+    def step(self, step: int) -> None:
+        """Call it after each step."""
+        if not self.freq:
+            return
+        mark_phase("garbage collection")
+        if not self.frozen:
+            gc.collect()
+            gc.freeze()  # objects of the set-up and the first step live on: later collections skip them
+            self.frozen = True
+        elif step % self.freq == 0:
+            gc.collect(1)
+
+    def close(self) -> None:
+        gc.unfreeze()
+        gc.enable()

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.progress import progress_bar
-from titanlite.config.schema import ConfigError
-from titanlite.config.spelling import suggestion
+from titanlite.config.schema import ConfigError, suggestion
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.formats import gguf_file
 from titanlite.formats.check import compare_logits, compare_tensors

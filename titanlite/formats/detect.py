@@ -14,8 +14,7 @@ from pathlib import Path
 
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, file_problems, read_file, read_manifest
 from titanlite.checkpoint.storage import find_step_folder, list_steps, step_folder
-from titanlite.config.schema import ConfigError
-from titanlite.config.spelling import suggestion
+from titanlite.config.schema import ConfigError, suggestion
 from titanlite.formats import huggingface, meta, stock
 from titanlite.formats.full_state import ORIGIN, About, FullState, FullTensor, same_numbers
 from titanlite.formats.safetensors_files import INDEX, read_folder, read_header

@@ -34,8 +34,7 @@ from titanlite.checkpoint.storage import (
     verify_files,
     verify_together,
 )
-from titanlite.config.schema import CheckpointConfig, ConfigError
-from titanlite.config.spelling import suggestion
+from titanlite.config.schema import CheckpointConfig, ConfigError, suggestion
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed.agreement import broadcast_from_rank0, raise_together
 from titanlite.formats.detect import is_step_folder, open_full_state

@@ -19,7 +19,6 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -44,15 +43,18 @@ SAVED = {  # by `selective`, besides every second of MATMULS
 MATMULS = (torch.ops.aten.mm.default, SCALED_MM)  # in 16 or 32 bits, in 8
 
 
-def apply_ac(block: nn.Module, config: RecomputeConfig, index: int) -> None:
-    """Replaces the forward of block number `index`, if the config includes it. Names and parameters stay."""
-    set_activation_memory_budget(config.budget if config.mode == "memory_budget" else 1.0)
-    if config.mode in ("none", "memory_budget") or index % config.every:
+def apply_ac(model: Any, config: RecomputeConfig) -> None:
+    """Replaces the forward of every n-th block. Names and parameters stay. `memory_budget` only sets the budget."""
+    if config.mode == "memory_budget":
+        set_activation_memory_budget(config.budget)
+    if config.mode in ("none", "memory_budget"):
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if config.mode == "selective":
         options["context_fn"] = _selective_contexts
-    block.forward = functools.partial(checkpoint, block.forward, **options)
+    for name, block in model.layers.items():
+        if int(name) % config.every == 0:
+            block.forward = functools.partial(checkpoint, block.forward, **options)
 
 
 def _selective_contexts() -> Any:

@@ -17,7 +17,6 @@ import torch
 
 from titanlite.config.schema import WIDE, Config, ConfigError
 from titanlite.distributed.agreement import first_message, require_agreement
-from titanlite.parallel.compile import missing_for_inductor
 from titanlite.parallel.rules import reason_not_compiled
 
 logger = logging.getLogger("titanlite")
@@ -63,6 +62,8 @@ def _resolve_compile(config: Config, dim: int, degrees: Mapping[str, int], devic
     reason = reason_not_compiled(config, degrees, dim, device_type)
     if config.compile.backend != "inductor" or (reason and not config.compile.loss):
         return reason  # no compiler is needed
+    from titanlite.parallel.compile import missing_for_inductor
+
     missing = first_message(missing_for_inductor(device_type))
     required = {  # setting -> the setting that does without a compiler
         "compile.enabled = true": ("compile.enabled = false", config.compile.enabled == "true"),

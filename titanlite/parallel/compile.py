@@ -16,9 +16,9 @@ import os
 import shutil
 import subprocess
 import sysconfig
+from typing import Any
 
 import torch
-from torch import nn
 
 from titanlite.distributed.torch_private import has_triton_package
 
@@ -43,6 +43,7 @@ def missing_for_inductor(device_type: str) -> str:
     return f"{program} finds no Python.h (Debian and Ubuntu: apt install python3-dev)" if done.returncode else ""
 
 
-def apply_compile(block: nn.Module, backend: str) -> None:
-    """Replaces the block's forward by its compiled version; with `fullgraph` a graph break is an error."""
-    block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+def apply_compile(model: Any, backend: str) -> None:
+    """Replaces each block's forward by its compiled version; with `fullgraph` a graph break is an error."""
+    for block in model.layers.values():
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)

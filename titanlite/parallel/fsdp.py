@@ -41,7 +41,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.config.schema import ParallelConfig
 from titanlite.distributed.mesh import Mesh
-from titanlite.parallel.chunked_loss import DeferredOutput
 
 
 def fsdp_units(model: Any) -> list[list[nn.Module]]:
@@ -75,7 +74,7 @@ def apply_fsdp(model: Any, config: ParallelConfig, mesh: Mesh, compute: torch.dt
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     units = fsdp_units(model)
     # With chunks the loss projects: it needs the output weight, in the last unit or, if tied, in the model itself.
-    at_the_end = not isinstance(model.output, DeferredOutput) and _reshard(config, mesh, last=True)
+    at_the_end = not hasattr(model.output, "projection") and _reshard(config, mesh, last=True)
     for unit in units:
         reshard = at_the_end if unit is units[-1] else _reshard(config, mesh, last=False)
         fully_shard(unit, reshard_after_forward=reshard, **options)

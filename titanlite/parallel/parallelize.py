@@ -22,8 +22,6 @@ import torch
 from titanlite.config.schema import Config
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.watchdog import mark_phase
-from titanlite.parallel.activation_checkpoint import apply_ac
-from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.fsdp import apply_fsdp, assign_shard
 
 
@@ -73,14 +71,19 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
         from titanlite.parallel.context_parallel import apply_cp
 
         apply_cp(model, mesh["cp"], config.parallel.cp_method)
+    if config.recompute.mode in ("selective", "memory_budget"):
+        from titanlite.parallel.activation_checkpoint import apply_ac
+
+        apply_ac(model, config.recompute)
     assert config.compile.enabled != "auto", "resolve_auto comes first"
-    for name, block in model.layers.items():
-        if config.recompute.mode != "full":
-            apply_ac(block, config.recompute, int(name))
-        if config.compile.enabled == "true":
-            apply_compile(block, config.compile.backend)
-        if config.recompute.mode == "full":
-            apply_ac(block, config.recompute, int(name))
+    if config.compile.enabled == "true":
+        from titanlite.parallel.compile import apply_compile
+
+        apply_compile(model, config.compile.backend)
+    if config.recompute.mode == "full":  # around the compiled blocks, since nothing of a block is kept
+        from titanlite.parallel.activation_checkpoint import apply_ac
+
+        apply_ac(model, config.recompute)
     training = config.training
     compute, reduce = getattr(torch, training.compute_dtype), getattr(torch, training.reduce_dtype)
     apply_fsdp(model, config.parallel, mesh, compute, reduce)

@@ -19,8 +19,8 @@ from titanlite.config.schema import (
     Config,
     ConfigError,
     ParallelConfig,
+    suggestion,
 )
-from titanlite.config.spelling import suggestion
 from titanlite.model.flavors import BLOCK_LINEAR, LlamaConfig
 from titanlite.parallel.layout import nearest, resolve_degrees
 

@@ -20,7 +20,6 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.watchdog import mark_phase
 from titanlite.optim.loss import SummedLoss, cross_entropy_sum
 from titanlite.parallel.attention import preferred_attention
-from titanlite.parallel.chunked_loss import ChunkedLoss, DeferredOutput
 from titanlite.parallel.fsdp import set_gradient_reduction
 
 Scope = contextlib.AbstractContextManager[Any]
@@ -112,7 +111,8 @@ def _build_loss(model_parts: list[Any], config: Config, mesh: Mesh) -> SummedLos
     if config.compile.loss:
         # The last chunk may be smaller: two graphs, since torch 2.13 cannot compile a sharded vocabulary for any size.
         loss = torch.compile(loss, backend=config.compile.backend, dynamic=False)
-    for part in model_parts:
-        if isinstance(part.output, DeferredOutput):
-            loss = ChunkedLoss(part.output, config.loss.num_chunks, loss, mesh["tp"])
+    if config.loss.num_chunks > 1 and (outputs := [p.output for p in model_parts if hasattr(p.output, "projection")]):
+        from titanlite.parallel.chunked_loss import ChunkedLoss
+
+        loss = ChunkedLoss(outputs[0], config.loss.num_chunks, loss, mesh["tp"])
     return loss

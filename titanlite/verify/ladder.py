@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from titanlite.config.load import all_keys, load_config
-from titanlite.config.schema import PP_SCHEDULES, SPLIT_BACKWARD, Config, ConfigError, sections
-from titanlite.config.spelling import suggestion
+from titanlite.config.schema import PP_SCHEDULES, SPLIT_BACKWARD, Config, ConfigError, sections, suggestion
 from titanlite.model.flavors import LlamaConfig
 from titanlite.parallel.layout import AXES
 from titanlite.parallel.rules import check_layout
