@@ -7,10 +7,9 @@ import signal
 import socket
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
-from launches import ROOT, environment, finish, start, wait_for_step, workers
+from launches import ROOT, alive, environment, finish, start, wait_for_step, workers
 from messages import assert_mentions
 from runs import curve, train_run
 
@@ -102,7 +101,7 @@ def test_second_signal_leaves_at_once(endless_arguments, tmp_path):
     code, output = finish(process, timeout=10)
     assert code == 128 + signal.SIGKILL, output
     assert not list((tmp_path / "debug").glob("checkpoints/*"))
-    assert not any(Path(f"/proc/{pid}").exists() for pid in (first, second))
+    assert not any(alive(pid) for pid in (first, second))
 
 
 def test_a_signal_to_every_process_at_once_saves(slow_arguments, tmp_path):
@@ -123,9 +122,9 @@ def test_workers_leave_when_their_launcher_is_killed(slow_arguments, tmp_path, p
     orphans = workers(process)
     process.kill()
     deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in orphans) and time.monotonic() < deadline:
+    while any(alive(pid) for pid in orphans) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in orphans)
+    assert not any(alive(pid) for pid in orphans)
     assert list((tmp_path / "debug").glob("checkpoints/step-*"))
 
 
