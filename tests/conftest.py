@@ -17,7 +17,7 @@ os.environ["LOG_RANK"] = "none"
 
 @pytest.fixture(scope="session")
 def pool():
-    return Pool(["train", "tomllib"])
+    return Pool(["train", "tomllib", "pytest"])  # imported once, by the server that forks the workers
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -57,6 +57,14 @@ def workers(process: subprocess.Popen) -> list[int]:
     return [int(pid) for pid, parent, command in lines if int(parent) == process.pid and "train.py" in command]
 
 
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended may stay in the table until init reads its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
     """Returns when metrics.jsonl has a line of `step` or later."""
     deadline = time.monotonic() + 120

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import environment, finish, start, wait_for_step, workers
+from launches import alive, environment, finish, start, wait_for_step, workers
 from messages import assert_mentions
 from runs import curve, train_run
 
@@ -47,7 +47,7 @@ def test_a_frozen_process_is_named_and_killed(long_run, tmp_path, rank):
     assert_mentions(last, f"pid {pids[rank]}", '" of step ', "comm.step_timeout_seconds")
     assert output.count("error:") == 1
     assert "Traceback" not in output
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(alive(pid) for pid in pids)
     report = (tmp_path / f"debug/hang/rank-{1 - rank}.txt").read_text()
     assert "train.py" in report
     assert "all_reduce" in report.partition("flight recorder:")[2] or not RECORDS
