@@ -1,9 +1,16 @@
-"""The rules of the house: which file may import which, and how long a file and a function may be."""
+"""The rules of the house: which file may import which, what a run loads, and how long files and functions may be."""
 
 import ast
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from titanlite.config.load import load_config
+from titanlite.data.prepare import prepare
+from titanlite.data.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "train.py", *sorted((ROOT / "titanlite").rglob("*.py"))]
@@ -65,14 +72,74 @@ def test_the_model_knows_no_parallelism_and_parallelism_no_model():
         assert not any(module == "titanlite.model.llama" for module in imports(path)), path
 
 
+def test_nothing_but_the_entry_points_is_at_the_root():
+    assert {path.name for path in (ROOT / "titanlite").glob("*.py")} == {"__init__.py", "__main__.py"}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """Also within a room, where the floors say nothing."""
+    modules = {module_of(path): {m for m in imports(path) if m != module_of(path)} for path in FILES}
+    done: set[str] = set()
+
+    def visit(module: str, chain: tuple[str, ...]) -> None:
+        assert module not in chain, " -> ".join((*chain, module))
+        if module not in done and module in modules:
+            for other in modules[module]:
+                visit(other, (*chain, module))
+            done.add(module)
+
+    for module in modules:
+        visit(module, ())
+
+
+LOADED = """
+import json, sys
+from pathlib import Path
+from titanlite.optim.clip import clip_grad_norm
+import train
+
+root = Path(train.__file__).parent
+
+def stop(*arguments):  # the first step's forward and backward are done
+    files = {Path(m.__file__) for m in list(sys.modules.values()) if getattr(m, "__file__", None)}
+    names = [str(path.relative_to(root)) for path in files if path.is_relative_to(root / "titanlite")]
+    print("LOADED", json.dumps(sorted(names)), flush=True)
+    train.process_group.finish(0)
+
+train.clip_grad_norm = stop
+train.run(sys.argv[1:])
+"""
+
+
+def test_a_plain_run_loads_a_small_part_of_the_package(arguments):
+    """The modules that are really imported by the first step of a run with one process.
+
+    The launcher, in a process before it, has prepared the data.
+    """
+    prepare(load_config(arguments).data, Tokenizer())
+    command = [sys.executable, "-c", LOADED, *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("LOADED ")] or [result.stderr]
+    files = ["train.py", *json.loads(line.removeprefix("LOADED "))]
+    lines = {name: len((ROOT / name).read_text().splitlines()) for name in files}
+    assert not any(name.startswith(("titanlite/formats", "titanlite/verify", "titanlite/cli")) for name in files)
+    assert len([name for name in files if lines[name]]) <= 45, lines
+    assert sum(lines.values()) <= 5500, lines
+
+
+# A file teaches one concept. At 300 lines one asks whether it still does; the answer for these was yes.
+LONG = {"config/schema.py": "every section of the config"}
+
+
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_files_and_functions_are_short(path):
     text = path.read_text()
-    assert len(text.splitlines()) <= (400 if path.name in ("schema.py", "rules.py") else 300)
+    name = path.relative_to(ROOT).as_posix().removeprefix("titanlite/")
+    assert len(text.splitlines()) <= 300 or name in LONG, "does it teach one concept? then add it to LONG, with which"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= (160 if (path.name, node.name) == ("train.py", "main") else 60), node.name
+            assert length <= (120 if (path.name, node.name) == ("train.py", "main") else 60), node.name
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.read_text()], ids=module_of)
@@ -95,18 +162,18 @@ TESTED_ELSEWHERE = {
     "checkpoint/state": "tests/checkpoint/test_checkpoint.py",
     "checkpoint/storage": "tests/checkpoint/test_checkpoint.py, tests/e2e/test_faults.py",
     "cli/convert": "tests/formats/test_convert.py, tests/formats/test_convert_limits.py",
-    "distributed/watchdog": "tests/e2e/test_hang.py",
+    "data/tokenise": "tests/data/test_prepare.py",
     "formats/check": "tests/formats/test_convert.py",
-    "formats/fill": "tests/formats/test_foreign.py, tests/formats/test_foreign_hostile.py",
+    "formats/detect": "tests/formats/test_foreign.py, tests/formats/test_foreign_hostile.py",
+    "formats/export": "tests/formats/test_convert.py",
     "formats/full_state": "tests/formats/test_convert.py, tests/formats/test_convert_limits.py",
     "formats/gguf_file": "tests/formats/test_gguf.py",
     "formats/huggingface": "tests/formats/test_convert.py",
     "formats/huggingface_tokenizer": "tests/formats/test_convert.py",
-    "formats/load": "tests/formats/test_transformers.py, tests/formats/test_gguf.py",
+    "formats/load": "tests/formats/test_transformers.py, tests/formats/test_foreign.py",
     "formats/meta": "tests/formats/test_convert.py",
+    "formats/output_path": "tests/formats/test_convert.py",
     "formats/pickled": "tests/formats/test_foreign_hostile.py",
-    "formats/place": "tests/formats/test_convert.py",
-    "formats/recognise": "tests/formats/test_foreign.py, tests/formats/test_foreign_hostile.py",
     "formats/safetensors_files": "tests/formats/test_convert.py",
     "formats/stock": "tests/formats/test_foreign.py",
     "formats/stock_index": "tests/formats/test_foreign_hostile.py",
