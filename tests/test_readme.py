@@ -5,21 +5,36 @@ import shlex
 from pathlib import Path
 
 import pytest
+from test_architecture import floor
 
 from titanlite.config.load import flavors, load_config
 from titanlite.config.schema import sections
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-TRIVIAL = {"__init__.py", "__main__.py"}
 
 
-def test_the_tour_visits_every_file_once():
-    tour = re.findall(r"^\d+\. \[`([^`]+)`\]\(([^)]+)\): .+", README, re.MULTILINE)
-    assert all(name == link for name, link in tour)
-    package = (p for p in (ROOT / "titanlite").rglob("*.py") if p.name not in TRIVIAL)
-    files = ["train.py", *(str(path.relative_to(ROOT)) for path in package)]
-    assert sorted(name for name, _ in tour) == sorted(files)
+ROUTE = re.findall(r"^\d+\. \[`([^`]+)`\]\(([^)]+)\): .+", README, re.MULTILINE)
+
+
+def test_the_core_route_can_be_read_in_an_afternoon():
+    """Files that exist, each once, as many and as long as the text says, and short enough."""
+    assert all(name == link for name, link in ROUTE)
+    names = [name for name, _ in ROUTE]
+    assert len(set(names)) == len(names)
+    lines = sum(len((ROOT / name).read_text().splitlines()) for name in names)
+    assert f"{len(names)} files, about {round(lines, -2):,} lines" in README
+    assert lines <= 3500
+    assert len(names) <= 24
+
+
+def test_every_room_has_its_line_from_the_ground_up():
+    rooms = re.findall(r"^\| \[`(\w+)/`\]\(titanlite/(\w+)\) \| .+ \|$", README, re.MULTILINE)
+    folders = {path.parent.name for path in (ROOT / "titanlite").glob("*/__init__.py")}
+    assert [name for name, _ in rooms] == [link for _, link in rooms]
+    assert {name for name, _ in rooms} == folders
+    floors = [floor(name) for name, _ in rooms]
+    assert floors == sorted(floors)
 
 
 def test_every_section_and_flavor_is_described():
