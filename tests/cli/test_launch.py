@@ -26,23 +26,23 @@ def test_children_by_proc_and_by_ps(monkeypatch):
 
 def test_a_signal_before_there_are_processes_ends_the_launcher(monkeypatch):
     monkeypatch.setattr(launch, "_children", list)
-    monkeypatch.setattr(launch, "_passed_on", [])
+    monkeypatch.setattr(launch, "_forwarded", [])
     monkeypatch.setattr(launch.os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as caught:
-        launch._pass_on(signal.SIGTERM)
+        launch._forward(signal.SIGTERM)
     assert caught.value.code == 143
 
 
-def test_a_signal_is_passed_on_once_a_second_and_then_kills(monkeypatch):
+def test_a_signal_is_forwarded_once_a_second_and_then_kills(monkeypatch):
     sent = []
     monkeypatch.setattr(launch, "_children", lambda: [123])
     monkeypatch.setattr(launch.os, "kill", lambda pid, number: sent.append((pid, number)))
-    monkeypatch.setattr(launch, "_passed_on", [])
-    launch._pass_on(signal.SIGINT)
-    launch._pass_on(signal.SIGTERM)
+    monkeypatch.setattr(launch, "_forwarded", [])
+    launch._forward(signal.SIGINT)
+    launch._forward(signal.SIGTERM)
     assert sent == [(123, signal.SIGTERM)]
-    launch._passed_on[0] -= 2
-    launch._pass_on(signal.SIGTERM)
+    launch._forwarded[0] -= 2
+    launch._forward(signal.SIGTERM)
     assert sent[1:] == [(123, signal.SIGKILL)]
 
 
@@ -80,9 +80,9 @@ def test_threads_in_the_environment(monkeypatch):
         launch.launch(["debug"])
 
 
-def test_processes_that_a_passed_on_signal_ends_early_were_stopped(monkeypatch, capsys):
+def test_processes_that_a_forwarded_signal_ends_early_were_stopped(monkeypatch, capsys):
     """While they import torch they handle nothing; there is nothing to save yet, and the run may start again."""
-    monkeypatch.setattr(launch, "_passed_on", [1.0])
+    monkeypatch.setattr(launch, "_forwarded", [1.0])
     assert launch._explain({0: -signal.SIGTERM, 1: -signal.SIGTERM}) == 75
     assert launch._explain({0: -signal.SIGTERM, 1: 75}) == 75
     assert capsys.readouterr().err == ""

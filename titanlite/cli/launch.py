@@ -1,12 +1,12 @@
-"""Starts the training processes of this node.
+"""The launcher: starts the training processes of this node.
 
-What it is: `titanlite train`, which run_train.sh calls: it checks the config and prepares the data before torch is
-imported, so that a mistake is reported at once, then starts NGPU processes of train.py through torchrun; a single one
-by itself, which saves the seconds in which torchrun imports torch.
-Why it is not torchrun alone: torchrun answers every worker's exit code with 1 and a stack trace, restarts those that
-have stopped on purpose, and on a signal gives them 30 seconds. Here a signal (SIGTERM, Ctrl-C, or the SIGUSR1 of a
-scheduler) is passed on to the workers, which save and leave in their own time, their exit code is ours, and what has
-failed is started again up to MAX_RESTARTS times, from its newest checkpoint.
+What it is: `titanlite train`, which run_train.sh calls. It checks the config and prepares the data before torch is
+imported, so that a mistake is reported at once. Then it starts NGPU processes of train.py through torchrun, or a single
+one directly, which saves the seconds in which torchrun imports torch.
+Why it is not torchrun alone: torchrun turns every exit code of a worker into 1 and a stack trace, restarts workers that
+stopped on request, and kills them 30 seconds after a signal. The launcher forwards signals (SIGTERM, Ctrl-C, or a
+scheduler's SIGUSR1) to the workers, which save and exit without a time limit, returns their exit code, and restarts a
+failed run up to MAX_RESTARTS times from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def launch(argv: list[str]) -> int:
     here = _number("NGPU", 0) if os.environ.get("NGPU") else _default_processes(config.run.device)
     port = _number("MASTER_PORT", 29500, high=65535)
     restarts = _number("MAX_RESTARTS", 0, low=0)
-    # One thread per core in all; more would make the processes wait for each other.
+    # One thread per core, over all processes; with more, the processes wait for each other.
     threads = _number("OMP_NUM_THREADS", max(1, usable_cores() // here))
     tokenizer: list[Tokenizer] = []
     llama: list[LlamaConfig] = []
     problems: list[str] = []
-    for check in (  # what can be wrong independently of each other is told together
+    for check in (  # independent mistakes are reported together
         lambda: find_text(config.data),
         lambda: tokenizer.append(Tokenizer(config.data.tokenizer)),
         lambda: llama.append(resolve_flavor(config.model, tokenizer[0].size if tokenizer else 1)),
@@ -74,28 +74,29 @@ def launch(argv: list[str]) -> int:
     arguments = ["--nproc-per-node", str(here), "--nnodes", str(nodes), "--node-rank", str(node)]
     _handle_signals()
     for restart in range(restarts + 1):
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # any free port
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # any free port
         if nodes > 1 or "MASTER_PORT" in os.environ:
-            # Each time the next port: a node that is quicker must not meet the others' last attempt, still ending.
+            # The next port for each restart: a faster node must not join the others' last attempt, which is still
+            # ending.
             address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-            meeting = ["--master-addr", address, "--master-port", str(port + restart)]
+            rendezvous = ["--master-addr", address, "--master-port", str(port + restart)]
         alone = nodes * here == 1 and "MASTER_PORT" not in os.environ
-        code = _alone(argv) if alone else _torchrun([*arguments, *meeting, str(TRAIN), *argv])
-        if code in (0, EXIT_CONFIG, EXIT_STOPPED) or _passed_on or restart == restarts:
+        code = _alone(argv) if alone else _torchrun([*arguments, *rendezvous, str(TRAIN), *argv])
+        if code in (0, EXIT_CONFIG, EXIT_STOPPED) or _forwarded or restart == restarts:
             break
         print(f"restarting ({restart + 1} of {restarts})", file=sys.stderr)
     return code
 
 
 def _alone(argv: list[str]) -> int:
-    """train.py as the only process, in a session of its own as torchrun's are: Ctrl-C reaches us, and we pass it on."""
+    """train.py as the only process, in a separate session as torchrun's workers: Ctrl-C reaches only the launcher."""
     others = (
         "RANK",
         "WORLD_SIZE",
         "LOCAL_RANK",
         "LOCAL_WORLD_SIZE",
         "TORCHELASTIC_RUN_ID",
-    )  # of somebody else's launcher
+    )  # which another launcher may have set
     environment = {name: value for name, value in os.environ.items() if name not in others} | {LAUNCHED: "1"}
     code = subprocess.Popen([sys.executable, str(TRAIN), *argv], start_new_session=True, env=environment).wait()
     return _explain({0: code}) if code else 0
@@ -107,13 +108,13 @@ def _torchrun(arguments: list[str]) -> int:
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.run import main
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what matters is said below
-    # torchrun installs handlers of its own for the signals named here; SIGQUIT keeps its way of ending at once.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_explain` prints what matters
+    # torchrun installs its handlers only for the signals named here: for SIGQUIT, which ends it at once.
     try:
         main(["--signals-to-handle", "SIGQUIT", *arguments])
     except ChildFailedError as error:
         return _explain({rank: failure.exitcode for rank, failure in error.failures.items()})
-    except (RuntimeError, RendezvousError) as error:  # another node is not there
+    except (RuntimeError, RendezvousError) as error:  # another node did not join
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         print(f"error: the nodes did not find each other: {reason}", file=sys.stderr)
         return 1
@@ -121,12 +122,12 @@ def _torchrun(arguments: list[str]) -> int:
 
 
 def _explain(codes: dict[int, int]) -> int:
-    """The run's exit code from its processes' (rank -> code), with a message where they have not given one."""
-    if _passed_on and set(codes.values()) <= {-signal.SIGTERM, EXIT_STOPPED}:
-        return EXIT_STOPPED  # asked to stop, perhaps before there was anything to save
+    """The run's exit code from those of its processes (rank -> code); prints a message if they printed none."""
+    if _forwarded and set(codes.values()) <= {-signal.SIGTERM, EXIT_STOPPED}:
+        return EXIT_STOPPED  # stopped on request, perhaps before there was anything to save
     if EXIT_HUNG in codes.values():
         return EXIT_HUNG  # the watchdog has named the process, and killed it if need be
-    # A process that was killed is the cause, the errors of those it left are not; torchrun itself sends SIGTERM.
+    # A killed process is the cause, not the errors of the others; SIGTERM is what torchrun itself sends to them.
     killed = [rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]
     rank = (killed or [rank for rank, code in codes.items() if code > 0] or list(codes))[0]
     code = codes[rank]
@@ -140,7 +141,7 @@ def _explain(codes: dict[int, int]) -> int:
 
 
 def _handle_signals() -> None:
-    """Passes signals on from a thread: the main one may be waiting for other nodes, in code that runs no handlers."""
+    """Forwards signals from a thread: the main thread may wait for other nodes in code that runs no handlers."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -150,35 +151,35 @@ def _handle_signals() -> None:
     def listen() -> None:
         while number := os.read(reading, 1):
             if number[0] in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                _pass_on(number[0])
+                _forward(number[0])
 
     threading.Thread(target=listen, daemon=True).start()
 
 
-_passed_on: list[float] = []  # when, for each signal that was handed on
+_forwarded: list[float] = []  # the time of each forwarded signal
 
 
-def _pass_on(number: int) -> None:
-    """Hands a signal to the training processes, which run in sessions of their own; without any, ends.
+def _forward(number: int) -> None:
+    """Forwards a signal to the training processes, which run in separate sessions; exits if there are none.
 
-    They get SIGTERM, also for Ctrl-C: where they do not handle it yet it ends them without a stack trace. What follows
-    within a second is the same request (see signals.Requests); a later one kills, since a process that waits in a
-    collective handles nothing.
+    They get SIGTERM, also for Ctrl-C: if they do not handle it yet, it ends them without a stack trace. Signals that
+    follow within a second are the same request (see signals.Requests). A later one kills the processes, since a process
+    that waits in a collective runs no handler.
     """
     now = time.monotonic()
-    if _passed_on and now < _passed_on[0] + 1:
+    if _forwarded and now < _forwarded[0] + 1:
         return
     children = _children()
     for child in children:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.kill(child, signal.SIGKILL if _passed_on else signal.SIGTERM)
-    _passed_on.append(now)
+            os.kill(child, signal.SIGKILL if _forwarded else signal.SIGTERM)
+    _forwarded.append(now)
     if not children:
         os._exit(128 + number)
 
 
 def _children() -> list[int]:
-    """The processes this one has started: from Linux's /proc, or from `ps` elsewhere."""
+    """The child processes of this one: from /proc on Linux, otherwise from `ps`."""
     own = os.getpid()
     with contextlib.suppress(FileNotFoundError):
         return [int(child) for child in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
@@ -205,7 +206,7 @@ def _default_processes(device: str) -> int:
 
 
 def usable_cores() -> int:
-    """How many cores there are to compute with, at least 1: the threads of all processes together.
+    """The number of cores to compute with, at least 1: that many threads, over all processes, are started.
 
     Cores, not hardware threads: two threads that share a core have one set of arithmetic units, and a matrix product
     gains nothing from the second. And not more than a container may use, which sees all cores of its machine.

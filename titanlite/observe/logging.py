@@ -1,6 +1,6 @@
-"""Who prints what: the ranks in LOG_RANK (default 0) their messages, the others only warnings.
+"""Logging: the ranks in LOG_RANK (default 0) print all messages, the others only warnings.
 
-What it is: the set-up of Python's logger `titanlite`. Rank 0 also writes everything to the run folder's log.txt.
+What it is: the set-up of Python's logger `titanlite`. Rank 0 also writes every message to log.txt in the run's folder.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ def setup_logging(rank: int) -> None:
     """Sends messages to the console. LOG_RANK is a comma-separated list of ranks."""
     shown = {word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")}
     prefix = "" if rank == 0 else f"[rank {rank}] "
-    logging.raiseExceptions = False  # a closed console (`| head`) is no reason for a stack trace per line
+    logging.raiseExceptions = False  # no stack trace per line if the console is closed (`| head`)
     logger.handlers.clear()
     logger.propagate = False
-    # DTensor tells that gloo has no all-to-all and that it gathers instead: no concern of the user's.
+    # DTensor warns that gloo has no all-to-all and that it gathers instead; that is expected here.
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     logger.setLevel(logging.INFO)
     console = logging.StreamHandler(sys.stdout)
@@ -30,7 +30,7 @@ def setup_logging(rank: int) -> None:
 
 
 def log_to_file(path: Path) -> None:
-    """Adds a file, with times, after what is there already."""
+    """Appends messages, with times, to a file."""
     file = logging.FileHandler(path, encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(file)

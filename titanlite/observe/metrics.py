@@ -1,10 +1,10 @@
 """Loss, speed and memory of the steps: the console line and metrics.jsonl.
 
-What it is: numbers of the last logged step, written by rank 0. Between logged steps nothing is read from the
-device, so the host never waits for it.
-Units: loss in nats per token; tps in tokens per second and device, tps_global of all; tflops per device by the
-formula of `plan/flops.py`; mfu in percent of the device's dense bf16 peak, null where that is not known;
-memory_gib is this process's peak; tokens and seconds count from the run's first step, over restarts.
+What it is: the numbers of the logged steps, written by rank 0. Between logged steps nothing is read from the device, so
+the host does not wait for it.
+Units: loss in nats per token; tps in tokens per second and device, tps_global of all devices; tflops per device by the
+formula of `model/flops.py`; mfu in percent of the device's dense bf16 peak, null if that is not known; memory_gib is
+this process's peak; tokens and seconds count from the run's first step, over restarts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("titanlite")
 
 
 class Progress:
-    """How far the run is. Stateful: step, target tokens over all processes, and seconds of training."""
+    """The position of the run. Stateful: step, tokens over all ranks, and seconds of training."""
 
     def __init__(self) -> None:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
@@ -47,17 +47,17 @@ class Progress:
 
 
 class NonFinite(RuntimeError):
-    """The loss or the gradient norm is no number; the weights are lost, the last checkpoint is not."""
+    """The loss or the gradient norm is NaN or infinite: the weights are lost, the last checkpoint is not."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step of the run is, in numbers."""
+    """The size of the run's work."""
 
     total_steps: int
     tokens_per_step: int  # of all ranks
     flops_per_token: int
-    peak_tflops: float | None  # dense bf16 peak of one device; None where it is not known
+    peak_tflops: float | None  # dense bf16 peak of one device; None if it is not known
 
     @classmethod
     def of(cls, training: TrainingConfig, llama: LlamaConfig, device_name: str) -> Workload:
@@ -143,7 +143,7 @@ class Metrics:
         logger.info(f"{self._position()}  {prefix}  loss {loss:.4f}  bits_per_byte {bits_per_byte:.4f}")
 
     def require_finite(self, grad_norm: Tensor) -> None:
-        """Raises NonFinite on all processes alike: the norm is global, and no loss that is NaN leaves it finite."""
+        """Raises NonFinite, on all ranks: the norm is global, and a NaN loss makes it NaN."""
         if not math.isfinite(float(grad_norm)):
             raise NonFinite(
                 f"step {self.progress.step}: the gradient norm is {float(grad_norm)}: training has diverged"
@@ -151,7 +151,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in here is no training (validation, saving): it does not count in the speed of the steps."""
+        """A scope for validation and saving, whose time does not count as training."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._tick()

@@ -1,7 +1,7 @@
-"""Which layouts fit: degrees against processes, and the model's and the batch's sizes against degrees.
+"""The degrees of a layout: how many ranks each axis of the mesh has.
 
-What it is: arithmetic on the config, done before torch is imported. A layout gives each of the five mesh axes its
-degree; the product is the number of processes. What the techniques ask of sizes and of each other is in `rules.py`.
+What it is: arithmetic on the config, done before torch is imported. A layout gives each of the five mesh axes a degree;
+the product of the degrees is the world size. `rules.py` has the conditions on sizes and on combinations of techniques.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Callable
 
 from titanlite.config.schema import ConfigError, ParallelConfig
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: inner axes talk most
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: inner axes communicate most
 
 
 def resolve_degrees(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
-    """Axis -> degree for `world_size` processes, -1 resolved. Raises ConfigError where the product is another."""
+    """Axis -> degree for `world_size` processes, -1 resolved. Raises ConfigError if the product differs."""
     degrees = {axis: getattr(parallel, axis) for axis in AXES}
     if zeros := [axis for axis in AXES if degrees[axis] == 0]:
-        raise ConfigError([f"parallel.{axis} = 0: expected -1 (what is left) or at least 1" for axis in zeros])
+        raise ConfigError([f"parallel.{axis} = 0: expected -1 (what remains) or at least 1" for axis in zeros])
     open_axes = [axis for axis in AXES if degrees[axis] == -1]
     if len(open_axes) > 1:
         names = " and ".join(f"parallel.{axis}" for axis in open_axes)
-        raise ConfigError(f"{names} are both -1: only one can be what is left")
+        raise ConfigError(f"{names} are both -1: only one can be what remains")
     fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
     product = math.prod(fixed.values())
     used = {axis: degree for axis, degree in fixed.items() if degree > 1} or {"dp_shard": 1}
-    told = " times ".join(f"parallel.{axis} = {degree}" for axis, degree in used.items())
+    factors = " times ".join(f"parallel.{axis} = {degree}" for axis, degree in used.items())
     is_product = f" is {product}, which" if len(used) > 1 else ""
     if open_axes and world_size % product:
         remedies = []
@@ -36,12 +36,12 @@ def resolve_degrees(parallel: ParallelConfig, world_size: int) -> dict[str, int]
             fitting = nearest(degree, functools.partial(_divides, world_size, others), world_size)
             remedies += [f"parallel.{axis} = {fitting}"] if fitting else []
         near = f"; nearest that do: {', or '.join(remedies)}" if remedies else ""
-        raise ConfigError(f"{told}{is_product} does not divide the {world_size} processes{near}")
+        raise ConfigError(f"{factors}{is_product} does not divide the {world_size} processes{near}")
     if not open_axes and product != world_size:
         is_product = f" is {product}" if len(used) > 1 else ""
         raise ConfigError(
-            f"{told}{is_product}, but there are {world_size} processes (NGPU x NNODES); "
-            f"start {product}, or set one degree to -1 (what is left)"
+            f"{factors}{is_product}, but there are {world_size} processes (NGPU x NNODES); "
+            f"start {product}, or set one degree to -1 (what remains)"
         )
     return {axis: world_size // product if degree == -1 else degree for axis, degree in degrees.items()}
 
@@ -51,6 +51,6 @@ def _divides(whole: int, others: int, n: int) -> bool:
 
 
 def nearest(wanted: int, fits: Callable[[int], bool], limit: int) -> str:
-    """The three numbers from 1 to `limit` next to `wanted` that fit, in words; empty if none does."""
+    """The three numbers from 1 to `limit` nearest to `wanted` that fit, in words; empty if none does."""
     fitting = sorted((n for n in range(1, limit + 1) if fits(n)), key=lambda n: (abs(n - wanted), n))[:3]
     return " or ".join(str(n) for n in sorted(fitting))

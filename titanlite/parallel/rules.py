@@ -1,8 +1,8 @@
-"""What fits together: the model's and the batch's sizes with the degrees, and the techniques with each other.
+"""Which settings fit together: sizes with degrees, and techniques with each other.
 
-What it is: arithmetic on the config, done before torch is imported. Every rule that some technique puts on the sizes
-it cuts or on another technique is here, and each broken one is told with the keys, what was found and the nearest
-that would fit. Also what `compile.enabled = auto` means, and what has no effect where it was set.
+What it is: arithmetic on the config, done before torch is imported. Every condition that a technique has on the sizes
+it divides or on another technique is here; for each violation there is one message, with the keys, the values found and
+the nearest that fit. Also when `compile.enabled = auto` compiles, and which settings have no effect.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check_layout(config: Config, llama: LlamaConfig, world_size: int) -> dict[st
 
 
 def _batch(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
-    """Sequences over data-parallel processes."""
+    """Sequences are divided over data parallel ranks."""
     training = config.training
     readers = degrees["dp_replicate"] * degrees["dp_shard"]
     portion = training.local_batch_size * readers
@@ -53,7 +53,7 @@ def _sharding(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> It
     if mode in ("default", "always", "never"):
         return
     if mode.isdecimal() and degrees["pp"] * degrees["tp"] > 1:
-        # FSDP2 makes the groups of each line of the mesh without telling the other lines: all would wait for ever.
+        # FSDP2 makes process groups on each row of the mesh separately, but all ranks must make each group: a deadlock.
         yield (
             f'parallel.reshard_after_forward = "{mode}": a number works without parallel.pp and parallel.tp only; '
             "with them use default, always or never"
@@ -72,7 +72,7 @@ def _sharding(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> It
 
 
 def _tensor(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
-    """Heads, hidden width and vocabulary are cut over tp, and between the layers the sequence is."""
+    """Heads, hidden width and vocabulary are divided over tp, and so is the sequence between the layers."""
     tp, cp = degrees["tp"], degrees["cp"]
     sizes = {
         "model.num_heads": llama.num_heads,
@@ -97,7 +97,7 @@ def _tensor(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iter
 
 
 def _context(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
-    """The sequence is cut over cp: into a head and a tail chunk each, or, for Ulysses, heads are cut as well."""
+    """The sequence is divided over cp, into two chunks per rank; for Ulysses heads are divided as well."""
     cp, tp, method, seq_len = degrees["cp"], degrees["tp"], config.parallel.cp_method, config.training.seq_len
     if cp == 1:
         return
@@ -128,7 +128,7 @@ def _context(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Ite
 
 
 def _pipeline(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
-    """Layers over stages, and microbatches as each schedule wants them."""
+    """Layers are divided over stages, and each schedule needs certain numbers of microbatches."""
     parallel, pp, name = config.parallel, degrees["pp"], config.parallel.pp_schedule
     if pp == 1:
         return
@@ -168,7 +168,7 @@ def _pipeline(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> It
 
 
 def _fits_schedule(name: str, microbatches: int, pp: int, stages: int) -> bool:
-    """Whether torch's schedule of that name runs so many microbatches."""
+    """Whether torch's schedule of that name runs this number of microbatches."""
     if name in ("1F1B", "DualPipeV"):
         return microbatches >= stages
     if name in ("Interleaved1F1B", "InterleavedZeroBubble"):
@@ -177,7 +177,7 @@ def _fits_schedule(name: str, microbatches: int, pp: int, stages: int) -> bool:
 
 
 def _split(parallel: ParallelConfig, stages: int, num_layers: int) -> Iterable[str]:
-    """The explicit cut: one name for each stage but the first, in the model's order."""
+    """The explicit split: one name for each stage but the first, in the model's order."""
     names, text = parallel.stage_starts, parallel.pp_split
     if not names:
         return
@@ -195,7 +195,7 @@ def _split(parallel: ParallelConfig, stages: int, num_layers: int) -> Iterable[s
 
 
 def _multiples(value: int, of: int) -> str:
-    """The multiples of `of` next to `value`, in words."""
+    """The multiples of `of` nearest to `value`, in words."""
     below = value // of * of
     return " or ".join(str(n) for n in (below, below + of) if n > 0)
 
@@ -205,30 +205,30 @@ def _world(degrees: dict[str, int]) -> int:
 
 
 def compiler_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
-    """What torch.compile is needed for, and what it cannot do."""
+    """What needs torch.compile, and what it does not support."""
     compile, parallel = config.compile, config.parallel
     budget = config.recompute.mode == "memory_budget"
     if budget and (compile.enabled == "false" or compile.backend == "eager"):
         yield (
-            "recompute.mode = memory_budget is the compiler's; expected compile.enabled = auto or true, and "
+            "recompute.mode = memory_budget needs the compiler; expected compile.enabled = auto or true, and "
             "compile.backend not eager"
         )
     if degrees["pp"] > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
         others = ", ".join(name for name in PP_SCHEDULES if name not in SPLIT_BACKWARD)
-        why = f"parallel.pp_schedule = {parallel.pp_schedule} computes a layer's two gradients apart, which"
+        why = f"parallel.pp_schedule = {parallel.pp_schedule} computes a layer's two gradients in separate calls, which"
         asked = "compile.enabled = true" if compile.enabled == "true" else "recompute.mode = memory_budget"
         if compile.enabled == "true" or (budget and compile.enabled == "auto"):
-            yield f"{why} compiled blocks cannot; with {asked} use one of {others}"
+            yield f"{why} compiled blocks do not support; with {asked} use one of {others}"
         if config.recompute.mode == "selective":
-            yield f"{why} recompute.mode = selective cannot; use recompute.mode = full, or one of {others}"
+            yield f"{why} recompute.mode = selective does not support; use recompute.mode = full, or one of {others}"
 
 
 def float8_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
-    """What float8 layers cannot be part of, and names that skip nothing or all."""
+    """float8 without tp, and `float8.skip` with names that skip some layers."""
     if not config.float8.enabled:
         return
     if degrees["tp"] > 1:
-        yield "float8.enabled = true: its layers are not cut; expected parallel.tp = 1"
+        yield "float8.enabled = true: its layers do not support tensor parallel; expected parallel.tp = 1"
     names = [f"layers.{i}.{name}" for i in range(llama.num_layers) for name in BLOCK_LINEAR]
     for part in config.float8.skipped:
         if not any(part in name for name in names):
@@ -251,15 +251,15 @@ def reason_not_compiled(config: Config, degrees: Mapping[str, int], dim: int, de
     if device_type == "cpu" and sys.platform != "linux":
         return "not tried on this system's CPUs"
     if degrees["pp"] > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
-        return f"{parallel.pp_schedule} computes a block's two gradients apart"
+        return f"{parallel.pp_schedule} computes a block's two gradients in separate calls"
     if degrees["cp"] > 1 and parallel.cp_method == "ring":
         return "ring attention replaces the attention that they call"
     return ""
 
 
 def unused_settings(config: Config, degrees: dict[str, int]) -> list[str]:
-    """Keys that were set and belong to a technique that is not in use, in words."""
-    techniques = {  # what switches it on, whether it is, its keys
+    """A sentence for each key that was set although its technique is not in use."""
+    techniques = {  # why it is off -> (whether it is on, its keys)
         "parallel.pp = 1": (degrees["pp"] > 1, [f"parallel.{n}" for n in vars(config.parallel) if n.startswith("pp_")]),
         "parallel.cp = 1": (degrees["cp"] > 1, ["parallel.cp_method"]),
         f"recompute.mode = {config.recompute.mode}": (
