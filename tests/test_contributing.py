@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 DIFFS = dict(re.findall(r"^### (.+?)\n.*?^```diff\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL))
-TREE = ("titanlite", "tests", "benchmarks", "train_configs", "train.py", "setup.py", "pyproject.toml")
+TREE = ("titanlite", "tests", "benchmarks", "docs", "train_configs", "train.py", "setup.py", "pyproject.toml")
 
 needs_git = pytest.mark.skipif(not shutil.which("git"), reason="needs git, which applies the diffs")
 
