@@ -90,7 +90,7 @@ def run_with(tmp_path, arguments, processes=2, **patch) -> tuple[int, str, float
     return result.returncode, result.stdout + result.stderr, time.time() - started.stat().st_mtime
 
 
-READS = {"module": "data.stream", "owner": "TrainStream", "method": "next_step", "call": 4}
+READS = {"module": "data.stream", "owner": "Windows", "method": "batch", "call": 7}  # of two processes in step 4
 SAVES = {"module": "checkpoint.async_save", "owner": "AsyncSaver", "method": "save", "call": 1}
 VALIDATES = {"module": "parallel.stages", "owner": "Stages", "method": "evaluate", "call": 2}
 
@@ -101,7 +101,7 @@ def test_a_process_that_sleeps_is_named_with_its_line(long_run, tmp_path):
     assert seconds < TIMEOUT + PATIENCE
     (line,) = (line for line in output.splitlines() if line.startswith("error:"))
     assert line.startswith("error: rank 1 ")
-    assert_mentions(line, "train.py:", '"reading data" of step 4')
+    assert_mentions(line, "titanlite/data/stream.py:", '"reading data" of step 4')
     assert "in sometimes_slow" in (tmp_path / "debug/hang/rank-1.txt").read_text()
     assert (tmp_path / "debug/hang/rank-0.txt").exists()
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from titanlite.checkpoint.state import ModelState
 from titanlite.config.schema import ConfigError
 from titanlite.formats.detect import open_full_state
-from titanlite.formats.load import fill, raise_together
+from titanlite.formats.load import fill, on_all_ranks
 from titanlite.formats.stock import is_stock_dcp, read_folder
 
 FLAVORS = {"small": SMALL, "even": EVEN}
@@ -51,7 +51,7 @@ def save(folder: Path, parallel: dict, flavor: str, at_root: bool) -> dict[str, 
 
 
 def read_stock(folder: Path, state: dict[str, torch.Tensor]) -> None:
-    raise_together(lambda: fill(open_full_state(folder), state))
+    on_all_ranks(lambda: fill(open_full_state(folder), state))
 
 
 def read(folder: Path, parallel: dict, flavor: str) -> dict[str, torch.Tensor]:

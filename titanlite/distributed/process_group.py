@@ -89,7 +89,7 @@ class GarbageCollection:
         """Call it after each step."""
         if not self.freq:
             return
-        mark_phase("garbage collection")
+        mark_phase("garbage collection", in_step=True)
         if not self.frozen:
             gc.collect()
             gc.freeze()  # objects of the set-up and the first step live on: later collections skip them
