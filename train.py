@@ -71,7 +71,8 @@ def main(config: Config) -> int:
     _lock = claim_folder(folder)  # until this function returns
     if rank == 0:
         log_to_file(folder / "log.txt")
-    config = resolve_auto(config, llama.dim, degrees, device.type)
+    asked, config = config, resolve_auto(config, llama.dim, degrees, device.type)
+    record = dataclasses.replace(config, compile=asked.compile)  # a resumed run resolves it for its layout and device
     training = config.training
     mesh = Mesh(device.type, degrees, config.comm.group_timeout_seconds)
     progress = Progress()
@@ -106,8 +107,8 @@ def main(config: Config) -> int:
         "progress": progress,
         "random": RandomState(),
     }
-    metadata = RunMetadata(mesh.degrees, dataclasses.asdict(config), data.fingerprint)
-    files = checkpoint_files(config, data, llama)
+    metadata = RunMetadata(mesh.degrees, dataclasses.asdict(record), data.fingerprint)
+    files = checkpoint_files(record, data, llama)
     checkpoint = Checkpointer(config.checkpoint, folder, states, files, metadata, device)
     if not checkpoint.load() and config.checkpoint.initial_load:
         from titanlite.formats.load import load_weights  # other formats, imported only when asked for
@@ -120,7 +121,7 @@ def main(config: Config) -> int:
     validator = Validator(config.validation, training, data, stages.evaluate, mesh, metrics)
     garbage = process_group.GarbageCollection(training.gc_freq)
     if rank == 0:
-        (folder / "config.toml").write_text(to_toml(config))
+        (folder / "config.toml").write_text(to_toml(record))
     log_start(config, llama, mesh, device)
     if progress.step == 0:
         validator.maybe_run(0, False, requests.agree_to_stop)
@@ -168,12 +169,13 @@ def main(config: Config) -> int:
             profile_step()
     watchdog.close()
     garbage.close()
-    requests.restore()
-    if progress.step < training.steps:
+    finished = progress.step >= training.steps
+    if finished:
+        log_end(config, folder, progress.step, tokenizer)
+    else:
         logger.info(f"stopped after step {progress.step} of {training.steps}; the same command resumes from here")
-        return EXIT_STOPPED
-    log_end(config, folder, progress.step, tokenizer)
-    return 0
+    requests.restore()
+    return 0 if finished else EXIT_STOPPED
 
 
 def profiling(config: ProfilingConfig, folder: Path, rank: int, progress: Progress) -> Any:
@@ -257,7 +259,7 @@ def sample(config: Config, folder: Path, step: int, tokenizer: Tokenizer) -> str
 def run(argv: list[str]) -> int:
     """`main` with errors turned into messages and exit codes."""
     try:
-        return main(load_config(argv))
+        return main(load_config(argv, Path(__file__).resolve().with_name("train_configs")))
     except (ConfigError, NonFinite, SaveError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each node prints it
             print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What the README says is so: the tour is the tree, the sections are the config's, the commands parse."""
+"""What the README says is so: the core route, the rooms, the sections of the config, the commands."""
 
 import re
 import shlex

@@ -54,6 +54,7 @@ def save_after_a_step(folder: Path, parallel: dict, llama: LlamaConfig) -> dict[
     optimizer.step()
     optimizer.zero_grad()
     state = {name: part.state_dict() for name, part in states.items()}
+    state["schedule"] = {"completed": torch.tensor(1)}  # earlier versions saved the step twice; loading ignores it
     write_step(folder, 1, state, {"note.txt": b"hello"}, RunMetadata({}, {}, ""))
     return everything(stages, optimizer)
 

@@ -87,6 +87,7 @@ def test_one_living_rank_of_each_node_prints_the_message():
     nodes = range(2), range(2, 4)
     assert [Diagnosis("", []).speaker(node) for node in nodes] == [0, 2]
     assert [Diagnosis("", [(0, 1000), (3, 1003)]).speaker(node) for node in nodes] == [1, 2]
+    assert Diagnosis("", [(0, 1000), (1, 1001)]).speaker(nodes[0]) == 0  # thawed after the others gave it up
 
 
 def test_heartbeats_and_diagnoses_travel_as_json():

@@ -57,7 +57,7 @@ def test_ranks_that_see_different_folders_are_refused(pool, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other/.lock").write_text("the token of another run")
     for problems in pool.run(2, claim, tmp_path / "run", tmp_path / "other"):
-        assert_mentions("".join(problems), "rank 1", "folder", "rank 0")
+        assert_mentions("".join(problems), "rank 1", "folder differs", "rank 0")
 
 
 def train_and_try_to_lock(arguments: list[str], folder: Path) -> list[bool]:

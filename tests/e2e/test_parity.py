@@ -17,6 +17,7 @@ LAYOUTS = [
     (4, ["--parallel.pp=2", "--parallel.dp_shard=2", "--parallel.pp_schedule=Interleaved1F1B", "--model.num_layers=4"]),
     (4, ["--parallel.cp=2", "--parallel.tp=2", "--recompute.mode=selective"]),
     (4, ["--parallel.pp=2", "--parallel.tp=2"]),
+    (2, ["--parallel.reshard_after_forward=always", "--parallel.reduce_every_microbatch=false"]),
 ]
 # Slow, since tests of the room hold the same promise without a training run.
 VARIANTS = [
@@ -26,7 +27,6 @@ VARIANTS = [
     (4, ["--parallel.dp_replicate=4", "--parallel.dp_shard=1"]),
     (4, ["--parallel.dp_replicate=2", "--training.local_batch_size=1"]),
     (2, ["--parallel.reshard_after_forward=never", "--training.local_batch_size=1"]),
-    (2, ["--parallel.reshard_after_forward=always", "--parallel.reduce_every_microbatch=false"]),
     # test_activation_checkpoint: gradients bit for bit
     (2, ["--recompute.mode=full", "--recompute.every=2"]),
     (2, ["--recompute.mode=selective"]),

@@ -162,7 +162,7 @@ def test_config_that_contradicts_the_checkpoint_names_the_keys(pool, arguments, 
     assert "steps" not in message
     other = tmp_path / "other.txt"
     other.write_text("x = 1\n" * 20_000)
-    with run_refused("data", "numbers", "other", "checkpoint.accept=data"):
+    with run_refused("the data ", "was numbers (", "is other (", "checkpoint.accept=data"):
         pool.run(1, train_run, [*arguments, f"--data.path={other}"])
 
 

@@ -291,7 +291,7 @@ def test_a_wrong_meaning_is_found_by_its_answers(steps, tmp_path, monkeypatch, m
 def test_what_is_said(steps, tmp_path, capsys):
     assert main(["convert", str(steps["debug"]), str(tmp_path / "a"), "--to", "hf", "--dtype", "bf16"]) == 0
     told = capsys.readouterr().err
-    for part in ("step 7", "flavor debug", "one process", "20 tensors", "0.001 GB, float32"):
+    for part in ("step 7", "flavor debug", "one process", "20 tensors", "0.001 GB, float32", "with its tokenizer"):
         assert part in told, part
     assert re.search(r"wrote .*a: .* GB/s\nverified: 20 tensors bit by bit, and the model's logits", told)
 

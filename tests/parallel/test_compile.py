@@ -26,7 +26,7 @@ def test_compiled_blocks_give_the_same_gradients_and_compile_once(mode):
     expected, model = gradients(small_model()), small_model()
     if mode != "full":
         apply_ac(model, RecomputeConfig(mode=mode))
-    apply_compile(model, "aot_eager")
+    apply_compile(model, "aot_eager", RecomputeConfig())
     if mode == "full":
         apply_ac(model, RecomputeConfig(mode=mode))
     assert_same(gradients(model), expected, rtol=1e-5, atol=1e-6)

@@ -105,7 +105,7 @@ def test_it_compiles_with_recomputation_to_one_graph_and_the_same_numbers(mode):
         apply_float8(each, Float8Config(enabled=True, emulate=True), "cpu")
     if mode != "full":
         apply_ac(model, RecomputeConfig(mode=mode))
-    apply_compile(model, "aot_eager")
+    apply_compile(model, "aot_eager", RecomputeConfig())
     if mode == "full":
         apply_ac(model, RecomputeConfig(mode=mode))
     for each in (plain, model):

@@ -40,7 +40,7 @@ def largest_difference(degrees: dict[str, int], order: str, mode: str) -> float:
         elif technique == "ac":
             apply_ac(model, RecomputeConfig(mode=mode))
         elif technique == "compile":
-            apply_compile(model, "aot_eager")
+            apply_compile(model, "aot_eager", RecomputeConfig())
     model.to_empty(device="cpu")
     model.init_weights(0, assign_shard)
     loss, scope = cross_entropy_sum, contextlib.nullcontext

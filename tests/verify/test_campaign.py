@@ -48,7 +48,7 @@ def test_a_layout_that_hangs_is_a_failure_not_the_end(monkeypatch, tmp_path, cap
     assert rows[0]["loss"] is None
     output = capfd.readouterr()
     assert_mentions(output.out, "1 of 2 layouts", "FAILED: tp=2")
-    assert_mentions(output.err, "not answer", "8")
+    assert_mentions(output.err, "did not answer within 8")
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def program_folder() -> Path:
 CONFIGS = program_folder() / "train_configs"
 
 
-def load_config(argv: list[str]) -> Config:
+def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
     """The configuration that `[CONFIG] [--section.key=value ...]` describes.
 
     Raises ConfigError with every problem in the file, its bases and the command line at once.
@@ -58,7 +58,7 @@ def load_config(argv: list[str]) -> Config:
     positional, overrides = _split(argv)
     if len(positional) > 1:
         problems.append(f"expected one config, found {len(positional)}: {', '.join(positional)}")
-    path = _find(positional[0] if positional else "debug", problems)
+    path = _find(positional[0] if positional else "debug", configs, problems)
     values: dict[str, dict[str, Any]] = {name: {} for name in sections()}
     if path is not None:
         _read(path, values, problems, [])
@@ -126,23 +126,23 @@ def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None, str]
     return positional, overrides
 
 
-def _find(name: str, problems: list[str]) -> Path | None:
+def _find(name: str, configs: Path, problems: list[str]) -> Path | None:
     """The file of a CONFIG argument: a path, or a flavor in train_configs/."""
     path = Path(name)
-    candidates = [path, CONFIGS / f"{name}.toml"]
+    candidates = [path, configs / f"{name}.toml"]
     for candidate in candidates:
         with contextlib.suppress(OSError):  # for example, a name too long for the file system
             if candidate.is_file():
                 return candidate
     problems.append(
-        f"config {name!r}: no such file, and no such flavor in train_configs/{suggestion(name, flavors())}; "
-        f"allowed: a path or one of {', '.join(flavors())}"
+        f"config {name!r}: no such file, and no such flavor in train_configs/{suggestion(name, flavors(configs))}; "
+        f"allowed: a path or one of {', '.join(flavors(configs))}"
     )
     return None
 
 
-def flavors() -> list[str]:
-    return sorted(path.stem for path in CONFIGS.glob("*.toml"))
+def flavors(configs: Path = CONFIGS) -> list[str]:
+    return sorted(path.stem for path in configs.glob("*.toml"))
 
 
 def _read(path: Path, values: dict[str, dict[str, Any]], problems: list[str], chain: list[Path]) -> None:

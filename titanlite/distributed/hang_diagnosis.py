@@ -63,7 +63,7 @@ class Diagnosis:
 
     def speaker(self, node: range) -> int:
         """The rank that prints the message on a node: the first that is not frozen."""
-        return next(rank for rank in node if rank not in dict(self.frozen))
+        return next((rank for rank in node if rank not in dict(self.frozen)), node[0])
 
 
 def diagnose(heartbeats: list[Heartbeat], own: Heartbeat, folder: Path) -> Diagnosis | None:

@@ -41,8 +41,8 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
     """Joins the process group (NCCL on CUDA, gloo on CPU) and returns this process's device.
 
     Under torchrun the environment defines rank and world size; without it the world size is 1. A process group that
-    is already initialised is kept. Every process gets the same seed: processes differ in the data they read, never in
-    their random numbers.
+    is already initialised is kept; it needs a backend for CPU tensors. Every process gets the same seed: processes
+    differ in the data they read, never in their random numbers.
     """
     type = device_type(device_name)
     device = torch.device("cpu")

@@ -60,6 +60,7 @@ class Watchdog:
         self._work = self._work_done()
         self._others = [rank for rank in range(self.world_size) if rank != self.rank] if self.rank == 0 else [0]
         self._heard: dict[int, tuple[Heartbeat, float]] = {}  # rank -> its newest heartbeat, and when it was received
+        self._connected = True
         self._main, self._closed = threading.get_ident(), threading.Event()
         self._store = clone_default_store()
         # Two threads, because a request to the store does not return while the store's process is frozen.
@@ -94,8 +95,9 @@ class Watchdog:
             try:
                 self._store.set(KEY + str(self.rank), json.dumps(asdict(self._own)))
                 values = self._store.multi_get([KEY + str(rank) for rank in self._others]) if self._others else []
+                self._connected = True
             except RuntimeError:  # a broken connection, which a client does not repair
-                values = []
+                values, self._connected = [], False
                 with contextlib.suppress(RuntimeError):
                     self._store = clone_default_store()
             for beat in (Heartbeat(**json.loads(value)) for value in values):
@@ -117,9 +119,10 @@ class Watchdog:
     def _look_at_self(self, passed: float) -> None:
         """Updates this process's heartbeat."""
         marked, before, self._work = self._marked, self._work, self._work_done()
-        # 0.1 s of CPU time or 1 MB per second is work. The store, if it runs here, moves bytes for every rank.
+        # 0.1 s of CPU time or 1 MB per second is work. The store may run in rank 0: it moves bytes for every rank.
         works = self._work[0] - before[0] > 0.1 * passed
-        works |= self._work[1] - before[1] > (1_000_000 + 10_000 * self.world_size) * passed
+        store = 10_000 * self.world_size if self.rank == 0 else 0
+        works |= self._work[1] - before[1] > (1_000_000 + store) * passed
         waiting, place, debugged = 0, "", False
         if self._clock - self._since > min(2.0, marked.limit / 2):
             waiting, place, debugged = locate(sys._current_frames()[self._main])
@@ -140,8 +143,8 @@ class Watchdog:
     def _diagnosis(self) -> Diagnosis | None:
         """Rank 0's, or this process's own if rank 0 is silent."""
         own, heard = self._own, dict(self._heard)
-        if len(heard) < len(self._others):
-            return None
+        if len(heard) < len(self._others) or (self.rank == 0 and not self._connected):
+            return None  # rank 0 cannot judge the others; the time-outs of the collectives remain
         if self.rank and heard[0][0].diagnosis:
             return Diagnosis(**heard[0][0].diagnosis)
         others = [beat.aged(self._clock - when, own) for beat, when in heard.values()]

@@ -115,10 +115,10 @@ def _write(export: Export, target: Path, to: str, force: bool, log: Callable[[st
         raise ConfigError(f"{target.parent}: {free / 1e6:,.0f} MB free, and {needed / 1e6:,.0f} MB needed")
     beside = temporary_path(target)
     remove_leftovers(target, state.path)
-    started = time.monotonic()
     try:
         with progress_bar(state.nbytes(export.full), "verifying the source") as bar:
             require_intact(state, export.full, bar.update)
+        started = time.monotonic()
         with progress_bar(export.nbytes, "converting") as bar:
             export.progress = bar.update
             TARGETS[to](beside, export)

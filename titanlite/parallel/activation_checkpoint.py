@@ -32,7 +32,6 @@ from titanlite.distributed.torch_private import (
     REDUCE_SCATTER,
     SCALED_MM,
     SHARD_ALL_TO_ALL,
-    set_activation_memory_budget,
 )
 
 SAVED = {  # by `selective`, besides every second of MATMULS
@@ -44,9 +43,7 @@ MATMULS = (torch.ops.aten.mm.default, SCALED_MM)  # in 16 or 32 bits, in 8
 
 
 def apply_ac(model: Any, config: RecomputeConfig) -> None:
-    """Replaces the forward of every n-th block. Names and parameters stay. `memory_budget` only sets the budget."""
-    if config.mode == "memory_budget":
-        set_activation_memory_budget(config.budget)
+    """Replaces the forward of every n-th block, for `full` and `selective`. Names and parameters stay."""
     if config.mode in ("none", "memory_budget"):
         return
     options: dict[str, Any] = {"use_reentrant": False}

@@ -4,7 +4,7 @@ What it is: `training.compute_dtype` and `compile.enabled` may be `auto`. Here b
 and this model; everything after reads the value. A run's config.toml and its checkpoints hold it too.
 Why it is here: a setting that several functions resolve, each when it is needed, may mean two things in one run, and a
 collective in the middle of a function that only reads a setting hangs the run if one rank skips it.
-What it costs: where blocks are to be compiled, one call of the C++ compiler on each rank; two small all-gathers.
+What it costs: small values exchanged between all ranks, and a call of the C++ compiler on each if blocks are compiled.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
         from titanlite.parallel.context_parallel import apply_cp
 
         apply_cp(model, mesh["cp"], config.parallel.cp_method)
-    if config.recompute.mode in ("selective", "memory_budget"):
+    if config.recompute.mode == "selective":
         from titanlite.parallel.activation_checkpoint import apply_ac
 
         apply_ac(model, config.recompute)
@@ -79,7 +79,7 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
     if config.compile.enabled == "true":
         from titanlite.parallel.compile import apply_compile
 
-        apply_compile(model, config.compile.backend)
+        apply_compile(model, config.compile.backend, config.recompute)
     if config.recompute.mode == "full":  # around the compiled blocks, since nothing of a block is kept
         from titanlite.parallel.activation_checkpoint import apply_ac
 
