@@ -1,9 +1,9 @@
 """Trains a Llama: the whole run, read top to bottom.
 
-    ./run_train.sh debug                              makes the environment if needed, then runs this file
+    ./run_train.sh debug                              creates the Python environment if needed, then runs this file
     NGPU=4 ./run_train.sh llama3_8b --training.steps=100
     python train.py debug                             one process, no launcher
-    torchrun --nproc-per-node 4 train.py llama3_8b    several processes without our launcher
+    torchrun --nproc-per-node 4 train.py llama3_8b    several processes, started by torchrun
 
 Letters in shapes: B sequences of a local batch, S tokens of a sequence.
 """
@@ -68,7 +68,7 @@ def main(config: Config) -> int:
     tokenizer = Tokenizer(config.data.tokenizer)
     llama = resolve_flavor(config.model, tokenizer.size)
     degrees = check_layout(config, llama, dist.get_world_size())
-    _lock = claim_folder(folder)  # until this function returns
+    _lock = claim_folder(folder)  # held until this function returns
     if rank == 0:
         log_to_file(folder / "log.txt")
     asked, config = config, resolve_auto(config, llama.dim, degrees, device.type)
@@ -76,8 +76,8 @@ def main(config: Config) -> int:
     training = config.training
     mesh = Mesh(device.type, degrees, config.comm.group_timeout_seconds)
     progress = Progress()
-    watchdog = Watchdog(config.comm, folder, lambda: progress.step, device.type == "cpu")  # a rank that hangs is named
-    requests = Requests(config.comm.group_timeout_seconds)  # from here on a signal saves and ends the run
+    watchdog = Watchdog(config.comm, folder, lambda: progress.step, device.type == "cpu")  # reports a rank that hangs
+    requests = Requests(config.comm.group_timeout_seconds)  # from here on a signal makes the run save and end
 
     # 2. Data: text is tokenised once; sample i of the stream is a function of (seed, i)
     data = PreparedData(prepare(config.data, tokenizer, logger.info), tokenizer)
@@ -91,13 +91,13 @@ def main(config: Config) -> int:
         world=mesh.data_size,
     )
 
-    # 3. Model: shapes only; then this rank's part of it, in memory and with weights
+    # 3. Model: first shapes only; then memory and weights for this rank's part of it
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
-    model_parts = build_model_parts(model, config, mesh, device)  # one, or this rank's pipeline stages
+    model_parts = build_model_parts(model, config, mesh, device)  # one part, or this rank's pipeline stages
     stages = Stages(model_parts, config, mesh, device)
 
-    # 4. Training state: what changes in a step, and the checkpoints of it
+    # 4. Training state: everything that a step changes, and its checkpoints
     optimizer = build_optimizer(model_parts, config.optimizer)
     schedule = Schedule(optimizer, config.schedule, config.optimizer.lr, training.steps)
     states = {
@@ -111,7 +111,7 @@ def main(config: Config) -> int:
     files = checkpoint_files(record, data, llama)
     checkpoint = Checkpointer(config.checkpoint, folder, states, files, metadata, device)
     if not checkpoint.load() and config.checkpoint.initial_load:
-        from titanlite.formats.load import load_weights  # other formats, imported only when asked for
+        from titanlite.formats.load import load_weights  # other formats: imported only if used
 
         load_weights(config.checkpoint, ModelState(model_parts), llama, tokenizer, checkpoint.group)
 
@@ -129,7 +129,7 @@ def main(config: Config) -> int:
         logger.info(f"nothing left to train: the run is at step {progress.step}, and training.steps = {training.steps}")
 
     # 6. Loop: one optimizer step after the other
-    requests.agree()  # a signal may have arrived since
+    requests.agree()  # a signal may have arrived during the set-up
     metrics.start()
     with (
         profiling(config.profiling, folder / "traces", rank, progress) as profile_step,
@@ -140,7 +140,7 @@ def main(config: Config) -> int:
 
             # One optimizer step
             batches = stream.next_step()  # local batches of tokens and labels, each (B, S)
-            num_targets = mesh.sum_counts(to_device(count_targets(batches), device))  # of all ranks
+            num_targets = mesh.sum_counts(to_device(count_targets(batches), device))  # over all ranks
             loss = torch.zeros((), device=device)
             for i, (tokens, labels) in enumerate(prefetch(batches, device)):
                 loss += stages.forward_backward(tokens, labels, num_targets, last=i == len(batches) - 1)
@@ -151,7 +151,7 @@ def main(config: Config) -> int:
             optimizer.zero_grad()
             metrics.count_step()
 
-            # Once in a while: log, validate, save, stop. All ranks take the same branches
+            # After some steps: log, validate, save, stop. All ranks take the same branches
             agreed = requests.agree(save=checkpoint.wants_save(), failed=checkpoint.failed)
             finished = progress.step == training.steps
             last = finished or agreed.stop
@@ -179,7 +179,7 @@ def main(config: Config) -> int:
 
 
 def profiling(config: ProfilingConfig, folder: Path, rank: int, progress: Progress) -> Any:
-    """A scope that gives a function to call after each step; it does nothing unless profiling is enabled."""
+    """A context manager that yields a function to call after each step; without profiling it does nothing."""
     if not config.enabled:
         return contextlib.nullcontext(lambda: None)
     from titanlite.observe.profile import profiler
@@ -188,7 +188,7 @@ def profiling(config: ProfilingConfig, folder: Path, rank: int, progress: Progre
 
 
 def checkpoint_files(config: Config, data: PreparedData, llama: LlamaConfig) -> dict[str, bytes]:
-    """The small files that make a checkpoint usable without its run: name -> content."""
+    """The small files with which a checkpoint can be used without the run's folder: name -> content."""
     return {
         "config.toml": to_toml(config).encode(),
         "data.json": (data.folder / "manifest.json").read_bytes(),
@@ -241,9 +241,9 @@ def log_end(config: Config, folder: Path, step: int, tokenizer: Tokenizer) -> No
 
 
 def sample(config: Config, folder: Path, step: int, tokenizer: Tokenizer) -> str:
-    """What the model continues `run.sample_prompt` with.
+    """The text that the model generates after `run.sample_prompt`.
 
-    From the checkpoint, on the CPU: no rank need hold the whole model in the memory of its device.
+    The checkpoint is loaded on the CPU, because the whole model may not fit in the memory of one device.
     """
     from titanlite.checkpoint.load_model import load_model
     from titanlite.model.generate import generate
@@ -257,7 +257,7 @@ def sample(config: Config, folder: Path, step: int, tokenizer: Tokenizer) -> str
 
 
 def run(argv: list[str]) -> int:
-    """`main` with errors turned into messages and exit codes."""
+    """Calls `main`, and turns errors into messages and exit codes."""
     try:
         return main(load_config(argv, Path(__file__).resolve().with_name("train_configs")))
     except (ConfigError, NonFinite, SaveError) as error:
@@ -266,7 +266,7 @@ def run(argv: list[str]) -> int:
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BaseException:  # torch's CheckpointException is not an Exception
+    except BaseException:  # torch's CheckpointException is not a subclass of Exception
         traceback.print_exc()
         return 1
 

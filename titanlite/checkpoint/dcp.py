@@ -1,9 +1,9 @@
 """Storage for torch.distributed.checkpoint (DCP) in safetensors and JSON: files contain no pickle.
 
 What it is: DCP plans which process writes which piece of which tensor (one of the replicas does), and which saved
-pieces a process of another layout needs. `Writer` and `Reader` are its two extension points, which write and read the
-pieces: `model-R.safetensors` with the parameters of process R, `training-R.safetensors` with the rest of the state, and
-the manifest. Parameters have separate files because most readers need nothing else.
+pieces a process of another layout needs. `Writer` and `Reader` implement its two storage interfaces. The
+files are `model-R.safetensors` with the parameters of process R, `training-R.safetensors` with the rest of its state,
+and the manifest. Parameters have separate files because most readers need nothing else.
 What it costs: the plans are gathered and scattered once per save; every process reads the manifest once per load.
 """
 
@@ -112,7 +112,7 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False  # unused: the folder is known
+        return False  # unused: the folder is given to the constructor
 
 
 class TensorStorageReader(StorageReader):
@@ -132,7 +132,7 @@ class TensorStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False  # unused: the source is known
+        return False  # unused: the source is given to the constructor
 
 
 class Reader(TensorStorageReader):

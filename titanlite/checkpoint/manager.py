@@ -1,8 +1,8 @@
 """Checkpoint manager: when a run saves, and from which checkpoint it resumes.
 
-What it is: the policy over `storage.py`. A run whose folder holds checkpoints resumes from the newest complete one; a
-damaged one is reported, renamed and skipped. A save is due every `freq` steps or `freq_minutes`, at the end, after a
-signal, and when a file named SAVE appears in the run's folder.
+What it is: decides when to save and load; `storage.py` reads and writes. A run whose folder holds checkpoints resumes
+from the newest complete one; a damaged one is reported, renamed and skipped. A save is due every `freq` steps or
+`freq_minutes`, at the end, after a signal, and when a file named SAVE appears in the run's folder.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Checkpointer:
             raise ConfigError(f"checkpoint.load_step = {back_to}: it is damaged or not finite; other steps: {left}")
         if aside := broadcast_from_rank0(lambda: sorted(path.name for path in self.folder.glob("step-*.*"))):
             raise ConfigError(
-                f"{self.folder}: no complete and finite checkpoint is left, and the run does not start over beside "
+                f"{self.folder}: no checkpoint is complete and finite, and a new run cannot start in a folder with "
                 f"{', '.join(aside)}; choose another run.name, or move these folders away"
             )
         weights = f"the weights of {self.config.initial_load}" if self.config.initial_load else "new weights"
@@ -94,9 +94,9 @@ class Checkpointer:
         return False
 
     def _candidates(self, steps: list[int]) -> list[int]:
-        """Steps to resume from, the best last: all, or `load_step` and those saved since by the same `load_step`.
+        """Steps to resume from, the preferred one last: all, or `load_step` and those saved later with this setting.
 
-        So a command with `load_step` can be repeated. Raises ConfigError if there is no such step.
+        So a command with `load_step`, if repeated, resumes from its latest save. Raises ConfigError if there is none.
         """
         if not (back_to := self.config.load_step):
             return steps
@@ -151,7 +151,7 @@ class Checkpointer:
     def wants_save(self) -> bool:
         """Whether this process requests a save: rank 0 does, when `freq_minutes` have passed or SAVE exists."""
         now = time.monotonic()
-        if dist.get_rank() != 0 or now < self._looked_at + 1:  # a network file system is slow to answer
+        if dist.get_rank() != 0 or now < self._looked_at + 1:  # at most once a second: network file systems are slow
             return False
         self._looked_at = now
         with contextlib.suppress(OSError):
@@ -160,12 +160,12 @@ class Checkpointer:
         return 0 < self.config.freq_minutes * 60 <= now - self._saved_at
 
     def wait_for_staging(self) -> None:
-        """Returns when parameters and optimizer state may change."""
+        """Waits until a save in progress has copied the parameters and the optimizer state, which may then change."""
         self.saver.wait_for_staging()
 
     @property
     def group(self) -> Any:
-        """The process group of checkpoint messages, with a long time-out; None for a single process."""
+        """The process group for checkpoints, which has a long time-out; None for a single process."""
         return self.saver.group
 
     @property
@@ -181,7 +181,7 @@ class Checkpointer:
     def maybe_save(self, step: int, last: bool, asked: bool = False, validation_loss: float | None = None) -> None:
         """Saves if it is due, then deletes checkpoints that need not be kept. All ranks call it together.
 
-        Waits for the last save, and for all if saving is not asynchronous. Raises SaveError.
+        Waits for the save after the last step, and for every save if saving is not asynchronous. Raises SaveError.
         """
         if not self.due(step, last, asked):
             return
@@ -195,7 +195,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def complete_on(self, error: type[Exception]) -> Iterator[None]:
-        """A scope: before an `error` that all ranks raise together leaves it, the save under way is completed."""
+        """Within this context, an `error` that all ranks raise together first completes the save in progress."""
         try:
             yield
         except error:
@@ -205,7 +205,7 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for the save in progress, on all ranks. Raises SaveError, or the process group's error."""
         self.saver.wait()
-        dist.barrier(self.saver.group)  # rank 0 may still be deleting, and a rank that ends ends the run
+        dist.barrier(self.saver.group)  # rank 0 may still be deleting: a rank that exits earlier would end the run
 
     def _write(
         self, step: int, facts: RunMetadata, started: float, state: State, group: Any, failure: Exception | None

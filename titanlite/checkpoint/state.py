@@ -4,7 +4,7 @@ What it is: model, optimizer and random generators; schedule, data stream and pr
 are plain parameter names and sharded tensors are DTensors, so DCP can store each process's shard and load any part of
 it in another layout. All values are tensors, so nothing has to be unpickled.
 State is fetched for each save and never kept, because FSDP may replace a parameter's tensor at the first forward.
-What it costs: nothing but views of the tensors; before an optimizer's first step its state is allocated.
+What it costs: only views of the tensors; before the optimizer's first step, a save or load allocates its state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ModelState:
 class OptimizerState:
     """Moments and step counts by parameter name: `state.<parameter>.exp_avg` and so on.
 
-    Learning rate, betas and weight decay are the config's, and are not stored.
+    Learning rate, betas and weight decay come from the config and are not stored.
     """
 
     def __init__(self, parts: list[Any], optimizer: torch.optim.Optimizer) -> None:
@@ -43,7 +43,7 @@ class OptimizerState:
     def _parameters(self) -> list[tuple[str, Tensor]]:
         for module in (module for part in self.parts for module in part.modules()):
             if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation may have left it gathered, and gathered tensors have no state
+                module.reshard()  # an evaluation may leave it gathered; optimizer state belongs to shards
         return [named for part in self.parts for named in part.named_parameters()]
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class OptimizerState:
 
     @torch.no_grad()
     def _allocate(self) -> None:
-        """An optimizer allocates its state in its first step: this is a step that changes no parameter."""
+        """Allocates the optimizer's state by a step that changes no parameter, since the first step allocates it."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
@@ -73,7 +73,7 @@ class OptimizerState:
 
 
 class RandomState:
-    """torch's and Python's generators. They are equal on all processes, so one copy serves any number of them."""
+    """torch's and Python's generators. They are equal on all processes, so one copy is saved for all."""
 
     def state_dict(self) -> dict[str, Any]:
         version, numbers, _ = random.getstate()

@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk, and the protocol that makes each of them complete or absent.
+"""Checkpoint folders on disk, and the protocol by which each of them is complete or absent.
 
 What it is: `checkpoints/step-N/` contains two safetensors files per process, small files that make the folder
 self-contained (resolved config, model shape, tokenizer, data manifest) and `manifest.json`. A save
@@ -8,8 +8,8 @@ self-contained (resolved config, model shape, tokenizer, data manifest) and `man
     3. writes the small files and the manifest, with the size and SHA-256 of all files, and syncs them and the folder;
     4. renames the folder to `step-N`, and syncs the parent folder.
 
-So a folder named `step-N` was complete when it got this name, whenever a process dies, and nothing is written into it
-later. A deletion renames the folder first and then removes the files. A damaged checkpoint is renamed, never deleted.
+So a folder was complete when it was named `step-N`, whenever a process died, and nothing is written into it later.
+A deletion renames the folder first and then removes the files. A damaged checkpoint is renamed, never deleted.
 What it costs: each process writes its shards once: 12 bytes per parameter in fp32 with AdamW, over all processes.
 """
 
@@ -54,7 +54,7 @@ from titanlite.config.schema import ConfigError
 from titanlite.distributed.agreement import gather, raise_together
 
 logger = logging.getLogger("titanlite")
-# DCP warns so in every save and load of a single process. Filtered here, as filters around a call affect all threads.
+# DCP gives this warning in every save and load of a single process. A filter around a call would affect all threads.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -96,8 +96,8 @@ def write_step(
 ) -> Manifest | None:
     """Writes and commits a checkpoint of CPU tensors; all processes of `group` call it together.
 
-    Returns the manifest on rank 0. Raises SaveError on all processes if one of them fails, or passes a `failure` in
-    place of its state; then there is no new step folder.
+    Returns the manifest on rank 0. Raises SaveError on all processes, and leaves no new step folder, if one of them
+    fails or passes a `failure`, an error that it had before.
     """
     committed: list[Manifest] = []
 
@@ -122,7 +122,7 @@ def write_step(
         dcp.save(state, storage_writer=writer, no_dist=_single_process(), process_group=group)
     except CheckpointException as error:  # a BaseException, raised on all processes with the errors of each
         for rest in folder.glob(f"step-{step}.tmp-*") if dist.get_rank() == 0 else ():
-            shutil.rmtree(rest, ignore_errors=True)  # frees the space on a full disk
+            shutil.rmtree(rest, ignore_errors=True)  # frees space if the disk is full
         raise SaveError(f"step {step} could not be saved in {folder}: {_reason(error)}") from error
     return committed[0] if committed else None
 
@@ -147,7 +147,7 @@ def _publish(temporary: Path, final: Path) -> None:
     sync_folder(temporary)
     temporary.rename(final)
     try:
-        sync_folder(final.parent)  # the rename itself reaches the disk
+        sync_folder(final.parent)  # makes the rename durable
     except OSError as error:  # the checkpoint is committed and readable, so the save has not failed
         logger.warning("%s: %s while syncing it; a power failure now could lose %s", final.parent, error, final.name)
 
@@ -199,7 +199,7 @@ def verify_files(
 def verify_together(folder: Path, prefix: str = "", group: Any = None) -> list[str]:
     """Problems of the files whose names begin with `prefix`. Each rank reads some of them; all return the same list.
 
-    Raises ConfigError on all ranks if one of them fails for a reason that is not the checkpoint's.
+    Raises ConfigError on all ranks if one of them fails for a reason outside the checkpoint.
     """
     problems: list[str] = []
     obstacles: list[str] = []
@@ -264,22 +264,22 @@ def _reason(error: CheckpointException) -> str:
 
 
 def _single_process() -> bool:
-    """Whether this is the only process, which then reads and writes without collectives.
+    """Whether this is the only process. If so, DCP reads and writes without collectives.
 
-    With collectives training on a CPU would be 30 % slower from there on: DCP's gather makes gloo's threads start
+    With collectives, training on a CPU would be 30 % slower afterwards: DCP's gather makes gloo's threads start
     additional OpenMP teams, and with more threads than cores libgomp puts waiting threads to sleep.
     """
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def sweep(folder: Path) -> None:
-    """Removes the folders of interrupted saves and deletions. One process calls it while none writes."""
+    """Removes the folders of interrupted saves and deletions. One process calls it, while no process writes."""
     for path in (*folder.glob("step-*.tmp-*"), *folder.glob("step-*.deleted")):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Renames a step folder to `step-N.<why>`: it no longer counts as a step, and nothing is lost."""
+    """Renames a step folder to `step-N.<why>`: it no longer counts as a step, and its files are kept."""
     for count in range(1, 1000):
         aside = path.with_name(f"{path.name}.{why}" + (f"-{count}" if count > 1 else ""))
         if not aside.exists():

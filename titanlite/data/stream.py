@@ -4,7 +4,7 @@ What it is: the tokens of the corpus are divided into windows of S + 1 tokens. N
 token: the last label of one is the first input of the next. Each epoch visits every window once, in an order given by a
 Feistel permutation (Luby and Rackoff 1988) with (seed, epoch) as its key.
 Why it is here: the state of the data is one integer, the number of samples used. Resuming is exact on any number of
-processes, seeking takes no time, and there is no shuffle buffer or worker process whose state would have to be saved.
+processes, any sample can be read at once, and no shuffle buffer or worker process has state that must be saved.
 What it costs: a few microseconds of Python per sample.
 """
 
@@ -36,8 +36,8 @@ def mix(x: int) -> int:
 def permute(index: int, size: int, key: int) -> int:
     """A permutation of 0 .. size - 1, chosen by `key`.
 
-    Four Feistel rounds permute the numbers with an even count of bits. They are repeated until the result is below
-    `size` (fewer than four times on average), which makes them a permutation of 0 .. size - 1.
+    Four Feistel rounds permute the numbers of 2 * half bits. They are repeated until the result is below `size` (fewer
+    than four times on average), which gives a permutation of 0 .. size - 1.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
@@ -63,7 +63,7 @@ def count_targets(batches: list[Batch]) -> Tensor:
 
 
 class Windows:
-    """The windows of a split, in file order."""
+    """The windows of the training or the validation text, in file order."""
 
     def __init__(self, tokens: Tokens, seq_len: int, what: str) -> None:
         """Raises ConfigError if the text is shorter than one window."""
@@ -89,7 +89,7 @@ class Windows:
 
 
 class TrainStream:
-    """Batches of one data-parallel rank. Stateful: the state is the number of samples that all ranks used so far."""
+    """Batches of one data-parallel rank. Stateful: the state is the number of samples that all ranks have used."""
 
     def __init__(
         self, windows: Windows, *, seed: int, local_batch_size: int, accumulation: int, rank: int, world: int

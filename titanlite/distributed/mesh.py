@@ -1,7 +1,7 @@
 """The device mesh: all ranks as a grid, one axis for each kind of parallelism.
 
 What it is: five named axes, outermost first. Inner axes communicate most, so they map to neighbouring ranks, which
-share a node. An unused axis has size 1, so code that works along an axis needs no special case.
+share a node. An unused axis has size 1, so code that uses an axis needs no special case for it.
 
     axis          differs between its ranks          equal on all its ranks
     pp            the layers held                    the batch
@@ -32,11 +32,11 @@ LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp")  # ranks along these hold d
 
 
 class Mesh:
-    """The grid: `mesh["tp"]` is this rank's line along tp, `mesh["dp_replicate", "dp_shard_cp"]` its plane.
+    """The grid of ranks. `mesh["tp"]` and `mesh["dp_replicate", "dp_shard_cp"]` are submeshes with this rank.
 
-    Two DeviceMeshes over the same ranks: FSDP2 and tensor parallel need one mesh that has both their axes, and a
-    DeviceMesh has no public way to join two of its axes (torch 2.11 to 2.13). So pp, dp_replicate and tp have two
-    process groups each, of which one is used.
+    It has two DeviceMeshes over the same ranks, one with dp_shard_cp and one with dp_shard and cp: FSDP2 and tensor
+    parallel need one mesh that has both their axes, and a DeviceMesh has no public way to join two of its axes (torch
+    2.11 to 2.13). So pp, dp_replicate and tp have two process groups each, of which one is used.
     """
 
     def __init__(self, device_type: str, degrees: Mapping[str, int], timeout_seconds: int) -> None:
@@ -49,7 +49,7 @@ class Mesh:
         )
         for group in (*self._weights.get_all_groups(), *self._tokens.get_all_groups()):
             set_group_timeout(group, timeout_seconds)
-        self._lines: dict[str | tuple[str, ...], DeviceMesh] = {}  # a DeviceMesh makes a new one at each access
+        self._lines: dict[str | tuple[str, ...], DeviceMesh] = {}  # cached: indexing a DeviceMesh creates a new object
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         if axes not in self._lines:
@@ -65,7 +65,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """This rank's number among those: 0 .. data_size - 1."""
+        """This rank's index among the ranks that read different sequences: 0 .. data_size - 1."""
         return self["dp_replicate"].get_local_rank() * self["dp_shard"].size() + self["dp_shard"].get_local_rank()
 
     def sum_counts(self, count: Tensor) -> Tensor:

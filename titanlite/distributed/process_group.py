@@ -1,6 +1,6 @@
-"""The process: its device, joining the process group, garbage collection, and its end.
+"""A training process: its device, the process group it joins, its garbage collection, and its end.
 
-What it is: the set-up of a training process that comes before the model: backend, device and random seed.
+What it is: the set-up of a process before the model is built: backend, device and random seed.
 What it costs: one rendezvous at the start.
 """
 
@@ -33,7 +33,7 @@ def device_name(device: torch.device) -> str:
 
 
 def backend(type: str) -> str:
-    """The process group's backend. gloo serves tensors in CPU memory: offloaded parameters, values to agree on."""
+    """The process group's backend. On CUDA, gloo is for CPU tensors: offloaded parameters, agreements."""
     return "cpu:gloo,cuda:nccl" if type == "cuda" else "gloo"
 
 
@@ -42,7 +42,7 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
 
     Under torchrun the environment defines rank and world size; without it the world size is 1. A process group that
     is already initialised is kept; it needs a backend for CPU tensors. Every process gets the same seed: processes
-    differ in the data they read, never in their random numbers.
+    read different data, but draw the same random numbers.
     """
     type = device_type(device_name)
     device = torch.device("cpu")
@@ -50,7 +50,7 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives in the watchdog's report
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record collectives for the watchdog's report
         options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
         if type == "cuda":
             options["device_id"] = device
@@ -63,9 +63,9 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
 
 
 def finish(code: int) -> NoReturn:
-    """Ends the process at once. gloo's threads can abort an orderly interpreter exit (pytorch#190489)."""
+    """Ends the process with `os._exit`, because gloo's threads can abort a normal interpreter exit (pytorch#190489)."""
     logging.shutdown()
-    if dist.is_initialized() and code in (0, EXIT_STOPPED):  # after an error other ranks may not get here
+    if dist.is_initialized() and code in (0, EXIT_STOPPED):  # after an error, other ranks may not reach this call
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -73,10 +73,10 @@ def finish(code: int) -> NoReturn:
 
 
 class GarbageCollection:
-    """Python's garbage collection, on all ranks after the same steps: every `freq`; 0 leaves Python's own collector on.
+    """Collects Python's garbage on all ranks after the same steps: every `freq` steps. 0 keeps automatic collection.
 
-    Python collects when enough objects were allocated, on each rank at another time, and each pause of one rank makes
-    all others wait in the next collective.
+    Automatic collection starts when enough objects have been allocated, at a different time on each rank, and a pause
+    of one rank makes all others wait in the next collective.
     """
 
     def __init__(self, freq: int) -> None:
@@ -92,7 +92,7 @@ class GarbageCollection:
         mark_phase("garbage collection", in_step=True)
         if not self.frozen:
             gc.collect()
-            gc.freeze()  # objects of the set-up and the first step live on: later collections skip them
+            gc.freeze()  # later collections skip the objects of the set-up and the first step, which stay alive
             self.frozen = True
         elif step % self.freq == 0:
             gc.collect(1)

@@ -1,8 +1,8 @@
 """Llama 3 in plain PyTorch.
 
 What it is: a token embedding, L blocks of attention and feed-forward on a residual stream, a norm and an output
-projection. RMSNorm (arXiv 1910.07467) before attention and feed-forward, rotary positions (RoPE, arXiv 2104.09864),
-grouped-query attention (arXiv 2305.13245), SwiGLU (arXiv 2002.05202).
+projection. It uses RMSNorm (arXiv 1910.07467) before attention and feed-forward, rotary positions (RoPE, arXiv
+2104.09864), grouped-query attention (arXiv 2305.13245) and SwiGLU (arXiv 2002.05202).
 Why it is here: this is the only model definition. It contains no parallelism; `parallel/` changes it from outside.
 What it costs: 2 FLOPs per parameter and token in the forward, twice that in the backward, plus attention
 (`flops.py` has the exact count).
@@ -33,7 +33,7 @@ class LayerCache(Protocol):
 
 
 def rope_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The angle by which each pair of a head turns per position, (Dh / 2,): theta^(-2i/Dh) for pair i.
+    """The angle per position by which RoPE rotates each pair of a head, (Dh / 2,): theta^(-2i/Dh) for pair i.
 
     Llama 3.1 divides the frequency of long wavelengths by `factor`, keeps short ones, and interpolates between them
     (`apply_scaling` of the 3.1 release).
@@ -56,8 +56,8 @@ def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     """Rotates neighbouring pairs of each head, in fp32. x: (B, S, heads, Dh), rope: (S or more, Dh / 2, 2).
 
-    Eager: a pair is a complex number that is multiplied by cos + i sin, in one kernel; real arithmetic would take many.
-    Compiled: real arithmetic, because the compiler fuses it and cannot fuse complex numbers.
+    In eager mode a pair is a complex number, multiplied by cos + i sin in one kernel; real arithmetic takes several. In
+    a compiled graph it is real arithmetic, which the compiler fuses; it cannot fuse complex arithmetic.
     """
     pairs, rope = x.float().unflatten(-1, (-1, 2)), rope[: x.shape[1], None]  # (B, S, heads, Dh / 2, 2), (S, 1, ...)
     if torch.compiler.is_compiling():
@@ -81,7 +81,7 @@ def truncated_normal(weight: Tensor, std: float, cut: float, generator: torch.Ge
 
 
 class CausalAttention(nn.Module):
-    """Each query attends to the keys up to its position. A module, so that `parallel/` can replace it; no weights."""
+    """Each query attends to the keys up to its position. A module, so that `parallel/` can replace it."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B, H, S, Dh), k and v (B, K, S, Dh) -> (B, H, S, Dh). A single query attends to all keys."""
@@ -103,7 +103,7 @@ class Attention(nn.Module):
         self.attend = CausalAttention()
 
     def forward(self, x: Tensor, rope: Tensor, cache: LayerCache | None = None) -> Tensor:
-        # The number of heads is taken from the tensor, so a layer with a part of the heads works unchanged.
+        # The number of heads is taken from the tensor, so the same code works on the heads of one tp rank.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, S, H or K, Dh)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, S, Dh)
@@ -141,7 +141,7 @@ class TransformerBlock(nn.Module):
 
 
 class TiedOutput(nn.Module):
-    """The output projection of tied embeddings: uses the embedding's weight, has no parameter."""
+    """The output projection of tied embeddings: uses the embedding's weight and has no parameters."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
@@ -196,13 +196,13 @@ class Llama(nn.Module):
         assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
         device: torch.device | None = None,
     ) -> None:
-        """Initialises every parameter and the RoPE table. `device`: where they are computed, by default where they are.
+        """Initialises every parameter and the RoPE table. They are computed on `device`; default: on their own device.
 
         Each parameter is drawn in full from a separate generator, seeded by `seed` and the parameter's name. So the
-        weights do not depend on the layout: `assign(parameter, full_value)` stores the part of this process.
+        weights do not depend on the layout: `assign(parameter, full_value)` stores this process's part of the value.
         """
         for name, parameter in self.named_parameters():
-            there = device or parameter.device  # a GPU generates different numbers than a CPU
+            there = device or parameter.device  # a GPU and a CPU draw different numbers from one seed
             generator = torch.Generator(there).manual_seed(zlib.crc32(name.encode()) ^ seed)
             full = torch.empty(parameter.shape, dtype=torch.float32, device=there)
             assign(parameter, self._draw(name, full, generator))
@@ -213,7 +213,7 @@ class Llama(nn.Module):
         self.rope = rope_table(self.config, self.positions.to(device))
 
     def _draw(self, name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
-        """One parameter's initial value, by torchtitan's rules: Llama's are not published.
+        """One parameter's initial value, by torchtitan's rules, because Llama's rules are not published.
 
         The std of projections into the residual stream decreases with depth. A tied embedding has std 0.02, as in
         Llama 3.2's configuration: with std 1 the first logits would have std sqrt(D), and the first loss would be far

@@ -17,7 +17,7 @@ def setup_logging(rank: int) -> None:
     """Sends messages to the console. LOG_RANK is a comma-separated list of ranks."""
     shown = {word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")}
     prefix = "" if rank == 0 else f"[rank {rank}] "
-    logging.raiseExceptions = False  # no stack trace per line if the console is closed (`| head`)
+    logging.raiseExceptions = False  # print no stack trace for each line if the console is closed (`| head`)
     logger.handlers.clear()
     logger.propagate = False
     # DTensor warns that gloo has no all-to-all and that it gathers instead; that is expected here.

@@ -1,10 +1,10 @@
-"""Loss, speed and memory of the steps: the console line and metrics.jsonl.
+"""Loss, speed and memory: the lines on the console and in metrics.jsonl.
 
-What it is: the numbers of the logged steps, written by rank 0. Between logged steps nothing is read from the device, so
+What it is: the metrics of the logged steps, written by rank 0. Between logged steps nothing is read from the device, so
 the host does not wait for it.
-Units: loss in nats per token; tps in tokens per second and device, tps_global of all devices; tflops per device by the
-formula of `model/flops.py`; mfu in percent of the device's dense bf16 peak, null if that is not known; memory_gib is
-this process's peak; tokens and seconds count from the run's first step, over restarts.
+Units: loss in nats per token; tps in tokens per second and device, tps_global of all devices; tflops per device
+by the formula of `model/flops.py`; mfu in percent of the device's dense bf16 peak, null if that is not known;
+memory_gib is the peak of rank 0; tokens and seconds count from the run's first step and continue after a resume.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Progress:
 
 
 class NonFinite(RuntimeError):
-    """The loss or the gradient norm is NaN or infinite: the weights are lost, the last checkpoint is not."""
+    """The loss or the gradient norm is NaN or infinite. The weights are unusable; the last checkpoint is intact."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The size of the run's work."""
+    """Constants of the run from which metrics are computed."""
 
     total_steps: int
     tokens_per_step: int  # of all ranks
@@ -66,12 +66,12 @@ class Workload:
 
 
 class Metrics:
-    """Counts the steps, and logs every `log_freq`-th, the first and the last."""
+    """Counts steps; logs every `log_freq`-th step, the first and the last."""
 
     def __init__(
         self, config: MetricsConfig, folder: Path, device: torch.device, progress: Progress, workload: Workload
     ) -> None:
-        """`folder` is the run's. Lines after `progress.step`, left by a run that died, are removed; at step 0 all."""
+        """Removes lines after `progress.step` from metrics.jsonl in the run's `folder`; at step 0, all lines."""
         self.config, self.device, self.progress, self.workload = config, device, progress, workload
         self.path = folder / "metrics.jsonl"
         self.writes = dist.get_rank() == 0
@@ -80,12 +80,12 @@ class Metrics:
         self.start()
 
     def start(self) -> None:
-        """Starts the clock of the first step."""
+        """Starts the timing of the next steps."""
         self._last = time.monotonic()
         self._steps, self._since = 0, self.progress.seconds
 
     def _tick(self) -> None:
-        """Counts the time since the last call as time of training."""
+        """Adds the time since the last call to the training time."""
         now = time.monotonic()
         self.progress.seconds, self._last = self.progress.seconds + now - self._last, now
 
@@ -100,7 +100,7 @@ class Metrics:
         return self.progress.step % self.config.log_freq == 0 or self.progress.step == 1 or last
 
     def log(self, loss: Tensor, grad_norm: Tensor, lr: float, epochs: float) -> None:
-        """Logs the current step. `loss` is that of all ranks. Reads both from the device, which waits for it."""
+        """Logs the current step. `loss` is that of all ranks. Reads both from the device, so the host waits for it."""
         progress, work = self.progress, self.workload
         values = torch.stack([loss.float(), grad_norm.float()]).tolist()
         self._tick()
@@ -151,7 +151,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """A scope for validation and saving, whose time does not count as training."""
+        """A context for validation and saving, whose time does not count as training time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._tick()
@@ -189,7 +189,7 @@ def duration(seconds: float) -> str:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory held so far: reserved by the allocator on CUDA, resident in this process on CPU."""
+    """The peak memory so far: reserved by the allocator on CUDA, resident in this process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is bytes on macOS, KiB on Linux

@@ -24,7 +24,7 @@ logger = logging.getLogger("titanlite")
 
 @contextlib.contextmanager
 def profiler(config: ProfilingConfig, folder: Path, rank: int, progress: Progress) -> Iterator[Callable[[], None]]:
-    """A scope that gives a function to call after each step."""
+    """A context manager that yields a function to call after each step."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def write(trace: profile) -> None:

@@ -1,7 +1,7 @@
 """Loss on held-out text.
 
-What it is: the summed loss over the summed number of targets, of all ranks, so each token counts once however the
-batches fall. Bits per byte is the same loss per byte of text, which can be compared across tokenizers.
+What it is: the loss summed over all ranks, divided by the number of targets of all ranks, so each token counts once in
+any division into batches. Bits per byte is the same sum in bits, per byte of text, comparable across tokenizers.
 What it costs: a third of a training step per token.
 """
 
@@ -23,7 +23,7 @@ from titanlite.observe.metrics import Metrics
 
 
 class Validator:
-    """Validates when it is due and gives the result to the metrics."""
+    """Validates when validation is due, and logs the result through `metrics`."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Validator:
         mesh: Mesh,
         metrics: Metrics,
     ) -> None:
-        """`evaluate` gives this rank's part of the summed loss of tokens and labels (B, S)."""
+        """`evaluate` returns this rank's part of the summed loss of tokens and labels (B, S)."""
         self.config, self.data, self.evaluate, self.mesh, self.metrics = config, data, evaluate, mesh, metrics
         self.batch_size, self.token_bytes = training.local_batch_size, torch.tensor(data.tokenizer.token_bytes)
         if config.freq:
@@ -44,12 +44,12 @@ class Validator:
         return self.config.freq > 0 and (last or step % self.config.freq == 0)
 
     def maybe_run(self, step: int, last: bool, stop: Callable[[], bool]) -> float | None:
-        """The loss, if it was due. All ranks call it together; they give up together once `stop` returns true."""
+        """The loss; None if it is not due or `stop` returns true, which it does on all ranks or on none."""
         if not self.due(step, last):
             return None
         device, mesh = self.metrics.device, self.mesh
         loss = torch.zeros((), dtype=torch.float64, device=device)
-        counts = torch.zeros(2, dtype=torch.int64)  # targets, and the bytes of text they stand for
+        counts = torch.zeros(2, dtype=torch.int64)  # targets, and the bytes of text that they encode
         for tokens, labels in validation_batches(
             self.windows, self.config.samples, self.batch_size, mesh.data_rank, mesh.data_size
         ):

@@ -4,9 +4,9 @@ What it is: the 2-norm over *all* gradients of all processes, and the scaling of
 1211.5063). The norm returned is the one before clipping. Each process sums the squares of its gradients. A gradient
 that n processes hold (replicas; norms under tensor parallelism; a tied embedding under pipeline parallelism) counts 1/n
 on each of them, so one all-reduce over all processes is correct in every layout.
-Why it is here: `torch.nn.utils.get_total_norm` depends on how tensors are cut. On CPU, torch 2.13 adds the squares of
-an fp32 norm one after the other, with an error of 9e-6 for a million numbers and 4e-4 for ten million. Here sums of
-many squares are in float64, and the norm is the same on any number of processes to 1e-8.
+Why it is here: `torch.nn.utils.get_total_norm` depends on how tensors are cut: on CPU, torch 2.13 adds the squares
+one after the other in fp32, with an error of 9e-6 for a million numbers and 4e-4 for ten million. Here long sums of
+squares are in float64, and the norm is the same on any number of processes to 1e-8.
 What it costs: each process reads its gradients once; one all-reduce of 8 bytes.
 """
 
@@ -32,7 +32,7 @@ def clip_grad_norm(parts: list[Any], max_norm: float, device: torch.device, twic
     """Scales the parts' gradients in place (not if `max_norm` is 0) and returns their global norm before the scaling.
 
     The norm is an fp32 scalar that stays on the device: reading it waits for the device, so the caller decides when.
-    `twice`: parameters that two stages of a pipeline hold.
+    `twice`: parameters that two pipeline stages hold.
     """
     mark_phase("update", in_step=True)
     parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
@@ -54,8 +54,8 @@ def clip_grad_norm(parts: list[Any], max_norm: float, device: torch.device, twic
 def _square(gradients: list[Tensor]) -> Tensor:
     """The float64 sum of all squares."""
     if gradients[0].device.type == "cpu":
-        # fp32 within a row of ROW numbers, float64 over rows: an error of 1e-9, without the float64 copy of the whole
-        # gradient that torch would make. Gradients that do not divide into rows are copied; most of them are small.
+        # fp32 sums within rows of ROW numbers, a float64 sum over rows: an error of 1e-9, without the float64 copy of
+        # the whole gradient that torch would make. Gradients that do not divide into rows are copied; most are small.
         norms = []
         for flat in (gradient.flatten() for gradient in gradients):
             if flat.numel() % ROW:

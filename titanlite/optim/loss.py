@@ -1,17 +1,17 @@
-"""Cross entropy, summed over tokens; also together with the output projection, in chunks of tokens.
+"""Cross entropy, summed over tokens; optionally with the output projection, for one chunk of tokens at a time.
 
 What it is: the *sum* of the loss over the local targets. The caller divides it by the *global* number of targets of the
 optimizer step (all local batches of all data-parallel ranks), and gradients are summed over processes.
-Why it is here: the result must not depend on how the batch is divided. A mean of the means of ranks or local batches is
-the same number only where all have equally many targets. Windows of the training text are always full, so today's
-training has equally many. They differ where labels are ignored: in the last batch of validation, where a rank may have
-rows without targets, and wherever a document is masked. The sum over a global count is exact in all these cases, for
-ranks and for gradient accumulation alike.
+Why it is here: the result must not depend on how the batch is divided. The mean over ranks or local batches of their
+mean losses equals the mean over all targets only if all have equally many targets. In training they have, because the
+windows of the text are always full. Counts differ where labels are ignored: in the last batch of validation, where a
+rank may have rows without targets, and wherever a document is masked. The sum divided by the global count is exact in
+all these cases, over ranks and over gradient accumulation.
 What it costs: at its peak three times 4 B S V bytes: the logits in fp32, their log-softmax and the gradient.
-`chunked_cross_entropy_sum` with n chunks needs 1/n of that: it projects 1/n of the tokens, computes their loss and its
-gradients, and frees the logits. As the loss is a sum, its gradients are known up to the factor that the backward
-receives, so nothing is computed twice. Until the backward, the gradients of the hidden states and of the projection are
-kept.
+`chunked_cross_entropy_sum` with n chunks needs 1/n of that: for 1/n of the tokens at a time, it computes the logits,
+their loss and its gradients, and frees the logits. The loss is a sum, so the backward only multiplies these gradients
+by the factor that it receives, and nothing is computed twice. The gradients of the hidden states and of the projection
+are kept until the backward.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int, loss: SummedLoss) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         to_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        to_weight = torch.zeros_like(weight, dtype=torch.float32)  # bfloat16 would be rounded after each chunk
+        to_weight = torch.zeros_like(weight, dtype=torch.float32)  # a sum in bfloat16 would be rounded after each chunk
         projection = weight.detach().requires_grad_()
         chunks = (_token_chunks(values, num_chunks) for values in (hidden.detach(), labels, to_hidden))
         for x, y, gradient in zip(*chunks, strict=True):

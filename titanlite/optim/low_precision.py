@@ -1,13 +1,13 @@
 """AdamW with moments or parameters in bfloat16.
 
-What it is: the same update (arXiv 1711.05101), computed in fp32. Between the steps, moments and parameters are stored
-in their own dtypes.
+What it is: the update of torch.optim.AdamW (arXiv 1711.05101), computed in fp32. Between steps, moments and parameters
+are stored in their own dtypes.
 Why it is here: torch.optim.AdamW requires one dtype for parameters and moments.
 What it costs: bfloat16 moments save 4 bytes per parameter, and bfloat16 parameters (and so gradients) another 4. Every
-step rounds. A moment changes by some per cent in a step, so its 8 significant bits matter little; with beta2 above 0.99
-the second moment would no longer change. An update smaller than 1/512 to 1/256 of a parameter (depending on its
-mantissa) is lost, which matters most for small learning rates. Time: a dozen kernels for each 32 million numbers; the
-fused implementation has one.
+step rounds. A moment changes by several per cent in a step, so rounding it to 8 significant bits matters little; with
+beta2 above 0.99 the change of the second moment would be lost in rounding. An update smaller than 1/512 to 1/256 of a
+parameter (depending on its mantissa) is lost, which matters most for small learning rates. Time: a
+dozen kernels for each 32 million numbers; the fused AdamW needs one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK_NUMEL = 1 << 25  # numbers whose fp32 copies are in memory at a time
 
 
 class LowPrecisionAdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW with moments in `dtype` and parameters in any dtype. Its state has the same names."""
+    """AdamW with moments in `dtype` and parameters in any dtype. Its state has the names of torch.optim.AdamW's."""
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
 """The learning rate of each step.
 
 What it is: linear warmup, then cosine (arXiv 1608.03983), linear, warmup-stable-decay (WSD, arXiv 2404.06395) or
-constant. It is a pure function of the step number, so that number is its whole state. It avoids two common mistakes:
-the rate of the first step is not 0 (the warmup counts from 1), and after the last step the rate stays at its minimum (a
-cosine would rise again).
+constant. It is a pure function of the step number and has no state. Two details: the rate of the first step is not 0
+(the warmup counts from 1), and after the last step the rate stays at its minimum (a plain cosine would rise again).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
 
 
 class Schedule:
-    """Sets the learning rate of every parameter group. Its only state is the step, which the run counts."""
+    """Sets the learning rate of every parameter group."""
 
     def __init__(self, optimizer: Optimizer, config: ScheduleConfig, peak_lr: float, total_steps: int) -> None:
         self.optimizer, self.config, self.peak_lr, self.total_steps = optimizer, config, peak_lr, total_steps

@@ -1,10 +1,11 @@
-"""What `auto` means: resolved once, at the start of a run, into the config.
+"""Replaces `auto` in the config by values for this device and model, once, at the start of a run.
 
-What it is: `training.compute_dtype` and `compile.enabled` may be `auto`. Here both get the value that suits this device
-and this model; everything after reads the value. A run's config.toml and its checkpoints hold it too.
-Why it is here: a setting that several functions resolve, each when it is needed, may mean two things in one run, and a
-collective in the middle of a function that only reads a setting hangs the run if one rank skips it.
-What it costs: small values exchanged between all ranks, and a call of the C++ compiler on each if blocks are compiled.
+What it is: `training.compute_dtype` and `compile.enabled` may be `auto`. Here both are resolved; all later code reads
+the resolved values. A run's config.toml and its checkpoints record the resolved dtype; they keep `compile.enabled` as
+it was set, since a resumed run may have another layout or device. Why it is here: if several functions resolved a
+setting when they need it, they could get different values in one run. Ranks must also agree on the value by a
+collective, and a rank that skips such a call would make the run hang. What it costs: small values exchanged between all
+ranks and, if blocks are to be compiled, one call of the C++ compiler on each rank.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ logger = logging.getLogger("titanlite")
 
 
 def resolve_auto(config: Config, dim: int, degrees: Mapping[str, int], device_type: str) -> Config:
-    """The config for a model of width `dim` with every `auto` replaced; all ranks call it together, with one result.
+    """The config for a model of width `dim` with every `auto` replaced; all ranks call it together and get the same.
 
-    Raises ConfigError on all ranks where they would compute in different dtypes, or where a compiler is required and
-    some rank has none.
+    Raises ConfigError on all ranks if they would compute in different dtypes, or if a compiler is required and some
+    rank has none.
     """
     compute = compute_dtype(config, dim, device_type)
     require_agreement(compute_dtype=compute)
@@ -43,8 +44,8 @@ def resolve_auto(config: Config, dim: int, degrees: Mapping[str, int], device_ty
 def compute_dtype(config: Config, dim: int, device_type: str) -> str:
     """The dtype of forward and backward.
 
-    `auto` is bfloat16 on CUDA, and on a CPU that multiplies it: matrix products then take half the time. In a narrow
-    model the casts cost more than that saves (benchmarks/levers.py).
+    `auto` is bfloat16 on CUDA, and on a CPU with bfloat16 instructions, where matrix products then take half the time;
+    but not for a narrow model on a CPU, whose casts cost more than that saves (benchmarks/levers.py).
     """
     if config.training.compute_dtype != "auto":
         return config.training.compute_dtype
@@ -65,7 +66,7 @@ def _resolve_compile(config: Config, dim: int, degrees: Mapping[str, int], devic
     from titanlite.parallel.compile import missing_for_inductor
 
     missing = first_message(missing_for_inductor(device_type))
-    required = {  # setting -> the setting that does without a compiler
+    required = {  # setting -> (alternative that needs no compiler, whether the setting is used)
         "compile.enabled = true": ("compile.enabled = false", config.compile.enabled == "true"),
         "recompute.mode = memory_budget": ("another recompute.mode", config.recompute.mode == "memory_budget"),
         "compile.loss = true": ("compile.loss = false", config.compile.loss),

@@ -1,11 +1,11 @@
-"""Output projection and loss together, for some tokens at a time.
+"""Output projection and loss together, for one chunk of tokens at a time.
 
-What it is: logits are V numbers for each token, by far the largest tensor of a step. Here the model leaves its output
-projection to the loss, which does both for one chunk of tokens after the other (`optim/loss.py`), so only the logits of
-one chunk exist at a time. Parameters keep their names and their places.
+What it is: logits are V numbers for each token, by far the largest tensor of a step. Here the model returns hidden
+states, and the loss computes the output projection and the cross entropy of one chunk of tokens after the other
+(`optim/loss.py`), so the logits of only one chunk exist at a time. Parameters keep their names and their modules.
 What it costs: nothing is computed twice. Memory: 1/num_chunks of the logits, their log-softmax and gradient, and one
 fp32 gradient of the output weight. Under tensor parallel the hidden states (B, S, D) are all-gathered, as they are for
-the projection alone. The last FSDP unit keeps its weights gathered after the forward, since the loss uses them.
+an output layer. The last FSDP unit keeps its weights gathered after the forward, since the loss uses them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from titanlite.optim.loss import SummedLoss, chunked_cross_entropy_sum
 
 
 class WeightHolder(nn.Module):
-    """Identity in forward; holds a weight that another module multiplies with."""
+    """Holds a weight that another module or the loss uses; its forward is the identity."""
 
     def __init__(self, weight: nn.Parameter | None) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class WeightHolder(nn.Module):
 
 
 class DeferredOutput(WeightHolder):
-    """Replaces the output layer: the loss projects with its weight."""
+    """Replaces the output layer and holds its weight, with which the loss computes the projection."""
 
     def __init__(self, output: Any) -> None:
         tied = not any(True for _ in output.parameters())
@@ -46,13 +46,13 @@ class DeferredOutput(WeightHolder):
 
 
 def defer_output(model: Any) -> None:
-    """Replaces the output layer of a part of the model that has one."""
+    """Replaces the output layer, if this part of the model has one."""
     if not isinstance(model.output, nn.Identity):
         model.output = DeferredOutput(model.output)
 
 
 class ChunkedLoss:
-    """(hidden states (B, S/tp, D), labels (B, S)) -> the summed loss of a part of the model, equal on the tp ranks."""
+    """Hidden states (B, S/tp, D) and labels (B, S) -> the summed loss, equal on all ranks along tp."""
 
     def __init__(self, output: DeferredOutput, num_chunks: int, loss: SummedLoss, mesh: DeviceMesh) -> None:
         self.output, self.num_chunks, self.loss, self.mesh = output, num_chunks, loss, mesh

@@ -1,12 +1,13 @@
 """torch.compile, one transformer block at a time (PyTorch 2, ASPLOS 2024).
 
 What it is: the block's forward becomes one compiled graph. All blocks have the same code, so it is compiled once and
-reused: a short wait however deep the model. FSDP's communication stays outside of the graph, in hooks; that of tensor
-and context parallel is inside, where the compiler can move it. The loss can be compiled too.
-Why it is here: intermediate results that are fused are neither written nor read.
+reused: the compile time does not grow with the depth. FSDP's communication stays outside of the graph, in hooks; that
+of tensor and context parallel is inside, where the compiler can move it. The loss can be compiled too.
+Why it is here: fused operators do not write their intermediate results to memory and read them again.
 What it costs: seconds at the first step for each kind of block (context parallel ranks have different masks, so each
-compiles its version). On a CPU little of a large model's step is left beside the matrix products, which compiling does
-not change; it is the default there from width 256 on, since such runs are long (docs/gpu.md has the figures).
+rank compiles its own version). On a CPU the gain is small for a large model, because most of its step is matrix
+products, which compiling does not change. Compiling is still the default there from width 256 on, since such runs are
+long (docs/gpu.md has the figures).
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from titanlite.distributed.torch_private import has_triton_package, set_activati
 def missing_for_inductor(device_type: str) -> str:
     """What inductor needs on this device and does not find, in words; empty if it can compile.
 
-    Inductor writes C++ for CPUs; on GPUs Triton kernels that a small C program starts.
+    Inductor generates C++ for CPUs. For GPUs it generates Triton kernels, which a small compiled C program starts.
     """
     if device_type == "cuda" and torch.cuda.get_device_capability() < (7, 0):
         return "the GPU's compute capability is below 7.0"
     if device_type == "cuda" and not has_triton_package():
-        return "no Triton (a package that torch's CUDA builds bring)"
+        return "no Triton (a package that torch's CUDA builds install)"
     variable, usual, language = ("CC", ("gcc", "clang"), "c") if device_type == "cuda" else ("CXX", ("g++",), "c++")
     names = (os.environ[variable],) if variable in os.environ else usual
     program = next((found for name in names if (found := shutil.which(name))), None)

@@ -1,31 +1,33 @@
 """Context parallel: each sequence is cut over the ranks of the cp axis.
 
-What it is: every module but attention works on single tokens, so a rank computes S/cp of them. In attention a query
-needs the keys and values of all earlier tokens. Three ways to get them:
+What it is: every module but attention works on single tokens, so each rank computes S/cp tokens. In attention a query
+needs the keys and values of all earlier tokens. There are three ways to get them:
 
 * `all_gather` (Llama 3, arXiv 2407.21783, section 3.3.2): every rank all-gathers the keys and values of the layer. With
-  grouped-query attention these are few: K heads beside H of queries.
+  grouped-query attention these are small: K heads, against H heads of queries.
 * `ulysses` (DeepSpeed-Ulysses, arXiv 2309.14509): an all-to-all turns "all heads, S/cp tokens" into "H/cp heads, all
-  tokens", plain attention follows, and another all-to-all reverses it. cp must divide H and K.
-* `ring` (arXiv 2310.01889): keys and values rotate in cp - 1 steps, each beside the attention to the previous ones.
-  torch's `context_parallel`, for CUDA only. It does not support grouped-query attention, so heads are repeated before.
+  tokens", plain attention follows, and another all-to-all restores the first layout. cp must divide H and K.
+* `ring` (arXiv 2310.01889): keys and values rotate over the ranks in cp - 1 steps, while each rank attends to those it
+  received before. It is torch's `context_parallel`, used for CUDA only. That does not support grouped-query attention,
+  so keys and values are repeated for each query head.
 
 A causal mask makes late tokens cost more than early ones. So with all_gather and ring the sequence is cut into 2 cp
 chunks, and rank r holds chunk r (from the head) and chunk 2 cp - 1 - r (from the tail): its queries attend to
-(r+1) + (2 cp - r) = 2 cp + 1 chunks, the same number for every r. Ulysses has whole sequences, so contiguous parts are
-as good.
+(r+1) + (2 cp - r) = 2 cp + 1 chunks, the same number for every r. With Ulysses each rank attends over the whole
+sequence, so contiguous parts are balanced too.
 
     cp = 2, 8 tokens     rank 0: 0 1 6 7     rank 1: 2 3 4 5
 
-Why it is here: activations of a long sequence fit on no single device; with grouped-query attention this cut is cheap.
-What it costs, per rank, block and local batch, with b bytes per number and the H and K that tp leaves: all_gather moves
-2 b B S K Dh (cp-1)/cp forward (keys and values) and as much backward (the sum of their gradients); ulysses b B S (2H +
-2K) Dh (cp-1)/cp^2 in each direction; ring 2 b B S H Dh (cp-1)/cp forward, and backward that again plus their gradients.
-Activations are 1/cp; weights are sharded over cp by FSDP, as over dp_shard. (gloo has no all-to-all for DTensor, which
-gathers and cuts there instead: more bytes, equal numbers.)
+Why it is here: the activations of a long sequence do not fit on one device; with grouped-query attention cp is cheap.
+What it costs, per rank, block and local batch, with b bytes per number, H and K after the division by tp: all_gather
+moves 2 b B S K Dh (cp-1)/cp forward (keys and values) and as much backward (the sum of their gradients); ulysses
+b B S (2H + 2K) Dh (cp-1)/cp^2 in each direction; ring 2 b B S H Dh (cp-1)/cp forward, and the same backward, plus the
+gradients of keys and values. Activations are 1/cp; FSDP shards weights over cp as it does over dp_shard. (On gloo
+DTensor has no all-to-all: it gathers and cuts instead, which sends more bytes and gives equal numbers.)
 
-Positions: the rows of a rank's RoPE table are those of its tokens. Labels are cut like tokens, and they were shifted by
-one before: label s is token s + 1, and the last token of a chunk has its successor on another rank.
+Positions: a rank's RoPE table has the rows of its tokens. Labels are shifted by one before the sequence is cut (in
+`data/stream.py`), and then cut like tokens. After the cut a rank could not shift them: label s is token s + 1, and for
+the last token of a chunk that token can be on another rank.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ HEAD_SHARD, SEQUENCE_SHARD = Shard(1), Shard(2)  # of a tensor (B, heads, S, Dh)
 
 
 def local_positions(seq_len: int, mesh: DeviceMesh, method: str) -> Tensor:
-    """Which positions of a sequence this rank holds, int64 (S/cp,)."""
+    """The positions of a sequence that this rank holds, int64 (S/cp,)."""
     rank, size = mesh.get_local_rank(), mesh.size()
     if method == "ulysses":
         return torch.arange(seq_len).chunk(size)[rank]
@@ -58,11 +60,11 @@ def local_positions(seq_len: int, mesh: DeviceMesh, method: str) -> Tensor:
 
 
 def apply_cp(model: Any, mesh: DeviceMesh, method: str) -> None:
-    """Replaces each block's inner attention, and gives the model the positions of this rank's tokens."""
+    """Replaces each block's inner attention, and sets the model's positions to those of this rank's tokens."""
     if method == "ring":
         if mesh.device_type != "cuda":
             raise ConfigError("parallel.cp_method = ring needs CUDA devices; allowed here: all_gather, ulysses")
-        set_ring_rotation("alltoall")  # one step after the other; the default gathers all at once
+        set_ring_rotation("alltoall")  # one step at a time; the default is a single all-gather
         attend: Any = ring_attention
     else:
         model.positions = local_positions(model.seq_len, mesh, method)
@@ -77,7 +79,7 @@ class BatchSharder:
     """Cuts batches for this rank of the cp axis."""
 
     def __init__(self, model_parts: list[Any], mesh: DeviceMesh, method: str, device: torch.device) -> None:
-        """`model_parts`: those of this rank, whose RoPE tables a ring cuts as well."""
+        """`model_parts` are this rank's parts; `ring` also cuts their RoPE tables."""
         self.model_parts, self.mesh, self.method = model_parts, mesh, method
         self.positions = local_positions(model_parts[0].seq_len, mesh, method).to(device)
 
@@ -100,7 +102,8 @@ class BatchSharder:
 def chunk_masks(seq_len: int, mesh: DeviceMesh) -> list[CausalBias]:
     """Masks of the head and of the tail chunk: (S/2cp queries, all keys up to the chunk's last), aligned at the end.
 
-    Where a kernel supports such a mask, no tensor is made of it. Made here, since the compiler cannot make them.
+    A kernel that supports such a mask needs no tensor for it. They are made here, outside of the compiled blocks,
+    because the compiler cannot make them.
     """
     rank, size = mesh.get_local_rank(), mesh.size()
     chunk = seq_len // (2 * size)
@@ -108,15 +111,15 @@ def chunk_masks(seq_len: int, mesh: DeviceMesh) -> list[CausalBias]:
 
 
 def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, masks: list[CausalBias]) -> Tensor:
-    """Causal attention of this rank's head and tail chunk to all keys before them.
+    """Causal attention of the queries of this rank's head and tail chunk.
 
     q (B, H, S/cp, Dh), k and v (B, K, S/cp, Dh) -> (B, H, S/cp, Dh).
     """
     rank, size = mesh.get_local_rank(), mesh.size()
     both = torch.stack((k, v))  # (2, B, K, S/cp, Dh): one all-gather for both
     gathered = DTensor.from_local(both, mesh, [Shard(3)]).redistribute(placements=[Replicate()])
-    # Each rank uses the keys for its queries only, so its gradient of them is one term of a sum: Partial.
-    # In rank order the chunks are 0, 2cp-1, 1, 2cp-2, ...
+    # Each rank attends with its queries only, so its gradient of the keys is one term of a sum: Partial.
+    # The gathered chunks are in rank order: 0, 2cp-1, 1, 2cp-2, ...
     chunks = gathered.to_local(grad_placements=[Partial()]).chunk(2 * size, dim=3)
     order = [2 * i if i < size else 2 * (2 * size - 1 - i) + 1 for i in range(2 * size)]
     outputs = []

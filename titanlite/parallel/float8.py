@@ -4,12 +4,13 @@ What it is: a linear layer has three products (output, gradient of the input, gr
 each are scaled so that the largest number just fits, rounded to 8 bits, multiplied by `torch._scaled_mm`, and scaled
 back; sums are fp32, the result has the compute dtype (arXiv 2209.05433). Inputs and weights are e4m3 (4 exponent bits,
 3 mantissa bits, up to 448); gradients of outputs are e5m2 (up to 57,344), since they need range more than precision.
-Scales come from the tensor at hand, not from earlier steps. Parameters, gradients, moments and everything that is not
-one of these products keep their dtypes. Why it is here: tensor cores multiply float8 at twice the rate of bfloat16.
-What it costs: one pass over each tensor for its largest number and one to round it, which the compiler fuses with the
-operation before; without `compile` they are separate kernels. The output layer keeps its precision, as do the layers
-that `float8.skip` names and those whose sides are not multiples of 16, which the hardware requires. `float8.emulate`
-computes the same numbers with fp32 products, on any device, slowly.
+A scale is computed from the tensor that it scales, not from earlier steps. Parameters, gradients, moments and all other
+operations keep their dtypes.
+Why it is here: tensor cores multiply float8 at twice the rate of bfloat16.
+What it costs: one pass over each tensor to find its largest absolute value and one to round it, which the compiler
+fuses with the previous operation; without `compile` they are separate kernels. These layers keep their precision: the
+output layer, layers that `float8.skip` names, and layers whose sides are not multiples of 16, as the hardware requires.
+`float8.emulate` computes the same numbers with fp32 products, on any device, slowly.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from titanlite.distributed.torch_private import scaled_mm
 logger = logging.getLogger("titanlite")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # the hardware requires both sides of a matrix to be multiples of this
-MIN_AMAX = 1e-12  # lower bound of a tensor's largest absolute value, which may be zero
+MIN_AMAX = 1e-12  # used instead of a tensor's largest absolute value if that is smaller, for example zero
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -44,8 +45,8 @@ def scaled_matmul(
     (x, x_scale), (y, y_scale) = a, b
     if emulate:
         found = (x.float() @ y.float()) * (x_scale * y_scale)
-        # Not `to` alone: without a change it returns its input, and torch 2.11 compiles a Function whose result has two
-        # names to one without gradient (pytorch#180642).
+        # `to` with an unchanged dtype returns its input, and torch 2.11 compiles a Function that returns such an alias
+        # to one without gradient (pytorch#180642).
         return found if found.dtype == out else found.to(out)
     by_columns = y.t().contiguous().t()  # the layout that the hardware requires
     return scaled_mm(x.contiguous(), by_columns, x_scale, y_scale, out_dtype=out, use_fast_accum=fast)
@@ -91,9 +92,9 @@ class Float8Linear(nn.Linear):
 
 
 def apply_float8(model: Any, config: Float8Config, device_type: str) -> None:
-    """Replaces the class of each linear layer in the blocks that is not skipped; parameters stay.
+    """Replaces the class of each linear layer in the blocks that is not skipped; parameters do not change.
 
-    Raises ConfigError where the device has no float8 products.
+    Raises ConfigError if the device does not support float8 products.
     """
     if not config.emulate and (device_type != "cuda" or torch.cuda.get_device_capability() < (8, 9)):
         raise ConfigError(
@@ -107,7 +108,7 @@ def apply_float8(model: Any, config: Float8Config, device_type: str) -> None:
     odd = {name for name, module in linear.items() if any(side % MULTIPLE for side in module.weight.shape)}
     for name, module in linear.items():
         if name not in left | odd:
-            # The class is replaced, not the forward: all blocks then have the same code, hence one compiled graph.
+            # The class is replaced, not the forward, so that all blocks have the same code and one compiled graph.
             module.__class__, module.emulate = Float8Linear, config.emulate
     logger.info(
         "float8: %d linear layers; %d skipped by name, %d for sides that are not multiples of %d",

@@ -1,32 +1,32 @@
 """Fully sharded data parallel (FSDP2; ZeRO-3, arXiv 1910.02054; arXiv 2304.11277).
 
-What it is: `fully_shard` on the embedding, each block, the output layer, and on the model for the parameters that are
-left. With n = dp_shard * cp ranks, which compute with the same weights on different tokens, each rank stores 1/n of
-every parameter, of its gradient and of its optimizer state: dimension 0 is cut into n pieces. Before a unit computes,
-its parameters are all-gathered; afterwards they are freed; in the backward they are gathered again, and the gradients
-are reduce-scattered. With dp_replicate > 1 (HSDP) each shard's gradient is also all-reduced over the replicas; n = 1 is
-then plain data parallel.
+What it is: `fully_shard` on the units (the embedding, each block, the norm with the output layer), and on the model for
+the remaining parameters. The n = dp_shard * cp ranks compute with the same weights on different tokens, and each stores
+1/n of every parameter, of its gradient and of its optimizer state: dimension 0 is cut into n pieces. Before a unit
+computes, its parameters are all-gathered; afterwards they are freed; in the backward they are gathered again, and the
+gradients are reduce-scattered. With dp_replicate > 1 (HSDP) each shard's gradient is also all-reduced over the
+replicas; n = 1 is then plain data parallel.
 
-    a 4096 x 4096 weight, n = 4: rank 2 holds rows 2048 to 3071. In fp32 that is 16.8 MB of weight, and between steps
-    twice that of moments; the gradient takes another 16.8 MB from the backward to the end of the step.
+    a 4096 x 4096 weight, n = 4: rank 2 holds rows 2048 to 3071. In fp32 these are 16.8 MB of weight and 33.6 MB of
+    moments, also between steps. Their gradient, 16.8 MB, exists only from the backward to the end of the step.
 
-Why it is here: it is the only axis that asks nothing of the model, and its traffic does not grow with the batch.
-What it costs, per rank and local batch, for N parameters (those that tp and pp leave), with b bytes per number of the
-compute dtype and r of the reduce dtype: all-gather b N (n-1)/n, twice if weights are freed after the forward;
-reduce-scatter r N (n-1)/n; with R = dp_replicate an all-reduce of 2 r N/n (R-1)/R. It runs beside the computation of
-the unit before. Memory: 16 N/n bytes for fp32 parameters, gradients and moments, plus b bytes per parameter of each
-unit that is gathered at the moment.
+Why it is here: it works on every model without conditions on its sizes, and its traffic does not grow with the batch.
+What it costs, per rank and local batch, for N parameters (after the division by tp and pp), with b bytes per number of
+the compute dtype and r of the reduce dtype: all-gather b N (n-1)/n, twice if weights are freed after the forward;
+reduce-scatter r N (n-1)/n; with R = dp_replicate an all-reduce of 2 r N/n (R-1)/R. The communication
+overlaps with the computation of another unit. Memory: 16 N/n bytes for fp32 parameters, gradients and moments, plus b
+bytes per parameter of each unit that is gathered at the moment.
 
 The trade-offs, as keys of [parallel]:
-* `reshard_after_forward`: `never` saves the second all-gather and keeps all b N gathered; a number keeps weights
-  sharded over that many ranks (of one node, say), so the second all-gather stays among these.
-* `reduce_every_microbatch = false` saves all reduce-scatters but the last of a step and keeps unsharded gradients: r N.
-* `prefetch` gathers more units ahead, at b bytes per parameter of each.
+* `reshard_after_forward`: `never` saves the second all-gather and keeps all weights gathered, b N bytes; a number keeps
+  weights sharded over that many ranks (for example those of one node), which do the second all-gather among themselves.
+* `reduce_every_microbatch = false` reduces gradients once per step, and keeps them unsharded until then: r N bytes.
+* `prefetch` gathers more units in advance, for b bytes per parameter of each.
 * `cpu_offload` keeps the 16 N/n bytes in CPU memory, with a copy in each direction and AdamW on the CPU.
 
 On one rank FSDP still provides the dtypes: fp32 parameters, computation in `training.compute_dtype`, gradients in
-`training.reduce_dtype`. If these are equal there is nothing to shard or cast, and the model is left as it is: FSDP
-would copy weights and gradients onto themselves, a tenth of a small model's step on CPU.
+`training.reduce_dtype`. If these are equal there is nothing to shard or cast, and FSDP is not applied: it would copy
+weights and gradients without changing them, which takes a tenth of a small model's step on CPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from titanlite.distributed.mesh import Mesh
 
 
 def fsdp_units(model: Any) -> list[list[nn.Module]]:
-    """The modules that are gathered together, in forward order. A tied embedding, used at both ends, is in none."""
+    """The modules that are gathered together, in forward order. A tied embedding is in none: both ends use it."""
     ends: list[nn.Module] = [] if model.config.tied_embeddings else [model.tok_embeddings, model.norm, model.output]
     here = [[end] if any(True for _ in end.parameters()) else [] for end in ends]
     first, norm, output = here if here else ([], [], [])
@@ -58,7 +58,7 @@ def needs_fsdp(model: Any, config: ParallelConfig, compute: torch.dtype) -> bool
 
 
 def apply_fsdp(model: Any, config: ParallelConfig, mesh: Mesh, compute: torch.dtype, reduce: torch.dtype) -> None:
-    """Shards each unit, and the parameters that are left with the model itself.
+    """Shards each unit, and the remaining parameters as the unit of the model itself.
 
     Gradients are summed, not averaged: the loss is already divided by the global number of targets.
     """
@@ -73,26 +73,27 @@ def apply_fsdp(model: Any, config: ParallelConfig, mesh: Mesh, compute: torch.dt
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     units = fsdp_units(model)
-    # With chunks the loss projects: it needs the output weight, in the last unit or, if tied, in the model itself.
+    # A chunked loss computes the output projection after the forward. Its weight, in the last unit or (if tied) in the
+    # unit of the model itself, must stay gathered.
     at_the_end = not hasattr(model.output, "projection") and _reshard(config, mesh, last=True)
     for unit in units:
         reshard = at_the_end if unit is units[-1] else _reshard(config, mesh, last=False)
         fully_shard(unit, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=at_the_end, **options)
     for module in model.modules():
-        # On a single rank there is nothing to divide by, and a divisor would cost a pass over all gradients.
+        # On a single rank gradients need no divisor, and a divisor would cost a pass over all of them.
         if isinstance(module, FSDPModule) and options["mesh"].size() > 1:
-            # A divisor of 1 alone uses PREMUL_SUM, which gloo does not have: request a plain sum as well.
+            # With only a divisor of 1, FSDP2 uses PREMUL_SUM, which gloo does not have: request a plain sum too.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     _prefetch([unit[0] for unit in units], config.prefetch)
 
 
 def _reshard(config: ParallelConfig, mesh: Mesh, last: bool) -> bool | int:
-    """Whether a unit frees its gathered weights after the forward, or over how many ranks it keeps them sharded."""
+    """True to shard a unit's weights again after the forward, False to keep them gathered, or over how many ranks."""
     mode = config.reshard_after_forward
     if mode == "default":
-        # The backward begins where the forward ends; and a pipeline would gather again for each microbatch.
+        # The backward begins with the last unit; and in a pipeline each microbatch would gather the weights again.
         return not last and mesh["pp"].size() == 1
     return int(mode) if mode.isdecimal() else mode == "always"
 

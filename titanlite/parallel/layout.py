@@ -23,7 +23,7 @@ def resolve_degrees(parallel: ParallelConfig, world_size: int) -> dict[str, int]
     open_axes = [axis for axis in AXES if degrees[axis] == -1]
     if len(open_axes) > 1:
         names = " and ".join(f"parallel.{axis}" for axis in open_axes)
-        raise ConfigError(f"{names} are both -1: only one can be what remains")
+        raise ConfigError(f"{names} are both -1 (what remains): only one can be")
     fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
     product = math.prod(fixed.values())
     used = {axis: degree for axis, degree in fixed.items() if degree > 1} or {"dp_shard": 1}

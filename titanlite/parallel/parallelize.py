@@ -1,16 +1,18 @@
-"""Takes a plain model, returns a parallel one: which techniques, and in which order.
+"""Turns a plain model into a parallel one: the techniques that are applied, and their order.
 
-What it is: each technique is a function `apply_*` that changes modules in place. A run imports the techniques it uses.
-Why this order: three of its steps are necessary. With torch 2.13 the other orders fail,
+What it is: each technique is a function `apply_*` that changes modules in place. A run imports only the techniques that
+it uses.
+Why this order: three of its steps are necessary. With torch 2.13 the reverse order of each fails, with this error:
 
-    pipeline before fsdp         a stage is a copy of the model: "FSDP does not support deepcopy"
-    tp before fsdp               "Cannot distribute a DTensor with device mesh (dp_shard_cp) to a different device mesh"
-    compile before `full` ac     with tp, when the recomputed block is inside of the compiled graph:
-                                 "expected all tensors_saved_with_vc_check to be Tensors"
+    pipeline before fsdp       "FSDP does not support deepcopy": each stage is made from a copy of the model
+    tp before fsdp             "Cannot distribute a DTensor with device mesh (dp_shard_cp) to a different device mesh":
+                               FSDP has made the weights DTensors on its mesh, and tp cannot distribute them again
+    compile before `full` ac   "expected all tensors_saved_with_vc_check to be Tensors": only with tp, if the recomputed
+                               block is inside the compiled graph
 
-and tests/parallel/test_parallelize.py tries them. Otherwise tp and cp, which change the inside of a block, and ac and
-compile, which wrap its forward, may be exchanged: the gradients stay equal. `selective` and `memory_budget` come before
-compile, so that the compiler sees what is recomputed.
+tests/parallel/test_parallelize.py tries these orders. Apart from them, tp and cp, which change the inside of a block,
+can come before or after ac and compile, which wrap its forward: the gradients are equal. `selective` and
+`memory_budget` come before compile, so that the compiler sees what is recomputed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from titanlite.parallel.fsdp import apply_fsdp, assign_shard
 
 
 def build_model_parts(model: Any, config: Config, mesh: Mesh, device: torch.device) -> list[Any]:
-    """The parts of a model that this rank holds, parallelised and with initial weights: one, or its pipeline stages.
+    """This rank's parts of a model, parallelised and with initial weights: one part, or its pipeline stages.
 
     `model`: a Llama on the meta device, so no rank ever holds more than its own part. `config` has no `auto`.
     """
@@ -41,7 +43,7 @@ def build_model_parts(model: Any, config: Config, mesh: Mesh, device: torch.devi
 def split_and_parallelize(model: Any, config: Config, mesh: Mesh) -> list[Any]:
     """The parts of a model on the meta device, parallelised, without memory.
 
-    Parameters become `training.param_dtype`; the RoPE table stays fp32, since it is made anew.
+    Parameters get the dtype `training.param_dtype`. The RoPE table is computed later, in fp32.
     """
     model_parts = [model.to(getattr(torch, config.training.param_dtype))]
     if mesh["pp"].size() > 1:
@@ -54,7 +56,7 @@ def split_and_parallelize(model: Any, config: Config, mesh: Mesh) -> list[Any]:
 
 
 def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
-    """Applies every technique that the config asks for. The model is a Llama, known by its modules' names."""
+    """Applies every technique that the config enables. `model` is a Llama; modules are found by name."""
     if config.float8.enabled:
         from titanlite.parallel.float8 import apply_float8
 
@@ -80,7 +82,7 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
         from titanlite.parallel.compile import apply_compile
 
         apply_compile(model, config.compile.backend, config.recompute)
-    if config.recompute.mode == "full":  # around the compiled blocks, since nothing of a block is kept
+    if config.recompute.mode == "full":  # outside the compiled graph: a block keeps only its input
         from titanlite.parallel.activation_checkpoint import apply_ac
 
         apply_ac(model, config.recompute)

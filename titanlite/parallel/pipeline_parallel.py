@@ -1,27 +1,28 @@
 """Pipeline parallel: consecutive layers form a stage, stages are spread over ranks, microbatches flow through them.
 
 What it is: a local batch is cut into M microbatches. A stage sends its output (B, S, D) to the next stage and receives
-the gradient of it from there. A schedule gives the order in which a rank computes; all of them compute the same sum.
-`torch.distributed.pipelining` has the schedules:
+its gradient from there. A schedule gives the order in which a rank computes; all of them compute the same sum.
+`torch.distributed.pipelining` has these schedules (v: stages per rank; bubble: the idle part of the time):
 
-    schedule                 stages per rank    idle part of the time ("bubble"), with v stages per rank
+    schedule                 v    bubble
     GPipe                    1    (pp-1) / (M+pp-1): all forwards, then all backwards (arXiv 1811.06965)
     1F1B                     1    the same, but a rank keeps at most pp microbatches' activations (arXiv 1806.03377)
-    Interleaved1F1B          v    (pp-1) / (v M+pp-1), with v times the messages (arXiv 2104.04473)
-    LoopedBFS                v    as GPipe, over v rounds (arXiv 2211.05953)
-    InterleavedZeroBubble    v    gradients of weights fill the bubble (arXiv 2401.10241)
-    ZBVZeroBubble            2    the same in a V: rank 0 has the first and the last stage (section 6 there)
-    DualPipeV                2    a V that pairs forwards with backwards (DeepSeek-V3, arXiv 2412.19437); torch runs a
-                                  pair one after the other
+    Interleaved1F1B          v    (pp-1) / (v M+pp-1), with v times as many messages (arXiv 2104.04473)
+    LoopedBFS                v    the same; GPipe's order, repeated for each of the v stages (arXiv 2211.05953)
+    InterleavedZeroBubble    v    computes gradients of weights during the bubble (arXiv 2401.10241)
+    ZBVZeroBubble            2    the same in a V: rank 0 has the first and the last stage (section 6 of it)
+    DualPipeV                2    a V that overlaps forwards with backwards (DeepSeek-V3, arXiv 2412.19437); torch
+                                  runs the two one after the other
 
-Why it is here: it sends least of all axes, so it is the one that spans nodes.
+Why it is here: it sends the fewest bytes of all axes, so it is the axis to place across nodes.
 What it costs: b B S D / (cp tp) bytes per microbatch and stage boundary in each direction, b bytes per number; and the
-bubble. Weights, gradients and moments are 1/pp, but FSDP reduces gradients after the last microbatch only and keeps
+bubble. Weights, gradients and moments are 1/pp, but FSDP reduces gradients only after the last microbatch and keeps
 them unsharded until then.
 
-The split: the work of a block is its parameters, and so is that of the output layer. The embedding multiplies nothing,
-but it takes memory on the rank that keeps most activations, so half its size counts. The heaviest stage is made as
-light as possible. A tied embedding is needed at both ends: both hold a copy, and sum its gradients before the update.
+The split: a block and the output layer count with their number of parameters, which is proportional to their compute.
+The embedding has no matrix product, but it takes memory on the rank that keeps most activations, so it counts with half
+its parameters. The split minimises the largest count of a stage. A tied embedding is needed by the first and the last
+stage: both hold a copy, and the gradients of the copies are summed before the update.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ def stage_indices(rank: int, size: int, per_rank: int, schedule: str) -> list[in
 
 
 def balanced_split(weights: list[int], num_stages: int) -> list[int]:
-    """Where stages begin, as indices into `weights`, so that the heaviest stage is as light as possible.
+    """Where stages begin, as indices into `weights`, so that the largest sum of weights in a stage is minimal.
 
-    The first and the last weight belong to the ends, the others to blocks; each stage has at least one block. Of
-    equally good splits the one with the lightest last stages wins, since the loss is computed there as well.
+    The first weight is the embedding's, the last the output layer's, the others the blocks'; each stage has at least
+    one block. Of equally good splits it takes the one with the lightest last stages, since the last computes the loss.
     """
     blocks = len(weights) - 2
     total = [0, *itertools.accumulate(weights)]
 
-    def cost(begin: int, end: int) -> int:  # of a stage with blocks begin .. end - 1, and the ends where they belong
+    def cost(begin: int, end: int) -> int:  # of a stage with blocks begin .. end - 1, and with the ends if next to them
         return total[len(weights) if end == blocks else end + 1] - total[0 if begin == 0 else begin + 1]
 
     best: dict[int, tuple[int, list[int]]] = {end: (cost(0, end), [0]) for end in range(1, blocks + 1)}
@@ -74,7 +75,7 @@ def balanced_split(weights: list[int], num_stages: int) -> list[int]:
 
 
 def stage_modules(model: Any, num_stages: int, explicit: list[str]) -> list[list[str]]:
-    """The names of each stage's modules. `explicit`: where each stage but the first begins; empty: balanced."""
+    """The names of each stage's modules. `explicit`: the first module of each stage but the first; empty: balanced."""
     layers = [f"layers.{name}" for name in model.layers]
     order = ["tok_embeddings", *layers, "norm", "output"]
     if explicit:
@@ -96,7 +97,7 @@ def split_into_stages(model: Any, config: ParallelConfig, mesh: DeviceMesh) -> l
 
 
 def _keep_modules(model: Any, names: list[str]) -> Any:
-    """A copy of the model with only these modules; the identity replaces an end that belongs to another stage."""
+    """A copy of the model with only these modules; an embedding, norm or output of another stage becomes Identity."""
     part = copy.deepcopy(model)
     for name in list(part.layers):
         if f"layers.{name}" not in names:
@@ -111,7 +112,7 @@ def _keep_modules(model: Any, names: list[str]) -> Any:
 
 
 class Microbatches(NamedTuple):
-    """How many a local batch has, and examples of one, on meta: before, between and after the stages."""
+    """The number of microbatches in a local batch, and meta tensors with the shapes of one before and after a stage."""
 
     number: int
     tokens: Tensor
@@ -122,7 +123,7 @@ class Microbatches(NamedTuple):
 def build_pipeline(
     model_parts: list[Any], loss: SummedLoss, config: Config, mesh: Mesh, device: torch.device
 ) -> Pipeline:
-    """The pipeline of these stages, with microbatches of the shapes that tp and cp leave."""
+    """The pipeline of these stages, with the shapes of microbatches after the division by tp and cp."""
     training, parallel, llama = config.training, config.parallel, model_parts[0].config
     size, tp, local_len = parallel.pp_microbatch_size, mesh["tp"].size(), training.seq_len // mesh["cp"].size()
     dtype = getattr(torch, training.compute_dtype)
@@ -152,7 +153,7 @@ class Pipeline:
         schedule: str,
         microbatches: Microbatches,
     ) -> None:
-        """`stages` are this rank's; `loss` gives the summed loss of outputs and labels."""
+        """`stages` are those of this rank; `loss` computes the summed loss of outputs and labels."""
         indices = stage_indices(mesh.get_local_rank(), mesh.size(), len(stages), schedule)
         total = mesh.size() * len(stages)
         self.has_first, self.has_last = 0 in indices, total - 1 in indices
@@ -181,8 +182,8 @@ class Pipeline:
                 scale_grads=False,
             )
 
-        # Two schedules, since a stage whose first batch is evaluated cannot train in torch 2.11 (pytorch#162822), and
-        # drops accumulated gradients at each change in 2.13.
+        # Two schedules, because one cannot do both: in torch 2.11 a stage whose first batch is evaluated cannot train
+        # (pytorch#162822), and in 2.13 a stage drops accumulated gradients at each change.
         self.training, self.evaluation = build(), build()
 
     def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
@@ -197,11 +198,11 @@ class Pipeline:
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=num_targets.device)
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor) -> Tensor:
-        """Adds to the gradients; the loss on the rank with the last stage, zero on the others."""
+        """Adds to the gradients; returns the loss on the rank with the last stage, zero on the others."""
         return self._run(self.training.step, tokens, labels, num_targets)
 
     def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The summed loss, on the same rank."""
+        """The summed loss on the rank with the last stage, zero on the others."""
         return self._run(self.evaluation.eval, tokens, labels, torch.ones_like(self.num_targets))
 
 
@@ -216,7 +217,7 @@ def shared_params(stages: list[Any]) -> list[Tensor]:
 
 @torch.no_grad()
 def sum_shared_gradients(params: list[Tensor], mesh: DeviceMesh) -> None:
-    """Gives each copy of a tied embedding the sum of the gradients of both."""
+    """Sets the gradient of each copy of a tied embedding to the sum of both copies' gradients."""
     gradients = [param.grad.to_local() for param in params if param.grad is not None]  # type: ignore[attr-defined]
     if len(gradients) == 2:
         gradients[0] += gradients[1]

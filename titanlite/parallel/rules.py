@@ -1,8 +1,9 @@
 """Which settings fit together: sizes with degrees, and techniques with each other.
 
-What it is: arithmetic on the config, done before torch is imported. Every condition that a technique has on the sizes
-it divides or on another technique is here; for each violation there is one message, with the keys, the values found and
-the nearest that fit. Also when `compile.enabled = auto` compiles, and which settings have no effect.
+What it is: arithmetic on the config, done before torch is imported. Every condition of a technique on the sizes
+it divides or on another technique is here; each violation gives one message with the keys, the values found and the
+nearest values that fit. Two more functions decide whether `compile.enabled = auto` compiles, and list the settings that
+have no effect.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _sharding(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> It
     if mode in ("default", "always", "never"):
         return
     if mode.isdecimal() and degrees["pp"] * degrees["tp"] > 1:
-        # FSDP2 makes process groups on each row of the mesh separately, but all ranks must make each group: a deadlock.
+        # A deadlock: FSDP2 makes process groups on each row of the mesh alone, but all ranks must take part in each.
         yield (
             f'parallel.reshard_after_forward = "{mode}": a number works without parallel.pp and parallel.tp only; '
             "with them use default, always or never"
@@ -80,7 +81,7 @@ def _tensor(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iter
         "model.ffn_dim": llama.ffn_dim,
         "model.vocab_size": llama.vocab_size,
     }
-    if config.training.seq_len % cp == 0:  # else that is the mistake
+    if config.training.seq_len % cp == 0:  # otherwise _context reports the mistake
         name = "training.seq_len / parallel.cp" if cp > 1 else "training.seq_len"
         sizes[name] = config.training.seq_len // cp
     if broken := [f"{name} = {size}" for name, size in sizes.items() if size % tp]:
@@ -177,7 +178,7 @@ def _fits_schedule(name: str, microbatches: int, pp: int, stages: int) -> bool:
 
 
 def _split(parallel: ParallelConfig, stages: int, num_layers: int) -> Iterable[str]:
-    """The explicit split: one name for each stage but the first, in the model's order."""
+    """`parallel.pp_split` has one module name for each stage but the first, in the model's order."""
     names, text = parallel.stage_starts, parallel.pp_split
     if not names:
         return
@@ -205,7 +206,7 @@ def _world(degrees: dict[str, int]) -> int:
 
 
 def compiler_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
-    """What needs torch.compile, and what it does not support."""
+    """`memory_budget` needs torch.compile; split-backward schedules support neither it nor `selective`."""
     compile, parallel = config.compile, config.parallel
     budget = config.recompute.mode == "memory_budget"
     if budget and (compile.enabled == "false" or compile.backend == "eager"):
@@ -224,7 +225,7 @@ def compiler_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int
 
 
 def float8_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
-    """float8 without tp, and `float8.skip` with names that skip some layers."""
+    """float8 does not support tp; each name in `float8.skip` must match a layer, and some layers must be left."""
     if not config.float8.enabled:
         return
     if degrees["tp"] > 1:
@@ -234,7 +235,7 @@ def float8_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int])
         if not any(part in name for name in names):
             near = suggestion(part, [*BLOCK_LINEAR, *(f"layers.{i}." for i in range(llama.num_layers))])
             allowed = ", ".join(BLOCK_LINEAR)
-            yield f"float8.skip: {part} is in the name of no linear layer; expected parts of {allowed}{near}"
+            yield f"float8.skip: no linear layer has {part} in its name; expected parts of {allowed}{near}"
     if all(any(part in name for part in config.float8.skipped) for name in names):
         yield f"float8.skip = {config.float8.skip!r} skips all linear layers; expected some, or float8.enabled = false"
 
@@ -247,19 +248,19 @@ def reason_not_compiled(config: Config, degrees: Mapping[str, int], dim: int, de
     if config.recompute.mode == "memory_budget":
         return ""
     if device_type == "cpu" and dim < WIDE:
-        return f"less than {WIDE} wide, on a CPU"
+        return f"the model is less than {WIDE} wide, on a CPU"
     if device_type == "cpu" and sys.platform != "linux":
-        return "not tried on this system's CPUs"
+        return "compiling for a CPU has been tried on Linux only"
     if degrees["pp"] > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
         return f"{parallel.pp_schedule} computes a block's two gradients in separate calls"
     if degrees["cp"] > 1 and parallel.cp_method == "ring":
-        return "ring attention replaces the attention that they call"
+        return "ring attention replaces the attention function that they call"
     return ""
 
 
 def unused_settings(config: Config, degrees: dict[str, int]) -> list[str]:
-    """A sentence for each key that was set although its technique is not in use."""
-    techniques = {  # why it is off -> (whether it is on, its keys)
+    """A message for each key that differs from its default although its technique is not used."""
+    techniques = {  # reason that its keys have no effect -> (whether it is used, its keys)
         "parallel.pp = 1": (degrees["pp"] > 1, [f"parallel.{n}" for n in vars(config.parallel) if n.startswith("pp_")]),
         "parallel.cp = 1": (degrees["cp"] > 1, ["parallel.cp_method"]),
         f"recompute.mode = {config.recompute.mode}": (

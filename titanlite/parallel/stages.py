@@ -1,8 +1,8 @@
 """Forward and backward through the parts of the model that this rank holds.
 
 What it is: the two calls of the training loop, `forward_backward` for a local batch and `evaluate` for a validation
-batch. Built once, from the config: how a batch is sharded over cp, which loss fits the logits that tp and
-`loss.num_chunks` leave, and whether one part runs or a pipeline of stages.
+batch. Three things are chosen once, from the config: how a batch is sharded over cp, the loss (which depends on tp
+and `loss.num_chunks`), and whether the model runs as one part or as a pipeline of stages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Scope = contextlib.AbstractContextManager[Any]
 
 
 class WholeModel:
-    """All layers in one part."""
+    """Runs a model that is not split into pipeline stages."""
 
     def __init__(self, model: Any, loss: SummedLoss) -> None:
         self.model, self.loss = model, loss
@@ -41,9 +41,9 @@ class WholeModel:
 
 
 class Stages:
-    """What computes a loss from tokens and labels, both (B, S) and equal on all ranks along pp, cp and tp.
+    """Computes the loss of tokens and labels, both (B, S) and equal on all ranks along pp, cp and tp.
 
-    A loss is this rank's part: `Mesh.sum_losses` makes it whole.
+    Each rank computes its part of the loss; `Mesh.sum_losses` adds the parts.
     """
 
     def __init__(self, model_parts: list[Any], config: Config, mesh: Mesh, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class Stages:
 
             self.loss_scope = loss_parallel  # within it, log-softmax and its gradient work on a sharded vocabulary
         self.runner: Any = WholeModel(model_parts[0], _build_loss(model_parts, config, mesh))
-        self.shared_params: list[Tensor] = []  # parameters that two stages of a pipeline hold
+        self.shared_params: list[Tensor] = []  # parameters that two pipeline stages hold: a tied embedding
         if mesh["pp"].size() > 1:
             from titanlite.parallel.pipeline_parallel import build_pipeline, shared_params
 
@@ -69,7 +69,7 @@ class Stages:
 
     @contextlib.contextmanager
     def _ready(self, tokens: Tensor, labels: Tensor) -> Any:
-        """The scope of a forward or backward; gives this rank's part of the batch."""
+        """The context of a forward and backward; yields this rank's part of the batch."""
         with preferred_attention(self.mesh.device_type), self.loss_scope(), self.shard_batch(tokens, labels) as part:
             yield part
 
@@ -102,14 +102,15 @@ def _whole_batch(tokens: Tensor, labels: Tensor) -> Scope:
 
 
 def _build_loss(model_parts: list[Any], config: Config, mesh: Mesh) -> SummedLoss:
-    """The summed loss of the last part's output and labels; plain, compiled, or with the projection, by chunks."""
+    """The summed loss of the last part's output and the labels: plain, compiled, or with the projection in chunks."""
     loss: SummedLoss = cross_entropy_sum
     if mesh["tp"].size() > 1:
         from titanlite.parallel.tensor_parallel import loss_parallel_cross_entropy_sum
 
         loss = functools.partial(loss_parallel_cross_entropy_sum, mesh=mesh["tp"])
     if config.compile.loss:
-        # The last chunk may be smaller: two graphs, since torch 2.13 cannot compile a sharded vocabulary for any size.
+        # Not dynamic, so a smaller last chunk gets a second graph: torch 2.13 cannot compile a sharded vocabulary for
+        # dynamic sizes.
         loss = torch.compile(loss, backend=config.compile.backend, dynamic=False)
     if config.loss.num_chunks > 1 and (outputs := [p.output for p in model_parts if hasattr(p.output, "projection")]):
         from titanlite.parallel.chunked_loss import ChunkedLoss

@@ -3,27 +3,28 @@
 What it is: each weight matrix is cut over the ranks of the tp axis. The first matrices of a pair (wq, wk, wv; w1, w3)
 are cut by output features, so each rank computes H/tp heads or F/tp hidden columns. The second (wo, w2) is cut by input
 features, and the ranks' partial results are summed. Between such pairs (norms, residuals) all ranks would compute the
-same, so there the *sequence* is cut instead, S/tp tokens each: sequence parallel. The all-reduce of partial results
-becomes a reduce-scatter before, and an all-gather after, with the same total traffic. The vocabulary is cut too, at
-both ends, and the loss is computed on sharded logits: loss parallel.
+same, so there the *sequence* is cut instead, S/tp tokens per rank: sequence parallel. The all-reduce of the partial
+results is replaced by a reduce-scatter at the end of a pair and an all-gather before the next pair, with the same total
+traffic. The embedding and the output layer are cut by vocabulary, and the loss is computed on the sharded logits: loss
+parallel.
 
     x (B, S/tp, D) --all-gather--> (B, S, D) --wq, wk, wv--> (B, S, H/tp heads) --wo--> partial sums (B, S, D)
                                                                        --reduce-scatter--> (B, S/tp, D)
 
-    wq is (H Dh, D) and wo is (D, H Dh). With tp = 2, rank 1 holds the second half of the rows of wq, and of wo all rows
-    but only the second half of the columns: what it multiplies are its own heads.
+    wq is (H Dh, D) and wo is (D, H Dh). With tp = 2, rank 1 holds the second half of the rows of wq, which
+    compute its heads, and the second half of the columns of wo, which multiply the outputs of these heads.
 
 Why it is here: it is the only axis that makes a single layer's weights and activations smaller.
-What it costs, per rank, block and local batch, with b bytes per number and S tokens (those that cp leaves): 2
-all-gathers and 2 reduce-scatters forward and as many backward, 8 b B S D (tp-1)/tp bytes in all, and 2 all-reduces of D
-numbers for the norms' gradients. The computation waits for them, so tp stays within a node. The two ends add as much as
-half a block, and the loss 3 all-reduces of B S numbers. Memory: matrices, gradients, moments and activations are 1/tp;
-norms are replicated.
+What it costs, per rank, block and local batch, with b bytes per number and S tokens (after the division by cp): 2
+all-gathers and 2 reduce-scatters in the forward and as many in the backward, 8 b B S D (tp-1)/tp bytes in all, and 2
+all-reduces of D numbers for the norms' gradients. The computation waits for them, so tp should stay within a node. The
+embedding and the output layer together add as much as half a block, and the loss adds 3 all-reduces of B S numbers.
+Memory: matrices, their gradients and moments, and activations are 1/tp; norms are replicated.
 
 How it is made: the tables below name each module and the placement of its input, weight and output;
 `parallelize_module` makes the weights DTensors on the tp axis. Every parameter is in a table, norms included: clipping
-cannot combine gradients that are DTensors on one mesh with plain tensors or other meshes. The model counts heads from
-the tensors, so grouped-query attention needs nothing more.
+cannot combine gradients that are DTensors on one mesh with plain tensors or other meshes. The model takes the
+number of heads from the tensors, so grouped-query attention needs no further code.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from titanlite.distributed.torch_private import enable_async_tp
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.chunked_loss import DeferredOutput, WeightHolder
 
-# Placements of what travels between modules: sequence sharded (dim 1), replicated, vocabulary sharded (last dim)
+# Placements of the tensors between modules: sequence sharded (dim 1), replicated, vocabulary sharded (last dim)
 SEQUENCE_SHARD, REPLICATED, VOCABULARY_SHARD = Shard(1), Replicate(), Shard(-1)
 
 
@@ -73,16 +74,16 @@ def block_plan() -> dict[str, Any]:
 
 
 def ends_plan(model: Any) -> dict[str, Any]:
-    """The same for the ends that this part of the model has."""
+    """The same for the embedding, the norm and the output layer, as far as this part of the model has them."""
     plan: dict[str, Any] = {}
     if isinstance(model.tok_embeddings, nn.Embedding):
         plan["tok_embeddings"] = RowwiseParallel(input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARD)
     if isinstance(model.norm, nn.RMSNorm):
-        # A plain tensor leaves the norm where a pipeline is split between norm and output, or where the loss projects.
+        # The norm returns a plain tensor if its output is sent to the next pipeline stage or to a chunked loss.
         plan["norm"] = SequenceParallel(use_local_output=isinstance(model.output, (nn.Identity, DeferredOutput)))
     if isinstance(model.output, nn.Linear):
         plan["output"] = ColwiseParallel(input_layouts=SEQUENCE_SHARD, output_layouts=VOCABULARY_SHARD)
-    elif not isinstance(model.output, (nn.Identity, DeferredOutput)):  # tied: the embedding's weight, sharded already
+    elif not isinstance(model.output, (nn.Identity, DeferredOutput)):  # tied: the embedding's weight, sharded above
         plan["output"] = PrepareModuleInputOutput(
             input_layouts=(SEQUENCE_SHARD,),
             desired_input_layouts=(REPLICATED,),
@@ -105,14 +106,14 @@ def apply_tp(model: Any, mesh: DeviceMesh, async_tp: bool) -> None:
         if isinstance(end, WeightHolder):
             for name, weight in end.named_parameters():
                 setattr(end, name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
-    # torch 2.13 warns of in-place changes of such an output; the logits are not changed in place.
+    # torch 2.13 warns that an output which is a view must not be changed in place; the logits are not.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     if async_tp:
         _enable_async_tp(mesh)
 
 
 def _enable_async_tp(mesh: DeviceMesh) -> None:
-    """Overlaps matmuls with communication, where the hardware can. Raises ConfigError where not."""
+    """Overlaps matmuls with communication. Raises ConfigError if the hardware does not support it."""
     if mesh.device_type != "cuda" or torch.cuda.get_device_capability() < (9, 0):
         raise ConfigError(
             "parallel.async_tp = true needs symmetric memory: CUDA devices of compute capability 9.0 (H100) or "
@@ -124,7 +125,7 @@ def _enable_async_tp(mesh: DeviceMesh) -> None:
 def loss_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
     """`cross_entropy_sum` of logits (B, S, V/tp), each rank with its part of the vocabulary; labels (B, S).
 
-    Needs torch's `loss_parallel` around it and around its backward. Equal on all ranks of the axis.
+    It and its backward must run within torch's `loss_parallel`. The result is equal on all ranks of the axis.
     """
     loss = cross_entropy_sum(DTensor.from_local(logits, mesh, [VOCABULARY_SHARD]), labels)
     assert isinstance(loss, DTensor)
