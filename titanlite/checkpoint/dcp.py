@@ -4,7 +4,7 @@ What it is: DCP plans which process writes which piece of which tensor (one of t
 pieces a process of another layout needs. `Writer` and `Reader` implement its two storage interfaces. The
 files are `model-R.safetensors` with the parameters of process R, `training-R.safetensors` with the rest of its state,
 and the manifest. Parameters have separate files because most readers need nothing else.
-What it costs: the plans are gathered and scattered once per save; every process reads the manifest once per load.
+What it costs: the plans are gathered and scattered once per save and once per load.
 """
 
 from __future__ import annotations

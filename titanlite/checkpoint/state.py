@@ -1,6 +1,6 @@
 """The state in a checkpoint, as Stateful objects: objects with `state_dict` and `load_state_dict`.
 
-What it is: model, optimizer and random generators; schedule, data stream and progress are Stateful themselves. Keys
+What it is: model, optimizer and random generators; data stream and progress are Stateful themselves. Keys
 are plain parameter names and sharded tensors are DTensors, so DCP can store each process's shard and load any part of
 it in another layout. All values are tensors, so nothing has to be unpickled.
 State is fetched for each save and never kept, because FSDP may replace a parameter's tensor at the first forward.

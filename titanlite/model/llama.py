@@ -215,7 +215,7 @@ class Llama(nn.Module):
     def _draw(self, name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
         """One parameter's initial value, by torchtitan's rules, because Llama's rules are not published.
 
-        The std of projections into the residual stream decreases with depth. A tied embedding has std 0.02, as in
+        The std of wo, w2 and w3 decreases with depth. A tied embedding has std 0.02, as in
         Llama 3.2's configuration: with std 1 the first logits would have std sqrt(D), and the first loss would be far
         above ln(V).
         """

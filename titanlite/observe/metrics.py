@@ -1,10 +1,10 @@
 """Loss, speed and memory: the lines on the console and in metrics.jsonl.
 
-What it is: the metrics of the logged steps, written by rank 0. Between logged steps nothing is read from the device, so
-the host does not wait for it.
-Units: loss in nats per token; tps in tokens per second and device, tps_global of all devices; tflops per device
-by the formula of `model/flops.py`; mfu in percent of the device's dense bf16 peak, null if that is not known;
-memory_gib is the peak of rank 0; tokens and seconds count from the run's first step and continue after a resume.
+What it is: the metrics of the logged steps, written by rank 0. Between logged steps (and those that validate or save)
+nothing is read from the device, so the host does not wait for it. Units: loss in nats per token; tps in tokens per
+second and device, tps_global of all devices; tflops per device by the formula of `model/flops.py`; mfu in percent of
+the device's dense bf16 peak, null if that is not known; memory_gib is the peak of rank 0; tokens and seconds count from
+the run's first step and continue after a resume.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ on each of them, so one all-reduce over all processes is correct in every layout
 Why it is here: `torch.nn.utils.get_total_norm` depends on how tensors are cut: on CPU, torch 2.13 adds the squares
 one after the other in fp32, with an error of 9e-6 for a million numbers and 4e-4 for ten million. Here long sums of
 squares are in float64, and the norm is the same on any number of processes to 1e-8.
-What it costs: each process reads its gradients once; one all-reduce of 8 bytes.
+What it costs: each process reads its gradients once, and a second time to scale them; one all-reduce of 8 bytes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What it is: torch.optim.AdamW (arXiv 1711.05101), fused by default; the AdamW of `low_precision.py` if moments or
 parameters are not fp32.
 What it costs: two fp32 numbers per parameter (the moments); with fp32 parameters and gradients 16 bytes per
-parameter in all, divided by dp_shard. The fused implementation reads and writes them in one pass.
+parameter in all, divided by the ranks that shard them. The fused implementation reads and writes them in one pass.
 Weight decay acts on all parameters by default, as in torchtitan; `optimizer.decayed = "linear"` excludes norms
 and embeddings, as GPT-2 and nanoGPT do.
 """

@@ -24,7 +24,7 @@ logger = logging.getLogger("titanlite")
 
 
 def resolve_auto(config: Config, dim: int, degrees: Mapping[str, int], device_type: str) -> Config:
-    """The config for a model of width `dim` with every `auto` replaced; all ranks call it together and get the same.
+    """The config for a model of width `dim` with both replaced; all ranks call it together and get the same.
 
     Raises ConfigError on all ranks if they would compute in different dtypes, or if a compiler is required and some
     rank has none.

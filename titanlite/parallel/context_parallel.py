@@ -130,7 +130,7 @@ def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, mask
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Causal attention of H/C heads over the whole sequence; shapes as in `gathered_attention`."""
+    """Causal attention of H/cp heads over the whole sequence; shapes as in `all_gather_attention`."""
 
     def exchange(x: Tensor, source: Shard, target: Shard) -> Tensor:
         return DTensor.from_local(x, mesh, [source]).redistribute(placements=[target]).to_local()

@@ -2,15 +2,15 @@
 
 What it is: a linear layer has three products (output, gradient of the input, gradient of the weight). Both factors of
 each are scaled so that the largest number just fits, rounded to 8 bits, multiplied by `torch._scaled_mm`, and scaled
-back; sums are fp32, the result has the compute dtype (arXiv 2209.05433). Inputs and weights are e4m3 (4 exponent bits,
-3 mantissa bits, up to 448); gradients of outputs are e5m2 (up to 57,344), since they need range more than precision.
-A scale is computed from the tensor that it scales, not from earlier steps. Parameters, gradients, moments and all other
-operations keep their dtypes.
-Why it is here: tensor cores multiply float8 at twice the rate of bfloat16.
-What it costs: one pass over each tensor to find its largest absolute value and one to round it, which the compiler
-fuses with the previous operation; without `compile` they are separate kernels. These layers keep their precision: the
-output layer, layers that `float8.skip` names, and layers whose sides are not multiples of 16, as the hardware requires.
-`float8.emulate` computes the same numbers with fp32 products, on any device, slowly.
+back; the result has the compute dtype (arXiv 2209.05433). Sums are fp32; in the forward the hardware may use fewer
+bits. Inputs and weights are e4m3 (4 exponent bits, 3 mantissa bits, up to 448); gradients of outputs are e5m2 (up to
+57,344), since they need range more than precision. A scale is computed from the tensor that it scales, not from earlier
+steps. Parameters, gradients, moments and all other operations keep their dtypes. Why it is here: tensor cores multiply
+float8 at twice the rate of bfloat16. What it costs: one pass over each tensor to find its largest absolute value and
+one to round it, which the compiler fuses with the previous operation; without `compile` they are separate kernels.
+These layers keep their precision: the output layer, layers that `float8.skip` names, and layers whose sides are not
+multiples of 16, as the hardware requires. `float8.emulate` rounds the same numbers and multiplies them in fp32, on any
+device, slowly.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ The trade-offs, as keys of [parallel]:
 * `prefetch` gathers more units in advance, for b bytes per parameter of each.
 * `cpu_offload` keeps the 16 N/n bytes in CPU memory, with a copy in each direction and AdamW on the CPU.
 
-On one rank FSDP still provides the dtypes: fp32 parameters, computation in `training.compute_dtype`, gradients in
-`training.reduce_dtype`. If these are equal there is nothing to shard or cast, and FSDP is not applied: it would copy
-weights and gradients without changing them, which takes a tenth of a small model's step on CPU.
+On one rank FSDP still casts: parameters in fp32, computation in `training.compute_dtype`. If these are equal there is
+nothing to shard, cast or reduce, and FSDP is not applied: it would copy weights and gradients without changing them,
+which takes a tenth of a small model's step on CPU.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ from titanlite.parallel.fsdp import apply_fsdp, assign_shard
 def build_model_parts(model: Any, config: Config, mesh: Mesh, device: torch.device) -> list[Any]:
     """This rank's parts of a model, parallelised and with initial weights: one part, or its pipeline stages.
 
-    `model`: a Llama on the meta device, so no rank ever holds more than its own part. `config` has no `auto`.
+    `model`: a Llama on the meta device, so no rank ever holds more than its own part. `config` comes from
+    `resolve_auto`.
     """
     mark_phase("building the model")
     model_parts = split_and_parallelize(model, config, mesh)

@@ -47,7 +47,7 @@ class Stages:
     """
 
     def __init__(self, model_parts: list[Any], config: Config, mesh: Mesh, device: torch.device) -> None:
-        """`model_parts` are parallelised and have their weights; `config` has no `auto`."""
+        """`model_parts` are parallelised and have their weights; `config` comes from `resolve_auto`."""
         self.model_parts, self.config, self.mesh = model_parts, config.parallel, mesh
         self.shard_batch: Callable[[Tensor, Tensor], Scope] = _whole_batch
         if mesh["cp"].size() > 1:
