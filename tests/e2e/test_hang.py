@@ -108,7 +108,7 @@ def test_a_process_that_sleeps_is_named_with_its_line(long_run, tmp_path):
 
 @pytest.mark.slow
 def test_saving_has_the_longer_time_out(arguments, tmp_path):
-    waits = ["--comm.step_timeout_seconds=1", f"--comm.timeout_seconds={TIMEOUT}"]
+    waits = ["--comm.step_timeout_seconds=1", f"--comm.timeout_seconds={TIMEOUT}", "--checkpoint.freq=3"]
     code, output, _ = run_with(tmp_path, [*arguments, *waits], **SAVES, ranks=(0, 1), wait="time.sleep(60)")
     assert code != 0
     assert_mentions(output, "error: ", "rank 0 ", '"saving" after step 3', "comm.timeout_seconds")

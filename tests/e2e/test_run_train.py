@@ -21,7 +21,7 @@ def slow_arguments(arguments):
     """A run long enough to be interrupted."""
     return [
         *arguments,
-        "--training.steps=40",
+        "--training.steps=20",
         "--training.global_batch_size=64",
         "--checkpoint.freq=10",
         "--validation.freq=0",
@@ -67,7 +67,7 @@ def test_signal_to_the_launcher_saves_and_exits_75(pool, slow_arguments, tmp_pat
     assert_mentions(output, "stop requested", "the same command")
     assert "Traceback" not in output
     assert pool.run(1, train_run, slow_arguments) == [0]
-    assert sorted(curve(tmp_path / "debug")) == list(range(1, 41))
+    assert sorted(curve(tmp_path / "debug")) == list(range(1, 21))
 
 
 def test_killed_run_goes_on_from_its_last_checkpoint_bit_identically(pool, slow_arguments, tmp_path):
