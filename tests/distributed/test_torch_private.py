@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend
 from titanlite.distributed import torch_private
 
 ROOT = Path(__file__).parents[2]
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 FILES = [ROOT / "train.py", *sorted((ROOT / "titanlite").rglob("*.py"))]
 
 
@@ -104,11 +105,5 @@ def test_names_that_only_gpus_use_can_be_imported():
 
 def test_the_stage_overrides_what_torchs_has():
     stage, parent = torch_private.pipeline_stage_class(), torch_private.pipeline_stage_class().__base__
-    for name in vars(stage).keys() - {
-        "__module__",
-        "__doc__",
-        "__qualname__",
-        "__firstlineno__",
-        "__static_attributes__",
-    }:
-        assert hasattr(parent, name), name
+    missing = {name for name in vars(stage) if not name.startswith("__") and not hasattr(parent, name)}
+    assert missing <= (set() if TORCH < (2, 14) else {"_get_init_p2p_neighbors_ops"})

@@ -138,8 +138,9 @@ def pipeline_stage_class() -> Any:
     """`PipelineStage` for schedules in which two neighbouring stages share a process, as where a V turns.
 
     torch's own fails there. In 2.11 stages exchange a first message with their neighbours, and gloo cannot send one to
-    the process itself. In 2.11 to 2.15 `eval`, which runs forwards only, still passes gradients to the neighbour.
-    A function, because the import of `torch.distributed.pipelining` takes half a second. Checked: 2.11, 2.13, 2.15.
+    the process itself; 2.13 no longer calls that method, and 2.15 no longer has it. In 2.11 to 2.15 `eval`,
+    which runs forwards only, still passes gradients to the neighbour. A function, because the import of
+    `torch.distributed.pipelining` takes half a second. Checked: 2.11, 2.13, 2.15.
     """
     from torch.distributed import P2POp
     from torch.distributed.pipelining import PipelineStage
