@@ -1,4 +1,4 @@
-"""./run_train.sh in a process of its own: starting it, waiting for its steps, and leaving nothing of it behind."""
+"""./run_train.sh as a subprocess: starts it, waits for its steps, and leaves none of its processes behind."""
 
 from __future__ import annotations
 

@@ -50,6 +50,6 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capfd):
         (["nonsense"], ("'nonsense'", "no such file")),
     ],
 )
-def test_mistakes_are_told(arguments, expected):
+def test_mistakes_are_reported(arguments, expected):
     with refused(*expected):
         verify(["debug", *arguments] if arguments[0].startswith("--") else arguments)

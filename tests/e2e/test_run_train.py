@@ -158,7 +158,7 @@ def test_a_closed_console_stops_nothing(arguments, tmp_path):
     assert len(curve(tmp_path / "debug")) == 6
 
 
-def test_mistakes_are_told_before_torch_is_imported(arguments):
+def test_mistakes_are_reported_before_torch_is_imported(arguments):
     started = time.monotonic()
     code, output = finish(start(["debug", "--trainig.steps=5", "--training.seqlen", "7", "--optimizer.lr=fast"]))
     assert time.monotonic() - started < 3  # a fraction of a second, and some room for a busy machine

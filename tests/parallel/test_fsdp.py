@@ -12,7 +12,7 @@ from titanlite.optim.loss import cross_entropy_sum
 
 
 def sharded_gradients(parallel: dict) -> tuple[dict, dict]:
-    """Full weights and gradients of a model sharded over all ranks, each rank with a row of its own."""
+    """Full weights and gradients of a model sharded over all ranks that gives each rank a different row."""
     stages = build_stages(parallel)
     model, rank, size = stages.model_parts[0], dist.get_rank(), dist.get_world_size()
     tokens = TOKENS.repeat(2, 1)[rank : rank + 1]

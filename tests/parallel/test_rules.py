@@ -1,4 +1,4 @@
-"""What does not fit is told before anything starts: the keys, what was found, and the nearest that would fit."""
+"""A layout that does not fit is refused before anything starts: the keys, what was found, the nearest that fits."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_what_does_not_fit_names_keys_and_the_nearest_that_would(world_size, arg
     assert_mentions(str(caught.value), *expected)
 
 
-def test_everything_that_does_not_fit_is_told_at_once():
+def test_everything_that_does_not_fit_is_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         degrees(
             8, "parallel.tp=4", "parallel.cp=2", "training.seq_len=126", "parallel.async_tp", "compile.enabled=false"

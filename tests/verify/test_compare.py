@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -34,12 +35,8 @@ def forget_a_gradient_sum(*arguments):
     """Context parallel whose keys and values get the gradient of this process's queries only."""
     from titanlite.parallel import context_parallel as context
 
-    partial = context.Partial
-    context.Partial = context.Replicate
-    try:
+    with mock.patch.object(context, "Partial", context.Replicate):
         return measure(*arguments)
-    finally:
-        context.Partial = partial
 
 
 def forget_the_positions(*arguments):
@@ -52,23 +49,16 @@ def forget_the_positions(*arguments):
         original(model, mesh, method)
         model.positions = torch.arange(model.seq_len // mesh.size())
 
-    context_parallel.apply_cp = apply
-    try:
+    with mock.patch.object(context_parallel, "apply_cp", apply):
         return measure(*arguments)
-    finally:
-        context_parallel.apply_cp = original
 
 
 def forget_the_tied_sum(*arguments):
-    """A tied embedding whose two ends keep gradients of their own."""
+    """A tied embedding whose two pipeline stages do not add up their gradients."""
     from titanlite.parallel import pipeline_parallel
 
-    original = pipeline_parallel.sum_shared_gradients
-    pipeline_parallel.sum_shared_gradients = lambda params, mesh: None
-    try:
+    with mock.patch.object(pipeline_parallel, "sum_shared_gradients", return_value=None):
         return measure(*arguments)
-    finally:
-        pipeline_parallel.sum_shared_gradients = original
 
 
 def average_gradients(*arguments):
@@ -76,14 +66,8 @@ def average_gradients(*arguments):
     from torch.distributed.fsdp import FSDPModule
 
     names = ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms")
-    kept = {name: getattr(FSDPModule, name) for name in names}
-    for name in names:
-        setattr(FSDPModule, name, lambda self, value: None)
-    try:
+    with mock.patch.multiple(FSDPModule, **dict.fromkeys(names, lambda self, value: None)):
         return measure(*arguments)
-    finally:
-        for name in names:
-            setattr(FSDPModule, name, kept[name])
 
 
 def compile_at_the_end(*arguments):
@@ -96,27 +80,20 @@ def compile_at_the_end(*arguments):
         calls.append(None)
         return original() + (len(calls) == compare.STEPS)
 
-    compare.num_compiled_graphs = graphs
-    try:
+    with mock.patch.object(compare, "num_compiled_graphs", graphs):
         return measure(*arguments)
-    finally:
-        compare.num_compiled_graphs = original
 
 
 def count_locally(*arguments):
     """A loss divided by this process's number of targets: a mean of means."""
     from titanlite.distributed.mesh import Mesh
 
-    original = Mesh.sum_counts
-    Mesh.sum_counts = lambda mesh, count: count * 2
-    try:
+    with mock.patch.object(Mesh, "sum_counts", lambda mesh, count: count * 2):
         return measure(*arguments)
-    finally:
-        Mesh.sum_counts = original
 
 
 def forget_a_reduction(*arguments):
-    """Tensor parallel whose last matrix of a block hands on its part of the sum, not the sum."""
+    """Tensor parallel whose last matrix of a block returns its partial sum without reducing it."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     from titanlite.parallel import tensor_parallel as tensor
@@ -127,23 +104,17 @@ def forget_a_reduction(*arguments):
             own = DTensor.from_local(outputs.to_local(), device_mesh, [Replicate()])
             return own.redistribute(placements=[Shard(1)]).to_local()
 
-    plan = tensor.block_plan
-    tensor.block_plan = lambda: {**plan(), "feed_forward.w2": Forgetful(output_layouts=tensor.SEQUENCE_SHARD)}
-    try:
+    plan = {**tensor.block_plan(), "feed_forward.w2": Forgetful(output_layouts=tensor.SEQUENCE_SHARD)}
+    with mock.patch.object(tensor, "block_plan", return_value=plan):
         return measure(*arguments)
-    finally:
-        tensor.block_plan = plan
 
 
 def count_replicas_once_each(*arguments):
     """A gradient norm in which what two processes hold counts twice."""
     from titanlite.optim import clip
 
-    original, clip._replication = clip._replication, lambda parameter: 1
-    try:
+    with mock.patch.object(clip, "_replication", return_value=1):
         return measure(*arguments)
-    finally:
-        clip._replication = original
 
 
 def run(pool, function, layout: str, right: Path) -> dict:
