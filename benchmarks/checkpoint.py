@@ -35,7 +35,8 @@ from torch.distributed.tensor import DTensor, Shard
 sys.path.insert(0, str(report.ROOT))
 
 from titanlite.checkpoint.manifest import RunMetadata, read_manifest
-from titanlite.checkpoint.storage import delete_step, read_step, step_folder, verify_files, write_step
+from titanlite.checkpoint.read import read_step, verify_files
+from titanlite.checkpoint.storage import delete_step, step_folder, write_step
 
 NUM_WEIGHTS = 12 * 9 + 3
 

@@ -19,8 +19,9 @@ import titanlite.checkpoint.storage as storage
 from titanlite.checkpoint import shard_file
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import RunMetadata, read_manifest
+from titanlite.checkpoint.read import read_step
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
-from titanlite.checkpoint.storage import SaveError, find_step_folder, list_steps, read_step, sweep, write_step
+from titanlite.checkpoint.storage import SaveError, find_step_folder, list_steps, sweep, write_step
 from titanlite.config.schema import CheckpointConfig, ConfigError, OptimizerConfig
 from titanlite.formats.load import load_model, open_verified, tokenizer_of
 from titanlite.model.flavors import LlamaConfig

@@ -19,7 +19,8 @@ import torch
 from runs import train_run
 
 from titanlite.checkpoint.manifest import NAME, SEAL, CorruptCheckpoint, RunMetadata, read_manifest
-from titanlite.checkpoint.storage import read_step, verify_files, write_step
+from titanlite.checkpoint.read import read_step, verify_files
+from titanlite.checkpoint.storage import write_step
 from titanlite.cli.main import main
 from titanlite.config.schema import ConfigError
 from titanlite.formats.load import load_model, open_verified, read_weights
@@ -295,18 +296,18 @@ def test_another_precision_is_rounded_to(step):
 
 def read_where_one_may_not(folder: Path, number: int) -> None:
     """Rank 1 meets an error that is not the folder's."""
-    from titanlite.checkpoint import storage
+    from titanlite.checkpoint import read
 
     def refuse(path, progress):
         raise OSError(number, os.strerror(number))
 
     if torch.distributed.get_rank() == 1:
-        storage.digest_of = refuse
+        read.digest_of = refuse
     if number == errno.EACCES:
         with pytest.raises(ConfigError, match=r"\.\w+: Permission denied"):
-            storage.verify_together(folder)
+            read.verify_together(folder)
     else:
-        assert len(storage.verify_together(folder)) == 2
+        assert len(read.verify_together(folder)) == 2
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])

@@ -20,7 +20,8 @@ from runs import curve, train_run, train_until
 
 from titanlite.checkpoint.async_save import AsyncSaver
 from titanlite.checkpoint.manifest import RunMetadata, read_manifest
-from titanlite.checkpoint.storage import SaveError, list_steps, step_folder, verify_files, write_step
+from titanlite.checkpoint.read import verify_files
+from titanlite.checkpoint.storage import SaveError, list_steps, step_folder, write_step
 from titanlite.data.stream import TrainStream
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,8 @@ from messages import assert_mentions, run_refused
 from runs import curve, rows, train_run, train_until
 
 from titanlite.checkpoint.manifest import DTYPES, RunMetadata, read_manifest
-from titanlite.checkpoint.storage import list_steps, read_step, write_step
+from titanlite.checkpoint.read import read_step
+from titanlite.checkpoint.storage import list_steps, write_step
 
 
 @pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])  # 4 repeats what 2 show

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint, read_file, read_manifest
-from titanlite.checkpoint.storage import read_step, verify_files
+from titanlite.checkpoint.read import read_step, verify_files
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 

@@ -22,16 +22,7 @@ import torch.distributed as dist
 from titanlite.checkpoint.async_save import AsyncSaver, State
 from titanlite.checkpoint.manifest import Manifest, RunMetadata, read_manifest
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
-from titanlite.checkpoint.storage import (
-    delete_step,
-    list_steps,
-    read_step,
-    set_aside,
-    step_folder,
-    sweep,
-    verify_together,
-    write_step,
-)
+from titanlite.checkpoint.storage import delete_step, list_steps, set_aside, step_folder, sweep, write_step
 from titanlite.config.schema import CheckpointConfig, ConfigError
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.distributed.watchdog import mark_phase
@@ -115,6 +106,8 @@ class Checkpointer:
 
     def _try(self, path: Path) -> bool:
         """Loads a checkpoint; if it is unusable, logs the reasons, renames it and returns False."""
+        from titanlite.checkpoint.read import verify_together  # imported only if there is something to read
+
         started = time.monotonic()
         problems, why = verify_together(path, group=self.saver.group), "damaged"
         if not problems:
@@ -130,6 +123,7 @@ class Checkpointer:
         return False
 
     def _restore(self, path: Path, manifest: Manifest, started: float) -> None:
+        from titanlite.checkpoint.read import read_step
         from titanlite.checkpoint.resume import require_compatible, training_changes
 
         require_compatible(path, manifest, self.facts.config, self.extra_files, self.config)

@@ -23,10 +23,7 @@ import os
 import re
 import secrets
 import shutil
-import time
 import warnings
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -34,24 +31,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.dcp import Contents, Reader, Writer
-from titanlite.checkpoint.manifest import (
-    DTYPES,
-    CorruptCheckpoint,
-    FileEntry,
-    Manifest,
-    RunMetadata,
-    describe_os_error,
-    file_problems,
-    read_manifest,
-)
-from titanlite.checkpoint.shard_file import DTYPE_NAMES, digest_of
+from titanlite.checkpoint.dcp import Contents, Writer
+from titanlite.checkpoint.manifest import FileEntry, Manifest, RunMetadata
 from titanlite.config.schema import ConfigError
-from titanlite.distributed.agreement import gather, raise_together
 
 logger = logging.getLogger("titanlite")
 # DCP gives this warning in every save and load of a single process. A filter around a call would affect all threads.
@@ -119,11 +104,11 @@ def write_step(
 
     try:
         writer = Writer(folder, lambda: _begin(folder, step), commit, failure)
-        dcp.save(state, storage_writer=writer, no_dist=_single_process(), process_group=group)
+        dcp.save(state, storage_writer=writer, no_dist=single_process(), process_group=group)
     except CheckpointException as error:  # a BaseException, raised on all processes with the errors of each
         for rest in folder.glob(f"step-{step}.tmp-*") if dist.get_rank() == 0 else ():
             shutil.rmtree(rest, ignore_errors=True)  # frees space if the disk is full
-        raise SaveError(f"step {step} could not be saved in {folder}: {_reason(error)}") from error
+        raise SaveError(f"step {step} could not be saved in {folder}: {reason(error)}") from error
     return committed[0] if committed else None
 
 
@@ -171,99 +156,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def verify_files(
-    folder: Path,
-    manifest: Manifest,
-    names: list[str] | None = None,
-    progress: Callable[[int], object] | None = None,
-) -> list[str]:
-    """Problems of a checkpoint's files, or of those in `names`: several threads read and hash all bytes.
-
-    `progress` is called with the number of bytes of each block, by several threads.
-    """
-    wanted = manifest.files if names is None else {name: manifest.files[name] for name in names}
-    if problems := file_problems(folder, manifest):
-        return problems
-
-    def problem(name: str) -> str:
-        try:
-            same = digest_of(folder / name, progress) == wanted[name].sha256
-            return "" if same else f"{folder / name}: its SHA-256 has changed"
-        except OSError as error:
-            return describe_os_error(folder / name, error)
-
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-        return [found for found in threads.map(problem, wanted) if found]
-
-
-def verify_together(folder: Path, prefix: str = "", group: Any = None) -> list[str]:
-    """Problems of the files whose names begin with `prefix`. Each rank reads some of them; all return the same list.
-
-    Raises ConfigError on all ranks if one of them fails for a reason outside the checkpoint.
-    """
-    problems: list[str] = []
-    obstacles: list[str] = []
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    deadline = time.monotonic() + 10
-    while rank and not (folder / manifests.NAME).exists() and time.monotonic() < deadline:
-        time.sleep(0.1)  # a network file system may show a new folder late
-    try:
-        manifest = read_manifest(folder)
-        wanted = sorted(name for name in manifest.files if name.startswith(prefix))
-        problems = verify_files(folder, manifest, wanted[rank::world_size])
-    except CorruptCheckpoint as error:
-        problems = error.problems
-    except ConfigError as error:
-        obstacles = error.problems
-    raise_together(obstacles, group)
-    return sorted({problem for found in gather(problems, group) for problem in found})
-
-
-def require_matching_tensors(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
-    """Raises ConfigError unless the checkpoint has all tensors of `state`, in the same shapes.
-
-    Floating-point dtypes may differ, because precision may change within a run: values are rounded when they are read.
-    """
-    problems = []
-    for name, value in ((f"{part}.{name}", value) for part, values in state.items() for name, value in values.items()):
-        if (entry := manifest.tensors.get(name)) is None:
-            problems.append(f"{folder}: has no {name}")
-            continue
-        both_float = DTYPES[entry.dtype].is_floating_point and value.is_floating_point()
-        if entry.shape != list(value.shape) or not (both_float or DTYPES[entry.dtype] == value.dtype):
-            now = f"{DTYPE_NAMES.get(value.dtype)} {list(value.shape)}"
-            problems.append(f"{folder}: {name} is {entry.dtype} {entry.shape}; this model needs {now}")
-    if problems:
-        more = [f"and {len(problems) - 5} more like these"] if len(problems) > 6 else []
-        raise ConfigError(problems[: 5 if more else 6] + more)
-
-
-def read_step(folder: Path, state: dict[str, Any], alone: bool = False, group: Any = None) -> Manifest:
-    """Fills `state` in place from a checkpoint of any layout: all processes of `group` together, or this one `alone`.
-
-    Raises ConfigError, before anything is filled, if tensors do not fit; CorruptCheckpoint if files are damaged.
-    """
-    manifest = read_manifest(folder)
-    require_matching_tensors(folder, manifest, state)
-    try:
-        dcp.load(
-            state, storage_reader=Reader(folder, manifest), no_dist=alone or _single_process(), process_group=group
-        )
-    except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        if all(isinstance(cause, (CorruptCheckpoint, OSError, SafetensorError, ValueError)) for cause in causes):
-            raise CorruptCheckpoint(f"{folder}: cannot be read: {_reason(error)}") from error
-        raise
-    return manifest
-
-
-def _reason(error: CheckpointException) -> str:
+def reason(error: CheckpointException) -> str:
     """The first process's error in one line. The exception's own text contains the stack traces of all."""
     cause = next(iter(error.failures.values()))[0]
     return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
 
 
-def _single_process() -> bool:
+def single_process() -> bool:
     """Whether this is the only process. If so, DCP reads and writes without collectives.
 
     With collectives, training on a CPU would be 30 % slower afterwards: DCP's gather makes gloo's threads start

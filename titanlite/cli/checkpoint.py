@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint, file_problems, read_manifest
+from titanlite.checkpoint.read import verify_files
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
-from titanlite.checkpoint.storage import delete_step, find_step_folder, list_steps, step_folder, sweep, verify_files
+from titanlite.checkpoint.storage import delete_step, find_step_folder, list_steps, step_folder, sweep
 from titanlite.config.progress import progress_bar
 from titanlite.config.schema import ConfigError
 from titanlite.distributed.run_folder import lock

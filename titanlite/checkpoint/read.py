@@ -1,0 +1,119 @@
+"""Reading a checkpoint: its files are verified, its tensors compared with those of the model, then loaded.
+
+What it is: `verify_together` hashes all files, each rank some of them, before anything is loaded. `read_step`
+compares names, shapes and dtypes with the state to be filled; then each rank reads the parts that it needs.
+What it costs: verification reads every byte once, with several threads on each node.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.dcp import Reader
+from titanlite.checkpoint.manifest import (
+    DTYPES,
+    CorruptCheckpoint,
+    Manifest,
+    describe_os_error,
+    file_problems,
+    read_manifest,
+)
+from titanlite.checkpoint.shard_file import DTYPE_NAMES, digest_of
+from titanlite.checkpoint.storage import reason, single_process
+from titanlite.config.schema import ConfigError
+from titanlite.distributed.agreement import gather, raise_together
+
+
+def verify_files(
+    folder: Path,
+    manifest: Manifest,
+    names: list[str] | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> list[str]:
+    """Problems of a checkpoint's files, or of those in `names`: several threads read and hash all bytes.
+
+    `progress` is called with the number of bytes of each block, by several threads.
+    """
+    wanted = manifest.files if names is None else {name: manifest.files[name] for name in names}
+    if problems := file_problems(folder, manifest):
+        return problems
+
+    def problem(name: str) -> str:
+        try:
+            same = digest_of(folder / name, progress) == wanted[name].sha256
+            return "" if same else f"{folder / name}: its SHA-256 has changed"
+        except OSError as error:
+            return describe_os_error(folder / name, error)
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+        return [found for found in threads.map(problem, wanted) if found]
+
+
+def verify_together(folder: Path, prefix: str = "", group: Any = None) -> list[str]:
+    """Problems of the files whose names begin with `prefix`. Each rank reads some of them; all return the same list.
+
+    Raises ConfigError on all ranks if one of them fails for a reason outside the checkpoint.
+    """
+    problems: list[str] = []
+    obstacles: list[str] = []
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    deadline = time.monotonic() + 10
+    while rank and not (folder / manifests.NAME).exists() and time.monotonic() < deadline:
+        time.sleep(0.1)  # a network file system may show a new folder late
+    try:
+        manifest = read_manifest(folder)
+        wanted = sorted(name for name in manifest.files if name.startswith(prefix))
+        problems = verify_files(folder, manifest, wanted[rank::world_size])
+    except CorruptCheckpoint as error:
+        problems = error.problems
+    except ConfigError as error:
+        obstacles = error.problems
+    raise_together(obstacles, group)
+    return sorted({problem for found in gather(problems, group) for problem in found})
+
+
+def require_matching_tensors(folder: Path, manifest: Manifest, state: dict[str, Any]) -> None:
+    """Raises ConfigError unless the checkpoint has all tensors of `state`, in the same shapes.
+
+    Floating-point dtypes may differ, because precision may change within a run: values are rounded when they are read.
+    """
+    problems = []
+    for name, value in ((f"{part}.{name}", value) for part, values in state.items() for name, value in values.items()):
+        if (entry := manifest.tensors.get(name)) is None:
+            problems.append(f"{folder}: has no {name}")
+            continue
+        both_float = DTYPES[entry.dtype].is_floating_point and value.is_floating_point()
+        if entry.shape != list(value.shape) or not (both_float or DTYPES[entry.dtype] == value.dtype):
+            now = f"{DTYPE_NAMES.get(value.dtype)} {list(value.shape)}"
+            problems.append(f"{folder}: {name} is {entry.dtype} {entry.shape}; this model needs {now}")
+    if problems:
+        more = [f"and {len(problems) - 5} more like these"] if len(problems) > 6 else []
+        raise ConfigError(problems[: 5 if more else 6] + more)
+
+
+def read_step(folder: Path, state: dict[str, Any], alone: bool = False, group: Any = None) -> Manifest:
+    """Fills `state` in place from a checkpoint of any layout: all processes of `group` together, or this one `alone`.
+
+    Raises ConfigError, before anything is filled, if tensors do not fit; CorruptCheckpoint if files are damaged.
+    """
+    manifest = read_manifest(folder)
+    require_matching_tensors(folder, manifest, state)
+    try:
+        dcp.load(state, storage_reader=Reader(folder, manifest), no_dist=alone or single_process(), process_group=group)
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        if all(isinstance(cause, (CorruptCheckpoint, OSError, SafetensorError, ValueError)) for cause in causes):
+            raise CorruptCheckpoint(f"{folder}: cannot be read: {reason(error)}") from error
+        raise
+    return manifest
