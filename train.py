@@ -260,7 +260,7 @@ def run(argv: list[str]) -> int:
     """Calls `main`, and turns errors into messages and exit codes."""
     try:
         return main(load_config(argv, Path(__file__).resolve().with_name("train_configs")))
-    except (ConfigError, NonFinite, SaveError) as error:
+    except (ConfigError, process_group.JoinError, NonFinite, SaveError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each node prints it
             print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1

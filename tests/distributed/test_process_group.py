@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from messages import refused
 
-from titanlite.distributed.process_group import backend, device_type, start
+from titanlite.config.schema import LISTENER
+from titanlite.distributed import process_group
+from titanlite.distributed.process_group import JoinError, backend, device_type, start, use_loopback
 
 
 @pytest.mark.parametrize(
@@ -52,3 +57,38 @@ def test_every_rank_gets_the_same_seed(pool):
     one, other = pool.run(2, random_numbers, 5)
     assert one == other
     assert pool.run(1, random_numbers, 6) != [one]
+
+
+def meet(rank: int, world_size: int) -> str:
+    """As a process of several: rank 0 with the launcher's socket, the others with its address. The value of a key."""
+    launcher = socket.create_server(("127.0.0.1", 0))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.getsockname()[1])}
+    if rank == 0:
+        os.environ[LISTENER] = str(os.dup(launcher.fileno()))
+    launcher.close()
+    process_group.JOIN = timedelta(seconds=1)
+    store = process_group._meet(rank, world_size)
+    store.set("key", "value")
+    return store.get("key").decode()
+
+
+def test_rank_0_serves_the_store_at_the_launchers_socket(pool):
+    assert pool.run(1, meet, 0, 1) == ["value"]
+
+
+def meet_nobody(rank: int) -> None:
+    with refused("did not find each other at 127.0.0.1:", error=JoinError):
+        meet(rank, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nodes_that_are_missing_are_one_error(pool, rank):
+    pool.run(1, meet_nobody, rank)
+
+
+def test_an_interface_that_the_user_has_chosen_is_kept(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    use_loopback()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert os.environ.pop("NCCL_SOCKET_IFNAME") == socket.if_nameindex()[0][1]

@@ -115,7 +115,7 @@ def test_a_signal_to_every_process_at_once_saves(slow_arguments, tmp_path):
     assert len(list((tmp_path / "debug").glob("checkpoints/step-*"))) == 1
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])  # one is started without torchrun
+@pytest.mark.parametrize("processes", ["1", "2"])
 def test_workers_leave_when_their_launcher_is_killed(slow_arguments, tmp_path, processes):
     process = start([*slow_arguments, "--training.steps=100000"], NGPU=processes)
     wait_for_step(tmp_path / "debug", 3, process)

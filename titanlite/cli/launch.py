@@ -1,29 +1,21 @@
-"""The launcher: starts the training processes of this node.
+"""The launcher: checks a run and starts the training processes of this node.
 
 What it is: `titanlite train`, which run_train.sh calls. It checks the config and prepares the data before torch is
-imported, so that a mistake is reported at once. Then it starts NGPU processes of train.py through torchrun, or a single
-one directly, which saves the seconds in which torchrun imports torch.
-Why it is not torchrun alone: torchrun turns every exit code of a worker into 1 and a stack trace, restarts workers that
-stopped on request, and kills them 30 seconds after a signal. The launcher forwards signals (SIGTERM, Ctrl-C, or a
-scheduler's SIGUSR1) to the workers, which save and exit without a time limit, returns their exit code, and restarts a
-failed run up to MAX_RESTARTS times from its newest checkpoint.
+imported, so that a mistake is reported at once. Then it starts NGPU processes of train.py (`processes.run`) and returns
+their exit code. A failed run is started again up to MAX_RESTARTS times, from its newest checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
-import signal
-import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
+from titanlite.cli import processes
 from titanlite.config.load import load_config, program_folder
-from titanlite.config.schema import EXIT_CONFIG, EXIT_HUNG, EXIT_STOPPED, LAUNCHED, ConfigError
+from titanlite.config.schema import EXIT_CONFIG, EXIT_STOPPED, ConfigError
 from titanlite.data.prepare import find_text, prepare
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
@@ -31,6 +23,7 @@ from titanlite.parallel.layout import resolve_degrees
 from titanlite.parallel.rules import check_layout
 
 DRIVERS = ("nvidiactl", "dxg", "kfd")  # of NVIDIA, on Linux and in WSL, and of AMD
+LOOPBACK = "127.0.0.1"
 TRAIN = program_folder() / "train.py"
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
@@ -45,8 +38,8 @@ def launch(argv: list[str]) -> int:
     nodes = _number("NNODES", 1)
     node = _number("NODE_RANK", 0, low=0, high=nodes - 1)
     here = _number("NGPU", 0) if os.environ.get("NGPU") else _default_processes(config.run.device)
-    port = _number("MASTER_PORT", 29500, high=65535)
-    restarts = _number("MAX_RESTARTS", 0, low=0)
+    restarts = _number("MAX_RESTARTS", 0, low=0, high=1000)
+    port = _number("MASTER_PORT", 29500, high=65535 - restarts)
     # One thread per core, over all processes; with more, the processes wait for each other.
     threads = _number("OMP_NUM_THREADS", max(1, usable_cores() // here))
     tokenizer: list[Tokenizer] = []
@@ -69,123 +62,17 @@ def launch(argv: list[str]) -> int:
     prepare(config.data, tokenizer[0])
 
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    # For the c10d rendezvous: a restart must not see old keys (pytorch#135712).
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    arguments = ["--nproc-per-node", str(here), "--nnodes", str(nodes), "--node-rank", str(node)]
-    _handle_signals()
+    # Processes of one machine meet on its loopback interface, where no other machine can connect.
+    address = os.environ.get("MASTER_ADDR", LOOPBACK) if nodes > 1 else LOOPBACK
+    signals = processes.Signals()
     for restart in range(restarts + 1):
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # any free port
-        if nodes > 1 or "MASTER_PORT" in os.environ:
-            # The next port for each restart: a faster node must not join the others' last attempt, which is still
-            # ending.
-            address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-            rendezvous = ["--master-addr", address, "--master-port", str(port + restart)]
-        alone = nodes * here == 1 and "MASTER_PORT" not in os.environ
-        code = _alone(argv) if alone else _torchrun([*arguments, *rendezvous, str(TRAIN), *argv])
-        if code in (0, EXIT_CONFIG, EXIT_STOPPED) or _forwarded or restart == restarts:
+        # The next port for each restart: a faster node must not join the others' last attempt, which is still ending.
+        meeting = port + restart if nodes > 1 else 0  # 0: any free port
+        code = processes.run([str(TRAIN), *argv], nodes, node, here, address, meeting, signals)
+        if code in (0, EXIT_CONFIG, EXIT_STOPPED) or signals.requests or restart == restarts:
             break
         print(f"restarting ({restart + 1} of {restarts})", file=sys.stderr)
     return code
-
-
-def _alone(argv: list[str]) -> int:
-    """train.py as the only process, in a separate session as torchrun's workers: Ctrl-C reaches only the launcher."""
-    others = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "TORCHELASTIC_RUN_ID",
-    )  # which another launcher may have set
-    environment = {name: value for name, value in os.environ.items() if name not in others} | {LAUNCHED: "1"}
-    code = subprocess.Popen([sys.executable, str(TRAIN), *argv], start_new_session=True, env=environment).wait()
-    return _explain({0: code}) if code else 0
-
-
-def _torchrun(arguments: list[str]) -> int:
-    """torchrun in this process, with our handling of signals and exit codes."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
-    from torch.distributed.run import main
-
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_explain` prints what matters
-    # torchrun installs its handlers only for the signals named here: for SIGQUIT, which ends it at once.
-    try:
-        main(["--signals-to-handle", "SIGQUIT", *arguments])
-    except ChildFailedError as error:
-        return _explain({rank: failure.exitcode for rank, failure in error.failures.items()})
-    except (RuntimeError, RendezvousError) as error:  # another node did not join
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        print(f"error: the nodes did not find each other: {reason}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _explain(codes: dict[int, int]) -> int:
-    """The run's exit code from those of its processes (rank -> code); prints a message if they printed none."""
-    if _forwarded and set(codes.values()) <= {-signal.SIGTERM, EXIT_STOPPED}:
-        return EXIT_STOPPED  # stopped on request, perhaps before there was anything to save
-    if EXIT_HUNG in codes.values():
-        return EXIT_HUNG  # the watchdog has named the process, and killed it if need be
-    # A killed process is the cause, not the errors of the others; SIGTERM is what torchrun itself sends to them.
-    killed = [rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]
-    rank = (killed or [rank for rank, code in codes.items() if code > 0] or list(codes))[0]
-    code = codes[rank]
-    if code < 0:
-        print(f"error: the process of rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
-    elif code not in (EXIT_CONFIG, EXIT_STOPPED):
-        print(
-            f"error: the process of rank {rank} failed with exit code {code}; its messages are above", file=sys.stderr
-        )
-    return code if code > 0 else 128 - code
-
-
-def _handle_signals() -> None:
-    """Forwards signals from a thread: the main thread may wait for other nodes in code that runs no handlers."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: None)  # the wake-up descriptor gets the number as a byte
-    signal.set_wakeup_fd(writing)
-
-    def listen() -> None:
-        while number := os.read(reading, 1):
-            if number[0] in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                _forward(number[0])
-
-    threading.Thread(target=listen, daemon=True).start()
-
-
-_forwarded: list[float] = []  # the time of each forwarded signal
-
-
-def _forward(number: int) -> None:
-    """Forwards a signal to the training processes, which run in separate sessions; exits if there are none.
-
-    They get SIGTERM, also for Ctrl-C: if they do not handle it yet, it ends them without a stack trace. Signals that
-    follow within a second are the same request (see signals.Requests). A later one kills the processes, since a process
-    that waits in a collective runs no handler.
-    """
-    now = time.monotonic()
-    if _forwarded and now < _forwarded[0] + 1:
-        return
-    children = _children()
-    for child in children:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.kill(child, signal.SIGKILL if _forwarded else signal.SIGTERM)
-    _forwarded.append(now)
-    if not children:
-        os._exit(128 + number)
-
-
-def _children() -> list[int]:
-    """The child processes of this one: from /proc on Linux, otherwise from `ps`."""
-    own = os.getpid()
-    with contextlib.suppress(FileNotFoundError):
-        return [int(child) for child in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
-    with subprocess.Popen(["ps", "-A", "-o", "pid=,ppid="], stdout=subprocess.PIPE, text=True) as ps:
-        pairs = [line.split() for line in ps.communicate()[0].splitlines()]
-    return [int(child) for child, parent in pairs if int(parent) == own and int(child) != ps.pid]
 
 
 def _number(name: str, default: int, low: int = 1, high: int = 1_000_000) -> int:

@@ -17,7 +17,8 @@ from typing import Any
 # Exit codes: wrong input; stopped by a signal after saving; ended by the watchdog because of a hang
 EXIT_CONFIG, EXIT_STOPPED, EXIT_HUNG = 2, 75, 124
 
-LAUNCHED = "TITANLITE_LAUNCHED"  # environment variable of processes that cli/launch.py started without torchrun
+# Environment variables of processes that the launcher started, and of rank 0: the descriptor of a listening socket
+LAUNCHED, LISTENER = "TITANLITE_LAUNCHED", "TITANLITE_LISTENER"
 
 # Pipeline schedules, and their default number of stages per process
 PP_SCHEDULES = dict.fromkeys(("GPipe", "1F1B"), 1)

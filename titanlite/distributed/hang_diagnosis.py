@@ -56,14 +56,14 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why the run ends, and which processes are frozen and have to be killed: (rank, process id)."""
+    """Why the run ends, and which ranks are frozen."""
 
     message: str
-    frozen: list[tuple[int, int]]
+    frozen: list[int]
 
     def speaker(self, node: range) -> int:
         """The rank that prints the message on a node: the first that is not frozen."""
-        return next((rank for rank in node if rank not in dict(self.frozen)), node[0])
+        return next((rank for rank in node if rank not in self.frozen), node[0])
 
 
 def diagnose(heartbeats: list[Heartbeat], own: Heartbeat, folder: Path) -> Diagnosis | None:
@@ -89,7 +89,7 @@ def diagnose(heartbeats: list[Heartbeat], own: Heartbeat, folder: Path) -> Diagn
         f"{names}: {what} for {longest.still:.0f} s in {longest.phase} ({longest.key} = {longest.limit:.0f}); "
         f"the run ends; stacks: {folder}"
     )
-    return Diagnosis(message, [(beat.rank, beat.pid) for beat in blocking if beat.silent])
+    return Diagnosis(message, [beat.rank for beat in blocking if beat.silent])
 
 
 def locate(frame: FrameType) -> tuple[int, str, bool]:

@@ -1,6 +1,8 @@
 """A training process: its device, the process group it joins, its garbage collection, and its end.
 
-What it is: the set-up of a process before the model is built: backend, device and random seed.
+What it is: the set-up of a process before the model is built: backend, device and random seed. Processes that the
+launcher started meet at the socket that it has bound for rank 0. If all of them run on one machine, gloo and NCCL use
+its loopback interface too, so no port of the run can be reached from the network.
 What it costs: one rendezvous at the start.
 """
 
@@ -10,6 +12,7 @@ import gc
 import logging
 import os
 import random
+import socket
 import sys
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -17,8 +20,14 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from titanlite.config.schema import EXIT_STOPPED, ConfigError
+from titanlite.config.schema import EXIT_STOPPED, LAUNCHED, LISTENER, ConfigError
 from titanlite.distributed.watchdog import mark_phase
+
+JOIN = timedelta(minutes=15)  # how long the nodes wait for each other
+
+
+class JoinError(RuntimeError):
+    """Other nodes did not start in time, or cannot be reached."""
 
 
 def device_type(name: str) -> str:
@@ -40,9 +49,9 @@ def backend(type: str) -> str:
 def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
     """Joins the process group (NCCL on CUDA, gloo on CPU) and returns this process's device.
 
-    Under torchrun the environment defines rank and world size; without it the world size is 1. A process group that
-    is already initialised is kept; it needs a backend for CPU tensors. Every process gets the same seed: processes
-    read different data, but draw the same random numbers.
+    The launcher or torchrun define rank and world size in the environment; otherwise the world size is 1. A process
+    group that is already initialised is kept; it needs a backend for CPU tensors. Every process gets the same seed:
+    processes read different data, but draw the same random numbers. Raises JoinError if other nodes are missing.
     """
     type = device_type(device_name)
     device = torch.device("cpu")
@@ -54,12 +63,42 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
         options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
         if type == "cuda":
             options["device_id"] = device
+        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+            use_loopback()
         if "RANK" not in os.environ:
-            options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            options |= {"store": dist.HashStore(), "rank": rank, "world_size": world_size}
+        elif LAUNCHED in os.environ:
+            options |= {"store": _meet(rank, world_size), "rank": rank, "world_size": world_size}
         dist.init_process_group(backend(type), **options)
     random.seed(seed)
     torch.manual_seed(seed)
     return device
+
+
+def use_loopback() -> None:
+    """Makes gloo and NCCL listen on the loopback interface only, unless the user has chosen another interface."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, loopback)
+
+
+def _meet(rank: int, world_size: int) -> dist.Store:
+    """The store that rank 0 serves, once all ranks have joined it. Raises JoinError after `JOIN`.
+
+    Left to itself, a TCPStore listens on all interfaces; rank 0 passes it the socket that the launcher has bound.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    listener = int(os.environ[LISTENER]) if LISTENER in os.environ else None
+    try:
+        store = dist.TCPStore(address, port, world_size, rank == 0, JOIN, True, master_listen_fd=listener)
+        if rank == 0:  # all have joined: the constructor has waited for them
+            store.set("titanlite/joined", "")
+        store.wait(["titanlite/joined"], JOIN)
+    except RuntimeError as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise JoinError(f"the processes did not find each other at {address}:{port}: {reason}") from None
+    return store
 
 
 def finish(code: int) -> NoReturn:

@@ -2,8 +2,8 @@
 
 What it is: two threads in every process. One writes heartbeats into the store that the process group was joined
 through, and reads those of others: rank 0 reads all, the others only rank 0's. The second watches the clock and calls
-`diagnose`. When that names a rank, every process writes its stacks into `<run folder>/hang/` and exits with 124; a
-frozen process is killed by the others on its node, as torchrun would wait 30 seconds for it.
+`diagnose`. When that names a rank, every process writes its stacks into `<run folder>/hang/` and exits with 124. The
+launcher kills a frozen process a second later (torchrun, 30 seconds later).
 What does not count as standing still: a process that reads, writes or (on a CPU) computes, or is held in a debugger.
 If other ranks wait for it in a collective, that collective's own time-out ends the run, ten seconds after this one.
 What it costs: four small requests to the store per process and second.
@@ -15,7 +15,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -155,16 +154,11 @@ class Watchdog:
 
     def _end(self, diagnosis: Diagnosis) -> NoReturn:
         """Exits, after time enough for all ranks to read the diagnosis and to write their reports."""
-        first = self.rank - int(os.environ.get("LOCAL_RANK", self.rank))  # torchrun numbers a node's ranks in a row
+        first = self.rank - int(os.environ.get("LOCAL_RANK", self.rank))  # a node's ranks follow one another
         node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
         speaks = self.rank == diagnosis.speaker(node)
         threading.Thread(target=self._report, args=(diagnosis.message, speaks), daemon=True).start()
         time.sleep(2 * PERIOD + 2 * TICK)  # without waiting for the report: the disk may be what hangs
-        for pid in (pid for rank, pid in diagnosis.frozen if rank in node):
-            with contextlib.suppress(OSError):
-                stat = Path(f"/proc/{pid}/stat")  # its process id may be another process's by now
-                if not stat.exists() or int(stat.read_text().rpartition(")")[2].split()[1]) == os.getppid():
-                    os.kill(pid, signal.SIGKILL)
         os._exit(EXIT_HUNG)
 
     def _report(self, message: str, speaks: bool) -> None:

@@ -40,7 +40,7 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    from titanlite.distributed.process_group import backend
+    from titanlite.distributed.process_group import backend, use_loopback
 
     gc.freeze()  # a collection would visit all that torch imported, and so copy the pages shared with the server
 
@@ -51,6 +51,7 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
         if device == "cuda":
             torch.cuda.set_device(rank)
             os.environ["LOCAL_RANK"] = str(rank)
+        use_loopback()
         files = dist.FileStore(store, world_size)
         dist.init_process_group(backend(device), store=files, rank=rank, world_size=world_size)
         outcome = (time.monotonic(), None, function(*arguments))
