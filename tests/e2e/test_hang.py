@@ -31,7 +31,7 @@ def long_run(arguments):
     ]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])  # rank 0 serves the store
 def test_a_frozen_process_is_named_and_killed(long_run, tmp_path, rank):
     process = start(long_run, NGPU="2")
     wait_for_step(tmp_path / "debug", 5, process)
@@ -114,6 +114,7 @@ def test_saving_has_the_longer_time_out(arguments, tmp_path):
     assert_mentions(output, "error: ", "rank 0 ", '"saving" after step 3', "comm.timeout_seconds")
 
 
+@pytest.mark.slow
 def test_a_process_alone_is_watched_too(long_run, tmp_path):
     code, output, seconds = run_with(tmp_path, long_run, 1, **READS, ranks=(0,), wait="time.sleep(60)")
     assert code != 0

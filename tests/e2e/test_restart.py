@@ -82,15 +82,6 @@ def test_the_last_failure_is_the_run_s(saving_run, tmp_path):
     assert output.count("restarting") == 1
 
 
-def test_a_run_that_was_asked_to_stop_is_not_restarted(saving_run, tmp_path):
-    process = start(saving_run, NGPU="2", MAX_RESTARTS="3")
-    wait_for_step(tmp_path / "debug", 3, process)
-    process.send_signal(signal.SIGUSR1)
-    code, output = finish(process)
-    assert code == 75, output
-    assert "restarting" not in output
-
-
 def test_a_mistake_is_not_restarted(saving_run, tmp_path):
     (tmp_path / "debug").write_text("")  # no folder: only the processes find out
     code, output = finish(start(saving_run, NGPU="1", MAX_RESTARTS="3"))

@@ -32,7 +32,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.shard_file import DTYPE_NAMES, digest_of
 from titanlite.checkpoint.storage import reason, single_process
 from titanlite.config.schema import ConfigError
-from titanlite.distributed.agreement import gather, raise_together
+from titanlite.distributed.agreement import broadcast_from_rank0, gather, raise_together
 
 
 def verify_files(
@@ -68,9 +68,10 @@ def verify_together(folder: Path, prefix: str = "", group: Any = None) -> list[s
     problems: list[str] = []
     obstacles: list[str] = []
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    deadline = time.monotonic() + 10
-    while rank and not (folder / manifests.NAME).exists() and time.monotonic() < deadline:
-        time.sleep(0.1)  # a network file system may show a new folder late
+    path, deadline = folder / manifests.NAME, time.monotonic() + 10
+    if broadcast_from_rank0(lambda: os.path.exists(path)):  # a network file system may show it late to the others
+        while not os.path.exists(path) and time.monotonic() < deadline:
+            time.sleep(0.1)
     try:
         manifest = read_manifest(folder)
         wanted = sorted(name for name in manifest.files if name.startswith(prefix))
