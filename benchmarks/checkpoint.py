@@ -34,7 +34,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 sys.path.insert(0, str(report.ROOT))
 
-from titanlite.checkpoint.manifest import RunMetadata, read_manifest
+from titanlite.checkpoint.manifest import RunMetadata
+from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read import read_step, verify_files
 from titanlite.checkpoint.storage import delete_step, step_folder, write_step
 

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 import titanlite.checkpoint.storage as storage
 from titanlite.checkpoint import shard_file
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.manifest import RunMetadata, read_manifest
+from titanlite.checkpoint.manifest import RunMetadata
+from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read import read_step
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError, find_step_folder, list_steps, sweep, write_step

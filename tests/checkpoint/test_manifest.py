@@ -18,7 +18,8 @@ import pytest
 import torch
 from runs import train_run
 
-from titanlite.checkpoint.manifest import NAME, SEAL, CorruptCheckpoint, RunMetadata, read_manifest
+from titanlite.checkpoint.manifest import NAME, SEAL, CorruptCheckpoint, RunMetadata
+from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read import read_step, verify_files
 from titanlite.checkpoint.storage import write_step
 from titanlite.cli.main import main

@@ -10,7 +10,8 @@ from messages import refused
 from titanlite.config.schema import DataConfig
 from titanlite.data import tokenise as module
 from titanlite.data.prepare import find_text, prepare
-from titanlite.data.shards import ShardWriter, Tokens, read_manifest
+from titanlite.data.shards import Tokens, read_manifest
+from titanlite.data.tokenise import ShardWriter
 from titanlite.data.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer()
@@ -101,8 +102,20 @@ def test_an_interrupted_preparation_leaves_nothing_that_counts(tmp_path, monkeyp
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ShardWriter, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         prepare(section, TOKENIZER, quiet)
-    assert not list((tmp_path / "cache").glob("one-*"))
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
     assert text_of(prepare(section, TOKENIZER, quiet), "train").startswith("<|begin_of_text|>x = 1\n")
+
+
+def test_a_text_that_vanishes_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "one.txt"
+    path.write_text("x = 1\n" * 100)
+    section = DataConfig(path=str(path), cache=str(tmp_path / "cache"))
+    with monkeypatch.context() as patch, refused(str(path), "No such file"):
+        patch.setattr(module, "_parts", lambda root, files: path.unlink() or [(path, "train", 0, 5)])
+        prepare(section, TOKENIZER, quiet)
+    with monkeypatch.context() as patch, refused(str(path), "No such file"):
+        patch.setattr("titanlite.data.prepare.find_text", lambda section: ("one", tmp_path, [path]))
+        prepare(section, TOKENIZER, quiet)
 
 
 def test_default_corpus_is_the_standard_library():

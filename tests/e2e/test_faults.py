@@ -12,7 +12,7 @@ import torch.distributed as dist
 from runs import curve, train_run
 
 from titanlite.checkpoint import async_save, dcp, shard_file, storage
-from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read import verify_files
 from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.verify.pool import WorkerError

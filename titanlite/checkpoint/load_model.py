@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from titanlite.checkpoint.manifest import CorruptCheckpoint, read_file, read_manifest
+from titanlite.checkpoint.manifest import CorruptCheckpoint
+from titanlite.checkpoint.manifest_reader import read_file, read_manifest
 from titanlite.checkpoint.read import read_step, verify_files
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama

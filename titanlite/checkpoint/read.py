@@ -21,14 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp import Reader
-from titanlite.checkpoint.manifest import (
-    DTYPES,
-    CorruptCheckpoint,
-    Manifest,
-    describe_os_error,
-    file_problems,
-    read_manifest,
-)
+from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, Manifest
+from titanlite.checkpoint.manifest_reader import describe_os_error, file_problems, read_manifest
 from titanlite.checkpoint.shard_file import DTYPE_NAMES, digest_of
 from titanlite.checkpoint.storage import reason, single_process
 from titanlite.config.schema import ConfigError

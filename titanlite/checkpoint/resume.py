@@ -12,7 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest, read_file
+from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest
+from titanlite.checkpoint.manifest_reader import read_file
 from titanlite.config.load import ACCEPTABLE
 from titanlite.config.schema import CheckpointConfig, ConfigError
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from titanlite.checkpoint.manifest import Manifest, file_problems, read_manifest
+from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.config.schema import ConfigError
 
@@ -30,6 +30,8 @@ class ManifestCache:
 
     def read(self, step: int) -> Manifest | None:
         """The manifest of a step; None if it cannot be read."""
+        from titanlite.checkpoint.manifest_reader import read_manifest  # imported only if there is something to read
+
         if step not in self._read:
             try:
                 self.add(read_manifest(step_folder(self.folder, step)))
@@ -39,6 +41,8 @@ class ManifestCache:
 
     def good(self) -> list[Manifest]:
         """The checkpoints that are finite and have all files in their sizes, ascending."""
+        from titanlite.checkpoint.manifest_reader import file_problems
+
         found = (self.read(step) for step in list_steps(self.folder))
         return [m for m in found if m and m.finite and not file_problems(step_folder(self.folder, m.step), m)]
 

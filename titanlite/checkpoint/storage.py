@@ -16,10 +16,8 @@ What it costs: each process writes its shards once: 12 bytes per parameter in fp
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -36,6 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp import Contents, Writer
 from titanlite.checkpoint.manifest import FileEntry, Manifest, RunMetadata
+from titanlite.config.files import make_folder, sync_folder, write_synced
 from titanlite.config.schema import ConfigError
 
 logger = logging.getLogger("titanlite")
@@ -114,18 +113,18 @@ def write_step(
 
 def _begin(folder: Path, step: int) -> Path:
     temporary = folder / f"step-{step}.tmp-{secrets.token_hex(4)}"
-    temporary.mkdir(parents=True)
+    make_folder(temporary)
     return temporary
 
 
 def _write_small_files(temporary: Path, files: dict[str, bytes], contents: Contents) -> None:
     for name, content in files.items():
-        _write(temporary / name, content)
+        write_synced(temporary / name, content)
         contents.files[name] = FileEntry(len(content), hashlib.sha256(content).hexdigest())
 
 
 def _write_manifest(temporary: Path, manifest: Manifest) -> None:
-    _write(temporary / manifests.NAME, manifests.to_text(manifest).encode())
+    write_synced(temporary / manifests.NAME, manifests.to_text(manifest).encode())
 
 
 def _publish(temporary: Path, final: Path) -> None:
@@ -135,25 +134,6 @@ def _publish(temporary: Path, final: Path) -> None:
         sync_folder(final.parent)  # makes the rename durable
     except OSError as error:  # the checkpoint is committed and readable, so the save has not failed
         logger.warning("%s: %s while syncing it; a power failure now could lose %s", final.parent, error, final.name)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Syncs the names in a folder to the disk, if the file system supports that."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # the file system does not sync folders
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def reason(error: CheckpointException) -> str:

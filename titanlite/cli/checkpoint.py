@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from titanlite.checkpoint.manifest import CorruptCheckpoint, file_problems, read_manifest
+from titanlite.checkpoint.manifest import CorruptCheckpoint
+from titanlite.checkpoint.manifest_reader import file_problems, read_manifest
 from titanlite.checkpoint.read import verify_files
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import delete_step, find_step_folder, list_steps, step_folder, sweep

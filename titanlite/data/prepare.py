@@ -3,51 +3,74 @@
 What it is: the text files that `[data]` names, and the cache folder that belongs to these files and this tokenizer.
 Text is tokenised once (`tokenise.py`) and not in every run. Without `data.path` the text is the source of the running
 interpreter's standard library: Python code with English documentation, which every machine has.
+Before it is used it is verified (`verify.py`), once for each version of its files.
 What it costs: the size and the time of modification of each file are read at every start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import re
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from titanlite.config.schema import ConfigError, DataConfig
-from titanlite.data.shards import FORMAT
+from titanlite.data.shards import FORMAT, read_manifest, unverified
 from titanlite.data.tokenizer import Tokenizer
 
 NO_CORPUS = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 
 
 def prepare(section: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None] = print) -> Path:
-    """The folder of prepared data for a config; prepares it if it does not exist.
+    """The folder of prepared data for a config; prepares it if it does not exist, and verifies what has changed.
 
-    Raises ConfigError with the path of text that is missing, empty or not UTF-8.
+    Raises ConfigError with the path of text that is missing, empty or not UTF-8, or of damaged data.
     """
     name, root, files = find_text(section)
     given = section.cache or os.environ.get("TITANLITE_CACHE")
     cache = Path(given) if given else Path.home() / ".cache/titanlite"
-    stats = [(str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    try:
+        stats = [(str(path.relative_to(root)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    except OSError as error:  # it has vanished since
+        raise ConfigError(f"data.path: {error.filename}: {error.strerror}") from None
     identity = json.dumps([FORMAT, str(root), tokenizer.sha256, stats])
     folder = cache / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    if (folder / "manifest.json").exists():
-        return folder
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with (cache / f".{folder.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one of several processes prepares, the others wait for it
+    if not (folder / "manifest.json").exists():
+        with _lock(cache, folder.name):
             if not (folder / "manifest.json").exists():
                 from titanlite.data.tokenise import tokenise  # once per text: other runs do without it
 
-                tokenise(name, root, files, tokenizer, folder, log)
+                try:
+                    tokenise(name, root, files, tokenizer, folder, log)
+                except OSError as error:
+                    where = "" if error.filename is None else f"{error.filename}: "
+                    raise ConfigError(f"{where}{error.strerror or error}, while the data was prepared") from None
+    manifest = read_manifest(folder)
+    if unverified(folder, manifest):
+        from titanlite.data.verify import verify  # once per version of the files
+
+        with _lock(cache, folder.name) if os.access(cache, os.W_OK) else contextlib.nullcontext():
+            if names := unverified(folder, manifest):
+                verify(folder, manifest, names)
+    return folder
+
+
+@contextlib.contextmanager
+def _lock(cache: Path, name: str) -> Iterator[None]:
+    """One of several processes prepares or verifies a folder, the others wait for it. Raises ConfigError."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = (cache / f".{name}.lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
         raise ConfigError(f"data.cache = {str(cache)!r}: {error}; expected a writable folder") from None
-    return folder
+    with lock:
+        yield
 
 
 def find_text(section: DataConfig) -> tuple[str, Path, list[Path]]:

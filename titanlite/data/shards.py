@@ -10,8 +10,8 @@ them in the page cache.
 from __future__ import annotations
 
 import bisect
-import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from titanlite.config.schema import ConfigError
 from titanlite.data.tokenizer import Tokenizer
 
 FORMAT = 1  # of a prepared folder
-SHARD_TOKENS = 100_000_000
+RECORD = "verified.json"  # in a prepared folder: the versions of its files that have been verified
+AGAIN = "delete the folder to prepare the data again"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -29,58 +30,82 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 65_536 else "<u4")
 
 
-class ShardWriter:
-    """Appends token ids to `folder/<split>-00000.bin`, -00001, ..., each of at most `shard_tokens`."""
-
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int = SHARD_TOKENS) -> None:
-        self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
-        self.shards: list[dict[str, Any]] = []
-        self.documents = self.text_bytes = 0
-        self._open()
-
-    def _open(self) -> None:
-        path = self.folder / f"{self.split}-{len(self.shards):05d}.bin"
-        self._file, self._hash, self._tokens = path.open("wb"), hashlib.sha256(), 0
-
-    def _close(self) -> None:
-        self._file.close()
-        name = Path(self._file.name).name
-        self.shards.append({"file": name, "tokens": self._tokens, "sha256": self._hash.hexdigest()})
-
-    def write(self, ids: list[int]) -> None:
-        while ids:
-            part, ids = ids[: self.shard_tokens - self._tokens], ids[self.shard_tokens - self._tokens :]
-            content = np.asarray(part, dtype=self.dtype).tobytes()
-            self._file.write(content)
-            self._hash.update(content)
-            self._tokens += len(part)
-            if self._tokens == self.shard_tokens:
-                self._close()
-                self._open()
-
-    def finish(self) -> dict[str, Any]:
-        """Closes the files and returns the split's entry of the manifest."""
-        self._close()
-        tokens = sum(shard["tokens"] for shard in self.shards)
-        return {"tokens": tokens, "documents": self.documents, "bytes": self.text_bytes, "shards": self.shards}
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a prepared folder. Raises ConfigError if it cannot be read."""
+    """The manifest of a prepared folder. Raises ConfigError if it cannot be read or a field is not what it must be."""
     path = folder / "manifest.json"
     try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}; delete the folder to prepare the data again") from None
+        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        if field := _invalid_field(manifest):
+            raise ConfigError(f"{path}: invalid {field}; {AGAIN}")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; {AGAIN}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: not a manifest of prepared data ({type(error).__name__}); {AGAIN}") from None
     return manifest
+
+
+def _invalid_field(manifest: dict[str, Any]) -> str:
+    """The first field that is not what `tokenise` writes. Raises KeyError and the like if one is absent."""
+    splits = [manifest["splits"][name] for name in ("train", "validation")]
+    shards = [shard for split in splits for shard in split["shards"]]
+    size = manifest["tokenizer"]["size"]
+    counts = [manifest["bytes"], manifest["files"], size, *(shard["tokens"] for shard in shards)]
+    counts += [split[name] for split in splits for name in ("tokens", "documents", "bytes")]
+    hashes = [manifest["fingerprint"], manifest["tokenizer"]["sha256"], *(shard["sha256"] for shard in shards)]
+    checks = {
+        "format": manifest["format"] == FORMAT,
+        "name": isinstance(manifest["name"], str) and manifest["name"].isprintable(),
+        "count": all(type(count) is int and 0 <= count < 1 << 62 for count in counts),
+        "SHA-256": all(re.fullmatch("[0-9a-f]{64}", digest) for digest in hashes),
+        "file name": all(re.fullmatch(r"(train|validation)-\d{5,9}\.bin", shard["file"]) for shard in shards),
+        "dtype": manifest["dtype"] == token_dtype(size).str,
+        "number of tokens": all(split["tokens"] == sum(s["tokens"] for s in split["shards"]) for split in splits),
+    }
+    return next((name for name, valid in checks.items() if not valid), "")
+
+
+def shard_files(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """File name -> entry of all shards."""
+    return {shard["file"]: shard for split in manifest["splits"].values() for shard in split["shards"]}
+
+
+def unverified(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """The shards whose present version has not been verified. Raises ConfigError for a missing file or a wrong size."""
+    versions = versions_on_disk(folder, manifest)
+    try:
+        record = json.loads((folder / RECORD).read_text())
+        return [name for name, version in versions.items() if record.get(name) != version]
+    except (OSError, ValueError, AttributeError, RecursionError):  # not written yet, or damaged
+        return list(versions)
+
+
+def versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[int]]:
+    """Shard -> [bytes, time of modification in ns, inode]."""
+    versions, itemsize = {}, np.dtype(manifest["dtype"]).itemsize
+    for name, shard in shard_files(manifest).items():
+        path, expected = folder / name, shard["tokens"] * itemsize
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; {AGAIN}") from None
+        if status.st_size != expected:
+            raise ConfigError(f"{path}: {status.st_size} bytes, expected {expected}; {AGAIN}")
+        versions[name] = [status.st_size, status.st_mtime_ns, status.st_ino]
+    return versions
 
 
 class PreparedData:
     """A folder that `prepare` made: its manifest, the tokenizer it was made with, and the tokens of its splits."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError if the manifest cannot be read."""
+        """Raises ConfigError if the manifest cannot be read, or names another tokenizer."""
         self.folder, self.tokenizer, self.manifest = folder, tokenizer, read_manifest(folder)
+        if (found := self.manifest["tokenizer"]["sha256"]) != tokenizer.sha256:
+            raise ConfigError(
+                f"{folder}: was prepared with a tokenizer of SHA-256 {found[:8]}, not {tokenizer.path}; {AGAIN}"
+            )
         self.name: str = self.manifest["name"]
         self.fingerprint: str = self.manifest["fingerprint"]
 
@@ -93,20 +118,15 @@ class Tokens:
     """The ids of one split as one long sequence over all its shards."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any], split: str) -> None:
-        """Maps the shards. Raises ConfigError with the path of a file that is missing or has another size."""
+        """Maps the shards, which `prepare` has verified."""
         dtype = np.dtype(manifest["dtype"])
         self._shards: list[np.ndarray[Any, Any]] = []
         self._ends: list[int] = []
         total = 0
         for shard in manifest["splits"][split]["shards"]:
-            path, expected = folder / shard["file"], shard["tokens"] * dtype.itemsize
-            found = path.stat().st_size if path.exists() else None
-            if found != expected:
-                state = "missing" if found is None else f"{found} bytes, expected {expected}"
-                raise ConfigError(f"{path}: {state}; delete the folder {folder} to prepare the data again")
-            if expected:  # an empty file cannot be mapped
+            if shard["tokens"]:  # an empty file cannot be mapped
                 total += shard["tokens"]
-                self._shards.append(np.memmap(path, dtype, "r"))
+                self._shards.append(np.memmap(folder / shard["file"], dtype, "r", shape=(shard["tokens"],)))
                 self._ends.append(total)
         self._total = total
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import shutil
 import time
@@ -18,13 +19,55 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from titanlite.config.files import make_folder, sync_folder, write_synced
 from titanlite.config.progress import progress_bar
 from titanlite.config.schema import ConfigError
-from titanlite.data.shards import FORMAT, ShardWriter, token_dtype
+from titanlite.data.shards import FORMAT, token_dtype
 from titanlite.data.tokenizer import Tokenizer
 
 HOLDOUT = 20
+SHARD_TOKENS = 100_000_000
 BLOCK = 400_000  # bytes of text that are tokenised at a time
+
+
+class ShardWriter:
+    """Appends token ids to `folder/<split>-00000.bin`, -00001, ..., each of at most `shard_tokens`."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int = SHARD_TOKENS) -> None:
+        self.folder, self.split, self.dtype, self.shard_tokens = folder, split, dtype, shard_tokens
+        self.shards: list[dict[str, Any]] = []
+        self.documents = self.text_bytes = 0
+        self._open()
+
+    def _open(self) -> None:
+        path = self.folder / f"{self.split}-{len(self.shards):05d}.bin"
+        self._file, self._hash, self._tokens = path.open("wb"), hashlib.sha256(), 0
+
+    def _close(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        name = Path(self._file.name).name
+        self.shards.append({"file": name, "tokens": self._tokens, "sha256": self._hash.hexdigest()})
+
+    def write(self, ids: list[int]) -> None:
+        while ids:
+            part, ids = ids[: self.shard_tokens - self._tokens], ids[self.shard_tokens - self._tokens :]
+            content = np.asarray(part, dtype=self.dtype).tobytes()
+            self._file.write(content)
+            self._hash.update(content)
+            self._tokens += len(part)
+            if self._tokens == self.shard_tokens:
+                self._close()
+                self._open()
+
+    def finish(self) -> dict[str, Any]:
+        """Closes the files and returns the split's entry of the manifest."""
+        self._close()
+        tokens = sum(shard["tokens"] for shard in self.shards)
+        return {"tokens": tokens, "documents": self.documents, "bytes": self.text_bytes, "shards": self.shards}
 
 
 def tokenise(
@@ -32,16 +75,35 @@ def tokenise(
 ) -> None:
     """Tokenises these files into `folder`, by way of a temporary folder that is renamed.
 
-    Raises ConfigError for a file that is not UTF-8 text.
+    Raises ConfigError for a file that is not UTF-8 text, OSError for one that has vanished or cannot be read.
     """
     started = time.monotonic()
     total = sum(path.stat().st_size for path in files)
     log(f"preparing {name}: {len(files)} files, {total / 1e6:.1f} MB of text from {root}")
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    make_folder(temporary)
+    try:
+        manifest = _write(name, root, files, tokenizer, temporary)
+        write_synced(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
+        sync_folder(temporary)
+        temporary.rename(folder)
+    except BaseException:  # also a signal
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
+    tokens = {split: entry["tokens"] for split, entry in manifest["splits"].items()}
+    log(
+        f"prepared {tokens['train']:,} training and {tokens['validation']:,} validation tokens "
+        f"in {time.monotonic() - started:.1f} s: {folder}"
+    )
+
+
+def _write(name: str, root: Path, files: list[Path], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    """Writes the shards and returns the manifest."""
+    total = sum(path.stat().st_size for path in files)
     dtype = token_dtype(tokenizer.size)
-    writers = {split: ShardWriter(temporary, split, dtype) for split in ("train", "validation")}
+    writers = {split: ShardWriter(folder, split, dtype) for split in ("train", "validation")}
     digest = hashlib.sha256(tokenizer.sha256.encode())
     with progress_bar(total, "tokenising") as bar:
         for path, split, begin, end in _parts(root, files):
@@ -55,7 +117,7 @@ def tokenise(
             writer.write([tokenizer.eos])
             writer.documents += 1
             writer.text_bytes += end - begin
-    manifest: dict[str, Any] = {
+    return {
         "format": FORMAT,
         "name": name,
         "root": str(root),
@@ -67,13 +129,6 @@ def tokenise(
         "dtype": dtype.str,
         "splits": {split: writer.finish() for split, writer in writers.items()},
     }
-    (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    temporary.rename(folder)
-    tokens = {split: entry["tokens"] for split, entry in manifest["splits"].items()}
-    log(
-        f"prepared {tokens['train']:,} training and {tokens['validation']:,} validation tokens "
-        f"in {time.monotonic() - started:.1f} s: {folder}"
-    )
 
 
 def read_texts(files: list[Path]) -> Iterator[str]:

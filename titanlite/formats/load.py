@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from titanlite.checkpoint.dcp import TensorStorageReader
-from titanlite.checkpoint.manifest import CorruptCheckpoint, read_manifest
+from titanlite.checkpoint.manifest import CorruptCheckpoint
+from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read import read_step, verify_files, verify_together
 from titanlite.checkpoint.state import ModelState
 from titanlite.checkpoint.storage import find_step_folder, list_steps, step_folder

@@ -12,7 +12,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from titanlite.checkpoint.storage import sync_folder
+from titanlite.config.files import sync_folder, write_synced
 from titanlite.config.schema import ConfigError
 
 REPLACEABLE = re.compile(  # names of files that a conversion, or a run's checkpoint, consists of
@@ -57,10 +57,7 @@ def remove_leftovers(target: Path, source: Path) -> None:
 def write_small_files(folder: Path, files: dict[str, bytes]) -> None:
     """Writes and syncs files by name."""
     for name, content in files.items():
-        with (folder / name).open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(folder / name, content)
 
 
 def publish(temporary: Path, target: Path) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titanlite.checkpoint.manifest import tiles
+from titanlite.checkpoint.manifest_reader import tiles
 from titanlite.config.schema import ConfigError
 from titanlite.formats.pickled import Made, Name, Pairs, UnsafeName, read_pickle
 

@@ -1,0 +1,35 @@
+"""Files that survive a power failure: content and names are synced to the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Writes a new file and syncs its content. Raises FileExistsError if it is there already."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Syncs the names in a folder to the disk, if the file system supports that."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # the file system does not sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Creates a folder and the absent ones above it, each of them synced into its parent. It may exist already."""
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(absent):
+        sync_folder(path.parent)
