@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manager import Checkpointer, NonFinite
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError, step_folder
@@ -36,7 +36,7 @@ from titanlite.data.stream import TrainStream, Windows, count_targets
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed import process_group
-from titanlite.distributed.agreement import require_agreement
+from titanlite.distributed.agreement import broadcast_from_rank0, require_agreement
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.run_folder import claim_folder
 from titanlite.distributed.signals import Requests
@@ -44,7 +44,7 @@ from titanlite.distributed.watchdog import Watchdog
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.observe.logging import log_to_file, setup_logging
-from titanlite.observe.metrics import Metrics, NonFinite, Progress, Workload
+from titanlite.observe.metrics import Metrics, Progress, Workload
 from titanlite.observe.validation import Validator
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
@@ -69,8 +69,7 @@ def main(config: Config) -> int:
     llama = resolve_flavor(config.model, tokenizer.size)
     degrees = check_layout(config, llama, dist.get_world_size())
     _lock = claim_folder(folder)  # held until this function returns
-    if rank == 0:
-        log_to_file(folder / "log.txt")
+    broadcast_from_rank0(lambda: log_to_file(folder / "log.txt"))
     asked, config = config, resolve_auto(config, llama.dim, degrees, device.type)
     record = dataclasses.replace(config, compile=asked.compile)  # a resumed run resolves it for its layout and device
     training = config.training
@@ -120,8 +119,7 @@ def main(config: Config) -> int:
     metrics = Metrics(config.metrics, folder, device, progress, workload)
     validator = Validator(config.validation, training, data, stages.evaluate, mesh, metrics)
     garbage = process_group.GarbageCollection(training.gc_freq)
-    if rank == 0:
-        (folder / "config.toml").write_text(to_toml(record))
+    broadcast_from_rank0(lambda: (folder / "config.toml").write_text(to_toml(record)))
     log_start(config, llama, mesh, device)
     if progress.step == 0:
         validator.maybe_run(0, False, requests.agree_to_stop)
@@ -131,10 +129,7 @@ def main(config: Config) -> int:
     # 6. Loop: one optimizer step after the other
     requests.agree()  # a signal may have arrived during the set-up
     metrics.start()
-    with (
-        profiling(config.profiling, folder / "traces", rank, progress) as profile_step,
-        checkpoint.complete_on(NonFinite),
-    ):
+    with profiling(config.profiling, folder / "traces", rank, progress) as profile_step:
         while progress.step < training.steps and not requests.stop:
             progress.step += 1
 
@@ -155,13 +150,15 @@ def main(config: Config) -> int:
             agreed = requests.agree(save=checkpoint.wants_save(), failed=checkpoint.failed)
             finished = progress.step == training.steps
             last = finished or agreed.stop
-            if metrics.due(last):
-                metrics.require_finite(grad_norm)
+            logs, saves = metrics.due(last), checkpoint.due(progress.step, last, agreed.save)
+            validates = validator.due(progress.step, finished)
+            if logs or saves or validates or checkpoint.unproven:
+                checkpoint.require_finite(progress.step, grad_norm)
+            if logs:
                 metrics.log(mesh.sum_losses(loss), grad_norm, lr, stream.epochs)
             if agreed.failed:
                 checkpoint.close()  # raises the error of the save
-            if validator.due(progress.step, finished) or checkpoint.due(progress.step, last, agreed.save):
-                metrics.require_finite(grad_norm)
+            if saves or validates:
                 with metrics.paused():
                     held_out_loss = validator.maybe_run(progress.step, finished, requests.agree_to_stop)
                     checkpoint.maybe_save(progress.step, last or requests.stop, agreed.save, held_out_loss)

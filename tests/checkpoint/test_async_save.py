@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 
 from titanlite.checkpoint import async_save, dcp, manager, shard_file
 from titanlite.checkpoint.async_save import AsyncSaver
-from titanlite.checkpoint.manifest import RunMetadata, read_manifest
+from titanlite.checkpoint.manager import NonFinite
+from titanlite.checkpoint.manifest import RunMetadata
+from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read import verify_files
 from titanlite.checkpoint.storage import SaveError, list_steps, write_step
 from titanlite.data.stream import TrainStream
-from titanlite.observe.metrics import NonFinite
 
 CPU = torch.device("cpu")
 

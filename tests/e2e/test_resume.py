@@ -1,13 +1,15 @@
 """Stopping and going on: the stream of losses is that of a run that was never stopped."""
 
 import re
+from unittest import mock
 
 import pytest
 import torch
 from messages import assert_mentions, run_refused
 from runs import curve, rows, train_run, train_until
 
-from titanlite.checkpoint.manifest import DTYPES, RunMetadata, read_manifest
+from titanlite.checkpoint.manifest import DTYPES, RunMetadata
+from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read import read_step
 from titanlite.checkpoint.storage import list_steps, write_step
 
@@ -185,6 +187,61 @@ def test_divergence_stops_without_saving(pool, arguments, tmp_path):
     assert saved == list(curve(tmp_path / "debug"))
 
 
+def train_with_a_bad_step(bad: int, arguments: list[str]) -> int:
+    """Like `train_run`, but the learning rate of one step is so large that the weights are finite and useless."""
+    from titanlite.optim.schedule import Schedule
+
+    def set_lr(schedule, step):
+        lr = original(schedule, step)
+        for group in schedule.optimizer.param_groups if step == bad else ():
+            group["lr"] = 1e30
+        return lr
+
+    original = Schedule.set_lr
+    with mock.patch.object(Schedule, "set_lr", set_lr):
+        return train_run(arguments)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_one_bad_step_does_not_cost_the_last_good_checkpoint(pool, arguments, tmp_path, mode):
+    """With `keep = 1`: the checkpoint of the bad step is found out by the next step, and passed over."""
+    folder = tmp_path / "debug/checkpoints"
+    saving = ["--checkpoint.freq=1", "--checkpoint.keep=1", f"--checkpoint.async_mode={mode}"]
+    run = [*arguments, *saving, "--training.steps=6", "--validation.freq=0"]
+    with pytest.raises(AssertionError, match=r"NonFinite: step 5: .*; the same command resumes from step 4"):
+        pool.run(2, train_with_a_bad_step, 4, run)
+    assert steps_and_others(folder) == ([3, 4], set())
+    with pytest.raises(
+        AssertionError, match=r"NonFinite: step 5: .*renamed to .*step-4.diverged.*checkpoint.load_step"
+    ):
+        pool.run(2, train_run, run)
+    assert steps_and_others(folder) == ([3], {"step-4.diverged"})
+    assert pool.run(2, train_run, run) == [0, 0]
+    assert steps_and_others(folder) == ([5, 6], {"step-4.diverged"})
+    assert pool.run(2, train_run, [*run, "--run.name=whole"]) == [0, 0]
+    assert curve(tmp_path / "debug") == curve(tmp_path / "whole")
+
+
+def test_a_run_that_always_diverges_renames_few_checkpoints(pool, arguments, tmp_path):
+    """Not the checkpoint is the cause then, and the last one stays."""
+    folder = tmp_path / "debug/checkpoints"
+    run = [*arguments, "--checkpoint.freq=1", "--checkpoint.keep=0", "--validation.freq=0"]
+    assert pool.run(1, train_run, run) == [0]
+    worse = [*run, "--training.steps=9", "--training.max_norm=0"]
+    for expected in ("step-6.diverged", "step-5.diverged", "step-4.diverged", "3 were renamed already"):
+        with pytest.raises(AssertionError, match=rf"NonFinite: .*no step since.*{expected}"):
+            pool.run(1, train_on_nan, worse)
+    assert list_steps(folder) == [1, 2, 3]
+    with pytest.raises(AssertionError, match="no step since step 2"):
+        pool.run(1, train_on_nan, [*worse, "--checkpoint.load_step=2"])
+    assert list_steps(folder) == [1, 2]
+
+
+def train_on_nan(arguments: list[str]) -> int:
+    with mock.patch("train.clip_grad_norm", return_value=torch.tensor(float("nan"))):
+        return train_run(arguments)
+
+
 def steps_and_others(folder) -> tuple[list[int], set[str]]:
     return list_steps(folder), {path.name for path in folder.iterdir() if "." in path.name}
 
@@ -242,7 +299,7 @@ def test_going_back_survives_the_deletion_of_the_step(pool, arguments, tmp_path)
     assert pool.run(1, train_run, [*run, "--training.steps=3"]) == [0]
     back = [*run, "--training.steps=9", "--checkpoint.load_step=2"]
     assert pool.run(1, train_until, 4, back) == [75]
-    assert list_steps(tmp_path / "debug/checkpoints") == [5, 6]
+    assert list_steps(tmp_path / "debug/checkpoints") == [4, 5, 6]  # 6 is not proven yet
     assert pool.run(1, train_run, back) == [0]
     log = (tmp_path / "debug/log.txt").read_text()
     assert_mentions(log, "checkpoint.load_step = 2", "training.steps 3 -> 9")

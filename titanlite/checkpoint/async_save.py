@@ -51,6 +51,7 @@ class AsyncSaver:
         self._buffers: dict[str, Tensor] = {}
         self._copying, self._staged = False, threading.Event()
         self._future: Future[None] | None = None
+        self._later: Future[None] | None = None
 
     def save(self, get_state: Callable[[], State], write: Write) -> None:
         """Waits for the previous save, then calls `write(state, group, failure)`: in a thread if asynchronous."""
@@ -82,11 +83,19 @@ class AsyncSaver:
         """Whether the save in progress has failed on this process; `wait` raises its error."""
         return self._future is not None and self._future.done() and self._future.exception() is not None
 
+    def after_save(self, function: Callable[[], None]) -> None:
+        """Calls a function on this process once the save in progress has ended: in its thread if asynchronous."""
+        if self.background:
+            self._later = self._threads.submit(function)
+        else:
+            function()
+
     def wait(self) -> None:
         """Returns when no save is in progress. Raises SaveError on all processes if it failed."""
-        future, self._future = self._future, None
-        if future is not None:
-            future.result()
+        futures, self._future, self._later = (self._future, self._later), None, None
+        for future in futures:
+            if future is not None:
+                future.result()
 
     def _save(self, state: State, write: Write, ready: Any) -> None:
         """Staging, then writing."""

@@ -3,6 +3,9 @@
 What it is: decides when to save and load; `storage.py` reads and writes. A run whose folder holds checkpoints resumes
 from the newest complete one; a damaged one is reported, renamed and skipped. A save is due every `freq` steps or
 `freq_minutes`, at the end, after a signal, and when a file named SAVE appears in the run's folder.
+A checkpoint is proven when the gradient of a later step, or the validation loss at its own step, is finite. One bad
+step can leave weights that are finite and useless, so older checkpoints are deleted only once the newest is proven.
+What it costs: the first step after a save or a resume waits for the device, to read its gradient norm.
 """
 
 from __future__ import annotations
@@ -12,15 +15,15 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titanlite.checkpoint.async_save import AsyncSaver, State
-from titanlite.checkpoint.manifest import Manifest, RunMetadata, read_manifest
+from titanlite.checkpoint.manifest import Manifest, RunMetadata
 from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import delete_step, list_steps, set_aside, step_folder, sweep, write_step
 from titanlite.config.schema import CheckpointConfig, ConfigError
@@ -28,6 +31,11 @@ from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.distributed.watchdog import mark_phase
 
 logger = logging.getLogger("titanlite")
+MAX_DIVERGED = 3  # checkpoints that a run renames because training diverged right after resuming from them
+
+
+class NonFinite(RuntimeError):
+    """The gradient norm is NaN or infinite. The weights in memory are unusable; the last checkpoint is intact."""
 
 
 class Checkpointer:
@@ -48,6 +56,8 @@ class Checkpointer:
         self.saver = AsyncSaver(config.async_mode, config.retries, device)
         self.manifests = ManifestCache(self.folder)
         self.newest = 0
+        self.unproven = False  # whether the newest checkpoint is
+        self._resumed = 0  # the step that this process has resumed from, until it is proven
         self._saved_at = self._looked_at = time.monotonic()
 
     def load(self) -> bool:
@@ -66,7 +76,8 @@ class Checkpointer:
         steps: list[int] = broadcast_from_rank0(lambda: list_steps(self.folder))
         for step in reversed(self._candidates(steps)):
             if self._try(step_folder(self.folder, step)):
-                self.newest = step
+                self.newest = self._resumed = step
+                self.unproven = True
                 if dist.get_rank() == 0:
                     for later in (later for later in list_steps(self.folder) if later > step):
                         aside = set_aside(step_folder(self.folder, later), "superseded")
@@ -106,7 +117,8 @@ class Checkpointer:
 
     def _try(self, path: Path) -> bool:
         """Loads a checkpoint; if it is unusable, logs the reasons, renames it and returns False."""
-        from titanlite.checkpoint.read import verify_together  # imported only if there is something to read
+        from titanlite.checkpoint.manifest_reader import read_manifest  # imported only if there is something to read
+        from titanlite.checkpoint.read import verify_together
 
         started = time.monotonic()
         problems, why = verify_together(path, group=self.saver.group), "damaged"
@@ -183,18 +195,44 @@ class Checkpointer:
         self.newest, self._saved_at = step, time.monotonic()
         loss = validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None
         facts = self.facts._replace(validation_loss=loss)
+        self.unproven = loss is None
         self.saver.save(self._state, functools.partial(self._write, step, facts, time.monotonic()))
         if last:
             self.close()
 
-    @contextlib.contextmanager
-    def complete_on(self, error: type[Exception]) -> Iterator[None]:
-        """Within this context, an `error` that all ranks raise together first completes the save in progress."""
+    def require_finite(self, step: int, grad_norm: Tensor) -> None:
+        """Reads the gradient norm from the device. If it is finite, the newest checkpoint is proven.
+
+        Otherwise completes the save in progress and raises NonFinite. All ranks call it together: the norm is that of
+        the whole gradient, and a NaN loss makes it NaN.
+        """
+        if math.isfinite(norm := float(grad_norm)):
+            if self.unproven:
+                mark_phase("deleting old checkpoints")
+                self.unproven, self._resumed = False, 0
+                if dist.get_rank() == 0:
+                    self.saver.after_save(self._delete_old)
+            return
+        self.close()
+        advice = broadcast_from_rank0(self._after_divergence)
+        raise NonFinite(f"step {step}: the gradient norm is {norm}: training has diverged; {advice}")
+
+    def _after_divergence(self) -> str:
+        """What the next start resumes from, for the message. Not again from a checkpoint that led here at once."""
+        older = [step for step in list_steps(self.folder) if step < self._resumed]
+        diverged = len(list(self.folder.glob("step-*.diverged*")))
+        hint = "checkpoint.load_step = N selects another"
+        if not self._resumed:
+            newest = max(list_steps(self.folder), default=0)
+            return f"the same command resumes from step {newest}; {hint}" if newest else "no checkpoint was saved"
+        at_once = f"no step since step {self._resumed}, from which this run resumed, was finite"
+        if self.config.load_step or not older or diverged == MAX_DIVERGED:
+            return f"{at_once}; {hint}" + (f"; {diverged} were renamed already" if diverged else "")
         try:
-            yield
-        except error:
-            self.close()
-            raise
+            aside = set_aside(step_folder(self.folder, self._resumed), "diverged")
+        except OSError as error:
+            return f"{at_once}, and it could not be renamed ({error}); {hint}"
+        return f"{at_once}: renamed to {aside}; the same command resumes from step {older[-1]}; {hint}"
 
     def close(self) -> None:
         """Waits for the save in progress, on all ranks. Raises SaveError, or the process group's error."""
@@ -216,6 +254,11 @@ class Checkpointer:
         if not manifest.finite:
             logger.warning("step %d contains NaN or infinity: the run will not resume from it", step)
         self.manifests.add(manifest)
+        if facts.validation_loss is not None:
+            self._delete_old()
+
+    def _delete_old(self) -> None:
+        """Deletes what the rule does not keep; the newest checkpoint is proven."""
         keep = self.config.keep, self.config.keep_every, self.config.keep_best
         try:
             for old in steps_to_delete(self.manifests.good(), *keep) if self.config.keep else []:

@@ -40,7 +40,7 @@ def raise_together(problems: list[str], group: Any = None) -> None:
 
 
 def broadcast_from_rank0(find: Callable[[], Any]) -> Any:
-    """The JSON value that `find` returns on rank 0. Raises ConfigError on all ranks if `find` does.
+    """The JSON value that `find` returns on rank 0. Raises ConfigError on all ranks if `find` does or files fail.
 
     On a network file system some nodes see a new folder later than others, so rank 0 looks for all.
     """
@@ -50,6 +50,8 @@ def broadcast_from_rank0(find: Callable[[], Any]) -> Any:
             found[0] = find()
         except ConfigError as error:
             found[1] = error.problems
+        except OSError as error:
+            found[1] = [f"{error.filename}: {error.strerror}" if error.filename else str(error)]
     value, problems = gather(found)[0]
     if problems:
         raise ConfigError(problems)

@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+from titanlite.observe.line_file import LineFileHandler
+
 logger = logging.getLogger("titanlite")
 
 
@@ -30,7 +32,8 @@ def setup_logging(rank: int) -> None:
 
 
 def log_to_file(path: Path) -> None:
-    """Appends messages, with times, to a file."""
-    file = logging.FileHandler(path, encoding="utf-8")
+    """Appends messages, with times, to a file. Raises OSError if it cannot be opened."""
+    path.open("a").close()  # raises OSError if there cannot be such a file
+    file = LineFileHandler(path)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(file)

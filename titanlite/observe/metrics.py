@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import resource
 import sys
 import time
@@ -26,8 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import MetricsConfig, TrainingConfig
+from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.flops import flops_per_token, peak_tflops
+from titanlite.observe.line_file import LineFile
 
 logger = logging.getLogger("titanlite")
 
@@ -44,10 +45,6 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.tokens, self.seconds = int(state["step"]), int(state["tokens"]), float(state["seconds"])
-
-
-class NonFinite(RuntimeError):
-    """The loss or the gradient norm is NaN or infinite. The weights are unusable; the last checkpoint is intact."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +68,13 @@ class Metrics:
     def __init__(
         self, config: MetricsConfig, folder: Path, device: torch.device, progress: Progress, workload: Workload
     ) -> None:
-        """Removes lines after `progress.step` from metrics.jsonl in the run's `folder`; at step 0, all lines."""
+        """Removes lines after `progress.step` from metrics.jsonl in the run's `folder`; at step 0, all lines.
+
+        Raises ConfigError, on all ranks, if the file cannot be written.
+        """
         self.config, self.device, self.progress, self.workload = config, device, progress, workload
-        self.path = folder / "metrics.jsonl"
-        self.writes = dist.get_rank() == 0
-        if self.writes:
-            _truncate_after(self.path, progress.step or -1)
+        self.file = LineFile(folder / "metrics.jsonl")
+        broadcast_from_rank0(lambda: _truncate_after(self.file.path, progress.step or -1))
         self.start()
 
     def start(self) -> None:
@@ -142,13 +140,6 @@ class Metrics:
         self.write({"step": self.progress.step, f"{prefix}/loss": loss, f"{prefix}/bits_per_byte": bits_per_byte})
         logger.info(f"{self._position()}  {prefix}  loss {loss:.4f}  bits_per_byte {bits_per_byte:.4f}")
 
-    def require_finite(self, grad_norm: Tensor) -> None:
-        """Raises NonFinite, on all ranks: the norm is global, and a NaN loss makes it NaN."""
-        if not math.isfinite(float(grad_norm)):
-            raise NonFinite(
-                f"step {self.progress.step}: the gradient norm is {float(grad_norm)}: training has diverged"
-            )
-
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """A context for validation and saving, whose time does not count as training time."""
@@ -160,24 +151,21 @@ class Metrics:
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends one JSON object; floats keep every digit, so two runs can be compared bit by bit."""
-        if self.writes:
-            with self.path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        if dist.get_rank() == 0:
+            self.file.append(json.dumps(row))
 
 
 def _truncate_after(path: Path, step: int) -> None:
-    """Keeps the lines up to `step` of a metrics file, dropping a last line that was cut off."""
+    """Keeps the lines up to `step` of a metrics file, and drops lines that are damaged."""
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
-        try:
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):
-            continue
+                kept.append(line + b"\n")
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
+    temporary.write_bytes(b"".join(kept))
     temporary.replace(path)
 
 
