@@ -11,6 +11,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from titanlite.checkpoint.storage import write_step
 from titanlite.cli.main import main
 from titanlite.config.schema import ConfigError, OptimizerConfig
 from titanlite.data.tokenizer import BUNDLED, Tokenizer
-from titanlite.formats import check, huggingface, huggingface_tokenizer, targets
+from titanlite.formats import check, huggingface, huggingface_tokenizer, output_path, targets
 from titanlite.formats import convert as module
 from titanlite.formats.convert import Mismatch, convert, load_full_state
 from titanlite.formats.export import Export
@@ -363,6 +364,13 @@ def test_force_replaces_nothing_else(steps, tmp_path, monkeypatch, capsys):
     assert {str(path) for path in Path().iterdir()} == {str(path) for path in before if len(path.parts) == 1} | {"x.pt"}
 
 
+@pytest.fixture(params=["renameat2", "rename"])
+def renames(request, monkeypatch):
+    """With the system call that exchanges two names, and where it is missing."""
+    if request.param == "rename":
+        monkeypatch.setattr(output_path, "_renameat2", lambda path, target, flag: False)
+
+
 def test_a_failed_replacement_brings_back_what_was_there(steps, tmp_path, monkeypatch):
     convert(steps["grouped"], tmp_path / "there", "hf", log=quiet)
     original = Path.rename
@@ -372,11 +380,109 @@ def test_a_failed_replacement_brings_back_what_was_there(steps, tmp_path, monkey
             raise OSError(5, "Input/output error")
         return original(self, target)
 
+    monkeypatch.setattr(output_path, "_renameat2", lambda path, target, flag: False)
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(OSError, match="Input/output error"):
         convert(steps["scaled"], tmp_path / "there", "hf", force=True, log=quiet)
     assert os.listdir(tmp_path) == ["there"]
     assert load_full_state(tmp_path / "there").model == GROUPED
+
+
+def add_file(target: Path) -> None:
+    target.mkdir(exist_ok=True)
+    (target / "mine").write_text("mine")
+
+
+def add_folder(target: Path) -> None:
+    target.mkdir()
+
+
+@pytest.mark.usefixtures("renames")
+@pytest.mark.parametrize(
+    ("force", "appear", "problem"),
+    [
+        (False, add_file, "appeared while it was written"),
+        (False, add_folder, "appeared while it was written"),
+        (False, lambda target: target.write_text("mine"), "appeared while it was written"),
+        (True, add_file, "holds mine"),
+        (True, lambda target: target.symlink_to("elsewhere"), "is a link"),
+    ],
+)
+def test_what_appears_while_the_output_is_written_is_kept(steps, tmp_path, monkeypatch, force, appear, problem):
+    target, write = tmp_path / "there", targets.TARGETS["hf"]
+
+    def write_slowly(path, export):
+        write(path, export)
+        appear(target)
+
+    monkeypatch.setitem(targets.TARGETS, "hf", write_slowly)
+    with pytest.raises(ConfigError, match=f"there: {problem}"):
+        convert(steps["grouped"], target, "hf", force=force, log=quiet)
+    assert os.listdir(tmp_path) == ["there"]
+    assert not target.is_file() or target.read_text() == "mine"
+    assert not target.is_dir() or os.listdir(target) == (["mine"] if appear is add_file else [])
+
+
+@pytest.mark.usefixtures("renames")
+def test_a_file_added_after_the_last_check_is_kept_too(steps, tmp_path, monkeypatch):
+    target = tmp_path / "there"
+    convert(steps["grouped"], target, "hf", log=quiet)
+    check, calls = output_path._require_replaceable, []
+
+    def check_and_add(path, named):
+        check(path, named)
+        calls.append(path)
+        if len(calls) == 3:  # before the writing, under the lock, before the exchange
+            add_file(target)
+
+    monkeypatch.setattr(output_path, "_require_replaceable", check_and_add)
+    with pytest.raises(ConfigError, match="there: holds mine"):
+        convert(steps["scaled"], target, "hf", force=True, log=quiet)
+    assert len(calls) == 3
+    assert os.listdir(tmp_path) == ["there"]
+    assert (target / "mine").read_text() == "mine"
+    (target / "mine").unlink()
+    assert load_full_state(target).model == GROUPED
+
+
+def test_two_conversions_to_one_target_do_not_meet(steps, tmp_path):
+    target = tmp_path / "there"
+    with output_path.lock_target(target, tmp_path), pytest.raises(ConfigError, match="there: another conversion"):
+        convert(steps["grouped"], target, "hf", log=quiet)
+    outcomes: list[str] = []
+
+    def convert_it(name: str) -> None:
+        try:
+            convert(steps[name], target, "hf", force=True, log=quiet)
+            outcomes.append("done")
+        except ConfigError as error:
+            outcomes.append(str(error).partition(": ")[2].partition(" is")[0])
+
+    for _ in range(5):
+        threads = [threading.Thread(target=convert_it, args=(name,)) for name in ("grouped", "scaled", "debug")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert set(outcomes) <= {"done", "another conversion"}
+    assert outcomes.count("done") >= 5
+    assert os.listdir(tmp_path) == ["there"]
+    assert load_full_state(target).model in (GROUPED, SCALED, FLAVORS["debug"])
+
+
+def test_what_a_killed_replacement_left_gets_its_name_back(steps, tmp_path, caplog):
+    target, old = tmp_path / "there", tmp_path / "there.titanlite-old-0123abcd"
+    convert(steps["grouped"], old, "hf", log=quiet)
+    with pytest.raises(ConfigError, match="there: exists already"):
+        convert(steps["scaled"], target, "hf", log=quiet)
+    assert os.listdir(tmp_path) == ["there"]
+    assert "its name is restored" in caplog.text
+    target.rename(old)
+    convert(steps["scaled"], target.with_name("other"), "hf", log=quiet)
+    target.with_name("other").rename(target)
+    convert(steps["debug"], target, "hf", force=True, log=quiet)
+    assert sorted(os.listdir(tmp_path)) == [target.name, old.name]
+    assert str(old) in caplog.text
 
 
 NO_MODELS = {
@@ -494,7 +600,8 @@ def test_an_interrupted_conversion_leaves_nothing_and_can_be_repeated(steps, tmp
     assert "Traceback" not in told
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
     left = os.listdir(tmp_path)
-    assert not left if number != signal.SIGKILL else [name.split("-")[0] for name in left] == ["there.titanlite"]
+    names = {name.split("-")[0] for name in left}
+    assert names == (set() if number != signal.SIGKILL else {"there.titanlite", ".there.titanlite"})
     assert main(arguments) == 0
     assert os.listdir(tmp_path) == ["there"]
 

@@ -33,7 +33,7 @@ from titanlite.formats.detect import open_full_state
 from titanlite.formats.export import Export
 from titanlite.formats.full_state import FullState, FullTensor
 from titanlite.formats.load import mismatches, require_intact
-from titanlite.formats.output_path import publish, remove, remove_leftovers, require_writable, temporary_path
+from titanlite.formats.output_path import lock_target, publish, remove, require_writable, temporary_path
 from titanlite.formats.targets import SHARDED, SUFFIXES, TARGETS, WITH_OTHERS, WITH_SCRATCH
 from titanlite.model.flavors import parameter_shapes
 
@@ -91,7 +91,42 @@ def convert(
     export = Export(state, as_dtype, q8, full, shard_size)
     log(describe(state, full))
     _require_convertible(state, to, full, force)
-    _write(export, target, to, force, log)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with lock_target(target, state.path):
+        require_writable(state.path, target, force)  # again: another conversion may have ended since
+        _write(export, target, to, force, log)
+        return _read_back(export, target, to, verify, log)
+
+
+def _write(export: Export, target: Path, to: str, force: bool, log: Callable[[str], None]) -> None:
+    """Writes beside the target and renames; on an error nothing is left."""
+    state, needed = export.state, export.nbytes * (2 if to in WITH_SCRATCH else 1) + SPARE
+    if (free := shutil.disk_usage(target.parent).free) < needed:
+        raise ConfigError(f"{target.parent}: {free / 1e6:,.0f} MB free, and {needed / 1e6:,.0f} MB needed")
+    beside = temporary_path(target)
+    try:
+        with progress_bar(state.nbytes(export.full), "verifying the source") as bar:
+            require_intact(state, export.full, bar.update)
+        started = time.monotonic()
+        with progress_bar(export.nbytes, "converting") as bar:
+            export.progress = bar.update
+            TARGETS[to](beside, export)
+        if not force:
+            _require_finite(export)
+        publish(beside, target, force)
+    except CorruptCheckpoint:
+        if not state.path.exists():
+            raise ConfigError(f"{state.path}: was deleted while it was read; see its run's checkpoint.keep") from None
+        raise
+    finally:
+        remove(beside)
+    seconds, gb = time.monotonic() - started, export.nbytes / 1e9
+    log(f"wrote {target}: {gb:.3f} GB in {seconds:.2f} s, {gb / seconds:.2f} GB/s")
+
+
+def _read_back(export: Export, target: Path, to: str, verify: bool, log: Callable[[str], None]) -> FullState:
+    """Opens the output, and compares it with the source. Raises Mismatch."""
+    state = export.state
     try:
         result = gguf_file.read_back(target, state.model) if to == "gguf" else open_full_state(target)
         if to != "titanlite":
@@ -105,34 +140,6 @@ def convert(
             log(f"interrupted: {target} is complete, but the comparison with its source did not finish")
             raise
     return result
-
-
-def _write(export: Export, target: Path, to: str, force: bool, log: Callable[[str], None]) -> None:
-    """Writes beside the target and renames; on an error nothing is left."""
-    state, needed = export.state, export.nbytes * (2 if to in WITH_SCRATCH else 1) + SPARE
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(target.parent).free) < needed:
-        raise ConfigError(f"{target.parent}: {free / 1e6:,.0f} MB free, and {needed / 1e6:,.0f} MB needed")
-    beside = temporary_path(target)
-    remove_leftovers(target, state.path)
-    try:
-        with progress_bar(state.nbytes(export.full), "verifying the source") as bar:
-            require_intact(state, export.full, bar.update)
-        started = time.monotonic()
-        with progress_bar(export.nbytes, "converting") as bar:
-            export.progress = bar.update
-            TARGETS[to](beside, export)
-        if not force:
-            _require_finite(export)
-        publish(beside, target)
-    except CorruptCheckpoint:
-        if not state.path.exists():
-            raise ConfigError(f"{state.path}: was deleted while it was read; see its run's checkpoint.keep") from None
-        raise
-    finally:
-        remove(beside)
-    seconds, gb = time.monotonic() - started, export.nbytes / 1e9
-    log(f"wrote {target}: {gb:.3f} GB in {seconds:.2f} s, {gb / seconds:.2f} GB/s")
 
 
 def _format(target: Path, to: str) -> str:

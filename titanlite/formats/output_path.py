@@ -1,20 +1,30 @@
 """The output of a conversion: written under a temporary name beside the target, synced, and renamed when complete.
 
-What it is: which targets may be replaced, the temporary names, the rename. A killed conversion's leftovers are removed
-by the next one to the same target; what `--force` replaces stays until the new output has its name.
+What it is: which targets may be replaced, the temporary names, the rename. A conversion holds the lock of its target,
+so what others have left beside it is of killed ones, and is removed. Nothing is replaced without `--force`, also not
+what appears while the output is written. With `--force` the two are exchanged in one operation, then what was there is
+checked again and removed, so a kill at any moment leaves one of them under the target's name.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
+import logging
 import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from titanlite.config.files import sync_folder, write_synced
 from titanlite.config.schema import ConfigError
+from titanlite.distributed.run_folder import lock
 
+logger = logging.getLogger("titanlite")
+AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2  # of linux/fcntl.h and linux/fs.h
 REPLACEABLE = re.compile(  # names of files that a conversion, or a run's checkpoint, consists of
     r"(model|training)-?.*\.safetensors|model\.safetensors\.index\.json|.*\.distcp|\.metadata|consolidated\.\d+\.pth"
     r"|(manifest|config|generation_config|params|model|data|titanlite|tokenizer|tokenizer_config)\.json"
@@ -31,14 +41,44 @@ def require_writable(source: Path, target: Path, force: bool) -> None:
         raise ConfigError(f"{target}: is or contains the current folder; choose another path")
     if (target.exists() or target.is_symlink()) and not force:
         raise ConfigError(f"{target}: exists already; choose another name, or replace it with --force")
-    if target.is_symlink() or (target.exists() and not target.is_file() and not target.is_dir()):
+    _require_replaceable(target, target)
+
+
+def _require_replaceable(path: Path, target: Path) -> None:
+    """Raises ConfigError if `path`, which is or was at the target, may not be deleted."""
+    if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
         raise ConfigError(f"{target}: is a link or a device; --force replaces files and folders only")
-    content = sorted(target.iterdir()) if target.is_dir() else []
-    if others := [path.name for path in content if path.is_dir() or not REPLACEABLE.fullmatch(path.name)]:
+    content = sorted(path.iterdir()) if path.is_dir() else []
+    if others := [inner.name for inner in content if inner.is_dir() or not REPLACEABLE.fullmatch(inner.name)]:
         raise ConfigError(
             f"{target}: holds {', '.join(others[:3])}; --force replaces only folders whose files convert could have "
             "written"
         )
+
+
+@contextlib.contextmanager
+def lock_target(target: Path, source: Path) -> Iterator[None]:
+    """Within this context no other conversion writes the target. Raises ConfigError if one does.
+
+    On entry it removes what killed conversions have left, and gives back the target's name to what one has replaced.
+    """
+    path = target.with_name(f".{target.name}.titanlite-lock")
+    while True:
+        try:
+            held = lock(path)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{target}: another conversion is writing it; wait for it, or choose another path"
+            ) from None
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(held.fileno())):
+            break
+        held.close()  # another conversion has ended and removed the file meanwhile
+    try:
+        _remove_leftovers(target, source)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        held.close()
 
 
 def temporary_path(target: Path) -> Path:
@@ -46,12 +86,18 @@ def temporary_path(target: Path) -> Path:
     return target.with_name(f"{target.stem}.titanlite-tmp-{secrets.token_hex(4)}{target.suffix}")
 
 
-def remove_leftovers(target: Path, source: Path) -> None:
-    """Removes what killed conversions to this target have left; a scratch file has the mark in its name twice."""
+def _remove_leftovers(target: Path, source: Path) -> None:
+    """The caller holds the target's lock. A scratch file has the mark in its name twice."""
     pattern = rf"{re.escape(target.stem)}(\.titanlite-tmp-[0-9a-f]{{8}})+{re.escape(target.suffix)}"
-    for path in target.parent.iterdir():
+    replaced = re.compile(rf"{re.escape(target.name)}\.titanlite-old-[0-9a-f]{{8}}")
+    for path in sorted(target.parent.iterdir()):
         if re.fullmatch(pattern, path.name) and path != source:
             remove(path)
+        elif replaced.fullmatch(path.name) and not os.path.lexists(target):
+            path.rename(target)
+            logger.warning("%s: a conversion was killed while it replaced this; its name is restored", target)
+        elif replaced.fullmatch(path.name):
+            logger.warning("%s: what a killed conversion has replaced; delete it if you do not need it", path)
 
 
 def write_small_files(folder: Path, files: dict[str, bytes]) -> None:
@@ -60,25 +106,66 @@ def write_small_files(folder: Path, files: dict[str, bytes]) -> None:
         write_synced(folder / name, content)
 
 
-def publish(temporary: Path, target: Path) -> None:
-    """Renames the output to its target; a folder that was there is first renamed, and removed afterwards."""
+def publish(temporary: Path, target: Path, force: bool) -> None:
+    """Renames the output to its target. Raises ConfigError if there is something that may not be replaced."""
     if temporary.is_dir():
         sync_folder(temporary)
-    if not (target.exists() or target.is_symlink()):
-        temporary.rename(target)
-    elif not target.is_dir():
-        temporary.replace(target)
-    else:
-        old = target.with_name(f"{target.name}.titanlite-old-{secrets.token_hex(4)}")  # `remove_leftovers` keeps it
+    try:
+        _rename_to_new(temporary, target)
+    except FileExistsError:
+        if not force:
+            raise ConfigError(
+                f"{target}: appeared while it was written, and was not replaced; choose another name"
+            ) from None
+        _require_replaceable(target, target)
+        _replace(temporary, target)
+    sync_folder(target.parent)
+
+
+def _rename_to_new(path: Path, target: Path) -> None:
+    """Raises FileExistsError if there is something at the target."""
+    if not _renameat2(path, target, RENAME_NOREPLACE):
+        if os.path.lexists(target):
+            raise FileExistsError(target)
+        path.rename(target)
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    """Exchanges the two, and removes what was at the target; if it may not be removed, exchanges them again."""
+    old = target.with_name(f"{target.name}.titanlite-old-{secrets.token_hex(4)}")
+    exchanged = _renameat2(temporary, target, RENAME_EXCHANGE)
+    if exchanged:
+        old = temporary
+    else:  # in two steps: a kill between them leaves the old copy under the other name, which the next one gives back
         target.rename(old)
         try:
             temporary.rename(target)
         except BaseException:  # also a signal
-            if not target.exists():
-                old.rename(target)
+            _rename_to_new(old, target)
             raise
-        remove(old)
-    sync_folder(target.parent)
+    try:
+        _require_replaceable(old, target)  # files may have been added since the first check
+    except ConfigError:
+        if exchanged:
+            _renameat2(temporary, target, RENAME_EXCHANGE)
+        else:
+            target.rename(temporary)
+            old.rename(target)
+        raise
+    remove(old)
+
+
+def _renameat2(path: Path, target: Path, flag: int) -> bool:
+    """Linux's system call, which Python does not offer. False where the system or the file system lacks it."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(AT_FDCWD, os.fsencode(path), AT_FDCWD, os.fsencode(target), flag) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(target))
 
 
 def remove(path: Path) -> None:
