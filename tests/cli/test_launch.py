@@ -25,6 +25,13 @@ def test_threads_in_the_environment(monkeypatch):
         launch.launch(["debug"])
 
 
+def test_several_nodes_need_an_address(monkeypatch):
+    monkeypatch.setenv("NNODES", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with refused("MASTER_ADDR is not set", "NNODES = 2"):
+        launch.launch(["debug"])
+
+
 # Usable cores, read from made-up files of Linux
 
 

@@ -55,6 +55,7 @@ def test_the_failure_of_one_ends_the_others_and_is_the_result(signals, monkeypat
     monkeypatch.setattr(processes, "GRACE", 0.5)
     started = {0: python(IGNORE), 1: python(SLEEP), 2: python("")}
     started[0].stdout.read(1)
+    started[2].wait()
     started[3] = python("raise SystemExit(7)")
     assert processes.wait(started, signals) == 7
     assert_mentions(capsys.readouterr().err, "rank 3", "exit code 7")
@@ -110,10 +111,18 @@ def test_processes_that_were_started_end_if_the_next_cannot_be(signals, monkeypa
 def test_an_address_at_which_one_cannot_listen():
     with refused("MASTER_ADDR = '192.0.2.1'", "environment", "node 0"):
         processes.listen("192.0.2.1", 0)  # reserved for documents: no machine has it
-    with refused("MASTER_ADDR = 'no such host'", "environment", "node 0"):
-        processes.listen("no such host", 0)
+    for name in ("no such host", "a..b"):
+        with refused(f"MASTER_ADDR = '{name}'", "environment", "node 0"):
+            processes.listen(name, 0)
     with socket.create_server(("127.0.0.1", 0)) as taken, refused("MASTER_PORT", "in use", "free port"):
         processes.listen("127.0.0.1", taken.getsockname()[1])
+
+
+def test_a_name_that_other_nodes_cannot_reach_is_refused(monkeypatch):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 29500))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **options: found)
+    with refused("MASTER_ADDR = 'node-0'", "loopback address 127.0.1.1", "IP address"):
+        processes.listen("node-0", 29500)
 
 
 @pytest.mark.parametrize(

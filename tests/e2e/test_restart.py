@@ -107,7 +107,10 @@ def test_a_launcher_that_waits_for_other_nodes_can_be_stopped(saving_run):
     """Its processes wait in code that runs no signal handlers."""
     port = str(random.randrange(20_000, 30_000))
     process = start(saving_run, NGPU="1", NNODES="2", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    time.sleep(4)
+    deadline = time.monotonic() + 30
+    while not workers(process) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(3)  # it imports torch, then waits
     process.send_signal(signal.SIGTERM)
     code, output = finish(process, timeout=5)
     assert code == 75, output

@@ -1,8 +1,9 @@
 """The launcher: checks a run and starts the training processes of this node.
 
-What it is: `titanlite train`, which run_train.sh calls. It checks the config and prepares the data before torch is
-imported, so that a mistake is reported at once. Then it starts NGPU processes of train.py (`processes.run`) and returns
-their exit code. A failed run is started again up to MAX_RESTARTS times, from its newest checkpoint.
+What it is: `titanlite train`, which run_train.sh calls. It checks the config and prepares the data without importing
+torch (except to count CUDA devices, where there is a driver), so that a mistake is reported at once. Then it starts
+NGPU processes of train.py (`processes.run`) and returns their exit code. A failed run is started again up to
+MAX_RESTARTS times, from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def launch(argv: list[str]) -> int:
     port = _number("MASTER_PORT", 29500, high=65535 - restarts)
     # One thread per core, over all processes; with more, the processes wait for each other.
     threads = _number("OMP_NUM_THREADS", max(1, usable_cores() // here))
+    if nodes > 1 and not os.environ.get("MASTER_ADDR"):
+        raise ConfigError(f"MASTER_ADDR is not set in the environment, and NNODES = {nodes}: expected node 0's address")
     tokenizer: list[Tokenizer] = []
     llama: list[LlamaConfig] = []
     problems: list[str] = []
@@ -63,7 +66,7 @@ def launch(argv: list[str]) -> int:
 
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # Processes of one machine meet on its loopback interface, where no other machine can connect.
-    address = os.environ.get("MASTER_ADDR", LOOPBACK) if nodes > 1 else LOOPBACK
+    address = os.environ["MASTER_ADDR"] if nodes > 1 else LOOPBACK
     signals = processes.Signals()
     for restart in range(restarts + 1):
         # The next port for each restart: a faster node must not join the others' last attempt, which is still ending.
@@ -120,7 +123,7 @@ def _quota() -> float:
         _, controllers, path = line.split(":", 2)
         top = CONTROL_GROUPS / ("cpu" if "cpu" in controllers.split(",") else "")
         group = top / path.strip("/")
-        while group.is_relative_to(top):  # in a container a path may lead nowhere, and its top is what it is given
+        while group.is_relative_to(top):  # in a container the path may not exist; then the root's limit counts
             least = min(least, _limit(group))
             group = group.parent
     return least

@@ -4,13 +4,14 @@ What it is: the part of the launcher that runs while training runs. Each process
 environment, under the names that torchrun uses. Signals (SIGTERM, Ctrl-C, or a scheduler's SIGUSR1) are forwarded to
 the processes, which save and exit without a time limit.
 Why it is not torchrun: torchrun turns every exit code into 1 and a stack trace, restarts processes that stopped on
-request, kills them 30 seconds after a signal, and takes two seconds to start. Its rendezvous listens on all network
-interfaces and unpickles what it receives, so whoever can reach the port can run code. Here the processes meet at a
-socket that the launcher has bound to a single address, and nothing is unpickled.
+request, kills them 30 seconds after a signal, and takes two seconds to start. Its c10d rendezvous listens on all
+network interfaces and unpickles what it receives, so whoever can reach the port can run code. Here rank 0 serves the
+store on a socket that the launcher has bound to one address, and the rendezvous unpickles nothing.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
 import socket
@@ -20,9 +21,9 @@ import time
 
 from titanlite.config.schema import EXIT_CONFIG, EXIT_HUNG, EXIT_STOPPED, LAUNCHED, LISTENER, ConfigError
 
-# Seconds from the failure of a process until the others are killed, and from the end of a run that hangs: there, those
-# that can end do it within a second, and one that is frozen never does
-GRACE, HUNG_GRACE = 30.0, 1.0
+# Seconds until processes that still run are killed: after one has failed, and after the watchdog has ended one. After a
+# hang, only a frozen process still runs then
+GRACE, HUNG_GRACE = 30.0, 2.0
 PERIOD = 0.05  # seconds between looks at the processes and at the signals
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -44,15 +45,29 @@ class Signals:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """The socket at which the processes of all nodes meet, bound to this address only. Raises ConfigError."""
+    """The socket on which rank 0 serves the store, bound to this address only. Raises ConfigError."""
+    expected = "expected an address of node 0 and a free port"
+    where = f"MASTER_ADDR = {address!r}, MASTER_PORT = {port} in the environment"
     try:
-        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((address, port), family=family, backlog=4096)
+        family, *_, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(found[0]).is_loopback and not _is_ip_address(address) and address != "localhost":
+            raise ConfigError(  # on Debian, a machine's own name does
+                f"{where}: on node 0 this name is the loopback address {found[0]}, which no other node can reach; "
+                "expected an IP address of node 0"
+            )
+        return socket.create_server(found[:2], family=family, backlog=4096)
     except OSError as error:
-        raise ConfigError(
-            f"MASTER_ADDR = {address!r}, MASTER_PORT = {port} in the environment: {error.strerror or error}; expected "
-            "an address of node 0 and a free port"
-        ) from None
+        raise ConfigError(f"{where}: {error.strerror or error}; {expected}") from None
+    except UnicodeError:  # from the encoding of a host's name
+        raise ConfigError(f"{where}: not the name of a host; {expected}") from None
+
+
+def _is_ip_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def run(command: list[str], nodes: int, node: int, here: int, address: str, port: int, signals: Signals) -> int:

@@ -1,8 +1,8 @@
 """A training process: its device, the process group it joins, its garbage collection, and its end.
 
-What it is: the set-up of a process before the model is built: backend, device and random seed. Processes that the
-launcher started meet at the socket that it has bound for rank 0. If all of them run on one machine, gloo and NCCL use
-its loopback interface too, so no port of the run can be reached from the network.
+What it is: the set-up of a process before the model is built: backend, device and random seed. Rank 0 serves the store
+on a socket that the launcher has bound and passed to it. If all processes run on one machine, gloo and NCCL use its
+loopback interface too, so no port of the run can be reached from the network.
 What it costs: one rendezvous at the start.
 """
 
@@ -63,13 +63,18 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
         options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
         if type == "cuda":
             options["device_id"] = device
-        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        ranked = "RANK" in os.environ
+        rank, world_size = 0, 1
+        if ranked:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if not ranked or world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
             use_loopback()
-        if "RANK" not in os.environ:
+        if not ranked:
             options |= {"store": dist.HashStore(), "rank": rank, "world_size": world_size}
         elif LAUNCHED in os.environ:
-            options |= {"store": _meet(rank, world_size), "rank": rank, "world_size": world_size}
+            store = _meet(rank, world_size)
+            store.set_timeout(options["timeout"])
+            options |= {"store": store, "rank": rank, "world_size": world_size}
         dist.init_process_group(backend(type), **options)
     random.seed(seed)
     torch.manual_seed(seed)
@@ -86,7 +91,7 @@ def use_loopback() -> None:
 def _meet(rank: int, world_size: int) -> dist.Store:
     """The store that rank 0 serves, once all ranks have joined it. Raises JoinError after `JOIN`.
 
-    Left to itself, a TCPStore listens on all interfaces; rank 0 passes it the socket that the launcher has bound.
+    By default a TCPStore listens on all interfaces; rank 0 passes it the socket that the launcher has bound.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     listener = int(os.environ[LISTENER]) if LISTENER in os.environ else None

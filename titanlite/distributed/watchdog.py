@@ -3,7 +3,7 @@
 What it is: two threads in every process. One writes heartbeats into the store that the process group was joined
 through, and reads those of others: rank 0 reads all, the others only rank 0's. The second watches the clock and calls
 `diagnose`. When that names a rank, every process writes its stacks into `<run folder>/hang/` and exits with 124. The
-launcher kills a frozen process a second later (torchrun, 30 seconds later).
+launcher kills a frozen process two seconds later (torchrun, 30 seconds later).
 What does not count as standing still: a process that reads, writes or (on a CPU) computes, or is held in a debugger.
 If other ranks wait for it in a collective, that collective's own time-out ends the run, ten seconds after this one.
 What it costs: four small requests to the store per process and second.
