@@ -259,6 +259,20 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(pool, arguments
     assert {step: pytest.approx(row, rel=1e-5) for step, row in before.items()} == after
 
 
+def test_a_folder_whose_name_is_not_its_step_is_passed_over(pool, arguments, whole_run, tmp_path):
+    from runs import train_run
+
+    options = ["--checkpoint.freq=1", "--training.steps=3"]
+    shutil.copytree(whole_run(*options), tmp_path / "debug")
+    folder = tmp_path / "debug/checkpoints"
+    shutil.copytree(folder / "step-3", folder / "step-7")
+    assert pool.run(1, train_run, [*arguments, *options, "--training.steps=4"]) == [0]
+    assert (folder / "step-7.damaged").is_dir()
+    log = (tmp_path / "debug/log.txt").read_text()
+    assert "step-7: its manifest is that of step 3" in log
+    assert f"resumed from {folder}/step-3 " in log
+
+
 def test_without_a_whole_checkpoint_nothing_is_started_over(pool, arguments, tmp_path):
     from runs import curve, train_run
 

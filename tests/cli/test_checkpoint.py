@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as stock
 from messages import assert_mentions, run_refused
 from runs import train_run
 
-from titanlite.checkpoint.storage import list_steps
+from titanlite.checkpoint.storage import delete_step, list_steps, sweep
 from titanlite.cli.main import main
 from titanlite.distributed.run_folder import lock
 
@@ -99,6 +99,38 @@ def test_prune_keeps_by_the_rule_and_respects_a_run(run_folder, capsys, monkeypa
     assert ": 3, 4" in capsys.readouterr().out
     assert {path.name for path in folder.iterdir()} == {"step-3", "step-4"}
     assert main(["checkpoint", "prune", str(run_folder), "--keep", "0"]) == 2
+
+
+def test_prune_keeps_the_newest_proven_one(run_folder, capsys):
+    """Training has not gone on from the newer ones: they may be what it diverged with."""
+    (run_folder / ".proven").write_text("2")
+    assert main(["checkpoint", "prune", str(run_folder), "--keep", "1"]) == 0
+    assert ": 2, 4" in capsys.readouterr().out
+
+
+def test_a_link_to_a_checkpoint_is_deleted_and_not_what_it_leads_to(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "step-3").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "step-2.deleted").symlink_to(tmp_path / "elsewhere")
+    delete_step(tmp_path, 3)
+    sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+
+
+def test_a_path_that_is_too_long_is_one_error(capsys):
+    for command in (["list"], ["verify"], ["show"], ["prune", "--keep", "1"]):
+        assert main(["checkpoint", *command, "x" * 300]) == 2
+        error = capsys.readouterr().err
+        assert_mentions(error, "error: ", "File name too long")
+        assert error.count("\n") == 1
+
+
+def test_a_name_that_moves_the_cursor_is_refused(tmp_path, capsys):
+    torch.save({"\x1b[31m\nerror: forged": torch.zeros(2)}, tmp_path / "a.pt")
+    assert main(["checkpoint", "show", str(tmp_path / "a.pt")]) == 2
+    error = capsys.readouterr().err
+    assert error.rstrip("\n").isprintable()
+    assert_mentions(error, "a.pt", "printable names")
 
 
 def test_a_run_begins_with_the_weights_of_another(pool, arguments, run_folder, tmp_path, capsys):

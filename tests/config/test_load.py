@@ -198,3 +198,29 @@ def test_a_mistake_is_found_fast_and_without_torch():
     assert min(seconds) < 1
     assert result.stdout.split() == ["2", "False"]
     assert "did you mean training.steps?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[training]\nsteps = 1" + "0" * 400,
+        "[training]\nsteps = 1" + "0" * 5000,
+        "[training]\nsteps = " + "[" * 5000 + "]" * 5000,
+        "a = " + "[" * 100_000,
+        '[run]\nname = "a\\u0000b"',
+        '[run]\nname = "\\u001b[2J"',
+        '[data]\npath = "a\\u0000b"',
+        '[training]\n"steps\\nerror: forged" = 1',
+        '[training]\n"\\u001b[31msteps" = 1',
+        "\udcff",
+    ],
+    ids=range(10),
+)
+def test_harmful_files_are_one_printable_line(tmp_path, text):
+    path = tmp_path / "x.toml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError) as caught:
+        load_config([str(path)])
+    assert len(caught.value.problems) == 1
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000

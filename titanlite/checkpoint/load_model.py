@@ -23,7 +23,12 @@ def load_model(folder: Path, device: torch.device, seq_len: int) -> Llama:
     manifest = read_manifest(folder)
     if problems := verify_files(folder, manifest, [name for name in manifest.files if name.startswith("model")]):
         raise CorruptCheckpoint(problems)
-    config = LlamaConfig.from_json(read_file(folder, manifest, "model.json").decode())
+    try:
+        config = LlamaConfig.from_json(read_file(folder, manifest, "model.json").decode())
+    except CorruptCheckpoint:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{folder / 'model.json'}: {error}") from None
     with torch.device("meta"):
         model = Llama(config, seq_len)
     model.to_empty(device=device)

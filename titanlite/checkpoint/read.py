@@ -8,6 +8,7 @@ What it costs: verification reads every byte once, with several threads on each 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,8 @@ def verify_together(folder: Path, prefix: str = "", group: Any = None) -> list[s
             time.sleep(0.1)
     try:
         manifest = read_manifest(folder)
+        if re.fullmatch(r"step-\d+", folder.name) and folder.name != f"step-{manifest.step}":
+            raise CorruptCheckpoint(f"{folder}: its manifest is that of step {manifest.step}")
         wanted = sorted(name for name in manifest.files if name.startswith(prefix))
         problems = verify_files(folder, manifest, wanted[rank::world_size])
     except CorruptCheckpoint as error:

@@ -154,7 +154,7 @@ def single_process() -> bool:
 def sweep(folder: Path) -> None:
     """Removes the folders of interrupted saves and deletions. One process calls it, while no process writes."""
     for path in (*folder.glob("step-*.tmp-*"), *folder.glob("step-*.deleted")):
-        shutil.rmtree(path, ignore_errors=True)
+        remove_folder(path)
 
 
 def set_aside(path: Path, why: str) -> Path:
@@ -168,5 +168,12 @@ def set_aside(path: Path, why: str) -> Path:
 
 def delete_step(folder: Path, step: int) -> None:
     """Removes a checkpoint. It is renamed first, so that a partly deleted one is never read."""
-    doomed = step_folder(folder, step).rename(folder / f"step-{step}.deleted")
-    shutil.rmtree(doomed, ignore_errors=True)
+    remove_folder(step_folder(folder, step).rename(folder / f"step-{step}.deleted"))
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder with its content, or a link to one."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -20,10 +20,10 @@ import torch
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.checkpoint.manifest_reader import file_problems, read_manifest
 from titanlite.checkpoint.read import verify_files
-from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
+from titanlite.checkpoint.retention import ManifestCache, proven_step, steps_to_delete
 from titanlite.checkpoint.storage import delete_step, find_step_folder, list_steps, step_folder, sweep
 from titanlite.config.progress import progress_bar
-from titanlite.config.schema import ConfigError
+from titanlite.config.schema import ConfigError, printable
 from titanlite.distributed.run_folder import lock
 from titanlite.formats.convert import describe
 from titanlite.formats.detect import is_step_folder, open_full_state
@@ -148,7 +148,8 @@ def show(path: Path, trust_pickle: bool) -> int:
     print(f"  {numbers:,} parameters, {manifest.size / 1e9:.3f} GB{'' if manifest.finite else ', NOT FINITE'}")
     print(f"  data {manifest.data[:8]}, validation loss {manifest.validation_loss}, config:")
     for section, entries in manifest.config.items():
-        print(f"    [{section}] " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in entries.items()))
+        settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in entries.items())
+        print(printable(f"    [{section}] {settings}"))
     print("  files:")
     for name, file in manifest.files.items():
         print(f"    {name}  {file.size:,} bytes  sha256 {file.sha256}")
@@ -209,6 +210,9 @@ def prune(run_folder: Path, keep: int, keep_every: int, keep_best: int, dry_run:
         raise ConfigError(f"{run_folder}: {error.strerror or error}") from None
     good = ManifestCache(folder).good()
     gone = steps_to_delete(good, keep, keep_every, keep_best)
+    proven = [manifest.step for manifest in good if manifest.step <= proven_step(folder.parent)]
+    if proven and set(proven) <= set(gone):  # training has not gone on from any newer one: it may have diverged
+        gone.remove(proven[-1])
     leftovers = [path.name for kind in ("tmp-*", "deleted") for path in folder.glob(f"step-*.{kind}")]
     freed = sum(manifest.size for manifest in good if manifest.step in gone) / 1e9
     stay = ", ".join(str(manifest.step) for manifest in good if manifest.step not in gone) or "none"

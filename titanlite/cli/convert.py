@@ -73,6 +73,6 @@ def _step(text: str) -> int:
 
 def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB|)", text.upper())
-    if not match or float(match[1]) * UNITS[match[2]] < 1:
+    if not match or not 1 <= float(match[1]) * UNITS[match[2]] < 1 << 62:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a size as 5GB, 500MB or a number of bytes")
     return int(float(match[1]) * UNITS[match[2]])

@@ -44,15 +44,18 @@ def main(argv: list[str] | None = None) -> int:
         if name not in COMMANDS:
             from titanlite.config.schema import suggestion
 
-            raise ConfigError(f"unknown command {name!r}{suggestion(name, list(COMMANDS))}\n{USAGE}")
+            raise ConfigError([f"unknown command {name!r}{suggestion(name, list(COMMANDS))}", *USAGE.splitlines()])
         command: Callable[[list[str]], int] = importlib.import_module(f"titanlite.cli.{name}").run
         return command(rest)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return EXIT_CONFIG
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # the reader of the output has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        print(f"error: {ConfigError(f'{error.filename or name}: {error.strerror or error}')}", file=sys.stderr)
+        return EXIT_CONFIG
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of the output has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE

@@ -101,8 +101,8 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise ConfigError([f"unknown option {word}{suggestion(word, own)}; see --help" for word in unknown])
     if not 0 <= options.processes <= MAX_PROCESSES:
         raise ConfigError(f"--processes {options.processes}: expected 1 to {MAX_PROCESSES}, or 0 for the default")
-    if not options.timeout > 0:
-        raise ConfigError(f"--timeout {options.timeout:g}: expected more than 0 seconds")
+    if not 0 < options.timeout < 1e6:
+        raise ConfigError(f"--timeout {options.timeout:g}: expected more than 0 seconds, and less than a million")
     if options.json:
         try:
             options.json.open("a").close()

@@ -15,6 +15,24 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file under a temporary name and renames it, unless it has this content. An OSError names the path."""
+    try:
+        if path.is_file() and path.read_bytes() == content:
+            return
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
 def sync_folder(folder: Path) -> None:
     """Syncs the names in a folder to the disk, if the file system supports that."""
     descriptor = os.open(folder, os.O_RDONLY)

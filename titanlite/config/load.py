@@ -98,7 +98,12 @@ def contradictions(config: Config) -> list[str]:
         if accepted not in ACCEPTABLE:
             near = suggestion(accepted, list(ACCEPTABLE))
             problems.append(f"checkpoint.accept: {accepted}: expected some of {', '.join(ACCEPTABLE)}{near}")
-    if not config.run.name or Path(config.run.name).name != config.run.name or config.run.name.startswith("."):
+    if (
+        not config.run.name
+        or Path(config.run.name).name != config.run.name
+        or config.run.name.startswith(".")
+        or not config.run.name.isprintable()
+    ):
         problems.append(f"run.name = {config.run.name!r}: expected a plain folder name")
     return problems
 
@@ -158,7 +163,7 @@ def _read(path: Path, values: dict[str, dict[str, Any]], problems: list[str], ch
     try:
         text = path.read_text(encoding="utf-8-sig")
         table = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # not TOML, or not UTF-8, or numbers and nesting without end
         problems.append(f"{path}: {error}")
         return
     base = table.pop("base", None)
@@ -257,7 +262,7 @@ def _set(name: str, value: Any, origin: str, values: dict[str, dict[str, Any]], 
     if expected:
         near = suggestion(value, list(meta["choices"])) if isinstance(value, str) and meta["choices"] else ""
         where = "" if origin == f"--{name}" else f"{origin}: "
-        problems.append(f"{where}{name} = {json.dumps(value, default=str)}: expected {expected}{near}")
+        problems.append(f"{where}{name} = {json.dumps(value, default=str)[:200]}: expected {expected}{near}")
     else:
         values[section][entry] = value
 
@@ -273,8 +278,8 @@ def _convert(value: Any, declared: type, meta: Any) -> tuple[Any, str]:
     ]
     if not all(good) or (declared is tuple and parts is not value):
         return value, expected
-    if declared is str and any("\ud800" <= letter <= "\udfff" for letter in value):
-        return value, "text in UTF-8"
+    if declared is str and any("\ud800" <= letter <= "\udfff" or letter == "\0" for letter in value):
+        return value, "text in UTF-8, without NUL"
     if meta["choices"] and value not in meta["choices"]:
         return value, expected
     low, high = meta["min"], meta["max"]
@@ -282,6 +287,8 @@ def _convert(value: Any, declared: type, meta: Any) -> tuple[Any, str]:
         if (low is not None and not part >= low) or (high is not None and not part <= high):
             bounds = [f"at least {low}" if low is not None else "", f"at most {high}" if high is not None else ""]
             return value, f"{expected}, " + " and ".join(b for b in bounds if b)
+    if any(isinstance(part, int) and abs(part) >= 1 << 63 for part in parts):
+        return value, f"{expected} below 2**63"
     if number and not all(abs(p) < float("inf") for p in parts):
         return value, "a finite number"
     return (tuple(float(p) for p in parts) if declared is tuple else float(value) if declared is float else value), ""

@@ -34,11 +34,16 @@ SPLIT_BACKWARD = (
 WIDE = 256  # from this width on, bfloat16 and compiling pay off on a CPU (benchmarks/levers.py)
 
 
+def printable(text: str) -> str:
+    """The text in one line; names from files could otherwise move the cursor or forge a message."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class ConfigError(ValueError):
-    """The user's input is wrong. Contains every problem found, one string each."""
+    """The user's input is wrong. Contains every problem found, one line each."""
 
     def __init__(self, problems: str | list[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else problems
+        self.problems = list(map(printable, [problems] if isinstance(problems, str) else problems))
         super().__init__("\n".join(self.problems))
 
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.files import make_folder
 from titanlite.config.schema import ConfigError
 from titanlite.distributed.agreement import broadcast_from_rank0, require_agreement
 
@@ -26,7 +27,7 @@ def claim_folder(folder: Path) -> Any:
 
     def lock_with_token() -> str:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             file = lock(folder / ".lock")
             file.truncate(0)
             file.write(token := secrets.token_hex(8))

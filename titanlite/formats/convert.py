@@ -25,7 +25,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.progress import progress_bar
-from titanlite.config.schema import ConfigError, suggestion
+from titanlite.config.schema import ConfigError, printable, suggestion
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.formats import gguf_file
 from titanlite.formats.check import compare_logits, compare_tensors
@@ -207,7 +207,7 @@ def describe(state: FullState, full: bool = False) -> str:
         f"{about.model.num_parameters:,} parameters" if about.model else "the model's shape is not known",
         "with its tokenizer" if about.tokenizer else "no tokenizer",
     ]
-    return "; ".join(part for part in parts if part)
+    return printable("; ".join(part for part in parts if part))
 
 
 def _verify(export: Export, result: FullState, to: str) -> str:

@@ -41,6 +41,8 @@ def open_full_state(path: Path, step: int | None = None, model: str = "", trust_
         state = _open(path, step, trust_pickle)
     except OSError as error:
         raise ConfigError(f"{str(path)[:300]}: {error.strerror or error}") from None
+    if names := [name for name in (*state.tensors, *state.others) if not name.isprintable() or len(name) > 1000]:
+        raise ConfigError(f"{path}: holds a tensor named {names[0][:100]!r}; expected printable names")
     if step is not None and state.about.format != "titanlite":
         raise ConfigError(f"--step {step}: {path} is not a run; leave --step out")
     if model:

@@ -120,11 +120,11 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
         ffn_dim=fields["intermediate_size"],
         vocab_size=fields["vocab_size"],
         tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        rope_theta=float(rope.get("rope_theta", fields.get("rope_theta", 10000.0))),
+        rope_theta=rope.get("rope_theta", fields.get("rope_theta", 10000.0)),
         rope_scaling=scaling,
         norm_eps=fields.get("rms_norm_eps", 1e-6),
     )
-    return LlamaConfig.from_json(config.to_json())  # which checks the sizes
+    return config.checked()
 
 
 def open_folder(folder: Path) -> FullState:
@@ -133,7 +133,7 @@ def open_folder(folder: Path) -> FullState:
     try:
         fields = json.loads(path.read_bytes())
         config = from_config(path, fields)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise CorruptCheckpoint(f"{path}: not the configuration of a Llama ({type(error).__name__}: {error})") from None

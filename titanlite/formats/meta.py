@@ -71,11 +71,11 @@ def from_params(fields: dict[str, Any], vocab_size: int, tied: bool) -> LlamaCon
         ffn_dim=multiple * -(-hidden // multiple),
         vocab_size=vocab_size,
         tied_embeddings=tied,
-        rope_theta=float(fields.get("rope_theta", 10000.0)),
+        rope_theta=fields.get("rope_theta", 10000.0),
         rope_scaling=scaling,
         norm_eps=fields.get("norm_eps", 1e-5),
     )
-    return LlamaConfig.from_json(config.to_json())  # which checks the sizes
+    return config.checked()
 
 
 def _joined(name: str, pieces: list[FullTensor], dim: int) -> FullTensor:
@@ -119,7 +119,7 @@ def open_folder(folder: Path) -> FullState:
         if tied:
             tensors.pop("output.weight", None)
         config = from_params(fields, tensors["tok_embeddings.weight"].shape[0], tied)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise CorruptCheckpoint(f"{path}: not the parameters of a Llama ({type(error).__name__}: {error})") from None

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -62,8 +63,8 @@ def make_case(arguments: list[str], layout: str, device: str) -> Case:
     given = dict(parse_layout(layout))
     degrees = {axis: given.get(f"parallel.{axis}", "1") for axis in AXES}
     for axis, degree in degrees.items():
-        if not degree.isdecimal() or degree == "0":
-            raise ConfigError(f"--layout {layout}: {axis} = {degree}: expected an integer, at least 1")
+        if not re.fullmatch(r"[1-9]\d{0,5}", degree):
+            raise ConfigError(f"--layout {layout:.99}: {axis} = {degree:.20}: expected an integer, at least 1")
     processes = math.prod(int(degree) for degree in degrees.values())
     if processes > MAX_PROCESSES:
         raise ConfigError(f"--layout {layout}: {processes} processes; expected at most {MAX_PROCESSES}")

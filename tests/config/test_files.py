@@ -1,0 +1,55 @@
+"""Files that survive a power failure: what is written, synced and replaced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from titanlite.config import files
+
+
+@pytest.fixture
+def synced(monkeypatch) -> list[str]:
+    """The paths of files and folders that were synced."""
+    found: list[str] = []
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        found.append(os.readlink(f"/proc/self/fd/{descriptor}") if Path("/proc/self/fd").exists() else "")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    return found
+
+
+def test_a_new_file_is_synced_and_none_is_replaced(tmp_path, synced):
+    files.write_synced(tmp_path / "a", b"content")
+    assert (tmp_path / "a").read_bytes() == b"content"
+    assert synced in ([str(tmp_path / "a")], [""])
+    with pytest.raises(FileExistsError):
+        files.write_synced(tmp_path / "a", b"other")
+
+
+def test_each_new_folder_is_synced_into_its_parent(tmp_path, synced):
+    files.make_folder(tmp_path / "a/b/c")
+    assert (tmp_path / "a/b/c").is_dir()
+    assert synced in ([str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")], [""] * 3)
+    files.make_folder(tmp_path / "a/b/c")
+    assert len(synced) == 3
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    files.replace_file(path, b"old")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left") as caught:
+        patch.setattr(Path, "write_bytes", lambda self, content: (_ for _ in ()).throw(OSError(28, "No space left")))
+        files.replace_file(path, b"old")  # nothing to write
+        files.replace_file(path, b"new")
+    assert caught.value.filename == str(path)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        files.replace_file(tmp_path / "folder", b"")
