@@ -27,6 +27,7 @@ from titanlite.checkpoint.manager import Checkpointer, NonFinite
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError, step_folder
+from titanlite.config.files import replace_file
 from titanlite.config.load import load_config, program_folder
 from titanlite.config.schema import EXIT_CONFIG, EXIT_STOPPED, Config, ConfigError, ProfilingConfig, portable
 from titanlite.config.text import to_toml
@@ -71,7 +72,7 @@ def main(config: Config) -> int:
     _lock = claim_folder(folder)  # held until this function returns
     broadcast_from_rank0(lambda: log_to_file(folder / "log.txt"))
     asked, config = config, resolve_auto(config, llama.dim, degrees, device.type)
-    record = dataclasses.replace(config, compile=asked.compile)  # a resumed run resolves it for its layout and device
+    record = dataclasses.replace(config, compile=asked.compile)  # checkpoints keep `auto`: each start resolves it
     training = config.training
     mesh = Mesh(device.type, degrees, config.comm.group_timeout_seconds)
     progress = Progress()
@@ -119,7 +120,7 @@ def main(config: Config) -> int:
     metrics = Metrics(config.metrics, folder, device, progress, workload)
     validator = Validator(config.validation, training, data, stages.evaluate, mesh, metrics)
     garbage = process_group.GarbageCollection(training.gc_freq)
-    broadcast_from_rank0(lambda: (folder / "config.toml").write_text(to_toml(record)))
+    broadcast_from_rank0(lambda: replace_file(folder / "config.toml", to_toml(record).encode()))
     log_start(config, llama, mesh, device)
     if progress.step == 0:
         validator.maybe_run(0, False, requests.agree_to_stop)
@@ -257,8 +258,9 @@ def run(argv: list[str]) -> int:
     """Calls `main`, and turns errors into messages and exit codes."""
     try:
         return main(load_config(argv, Path(__file__).resolve().with_name("train_configs")))
-    except (ConfigError, process_group.JoinError, NonFinite, SaveError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each node prints it
+    except (ConfigError, process_group.JoinError, NonFinite, SaveError, OSError) as error:
+        # One process of each node prints it; before it has joined the others, each its own
+        if os.environ.get("LOCAL_RANK", "0") == "0" or not dist.is_initialized():
             print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:

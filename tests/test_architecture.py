@@ -159,6 +159,7 @@ def lines_of_code(path: Path) -> int:
 TESTED_ELSEWHERE = {
     "checkpoint/dcp": "tests/checkpoint/test_checkpoint.py",
     "checkpoint/manager": "tests/checkpoint/test_checkpoint.py, tests/e2e/test_resume.py",
+    "data/verify": "tests/data/test_shards.py",
     "checkpoint/manifest_reader": "tests/checkpoint/test_manifest.py",
     "checkpoint/read": "tests/checkpoint/test_manifest.py",
     "checkpoint/resume": "tests/e2e/test_resume.py",

@@ -228,7 +228,12 @@ def test_a_run_that_always_diverges_renames_few_checkpoints(pool, arguments, tmp
     run = [*arguments, "--checkpoint.freq=1", "--checkpoint.keep=0", "--validation.freq=0"]
     assert pool.run(1, train_run, run) == [0]
     worse = [*run, "--training.steps=9", "--training.max_norm=0"]
-    for expected in ("step-6.diverged", "step-5.diverged", "step-4.diverged", "3 were renamed already"):
+    with pytest.raises(AssertionError, match=r"NonFinite: .*renamed to .*step-6.diverged"):
+        pool.run(1, train_on_nan, worse)
+    with pytest.raises(AssertionError, match=r"NonFinite: .*; the same command resumes from step 5"):
+        pool.run(1, train_on_nan, worse)  # the first run has gone on from 5
+    for expected in ("step-5.diverged", "step-4.diverged", "3 were renamed already"):
+        (tmp_path / "debug/.proven").unlink()
         with pytest.raises(AssertionError, match=rf"NonFinite: .*no step since.*{expected}"):
             pool.run(1, train_on_nan, worse)
     assert list_steps(folder) == [1, 2, 3]

@@ -1,11 +1,11 @@
 """Checkpoint manager: when a run saves, and from which checkpoint it resumes.
 
-What it is: decides when to save and load; `storage.py` reads and writes. A run whose folder holds checkpoints resumes
-from the newest complete one; a damaged one is reported, renamed and skipped. A save is due every `freq` steps or
-`freq_minutes`, at the end, after a signal, and when a file named SAVE appears in the run's folder.
-A checkpoint is proven when the gradient of a later step, or the validation loss at its own step, is finite. One bad
-step can leave weights that are finite and useless, so older checkpoints are deleted only once the newest is proven.
-What it costs: the first step after a save or a resume waits for the device, to read its gradient norm.
+What it is: decides when to save and load; `storage.py` writes and `read.py` reads. A run whose folder holds checkpoints
+resumes from the newest complete one; a damaged one is reported, renamed and skipped. A save is due every `freq` steps
+or `freq_minutes`, at the end, after a signal, and when a file named SAVE appears in the run's folder.
+A checkpoint is proven when the gradient norm of a later step, or the validation loss at its own step, is finite. A bad
+step can leave finite weights whose next loss is NaN, so older checkpoints are deleted only once the newest is proven.
+What it costs: the first step after a save waits for the device, to read its gradient norm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,16 @@ from torch import Tensor
 
 from titanlite.checkpoint.async_save import AsyncSaver, State
 from titanlite.checkpoint.manifest import Manifest, RunMetadata
-from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
 from titanlite.checkpoint.storage import delete_step, list_steps, set_aside, step_folder, sweep, write_step
+from titanlite.config.files import replace_file
 from titanlite.config.schema import CheckpointConfig, ConfigError
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.distributed.watchdog import mark_phase
 
+if TYPE_CHECKING:
+    from titanlite.checkpoint.retention import ManifestCache
+
 logger = logging.getLogger("titanlite")
-MAX_DIVERGED = 3  # checkpoints that a run renames because training diverged right after resuming from them
 
 
 class NonFinite(RuntimeError):
@@ -54,10 +56,9 @@ class Checkpointer:
         self.config, self.states, self.extra_files, self.facts = config, states, extra_files, facts
         self.run_folder, self.folder = folder, folder / "checkpoints"
         self.saver = AsyncSaver(config.async_mode, config.retries, device)
-        self.manifests = ManifestCache(self.folder)
         self.newest = 0
-        self.unproven = False  # whether the newest checkpoint is
-        self._resumed = 0  # the step that this process has resumed from, until it is proven
+        self.unproven = False  # the newest checkpoint; has not given a finite loss or gradient yet
+        self._resumed = 0  # the step that this process has resumed from, while that is unproven
         self._saved_at = self._looked_at = time.monotonic()
 
     def load(self) -> bool:
@@ -76,8 +77,13 @@ class Checkpointer:
         steps: list[int] = broadcast_from_rank0(lambda: list_steps(self.folder))
         for step in reversed(self._candidates(steps)):
             if self._try(step_folder(self.folder, step)):
-                self.newest = self._resumed = step
-                self.unproven = True
+                self.newest = step
+                from titanlite.checkpoint.retention import proven_step
+
+                # Later steps of another attempt may have been proven; the mark goes back with the run.
+                proven = broadcast_from_rank0(lambda: self._mark_proven(min(self.newest, proven_step(self.run_folder))))
+                self.unproven = proven < step
+                self._resumed = step if self.unproven else 0
                 if dist.get_rank() == 0:
                     for later in (later for later in list_steps(self.folder) if later > step):
                         aside = set_aside(step_folder(self.folder, later), "superseded")
@@ -94,6 +100,12 @@ class Checkpointer:
         weights = f"the weights of {self.config.initial_load}" if self.config.initial_load else "new weights"
         logger.info("no checkpoint in %s: starting with %s", self.folder, weights)
         return False
+
+    @functools.cached_property
+    def manifests(self) -> ManifestCache:
+        from titanlite.checkpoint.retention import ManifestCache
+
+        return ManifestCache(self.folder)
 
     def _candidates(self, steps: list[int]) -> list[int]:
         """Steps to resume from, the preferred one last: all, or `load_step` and those saved later with this setting.
@@ -185,7 +197,7 @@ class Checkpointer:
         return step != self.newest and (last or asked or regular)
 
     def maybe_save(self, step: int, last: bool, asked: bool = False, validation_loss: float | None = None) -> None:
-        """Saves if it is due, then deletes checkpoints that need not be kept. All ranks call it together.
+        """Saves if it is due, and deletes old checkpoints if this one is proven. All ranks call it together.
 
         Waits for the save after the last step, and for every save if saving is not asynchronous. Raises SaveError.
         """
@@ -211,31 +223,18 @@ class Checkpointer:
                 mark_phase("deleting old checkpoints")
                 self.unproven, self._resumed = False, 0
                 if dist.get_rank() == 0:
-                    self.saver.after_save(self._delete_old)
+                    self.saver.after_save(functools.partial(self._delete_old, self.newest))
             return
         self.close()
-        advice = broadcast_from_rank0(self._after_divergence)
-        raise NonFinite(f"step {step}: the gradient norm is {norm}: training has diverged; {advice}")
+        from titanlite.checkpoint.divergence import step_back
 
-    def _after_divergence(self) -> str:
-        """What the next start resumes from, for the message. Not again from a checkpoint that led here at once."""
-        older = [step for step in list_steps(self.folder) if step < self._resumed]
-        diverged = len(list(self.folder.glob("step-*.diverged*")))
-        hint = "checkpoint.load_step = N selects another"
-        if not self._resumed:
-            newest = max(list_steps(self.folder), default=0)
-            return f"the same command resumes from step {newest}; {hint}" if newest else "no checkpoint was saved"
-        at_once = f"no step since step {self._resumed}, from which this run resumed, was finite"
-        if self.config.load_step or not older or diverged == MAX_DIVERGED:
-            return f"{at_once}; {hint}" + (f"; {diverged} were renamed already" if diverged else "")
-        try:
-            aside = set_aside(step_folder(self.folder, self._resumed), "diverged")
-        except OSError as error:
-            return f"{at_once}, and it could not be renamed ({error}); {hint}"
-        return f"{at_once}: renamed to {aside}; the same command resumes from step {older[-1]}; {hint}"
+        load_step = self.config.load_step
+        advice = broadcast_from_rank0(lambda: step_back(self.folder, self._resumed, bool(load_step)))
+        raise NonFinite(f"step {step}: the gradient norm is {norm}: training has diverged; {advice}")
 
     def close(self) -> None:
         """Waits for the save in progress, on all ranks. Raises SaveError, or the process group's error."""
+        mark_phase("saving")
         self.saver.wait()
         dist.barrier(self.saver.group)  # rank 0 may still be deleting: a rank that exits earlier would end the run
 
@@ -255,10 +254,20 @@ class Checkpointer:
             logger.warning("step %d contains NaN or infinity: the run will not resume from it", step)
         self.manifests.add(manifest)
         if facts.validation_loss is not None:
-            self._delete_old()
+            self._delete_old(step)
 
-    def _delete_old(self) -> None:
-        """Deletes what the rule does not keep; the newest checkpoint is proven."""
+    def _mark_proven(self, step: int) -> int:
+        from titanlite.checkpoint.retention import PROVEN
+
+        with contextlib.suppress(OSError):  # it is then found out again
+            replace_file(self.run_folder / PROVEN, str(step).encode())
+        return step
+
+    def _delete_old(self, proven: int) -> None:
+        """Deletes what the rule does not keep; `proven` is the newest checkpoint."""
+        from titanlite.checkpoint.retention import steps_to_delete
+
+        self._mark_proven(proven)
         keep = self.config.keep, self.config.keep_every, self.config.keep_best
         try:
             for old in steps_to_delete(self.manifests.good(), *keep) if self.config.keep else []:

@@ -1,7 +1,7 @@
 """Reading a manifest, and comparing the files of a checkpoint with it.
 
 What it is: every field is checked before it is used, names of files above all, because the checkpoint may come from an
-attacker. Sizes and kinds of files are compared at once, their hashes where the files are read.
+attacker. `file_problems` compares sizes and kinds of files; those who read the files compare the hashes.
 """
 
 from __future__ import annotations

@@ -16,6 +16,16 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.config.schema import ConfigError
 
+PROVEN = ".proven"  # in the run's folder: the newest step whose checkpoint has given a finite loss or gradient
+
+
+def proven_step(run_folder: Path) -> int:
+    """The newest proven step; 0 if none is known."""
+    try:
+        return int((run_folder / PROVEN).read_bytes()[:20])
+    except (OSError, ValueError):
+        return 0
+
 
 class ManifestCache:
     """Manifests of a `checkpoints` folder, without their tensors, each read once."""

@@ -19,8 +19,8 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from titanlite.config.schema import ConfigError, DataConfig
-from titanlite.data.shards import FORMAT, read_manifest, unverified
+from titanlite.config.schema import LAUNCHED, ConfigError, DataConfig
+from titanlite.data.shards import AGAIN, FORMAT, read_manifest, unverified
 from titanlite.data.tokenizer import Tokenizer
 
 NO_CORPUS = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
@@ -43,6 +43,8 @@ def prepare(section: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None
     if not (folder / "manifest.json").exists():
         with _lock(cache, folder.name):
             if not (folder / "manifest.json").exists():
+                if folder.exists():
+                    raise ConfigError(f"{folder}: has no manifest.json; {AGAIN}")
                 from titanlite.data.tokenise import tokenise  # once per text: other runs do without it
 
                 try:
@@ -50,26 +52,31 @@ def prepare(section: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None
                 except OSError as error:
                     where = "" if error.filename is None else f"{error.filename}: "
                     raise ConfigError(f"{where}{error.strerror or error}, while the data was prepared") from None
-    manifest = read_manifest(folder)
-    if unverified(folder, manifest):
-        from titanlite.data.verify import verify  # once per version of the files
+    if LAUNCHED not in os.environ:  # otherwise the launcher has done it, once for all processes of this node
+        manifest = read_manifest(folder)
+        if unverified(folder, manifest):
+            from titanlite.data.verify import verify  # once per version of the files
 
-        with _lock(cache, folder.name) if os.access(cache, os.W_OK) else contextlib.nullcontext():
-            if names := unverified(folder, manifest):
-                verify(folder, manifest, names)
+            with _lock(cache, folder.name, required=False):
+                if names := unverified(folder, manifest):
+                    verify(folder, manifest, names)
     return folder
 
 
 @contextlib.contextmanager
-def _lock(cache: Path, name: str) -> Iterator[None]:
-    """One of several processes prepares or verifies a folder, the others wait for it. Raises ConfigError."""
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        lock = (cache / f".{name}.lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError as error:
-        raise ConfigError(f"data.cache = {str(cache)!r}: {error}; expected a writable folder") from None
-    with lock:
+def _lock(cache: Path, name: str, required: bool = True) -> Iterator[None]:
+    """One of several processes prepares or verifies a folder, the others wait for it.
+
+    Raises ConfigError if the lock is `required` and the cache cannot be written; another user may own it.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((cache / f".{name}.lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if required:
+                raise ConfigError(f"data.cache = {str(cache)!r}: {error}; expected a writable folder") from None
         yield
 
 

@@ -81,8 +81,8 @@ def unverified(folder: Path, manifest: dict[str, Any]) -> list[str]:
         return list(versions)
 
 
-def versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[int]]:
-    """Shard -> [bytes, time of modification in ns, inode]."""
+def versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[Any]]:
+    """Shard -> [its expected SHA-256, size of the vocabulary, bytes, time of modification in ns]."""
     versions, itemsize = {}, np.dtype(manifest["dtype"]).itemsize
     for name, shard in shard_files(manifest).items():
         path, expected = folder / name, shard["tokens"] * itemsize
@@ -92,7 +92,7 @@ def versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[i
             raise ConfigError(f"{path}: {error.strerror}; {AGAIN}") from None
         if status.st_size != expected:
             raise ConfigError(f"{path}: {status.st_size} bytes, expected {expected}; {AGAIN}")
-        versions[name] = [status.st_size, status.st_mtime_ns, status.st_ino]
+        versions[name] = [shard["sha256"], manifest["tokenizer"]["size"], status.st_size, status.st_mtime_ns]
     return versions
 
 

@@ -88,7 +88,7 @@ def tokenise(
         write_synced(temporary / "manifest.json", json.dumps(manifest, indent=1).encode())
         sync_folder(temporary)
         temporary.rename(folder)
-    except BaseException:  # also a signal
+    except BaseException:  # also Ctrl-C
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_folder(folder.parent)

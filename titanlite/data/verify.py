@@ -1,8 +1,9 @@
 """Verification of prepared data: the SHA-256 of each shard, and that its ids are in the vocabulary.
 
-What it is: a pass over all shards at the first start after they were made or changed. Their sizes and times of
-modification are then remembered in `verified.json` beside them, so later starts read nothing.
-What it costs: hashing takes a second per GB and core, once for each version of a file.
+What it is: a pass over all shards at the first start after they were made or changed. Their sizes, modification times
+and hashes are then written to `verified.json` beside them; later starts read only these.
+What it costs: about a second per GB and core, once for each version of a file; at each start if the folder cannot be
+written.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ BLOCK = 1 << 22  # bytes, a multiple of every id's size
 def verify(folder: Path, manifest: dict[str, Any], names: list[str]) -> None:
     """Reads these shards. Raises ConfigError with those that have changed since they were written."""
     shards, versions = shard_files(manifest), versions_on_disk(folder, manifest)
-    with progress_bar(sum(versions[name][0] for name in names), "verifying the data") as bar:
+    with progress_bar(sum((folder / name).stat().st_size for name in names), "verifying the data") as bar:
 
         def problem(name: str) -> str:
-            return _problem(folder / name, shards[name]["sha256"], manifest, bar.update)
+            try:
+                return _problem(folder / name, shards[name]["sha256"], manifest, bar.update)
+            except OSError as error:
+                return f"{folder / name}: {error.strerror or error}"
 
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
             if problems := [found for found in threads.map(problem, names) if found]:

@@ -9,6 +9,7 @@ Values travel as JSON: `all_gather_object` would unpickle bytes that another pro
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import ConfigError
+
+PATH_ERRORS = (errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENAMETOOLONG)
 
 
 def gather(value: Any, group: Any = None) -> list[Any]:
@@ -40,21 +43,26 @@ def raise_together(problems: list[str], group: Any = None) -> None:
 
 
 def broadcast_from_rank0(find: Callable[[], Any]) -> Any:
-    """The JSON value that `find` returns on rank 0. Raises ConfigError on all ranks if `find` does or files fail.
+    """The JSON value that `find` returns on rank 0. Raises ConfigError on all ranks if `find` does.
 
+    An OSError of `find` is raised on all ranks too: as ConfigError if the path is the cause, for example because it is
+    a folder or may not be written, otherwise as OSError, since a full or failing disk may have recovered at a restart.
     On a network file system some nodes see a new folder later than others, so rank 0 looks for all.
     """
-    found: list[Any] = [None, []]
+    found: list[Any] = [None, [], ""]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             found[0] = find()
         except ConfigError as error:
             found[1] = error.problems
         except OSError as error:
-            found[1] = [f"{error.filename}: {error.strerror}" if error.filename else str(error)]
-    value, problems = gather(found)[0]
+            message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            found[1 if error.errno in PATH_ERRORS else 2] = [message] if error.errno in PATH_ERRORS else message
+    value, problems, failure = gather(found)[0]
     if problems:
         raise ConfigError(problems)
+    if failure:
+        raise OSError(failure)
     return value
 
 

@@ -1,7 +1,8 @@
-"""A text file to which lines are appended, and which a full disk does not stop.
+"""A text file of lines; while the disk is full, lines are kept in memory.
 
-What it is: metrics.jsonl and log.txt. If a line cannot be written, it waits in memory, one warning is logged, and the
-next lines are appended after it as soon as the disk takes them. A line is in the file completely or not at all.
+What it is: metrics.jsonl and log.txt. If a line cannot be written, one warning is logged, and the line is written
+before the next one as soon as there is room. Of lines that wait the newest 100,000 are kept, until the run ends. A
+write that fails is taken back; a kill may still cut the last line.
 Why it is here: a run must not end because a line about it cannot be written.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from pathlib import Path
 
 logger = logging.getLogger("titanlite")
@@ -39,15 +41,15 @@ class LineFile:
             logger.info("%s is written again", self.path)
 
     def _write(self, content: bytes) -> None:
-        with self.path.open("ab", buffering=0) as file:
-            end = file.tell()
-            try:
+        end = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("ab", buffering=0) as file:
                 while content:
                     content = content[file.write(content) :]
-            except OSError:
-                with contextlib.suppress(OSError):
-                    file.truncate(end)  # a line that is cut off would damage the next one
-                raise
+        except OSError:  # also of the closing, where a network file system reports a quota
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, end)  # a line that is cut off would damage the next one
+            raise
 
 
 class LineFileHandler(logging.Handler):
@@ -58,4 +60,7 @@ class LineFileHandler(logging.Handler):
         self.file = LineFile(path)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.file.append(self.format(record))
+        try:
+            self.file.append(self.format(record))
+        except Exception:  # a message that cannot be formatted
+            self.handleError(record)

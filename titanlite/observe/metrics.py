@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import resource
 import sys
 import time
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlite.config.files import replace_file
 from titanlite.config.schema import MetricsConfig, TrainingConfig
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.model.flavors import LlamaConfig
@@ -159,14 +161,16 @@ def _truncate_after(path: Path, step: int) -> None:
     """Keeps the lines up to `step` of a metrics file, and drops lines that are damaged."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_bytes().split(b"\n"):
+    content, lines = path.read_bytes(), []
+    for line in content.split(b"\n"):
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             if json.loads(line)["step"] <= step:
-                kept.append(line + b"\n")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(b"".join(kept))
-    temporary.replace(path)
+                lines.append(line + b"\n")
+    kept = b"".join(lines)
+    if content.startswith(kept):
+        os.truncate(path, len(kept))  # needs no room, which a full disk does not have
+    else:
+        replace_file(path, kept)
 
 
 def duration(seconds: float) -> str:

@@ -3,10 +3,10 @@
 What it is: the *sum* of the loss over the local targets. The caller divides it by the *global* number of targets of the
 optimizer step (all local batches of all data-parallel ranks), and gradients are summed over processes.
 Why it is here: the result must not depend on how the batch is divided. The mean over ranks or local batches of their
-mean losses equals the mean over all targets only if all have equally many targets. In training they have, because the
-windows of the text are always full. Counts differ where labels are ignored: in the last batch of validation, where a
-rank may have rows without targets, and wherever a document is masked. The sum divided by the global count is exact in
-all these cases, over ranks and over gradient accumulation.
+mean losses equals the mean over all targets only if all have equally many targets. In training they have equally many,
+because the windows of the text are always full. Counts differ where labels are ignored: in the last batch of
+validation, where a rank may have rows without targets. The sum divided by the global count is exact in both cases, over
+ranks and over gradient accumulation.
 What it costs: at its peak three times 4 B S V bytes: the logits in fp32, their log-softmax and the gradient.
 `chunked_cross_entropy_sum` with n chunks needs 1/n of that: for 1/n of the tokens at a time, it computes the logits,
 their loss and its gradients, and frees the logits. The loss is a sum, so the backward only multiplies these gradients

@@ -12,7 +12,7 @@ needs the keys and values of all earlier tokens. There are three ways to get the
   so keys and values are repeated for each query head.
 
 A causal mask makes late tokens cost more than early ones. So with all_gather and ring the sequence is cut into 2 cp
-chunks, and rank r holds chunk r (from the head) and chunk 2 cp - 1 - r (from the tail): its queries attend to
+chunks, and rank r holds chunk r (of the first half) and chunk 2 cp - 1 - r (of the second half): its queries attend to
 (r+1) + (2 cp - r) = 2 cp + 1 chunks, the same number for every r. With Ulysses each rank attends over the whole
 sequence, so contiguous parts are balanced too.
 

@@ -2,7 +2,8 @@
 
 What it is: each technique is a function `apply_*` that changes modules in place. A run imports only the techniques that
 it uses.
-Why this order: three of its steps are necessary. With torch 2.13 the reverse order of each fails, with this error:
+Why this order: three of its steps are necessary. Left, the required order; right, the error of the reverse one in
+torch 2.13:
 
     pipeline before fsdp       "FSDP does not support deepcopy": each stage is made from a copy of the model
     tp before fsdp             "Cannot distribute a DTensor with device mesh (dp_shard_cp) to a different device mesh":
@@ -30,8 +31,8 @@ from titanlite.parallel.fsdp import apply_fsdp, assign_shard
 def build_model_parts(model: Any, config: Config, mesh: Mesh, device: torch.device) -> list[Any]:
     """This rank's parts of a model, parallelised and with initial weights: one part, or its pipeline stages.
 
-    `model`: a Llama on the meta device, so no rank ever holds more than its own part. `config` comes from
-    `resolve_auto`.
+    `model`: a Llama on the meta device; a rank holds its own part, and one full parameter while that is drawn. `config`
+    comes from `resolve_auto`.
     """
     mark_phase("building the model")
     model_parts = split_and_parallelize(model, config, mesh)
