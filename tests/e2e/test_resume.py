@@ -68,9 +68,9 @@ def test_precision_may_change_and_weights_of_any_begin_a_run(pool, arguments, tm
     [
         (1, [], 4, []),
         (4, ["tp=2", "dp_shard=2"], 4, ["pp=2", "dp_shard=2"]),
-        (2, ["cp=2"], 2, ["tp=2"]),
         # Slow: test_no_sample_is_repeated_or_skipped goes from 4 to 1 to 2, and tests/checkpoint loads each of these
         # layouts into others bit by bit.
+        pytest.param(2, ["cp=2"], 2, ["tp=2"], marks=pytest.mark.slow),
         pytest.param(4, [], 1, [], marks=pytest.mark.slow),
         pytest.param(4, [], 2, [], marks=pytest.mark.slow),
         pytest.param(2, ["pp=2"], 1, [], marks=pytest.mark.slow),
@@ -202,7 +202,7 @@ def train_with_a_bad_step(bad: int, arguments: list[str]) -> int:
         return train_run(arguments)
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
 def test_one_bad_step_does_not_cost_the_last_good_checkpoint(pool, arguments, tmp_path, mode):
     """With `keep = 1`: the checkpoint of the bad step is found out by the next step, and passed over."""
     folder = tmp_path / "debug/checkpoints"

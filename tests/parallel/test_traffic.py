@@ -106,7 +106,7 @@ def test_ends_of_the_model_under_tensor_parallel(pool):
     assert ends == {"all_gather": 2 * one, "reduce_scatter": 2 * one, "all_reduce": norm + loss}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_context_parallel(pool, size):
     """In addition to the traffic of weights sharded over the same processes."""
     sharding = per_block(pool, {"dp_shard": size}, size)

@@ -155,6 +155,7 @@ def test_bf16_does_not_hide_a_forgotten_reduction(pool, right):
     assert not run(pool, forget_a_reduction, layout, right)["passed"]
 
 
+@pytest.mark.slow
 def test_a_late_recompilation_fails(pool, right):
     layout = "dp_shard=2,compile.enabled,compile.backend=aot_eager"
     assert run(pool, measure, layout, right)["passed"]
