@@ -37,7 +37,7 @@ from titanlite.data.stream import TrainStream, Windows, count_targets
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed import process_group
-from titanlite.distributed.agreement import broadcast_from_rank0, require_agreement
+from titanlite.distributed.agreement import StorageError, broadcast_from_rank0, require_agreement
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.run_folder import claim_folder
 from titanlite.distributed.signals import Requests
@@ -258,7 +258,7 @@ def run(argv: list[str]) -> int:
     """Calls `main`, and turns errors into messages and exit codes."""
     try:
         return main(load_config(argv, Path(__file__).resolve().with_name("train_configs")))
-    except (ConfigError, process_group.JoinError, NonFinite, SaveError, OSError) as error:
+    except (ConfigError, process_group.JoinError, NonFinite, SaveError, StorageError) as error:
         # One process of each node prints it; before it has joined the others, each its own
         if os.environ.get("LOCAL_RANK", "0") == "0" or not dist.is_initialized():
             print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 import torch.distributed as dist
 
 from titanlite.config.schema import ConfigError
 from titanlite.distributed.agreement import (
+    StorageError,
     broadcast_from_rank0,
     first_message,
     gather,
@@ -74,3 +78,23 @@ def test_a_fact_that_differs_is_named_on_all(pool):
         assert [problem.split(" differs")[0] for problem in problems] == ["rank 2: data"]
         assert message == "rank 1: no compiler 1"
     assert first_message("") == ""
+
+
+def fail_on_rank_0(number: int) -> str:
+    def find() -> None:
+        raise OSError(number, os.strerror(number), "/run/config.toml")
+
+    try:
+        broadcast_from_rank0(find)
+    except (ConfigError, StorageError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.EISDIR, "ConfigError"), (errno.EACCES, "ConfigError"), (errno.ENOSPC, "StorageError")],
+)
+def test_a_file_that_fails_on_rank_0_is_an_error_of_all(pool, number, kind):
+    """A full disk may have room at a restart; a path that is wrong stays wrong."""
+    assert pool.run(2, fail_on_rank_0, number) == [f"{kind}: /run/config.toml: {os.strerror(number)}"] * 2

@@ -37,7 +37,7 @@ logger = logging.getLogger("titanlite")
 
 
 class NonFinite(RuntimeError):
-    """The gradient norm is NaN or infinite. The weights in memory are unusable; the last checkpoint is intact."""
+    """The gradient norm is NaN or infinite. The weights in memory are unusable; checkpoints are intact."""
 
 
 class Checkpointer:
@@ -77,9 +77,9 @@ class Checkpointer:
         steps: list[int] = broadcast_from_rank0(lambda: list_steps(self.folder))
         for step in reversed(self._candidates(steps)):
             if self._try(step_folder(self.folder, step)):
-                self.newest = step
                 from titanlite.checkpoint.retention import proven_step
 
+                self.newest = step
                 # Later steps of another attempt may have been proven; the mark goes back with the run.
                 proven = broadcast_from_rank0(lambda: self._mark_proven(min(self.newest, proven_step(self.run_folder))))
                 self.unproven = proven < step
@@ -225,11 +225,11 @@ class Checkpointer:
                 if dist.get_rank() == 0:
                     self.saver.after_save(functools.partial(self._delete_old, self.newest))
             return
-        self.close()
         from titanlite.checkpoint.divergence import step_back
 
-        load_step = self.config.load_step
-        advice = broadcast_from_rank0(lambda: step_back(self.folder, self._resumed, bool(load_step)))
+        self.close()
+        chosen = self.config.load_step > 0
+        advice = broadcast_from_rank0(lambda: step_back(self.folder, self._resumed, chosen))
         raise NonFinite(f"step {step}: the gradient norm is {norm}: training has diverged; {advice}")
 
     def close(self) -> None:

@@ -3,7 +3,8 @@
 What it is: one rule, for the run itself and for `titanlite checkpoint prune`. It keeps the newest `keep` checkpoints,
 every `keep_every`-th step, and the `keep_best` with the lowest validation loss; so it always keeps the newest.
 Only complete and finite checkpoints count, and only these are deleted: a damaged checkpoint, or one that contains NaN,
-never displaces a good one and is never deleted unnoticed.
+never displaces a good one and is never deleted unnoticed. The run applies the rule when the newest one is proven (see
+`manager.py`); `prune` also keeps the newest proven one.
 What it costs: each manifest is read once; file sizes are looked up after each save.
 """
 

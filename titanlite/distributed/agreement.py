@@ -22,6 +22,10 @@ from titanlite.config.schema import ConfigError
 PATH_ERRORS = (errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENAMETOOLONG)
 
 
+class StorageError(RuntimeError):
+    """Rank 0 could not read or write a file of the run; a full or failing disk may have recovered at a restart."""
+
+
 def gather(value: Any, group: Any = None) -> list[Any]:
     """The JSON value of every rank, in the order of ranks."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -46,7 +50,7 @@ def broadcast_from_rank0(find: Callable[[], Any]) -> Any:
     """The JSON value that `find` returns on rank 0. Raises ConfigError on all ranks if `find` does.
 
     An OSError of `find` is raised on all ranks too: as ConfigError if the path is the cause, for example because it is
-    a folder or may not be written, otherwise as OSError, since a full or failing disk may have recovered at a restart.
+    a folder or may not be written, otherwise as StorageError.
     On a network file system some nodes see a new folder later than others, so rank 0 looks for all.
     """
     found: list[Any] = [None, [], ""]
@@ -62,7 +66,7 @@ def broadcast_from_rank0(find: Callable[[], Any]) -> Any:
     if problems:
         raise ConfigError(problems)
     if failure:
-        raise OSError(failure)
+        raise StorageError(failure)
     return value
 
 

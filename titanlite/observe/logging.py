@@ -33,7 +33,7 @@ def setup_logging(rank: int) -> None:
 
 def log_to_file(path: Path) -> None:
     """Appends messages, with times, to a file. Raises OSError if it cannot be opened."""
-    path.open("a").close()  # raises OSError if there cannot be such a file
+    path.open("a").close()
     file = LineFileHandler(path)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(file)
