@@ -19,7 +19,7 @@ import torch
 from runs import train_run
 
 from titanlite.checkpoint.manifest import NAME, SEAL, CorruptCheckpoint, RunMetadata
-from titanlite.checkpoint.manifest_reader import read_manifest
+from titanlite.checkpoint.manifest_reader import read_manifest, tiles
 from titanlite.checkpoint.read import read_step, verify_files
 from titanlite.checkpoint.storage import write_step
 from titanlite.cli.main import main
@@ -326,3 +326,21 @@ def test_damage_is_seen_by_all_processes(pool, step):
     content[-1] ^= 1
     (step / MODEL).write_bytes(content)
     pool.run(2, load_together, step)
+
+
+def test_offsets_whose_hashes_collide_cost_nothing():
+    """20,000 of them in a dict take a minute: each is compared with all others."""
+    modulus, first, second = 2**64, 11400714785074694791, 14029467366897019727  # of the hash of tuples in CPython
+    offsets, target = [], 12345
+    for row in range(200_000):
+        if len(offsets) == 20_000:
+            break
+        at = (2870177450012600261 + row * second) % modulus
+        at = (at << 31 | at >> 33) % modulus * first % modulus
+        if (column := (target - at) * pow(second, -1, modulus) % modulus) < 2**61 - 1:
+            offsets.append((row, column))
+    assert len(offsets) == 20_000
+    assert len({hash(offset) for offset in offsets}) == 1
+    started = time.process_time()
+    assert not tiles((2**61, 2**61), [(offset, (1, 1)) for offset in offsets])
+    assert time.process_time() - started < 5
