@@ -178,12 +178,9 @@ TESTED_ELSEWHERE = {
     "formats/load": "tests/formats/test_transformers.py, tests/formats/test_foreign.py",
     "formats/meta": "tests/formats/test_convert.py",
     "formats/output_path": "tests/formats/test_convert.py",
-    "formats/pickled": "tests/formats/test_foreign_hostile.py",
     "formats/safetensors_files": "tests/formats/test_convert.py",
-    "formats/stock": "tests/formats/test_foreign.py",
-    "formats/stock_index": "tests/formats/test_foreign_hostile.py",
+    "formats/stock": "tests/formats/test_foreign.py, tests/formats/test_foreign_hostile.py",
     "formats/targets": "tests/formats/test_convert.py",
-    "formats/torch_file": "tests/formats/test_convert.py, tests/formats/test_foreign_hostile.py",
 }
 
 

@@ -42,9 +42,6 @@ def run(argv: list[str]) -> int:
     verifying.add_argument("path", type=Path, help="a run's folder (all its checkpoints) or a step's")
     showing = commands.add_parser("show", help="print the origin, files and tensors of a checkpoint")
     showing.add_argument("path", type=Path, help="a step's folder, a run's (the newest), or any that `convert` reads")
-    showing.add_argument(
-        "--trust-pickle", action="store_true", help="unpickle a stock DCP folder's index: runs its code"
-    )
     differing = commands.add_parser("diff", help="print the differences between the tensors of two checkpoints")
     differing.add_argument("a", type=Path, help="a step's folder, a run's (the newest), or any that `convert` reads")
     differing.add_argument("b", type=Path, help="the same")
@@ -62,7 +59,7 @@ def run(argv: list[str]) -> int:
     if options.command == "verify":
         return verify(options.path)
     if options.command == "show":
-        return show(options.path, options.trust_pickle)
+        return show(options.path)
     if options.command == "diff":
         return diff(open_full_state(options.a), open_full_state(options.b), options.all)
     return prune(options.run, options.keep, options.keep_every, options.keep_best, options.dry_run)
@@ -133,10 +130,10 @@ def verify(path: Path) -> int:
     return EXIT_DAMAGED if damaged else 0
 
 
-def show(path: Path, trust_pickle: bool) -> int:
+def show(path: Path) -> int:
     """Prints the manifest, or the tensors of a checkpoint of another format."""
     if path.exists() and not is_step_folder(path):
-        full = open_full_state(path, trust_pickle=trust_pickle)
+        full = open_full_state(path)
         print(describe(full, full=True))
         for name, other in (full.tensors | full.others).items():
             print(f"  {name}  {str(other.dtype).removeprefix('torch.')}  {list(other.shape)}")

@@ -41,9 +41,6 @@ def run(argv: list[str]) -> int:
         help="read the output again and compare it with the source (default)",
     )
     parser.add_argument("--force", action="store_true", help="replace TARGET; convert NaN and infinity")
-    parser.add_argument(
-        "--trust-pickle", action="store_true", help="unpickle a stock DCP index, which runs any code in it"
-    )
     options = vars(parser.parse_args(argv))
     stops = (signal.SIGTERM, signal.SIGHUP)  # on these, partial output is removed
     before = [signal.signal(number, _stop) for number in stops]

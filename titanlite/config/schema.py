@@ -296,7 +296,6 @@ class CheckpointConfig:
     initial_load: str = key(
         "", "initial weights of a run without a checkpoint: a run folder, or any format that `convert` reads"
     )
-    trust_pickle: bool = key(False, "unpickle the index of a stock DCP folder, which can run code of whoever wrote it")
     accept: str = key("", "keys that may differ from the checkpoint on resuming, as in `run.seed, optimizer.lr`")
 
     @property

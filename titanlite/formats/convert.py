@@ -46,13 +46,13 @@ class Mismatch(ConfigError):
     """The output differs from the source. It stays on the disk."""
 
 
-def load_full_state(path: str | Path, step: int | None = None, trust_pickle: bool = False) -> FullState:
+def load_full_state(path: str | Path, step: int | None = None) -> FullState:
     """A checkpoint of any format as a lazy mapping: parameter name -> Tensor in its dtype; `.others` has the rest.
 
     `step` selects one of a run's checkpoints, None the newest. Raises ConfigError if there is none, CorruptCheckpoint
     if it is incomplete, also when a tensor is read. Hashes are not verified: `titanlite checkpoint verify` does that.
     """
-    return open_full_state(Path(path), step, trust_pickle=trust_pickle)
+    return open_full_state(Path(path), step)
 
 
 def convert(
@@ -67,7 +67,6 @@ def convert(
     model: str = "",
     verify: bool = True,
     force: bool = False,
-    trust_pickle: bool = False,
     log: Callable[[str], None] = logger.info,
 ) -> FullState:
     """Writes the checkpoint `source` as `target` in format `to`, compares the two and returns the new one.
@@ -86,7 +85,7 @@ def convert(
     as_dtype, q8 = _dtype(dtype, to)
     if shard_size and (to not in SHARDED or (to == "safetensors" and target.suffix == ".safetensors")):
         raise ConfigError(f"--shard-size: {target.name} ({to}) is one file; allowed: {', '.join(SHARDED)}, in folders")
-    state = open_full_state(Path(source), step, model, trust_pickle)
+    state = open_full_state(Path(source), step, model)
     require_writable(state.path, target, force)
     export = Export(state, as_dtype, q8, full, shard_size)
     log(describe(state, full))

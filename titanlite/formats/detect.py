@@ -17,7 +17,7 @@ from titanlite.checkpoint.manifest_reader import file_problems, read_file, read_
 from titanlite.checkpoint.storage import find_step_folder, list_steps, step_folder
 from titanlite.config.schema import ConfigError, suggestion
 from titanlite.formats import huggingface, meta, stock
-from titanlite.formats.full_state import ORIGIN, About, FullState, FullTensor, same_numbers
+from titanlite.formats.full_state import ORIGIN, About, FullState, FullTensor, Record, same_numbers
 from titanlite.formats.safetensors_files import INDEX, read_folder, read_header
 from titanlite.formats.torch_file import Tree, read_tree
 from titanlite.model.flavors import FLAVORS, LlamaConfig
@@ -31,14 +31,14 @@ READABLE = (
 )
 
 
-def open_full_state(path: Path, step: int | None = None, model: str = "", trust_pickle: bool = False) -> FullState:
+def open_full_state(path: Path, step: int | None = None, model: str = "") -> FullState:
     """The checkpoint at `path`, of any format. `step` selects one of a run's checkpoints, None the newest.
 
     `model`: a flavor or a model.json, for files without the model's shape. Raises CorruptCheckpoint if it is
     incomplete, ConfigError if it is not a checkpoint, or of a format that is not read.
     """
     try:
-        state = _open(path, step, trust_pickle)
+        state = _open(path, step)
     except OSError as error:
         raise ConfigError(f"{str(path)[:300]}: {error.strerror or error}") from None
     if names := [name for name in (*state.tensors, *state.others) if not name.isprintable() or len(name) > 1000]:
@@ -75,7 +75,7 @@ def is_step_folder(path: Path) -> bool:
     return False
 
 
-def _open(path: Path, step: int | None, trust_pickle: bool) -> FullState:
+def _open(path: Path, step: int | None) -> FullState:
     if not path.exists():
         raise ConfigError(f"{path}: no such file or folder; expected {READABLE}")
     if path.is_file():
@@ -83,7 +83,7 @@ def _open(path: Path, step: int | None, trust_pickle: bool) -> FullState:
     if is_step_folder(path):
         return _open_step(path, step)
     if stock.is_stock_dcp(path):
-        return _named(path, stock.read_folder(path, trust_pickle), _beside(path, "dcp"))
+        return _named(path, stock.read_folder(path), _beside(path, "dcp"))
     if (path / "params.json").is_file() and any(path.glob("consolidated.*")):
         return meta.open_folder(path)
     weights = (path / INDEX).is_file() or (path / "model.safetensors").is_file()
@@ -160,7 +160,7 @@ def _open_file(path: Path) -> FullState:
     if start == b"GGUF":
         raise ConfigError(f"{path}: a GGUF file, which is written but not read; expected {READABLE}")
     if start == b"PK\x03\x04":
-        return _of_tree(path, read_tree(path))
+        return _of_tree(path, *read_tree(path))
     if path.suffix == ".safetensors":
         found, metadata = read_header(path)
         about = About("safetensors", _model_of(path, metadata["model"].encode() if "model" in metadata else None))
@@ -172,7 +172,7 @@ def _open_file(path: Path) -> FullState:
     )
 
 
-def _of_tree(path: Path, tree: Tree) -> FullState:
+def _of_tree(path: Path, tree: Tree, records: list[Record]) -> FullState:
     """A tree given to torch.save: a model's state dict, or a dict that has it under one of the usual keys."""
     about, flat = About("torch"), tree
     for key in ("model", "state_dict", "model_state_dict"):
@@ -184,6 +184,7 @@ def _of_tree(path: Path, tree: Tree) -> FullState:
     if isinstance(tokenizer := tree.get("tokenizer"), FullTensor):
         about.tokenizer = tokenizer.read().numpy().tobytes()
     state = _named(path, {name: value for name, value in flat.items() if isinstance(value, FullTensor)}, about)
+    state.records = records
     if isinstance(rest := tree.get("training"), dict):
         state.others |= {name: value for name, value in rest.items() if isinstance(value, FullTensor)}
     if not state.tensors:

@@ -10,10 +10,11 @@ and not mapped: a source that is truncated meanwhile is an error, where a mapped
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -153,16 +154,41 @@ class About:
     files: dict[str, bytes] = field(default_factory=dict)  # small files of a step folder
 
 
+class Record(NamedTuple):
+    """Bytes of a file and their CRC-32; None: the file was saved without."""
+
+    file: Path
+    begin: int
+    length: int
+    crc: int | None
+    name: str
+
+    def problem(self, progress: Callable[[int], object] | None = None) -> str:
+        """What is wrong with the bytes, or "". `progress` is called with the number of bytes of each block."""
+        crc, left = 0, self.length if self.crc is not None else 0
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.begin)
+            while left:
+                if not (block := file.read(min(left, BLOCK))):
+                    return "it is cut short"
+                crc, left = zlib.crc32(block, crc), left - len(block)
+                if progress:
+                    progress(len(block))
+        return "" if crc == (self.crc or 0) else "its CRC-32 is not the one it was written with"
+
+
 class FullState(Mapping[str, Tensor]):
     """Parameter name -> tensor, in titanlite's names and order of rows.
 
-    `others`: training state beside the model (`optimizer.state.<parameter>.exp_avg`, ...).
+    `others`: training state beside the model (`optimizer.state.<parameter>.exp_avg`, ...). `records`: bytes with a
+    checksum, in formats where those of a file can be listed.
     """
 
     def __init__(
         self, path: Path, about: About, tensors: dict[str, FullTensor], others: dict[str, FullTensor] | None = None
     ) -> None:
         self.path, self.about, self.tensors, self.others = path, about, tensors, others or {}
+        self.records: list[Record] = []
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name].read()

@@ -10,12 +10,15 @@ are read twice, the first time for the hashes. One collective, to agree on error
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 from torch.distributed.checkpoint.api import CheckpointException
@@ -33,7 +36,7 @@ from titanlite.config.schema import CheckpointConfig, ConfigError, suggestion
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed.agreement import broadcast_from_rank0, raise_together
 from titanlite.formats.detect import is_step_folder, open_full_state
-from titanlite.formats.full_state import BLOCK, FullState
+from titanlite.formats.full_state import BLOCK, FullState, Record
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 
@@ -41,8 +44,25 @@ logger = logging.getLogger("titanlite")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def require_intact(full: FullState, everything: bool = False, progress: Callable[[int], object] | None = None) -> None:
-    """Raises CorruptCheckpoint unless the weights, or all files, match their hashes, if the format has any."""
+def require_intact(
+    full: FullState,
+    everything: bool = False,
+    progress: Callable[[int], object] | None = None,
+    share: slice = slice(None),
+) -> None:
+    """Raises CorruptCheckpoint unless the weights, or all files, match their hashes, if the format has any.
+
+    A stock DCP folder has its CRC-32 within its files: they are compared when a tensor is read. `share`: which of the
+    records of torch.save files are compared, all by default.
+    """
+
+    def problem(record: Record) -> str:
+        found = record.problem(progress)
+        return f"{record.file}: {record.name!r} is damaged: {found}" if found else ""
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+        if problems := [found for found in threads.map(problem, full.records[share]) if found]:
+            raise CorruptCheckpoint(problems[:6])
     if full.about.format == "titanlite":
         manifest = read_manifest(full.path)
         names = [name for name in manifest.files if everything or name.startswith("model")]
@@ -50,9 +70,9 @@ def require_intact(full: FullState, everything: bool = False, progress: Callable
             raise CorruptCheckpoint([*problems, _other_steps(full.path)])
 
 
-def open_verified(path: Path, step: int | None = None, model: str = "", trust_pickle: bool = False) -> FullState:
+def open_verified(path: Path, step: int | None = None, model: str = "") -> FullState:
     """A checkpoint of any format, its weights verified. Raises ConfigError or CorruptCheckpoint."""
-    full = open_full_state(path, step, model, trust_pickle)
+    full = open_full_state(path, step, model)
     require_intact(full)
     return full
 
@@ -75,7 +95,7 @@ def load_weights(
     """
     weights = model.state_dict()
     path, content = Path(config.initial_load), tokenizer.path.read_bytes()
-    origin = read_weights(path, weights, llama, content, config.trust_pickle, group)
+    origin = read_weights(path, weights, llama, content, group)
     logger.info("loading weights from %s", origin)
     model.load_state_dict(weights)
 
@@ -85,7 +105,6 @@ def read_weights(
     state: dict[str, Any],
     model: LlamaConfig,
     tokenizer: bytes,
-    trust_pickle: bool = False,
     group: Any = None,
 ) -> Path:
     """Fills `state` (parameter name -> tensor or DTensor) from a checkpoint of any format, of a run from its newest.
@@ -94,7 +113,9 @@ def read_weights(
     ConfigError if the checkpoint is damaged, not finite or not of `model`'s shape.
     """
     if not broadcast_from_rank0(lambda: is_step_folder(path)):
-        full = on_all_ranks(lambda: open_full_state(path, trust_pickle=trust_pickle))
+        full = on_all_ranks(lambda: open_full_state(path))
+        share = slice(dist.get_rank(), None, dist.get_world_size()) if dist.is_initialized() else slice(None)
+        on_all_ranks(lambda: require_intact(full, share=share))
         _compare_tokenizers(full, tokenizer)
         on_all_ranks(lambda: _fill(full, state, model))
         return path

@@ -104,7 +104,7 @@ def open_folder(folder: Path) -> FullState:
         raise CorruptCheckpoint(
             f"{folder}: has {', '.join(path.name for path in files)}; expected consolidated.00.pth and on"
         )
-    trees = [read_tree(path) for path in files]
+    trees, records = zip(*map(read_tree, files), strict=True)
     path = folder / "params.json"
     try:
         fields = json.loads(path.read_bytes())
@@ -125,4 +125,6 @@ def open_folder(folder: Path) -> FullState:
         raise CorruptCheckpoint(f"{path}: not the parameters of a Llama ({type(error).__name__}: {error})") from None
     tokenizer = folder / "tokenizer.model"
     content = tokenizer.read_bytes() if tokenizer.is_file() else None
-    return FullState(folder, About("llama", config, content, layout=f"{len(files)} files"), tensors)
+    state = FullState(folder, About("llama", config, content, layout=f"{len(files)} files"), tensors)
+    state.records = [record for of_file in records for record in of_file]
+    return state

@@ -1,0 +1,296 @@
+"""What a pickle from elsewhere describes, as JSON: read in a process with limits, and without running it.
+
+What it is: a pickle is a program. GLOBAL fetches any function, REDUCE calls it. Here an unpickler gets, for each name
+on a list, a stand-in that records its arguments (`Made`), and for any other name an error. It works in a process that
+can open no file, and that ends at a limit of memory or time; `read_pickle` starts this file as its program.
+Why it is here: without running anything, a pickle of a few hundred bytes can still ask for 4 GB (a large memo index),
+contain lists that share each other, or have keys that take hours to hash. A limit stops all of these.
+What it costs: 25 ms for the process; torch is not imported there. 2 s for an index of 250,000 chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import encodings.cp437  # noqa: F401, of zipfile, which could not import it later
+import gc
+import io
+import json
+import pickle
+import re
+import resource
+import signal
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MEMORY = 2**30  # bytes
+SECONDS = 5  # of CPU time; an index of 250,000 chunks takes 2
+LARGEST = 2**26  # bytes of the pickle; its JSON may have half of it
+
+# Names in the index of a stock DCP folder: found by saving FSDP2, AdamW, generators, numbers and nested lists.
+DCP = re.compile(
+    r"torch\.distributed\.checkpoint\.(metadata\.(Metadata|TensorStorageMetadata|TensorProperties|_MEM_FORMAT_ENCODING"
+    r"|ChunkStorageMetadata|BytesStorageMetadata|MetadataIndex|StorageMeta)|filesystem\._StorageInfo)"
+    r"|torch\.distributed\._shard\.sharded_tensor\.metadata\.(TensorProperties|MEM_FORMAT_ENCODING)"  # up to torch 2.3
+    r"|torch\.(Size|serialization\._get_layout|bool|(bfloat|bits|complex|float|q?u?int)\d[a-z0-9_]*)"
+    r"|pathlib\.(_local\.)?(Posix|Windows)Path"  # where it was saved; `_local` in Python 3.13
+)
+# Names in a file of torch.save with dicts of tensors.
+TORCH = re.compile(
+    r"torch\._utils\._rebuild_(tensor_v2|parameter)|collections\.OrderedDict"
+    r"|torch\.(Float|BFloat16|Half|Double|Long|Int|Short|Char|Byte|Bool)Storage"
+)
+
+
+class UnreadablePickle(ValueError):
+    """It is damaged, or not what was expected, or reading it takes too much."""
+
+
+class UnsafeName(UnreadablePickle):
+    """The pickle refers to a name that is not on the list."""
+
+
+def read_pickle(kind: str, path: Path) -> dict[str, Any]:
+    """What the pickle in a regular file describes: `kind` is "dcp" (`read_dcp`) or "torch" (`read_torch`).
+
+    Raises UnreadablePickle; UnsafeName if it refers to anything that is not on the list; OSError.
+    """
+    program = [sys.executable, "-I", "-S", "-B", __file__, kind, str(SECONDS)]
+    with path.open("rb") as file:
+        ended = subprocess.run(program, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+    if ended.returncode:
+        raise UnreadablePickle(f"it takes more than {SECONDS} s or {MEMORY >> 20} MB to read, or is damaged")
+    answer = json.loads(ended.stdout)
+    if name := answer.get("unsafe"):
+        raise UnsafeName(name)
+    if "error" in answer:
+        raise UnreadablePickle(answer["error"])
+    return answer["value"]
+
+
+class Made:
+    """A recorded call: its `arguments`, and the `state` for its result. Equal only to itself, and hashed so."""
+
+    __slots__ = ("arguments", "state")
+    arguments: tuple[Any, ...]
+    state: Any
+    name = ""
+
+    def __new__(cls, *arguments: Any) -> Made:
+        made = object.__new__(cls)
+        made.arguments, made.state = arguments, None
+        return made
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class Member(Made):
+    """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickle it: getattr(class, name)."""
+
+    __slots__ = ()
+
+    def __init__(self, of: Any, member: Any) -> None:
+        if not (isinstance(of, type) and issubclass(of, Made) and type(member) is str):
+            raise UnsafeName("builtins.getattr")
+
+
+class Unpickler(pickle.Unpickler):
+    """Makes plain data and `Made`."""
+
+    def __init__(self, file: Any, names: re.Pattern[str]) -> None:
+        super().__init__(file)
+        self.names = names
+        self.found: dict[str, type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full == "collections.OrderedDict" and self.names.fullmatch(full):
+            return type("OrderedDict", (dict,), {})  # with attributes, as a module's state_dict() has
+        if full == "builtins.getattr" and self.names is DCP:
+            return Member
+        if full not in self.found:
+            if not self.names.fullmatch(full):
+                raise UnsafeName(full if len(full) < 100 else full[:100] + "...")
+            self.found[full] = type("Made", (Made,), {"__slots__": (), "name": full})
+        return self.found[full]
+
+    def persistent_load(self, pid: Any) -> Made:
+        """What torch.save stores beside the pickle: ("storage", type, name, device, length)."""
+        return Made(*expect(pid, tuple))
+
+
+def expect(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise UnreadablePickle(f"a {kind.__name__} was expected where a {type(value).__name__} is")
+    return value
+
+
+def counts(value: Any) -> list[int]:
+    """A tuple of numbers that are not negative, in 62 bits: sums and products with them cannot be wrong in torch."""
+    numbers = list(expect(value, tuple))
+    if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers) or len(numbers) > 64:
+        raise UnreadablePickle("a shape that no tensor can have")
+    return numbers
+
+
+def fields(made: Any, name: str) -> dict[str, Any]:
+    """The attributes of a recorded instance of DCP's class `name`."""
+    if not isinstance(made, Made) or made.name.rpartition(".")[2] != name:
+        raise UnreadablePickle(f"a {name} was expected where a {getattr(made, 'name', type(made).__name__)} is")
+    return expect({} if made.state is None else made.state, dict)
+
+
+def size(made: Any) -> list[int]:
+    if not isinstance(made, Made) or made.name != "torch.Size" or len(made.arguments) != 1:
+        raise UnreadablePickle("a shape was expected")
+    return counts(made.arguments[0])
+
+
+def read_dcp(file: BinaryIO) -> dict[str, Any]:
+    """The index of a stock DCP folder.
+
+    tensor name -> [dtype, shape, [[offsets, sizes, file, first byte, bytes], ...]]; other entries are left out.
+    """
+    data = file.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise UnreadablePickle(f"it has more than {LARGEST} bytes")
+    index = fields(Unpickler(io.BytesIO(data), DCP).load(), "Metadata")
+    places: dict[tuple[str, str], list[Any]] = {}
+    for key, value in expect(index["storage_data"], dict).items():
+        at, info = fields(key, "MetadataIndex"), fields(value, "_StorageInfo")
+        name, offset = expect(at["fqn"], str), at.get("offset")
+        if info.get("transform_descriptors"):
+            raise UnreadablePickle(f"{name[:200]!r} is compressed, which cannot be read")
+        place = [expect(info["relative_path"], str), expect(info["offset"], int), expect(info["length"], int)]
+        places[name, "" if offset is None else str(size(offset))] = place
+    tensors = {}
+    for name, entry in expect(index["state_dict_metadata"], dict).items():
+        if isinstance(entry, Made) and entry.name.endswith(".BytesStorageMetadata"):
+            continue
+        of = fields(entry, "TensorStorageMetadata")
+        properties = of["properties"]
+        if not isinstance(properties, Made) or not isinstance(properties.state, tuple):
+            raise UnreadablePickle("the properties of a tensor were expected")
+        dtype, chunks = expect(properties.state[0], type).name, []
+        for chunk in expect(of["chunks"], list):
+            box = fields(chunk, "ChunkStorageMetadata")
+            offsets, sizes = size(box["offsets"]), size(box["sizes"])
+            if (where := places.get((expect(name, str), str(offsets)))) is None:
+                raise UnreadablePickle(f"the bytes of a part of {name[:200]!r} are nowhere")
+            chunks.append([offsets, sizes, *where])
+        tensors[expect(name, str)] = [dtype, size(of["size"]), chunks]
+    return tensors
+
+
+class Archive:
+    """The records of a file of torch.save, an uncompressed zip archive, by their names without the folder."""
+
+    def __init__(self, file: Any) -> None:
+        """Raises UnreadablePickle and what zipfile raises."""
+        with zipfile.ZipFile(file) as archive:
+            self.records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        self._file = file
+        self._has_crc = any(info.CRC for info in self.records.values())  # not after set_crc32_options(False)
+        if any(info.compress_type != zipfile.ZIP_STORED for info in self.records.values()):
+            raise UnreadablePickle("it is compressed")
+        if "byteorder" in self.records and self.read("byteorder", 6) != b"little":
+            raise UnreadablePickle("it was written on a big-endian machine")
+
+    def place(self, name: str) -> tuple[int, int, int | None]:
+        """First byte, bytes and CRC-32 of a record's content; the CRC is None if the file was saved without."""
+        info = self.records[name]
+        self._file.seek(info.header_offset)
+        header = self._file.read(30)  # the content begins after it, the name and padding
+        if header[:4] != b"PK\x03\x04":
+            raise UnreadablePickle("a record is not where the archive says")
+        begin = info.header_offset + 30 + sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
+        return begin, info.file_size, info.CRC if self._has_crc else None
+
+    def read(self, name: str, most: int = LARGEST) -> bytes:
+        begin, length, crc = self.place(name)
+        if length > most:
+            raise UnreadablePickle(f"its {name} has more than {most} bytes")
+        self._file.seek(begin)
+        content = self._file.read(length)
+        if crc is not None and zlib.crc32(content) != crc:
+            raise UnreadablePickle(f"the CRC-32 of its {name} is not the one it was written with")
+        return content
+
+
+def read_torch(file: BinaryIO) -> dict[str, Any]:
+    """A file of torch.save: {"tree": ..., "storages": name -> `Archive.place`}.
+
+    In the tree, a dict is {"dict": {key: value}} and a tensor is {"tensor": [storage's type, its name, first number,
+    shape, strides]}; numbers and text are themselves, and everything else is null.
+    """
+    archive = Archive(file)
+    tree = Unpickler(io.BytesIO(archive.read("data.pkl")), TORCH).load()
+    if not isinstance(tree, dict):
+        raise UnreadablePickle(f"it holds a {type(tree).__name__}; expected a dict of tensors")
+    names = [name for name in archive.records if name.startswith("data/")]
+    return {"tree": plain(tree), "storages": {name.removeprefix("data/"): archive.place(name) for name in names}}
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """A value of torch.save's tree for JSON."""
+    if depth > 100:
+        raise UnreadablePickle("it is nested too deep")
+    if isinstance(value, Made) and value.name == "torch._utils._rebuild_parameter":
+        value = value.arguments[0]
+    if isinstance(value, Made):
+        return {"tensor": tensor(value)}
+    if isinstance(value, dict):
+        if any(type(key) not in (str, int) for key in value):
+            raise UnreadablePickle("a key that is neither text nor a number")
+        return {"dict": {str(key): plain(item, depth + 1) for key, item in value.items()}}
+    return value if type(value) in (str, int, float, bool) else None
+
+
+def tensor(made: Made) -> list[Any]:
+    """A recorded tensor. Raises UnreadablePickle and ValueError."""
+    if made.name != "torch._utils._rebuild_tensor_v2" or made.state is not None:
+        raise UnreadablePickle("a tensor was expected")
+    storage, start, shape, strides, *_ = made.arguments
+    _, kind, name, _, _ = expect(storage, Made).arguments
+    (start,), shape, strides = counts((start,)), counts(shape), counts(strides)
+    if len(shape) != len(strides):
+        raise UnreadablePickle("a shape that no tensor can have")
+    return [expect(kind, type).name, expect(name, str), start, shape, strides]
+
+
+def answer_of(read: Callable[[BinaryIO], dict[str, Any]], file: BinaryIO) -> str:
+    """The JSON that goes to `read_pickle`."""
+    try:
+        answer = json.dumps({"value": read(file)}, check_circular=False)
+        if len(answer) > LARGEST // 2:
+            raise UnreadablePickle(f"what it describes has more than {LARGEST // 2} bytes")
+        return answer
+    except UnsafeName as error:
+        return json.dumps({"unsafe": str(error)})
+    except Exception as error:  # whatever it is, the file is the cause
+        return json.dumps({"error": str(error)[:400] or type(error).__name__})
+
+
+def main(kind: str, seconds: int) -> None:
+    """Reads standard input and prints JSON."""
+    gc.disable()  # a third of the time; the process ends soon
+    if kind == "torch":
+        import zipfile  # noqa: F401
+    limits = {resource.RLIMIT_AS: MEMORY, resource.RLIMIT_CPU: seconds}
+    forbidden = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)
+    for what, most in (limits | dict.fromkeys(forbidden, 0)).items():
+        with contextlib.suppress(ValueError, OSError):  # unknown to the system; the others remain
+            resource.setrlimit(what, (most, most))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    sys.stdout.write(answer_of({"dcp": read_dcp, "torch": read_torch}[kind], sys.stdin.buffer))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
