@@ -95,6 +95,7 @@ SAVES = {"module": "checkpoint.async_save", "owner": "AsyncSaver", "method": "sa
 VALIDATES = {"module": "parallel.stages", "owner": "Stages", "method": "evaluate", "call": 2}
 
 
+@pytest.mark.slow  # naming a rank that sleeps: tests/distributed/test_watchdog.py
 def test_a_process_that_sleeps_is_named_with_its_line(long_run, tmp_path):
     code, output, seconds = run_with(tmp_path, long_run, **READS, ranks=(1,), wait="time.sleep(60)")
     assert code != 0
