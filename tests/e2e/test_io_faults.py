@@ -1,0 +1,44 @@
+"""Every file operation of a command fails once, and the power fails at every moment: nothing committed is lost.
+
+The tests of some seconds draw a sample of the cases. All of them, with their number:
+./run_tests.sh -m slow -s tests/e2e/test_io_faults.py
+"""
+
+from __future__ import annotations
+
+import pytest
+from io_calls import preloaded
+
+CALLS = (
+    "save",
+    "replace a file",
+    "convert hf --force",
+    "convert torch --force",
+)
+POWER = ("convert torch --force",)
+CASES = [*(("fail_calls", name) for name in CALLS), *(("fail_power", name) for name in POWER)]
+SAMPLED = ("train in the background", "save", "prepare", "replace a file", "convert dcp", "convert hf --force")
+SAMPLE = [(function, name, 20 if function == "fail_power" else 3) for function, name in CASES if name in SAMPLED]
+
+
+def test_a_sample_of_faults(tmp_path):
+    """In one process, because importing torch takes longer than all cases."""
+    results = preloaded("io_campaign", "fail_sample", str(tmp_path), SAMPLE)
+    assert not [problem for result in results for problem in result["problems"]]
+    assert all(result["cases"] for result in results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("function", "name"), CASES)
+def test_all_faults(tmp_path, function, name):
+    result = preloaded("io_campaign", function, str(tmp_path), name)
+    print(f"\n{function}, {name}: {result['calls']} calls, {result['cases']} cases, {result['seconds']:.0f} s")
+    assert not result["problems"], "\n".join(result["problems"][:10])
+    assert result["cases"] >= result["calls"]
+
+
+def test_a_fault_strikes_the_call_that_was_asked_for(tmp_path):
+    """Otherwise the tests above would pass without any fault."""
+    full, broken = "No space left on device", "Input/output error"
+    expected = {"ENOSPC": full, "EIO": broken, "EINTR": "", "short": "", "full": full}
+    assert preloaded("io_campaign", "strikes", str(tmp_path)) == expected
