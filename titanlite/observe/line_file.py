@@ -1,8 +1,8 @@
 """A text file of lines; while the disk is full, lines are kept in memory.
 
-What it is: metrics.jsonl and log.txt. If a line cannot be written, one warning is logged, and the line is written
-before the next one as soon as there is room. Of lines that wait the newest 100,000 are kept, until the run ends. A
-write that fails is taken back; a kill may still cut the last line.
+What it is: metrics.jsonl and log.txt. A write that fails is taken back and tried again once. If that fails too, one
+warning is logged, and the line is written before the next one as soon as there is room. Of lines that wait the newest
+100,000 are kept, until the run ends. A kill may still cut the last line.
 Why it is here: a run must not end because a line about it cannot be written.
 """
 
@@ -28,8 +28,12 @@ class LineFile:
     def append(self, line: str) -> None:
         """Appends a line, after those that wait. Raises nothing."""
         self._waiting = [*self._waiting, line][-MAX_WAITING:]
+        content = "".join(f"{text}\n" for text in self._waiting).encode("utf-8", "replace")
         try:
-            self._write("".join(f"{text}\n" for text in self._waiting).encode("utf-8", "replace"))
+            try:
+                self._write(content)
+            except OSError:  # the last line of a run has no later one, before which it could be written
+                self._write(content)
         except OSError as error:
             if not self._warned:  # set first, because the warning itself may be a line of this file
                 self._warned = True
