@@ -10,6 +10,9 @@ import pytest
 from io_calls import preloaded
 
 CALLS = (
+    "train",
+    "train in the background",
+    "resume",
     "save",
     "replace a file",
     "convert hf --force",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import secrets
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ def claim_folder(folder: Path) -> Any:
         try:
             make_folder(folder)
             file = lock(folder / ".lock")
-            file.truncate(0)
+            os.ftruncate(file.fileno(), 0)  # repeated by Python if a signal interrupts it
             file.write(token := secrets.token_hex(8))
             file.flush()
         except BlockingIOError:

@@ -168,7 +168,8 @@ def _truncate_after(path: Path, step: int) -> None:
                 lines.append(line + b"\n")
     kept = b"".join(lines)
     if content.startswith(kept):
-        os.truncate(path, len(kept))  # needs no room, which a full disk does not have
+        with path.open("r+b") as file:  # needs no room, which a full disk does not have
+            os.ftruncate(file.fileno(), len(kept))  # if a signal interrupts it, Python repeats it
     else:
         replace_file(path, kept)
 
