@@ -14,6 +14,7 @@ CALLS = (
     "train in the background",
     "resume",
     "save",
+    "prepare",
     "replace a file",
     "convert hf --force",
     "convert torch --force",

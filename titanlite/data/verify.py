@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from titanlite.config.files import replace_file
 from titanlite.config.progress import progress_bar
 from titanlite.config.schema import ConfigError
 from titanlite.data.shards import AGAIN, RECORD, shard_files, versions_on_disk
@@ -40,9 +41,7 @@ def verify(folder: Path, manifest: dict[str, Any], names: list[str]) -> None:
             if problems := [found for found in threads.map(problem, names) if found]:
                 raise ConfigError(problems)
     with contextlib.suppress(OSError):  # a folder that cannot be written is verified at each start
-        temporary = folder / f".{RECORD}.{os.getpid()}"
-        temporary.write_text(json.dumps(versions))
-        temporary.replace(folder / RECORD)
+        replace_file(folder / RECORD, json.dumps(versions).encode())
 
 
 def _problem(path: Path, sha256: str, manifest: dict[str, Any], progress: Any) -> str:
