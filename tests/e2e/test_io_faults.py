@@ -16,6 +16,12 @@ CALLS = (
     "save",
     "prepare",
     "replace a file",
+    "convert titanlite",
+    "convert dcp",
+    "convert hf",
+    "convert llama",
+    "convert torch",
+    "convert safetensors",
     "convert hf --force",
     "convert torch --force",
 )

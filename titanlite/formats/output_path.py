@@ -77,7 +77,8 @@ def lock_target(target: Path, source: Path) -> Iterator[None]:
         _remove_leftovers(target, source)
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the next conversion locks and removes it
+            path.unlink(missing_ok=True)
         held.close()
 
 
@@ -119,7 +120,10 @@ def publish(temporary: Path, target: Path, force: bool) -> None:
             ) from None
         _require_replaceable(target, target)
         _replace(temporary, target)
-    sync_folder(target.parent)
+    try:
+        sync_folder(target.parent)
+    except OSError as error:  # the target is complete and under its name, so the conversion has not failed
+        logger.warning("%s: %s while syncing it; a power failure now could lose %s", target.parent, error, target.name)
 
 
 def _rename_to_new(path: Path, target: Path) -> None:
@@ -169,8 +173,9 @@ def _renameat2(path: Path, target: Path, flag: int) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder, if it is there."""
+    """Removes a file or a folder, if it is there. What cannot be removed stays, and the next conversion tries again."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
