@@ -44,7 +44,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "a"
     files.replace_file(path, b"old")
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left") as caught:
-        patch.setattr(Path, "write_bytes", lambda self, content: (_ for _ in ()).throw(OSError(28, "No space left")))
+        patch.setattr(files, "write_synced", lambda path, content: (_ for _ in ()).throw(OSError(28, "No space left")))
         files.replace_file(path, b"old")  # nothing to write
         files.replace_file(path, b"new")
     assert caught.value.filename == str(path)

@@ -25,7 +25,10 @@ CALLS = (
     "convert hf --force",
     "convert torch --force",
 )
-POWER = ("convert torch --force",)
+POWER = (
+    "replace a file",
+    "convert torch --force",
+)
 CASES = [*(("fail_calls", name) for name in CALLS), *(("fail_power", name) for name in POWER)]
 SAMPLED = ("train in the background", "save", "prepare", "replace a file", "convert dcp", "convert hf --force")
 SAMPLE = [(function, name, 20 if function == "fail_power" else 3) for function, name in CASES if name in SAMPLED]

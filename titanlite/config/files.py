@@ -16,7 +16,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file under a temporary name and renames it, unless it has this content. An OSError names the path."""
+    """Writes a file under a temporary name, syncs and renames it, unless it has this content. Errors name the path."""
     try:
         if path.is_file() and path.read_bytes() == content:
             return
@@ -24,10 +24,12 @@ def replace_file(path: Path, content: bytes) -> None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            temporary.write_bytes(content)
+            temporary.unlink(missing_ok=True)  # of a process that was killed
+            write_synced(temporary, content)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
     except OSError as error:
         error.filename = str(path)
         raise
