@@ -26,6 +26,7 @@ CALLS = (
     "convert torch --force",
 )
 POWER = (
+    "save",
     "replace a file",
     "convert torch --force",
 )

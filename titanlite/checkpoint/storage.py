@@ -168,7 +168,9 @@ def set_aside(path: Path, why: str) -> Path:
 
 def delete_step(folder: Path, step: int) -> None:
     """Removes a checkpoint. It is renamed first, so that a partly deleted one is never read."""
-    remove_folder(step_folder(folder, step).rename(folder / f"step-{step}.deleted"))
+    renamed = step_folder(folder, step).rename(folder / f"step-{step}.deleted")
+    sync_folder(folder)  # otherwise a power failure could undo the rename, but not the removal of files
+    remove_folder(renamed)
 
 
 def remove_folder(path: Path) -> None:
