@@ -27,7 +27,13 @@ CALLS = (
 )
 POWER = (
     "save",
+    "prepare",
     "replace a file",
+    "convert titanlite",
+    "convert hf",
+    "convert llama",
+    "convert torch",
+    "convert safetensors",
     "convert torch --force",
 )
 CASES = [*(("fail_calls", name) for name in CALLS), *(("fail_power", name) for name in POWER)]

@@ -19,6 +19,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from titanlite.config.files import make_folder
 from titanlite.config.schema import LAUNCHED, ConfigError, DataConfig
 from titanlite.data.shards import AGAIN, FORMAT, read_manifest, unverified
 from titanlite.data.tokenizer import Tokenizer
@@ -71,7 +72,7 @@ def _lock(cache: Path, name: str, required: bool = True) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            cache.mkdir(parents=True, exist_ok=True)
+            make_folder(cache)
             lock = stack.enter_context((cache / f".{name}.lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
+from titanlite.config.files import make_folder
 from titanlite.config.progress import progress_bar
 from titanlite.config.schema import ConfigError, printable, suggestion
 from titanlite.data.tokenizer import Tokenizer
@@ -90,7 +91,7 @@ def convert(
     export = Export(state, as_dtype, q8, full, shard_size)
     log(describe(state, full))
     _require_convertible(state, to, full, force)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     with lock_target(target, state.path):
         require_writable(state.path, target, force)  # again: another conversion may have ended since
         _write(export, target, to, force, log)
