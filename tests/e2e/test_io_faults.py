@@ -30,6 +30,7 @@ POWER = (
     "prepare",
     "replace a file",
     "convert titanlite",
+    "convert dcp",
     "convert hf",
     "convert llama",
     "convert torch",

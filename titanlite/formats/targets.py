@@ -82,6 +82,12 @@ def _mapped(path: Path, tensors: dict[str, Outgoing]) -> Iterator[dict[str, Tens
         scratch.unlink(missing_ok=True)
 
 
+def _sync(path: Path) -> None:
+    """For files that another library has written."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def _torch_save(path: Path, tree: dict[str, Any]) -> None:
     with path.open("xb") as file:
         torch.save(tree, file)
@@ -129,6 +135,7 @@ def to_dcp(path: Path, export: Export) -> None:
     with _mapped(path / "scratch", export.model | export.others) as tensors:
         writer = FileSystemWriter(path, thread_count=1)  # of several, errors can be lost (pytorch#191391)
         dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
+    _sync(path / ".metadata")  # torch 2.13 syncs it before it has written all of it
     write_small_files(path, _shape_and_tokenizer(export.state) | {ORIGIN: _origin(export.state).encode()})
 
 
@@ -194,8 +201,7 @@ def to_huggingface(path: Path, export: Export) -> None:
 def to_gguf(path: Path, export: Export) -> None:
     """llama.cpp's file."""
     gguf_file.write(path, export, _length(export.state))
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    _sync(path)
 
 
 TARGETS: dict[str, Callable[[Path, Export], None]] = {
