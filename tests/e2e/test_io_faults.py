@@ -35,6 +35,7 @@ POWER = (
     "convert llama",
     "convert torch",
     "convert safetensors",
+    "convert hf --force",
     "convert torch --force",
 )
 CASES = [*(("fail_calls", name) for name in CALLS), *(("fail_power", name) for name in POWER)]

@@ -149,7 +149,8 @@ def _replace(temporary: Path, target: Path) -> None:
             raise
     try:
         _require_replaceable(old, target)  # files may have been added since the first check
-    except ConfigError:
+        sync_folder(target.parent)  # otherwise a power failure could undo the exchange, but not the removal of files
+    except (ConfigError, OSError):
         if exchanged:
             _renameat2(temporary, target, RENAME_EXCHANGE)
         else:
