@@ -69,7 +69,8 @@ def fail_calls(folder: str, name: str, sample: int = 0) -> dict[str, Any]:
         found += repeat(scenario) if kind not in HARMLESS or found else []
         if found:
             problems.append(f"{name}: {kind} in call {at}: {'; '.join(found)}\n{outcome.output[-800:]}")
-    return {"calls": len(watch.tried), "cases": len(cases), "seconds": time.monotonic() - begun, "problems": problems}
+    seconds = time.monotonic() - begun
+    return {"calls": sum(calls.values()), "cases": len(cases), "seconds": seconds, "problems": problems}
 
 
 def unclear(outcome: Outcome, kind: str) -> list[str]:
