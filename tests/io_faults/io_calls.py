@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TESTS = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 WRITING = ("open", "write", "mkdir", "rename", "fsync")
 INTERRUPTIBLE = ("open", "write", "truncate", "fsync")  # those that POSIX lets a signal interrupt
 KINDS: dict[str, tuple[int, tuple[str, ...]]] = {  # kind of fault -> what the call returns, and calls that can have it
@@ -74,7 +74,7 @@ class Watch:
 
 
 def preloaded(module: str, function: str, *arguments: Any, timeout: float = 3600) -> Any:
-    """Calls a function of a module in tests/ in a new process with the library; arguments and result are JSON.
+    """Calls a function of a module of this folder in a new process with the library; arguments and result are JSON.
 
     Skips the test where the library cannot be built.
     """
@@ -84,10 +84,10 @@ def preloaded(module: str, function: str, *arguments: Any, timeout: float = 3600
     if compiler is None or not sys.platform.startswith("linux") or sys.maxsize < 1 << 32:
         pytest.skip("needs a C compiler (cc) and 64-bit Linux, to intercept file operations")
     code = "import sys, json, io_calls; io_calls.answer(*json.loads(sys.argv[1]))"
-    paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    paths = os.pathsep.join(map(str, (HERE, *HERE.parents[:2])))
     with tempfile.TemporaryDirectory() as folder:
         library = f"{folder}/io_calls.so"
-        subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, TESTS / "io_calls.c"], check=True)
+        subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, HERE / "io_calls.c"], check=True)
         variables = {"LD_PRELOAD": library, "PYTHONPATH": paths, "LOG_RANK": "0", "OMP_NUM_THREADS": "1"}
         result = subprocess.run(
             [sys.executable, "-c", code, json.dumps([module, function, arguments])],
