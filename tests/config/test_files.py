@@ -1,4 +1,4 @@
-"""Files that survive a power failure: what is written, synced and replaced."""
+"""Files: what is read within limits, and what is written, synced and replaced."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.config import files
+from titanlite.config.schema import ConfigError
 
 
 @pytest.fixture
@@ -53,3 +54,19 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError):
         files.replace_file(tmp_path / "folder", b"")
+
+
+def test_what_is_no_regular_file_or_too_long_is_not_read(tmp_path):
+    """Without waiting for the writer of a pipe. `test_fuzz.py` tries the same on every reader."""
+    (tmp_path / "file").write_bytes(b"12345")
+    assert files.read_bounded(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(ConfigError, match="file: expected a regular file of at most 4 bytes"):
+        files.read_bounded(tmp_path / "file", 4)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("pipe", "zero"):
+        with pytest.raises(ConfigError, match=f"{name}: expected a regular file"):
+            files.read_bounded(tmp_path / name)
+    with pytest.raises(IsADirectoryError) as caught:
+        files.read_bounded(tmp_path)
+    assert caught.value.filename == str(tmp_path)

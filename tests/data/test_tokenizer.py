@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import os
 import time
 
 import pytest
 from messages import refused
 
 from titanlite.data.bpe import train_bpe, write_rank_file
-from titanlite.data.tokenizer import BUNDLED, Tokenizer
+from titanlite.data.tokenizer import BUNDLED, MAX_RANK_FILE, MAX_TOKEN, Tokenizer
 
 KOREAN = "대규모 언어 모델을 처음부터 학습합니다. "
 
@@ -101,3 +102,24 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path, damage, expected):
 def test_an_absent_file_is_named():
     with refused("data.tokenizer = 'no/such.model'", "No such file"):
         Tokenizer("no/such.model")
+
+
+def test_tokens_and_files_have_a_largest_size(tmp_path):
+    """A token of 300,000 bytes would take minutes: its merges are found by splitting it at every byte."""
+    path = tmp_path / "long.model"
+    count = len(BUNDLED.read_bytes().splitlines())
+    for length, ok in ((MAX_TOKEN, True), (MAX_TOKEN + 1, False), (300_000, False)):
+        path.write_bytes(BUNDLED.read_bytes() + base64.b64encode(b"x" * length) + f" {count}\n".encode())
+        if ok:
+            assert Tokenizer(path).size == count + 17
+        else:
+            with refused(f":{count + 1}:", f"a token of {length} bytes, expected at most {MAX_TOKEN}"):
+                Tokenizer(path)
+    os.truncate(path, MAX_RANK_FILE + 1)
+    with refused(f"expected a regular file of at most {MAX_RANK_FILE} bytes"):
+        Tokenizer(path)
+
+
+def test_no_longer_token_is_trained():
+    tokens = train_bpe(["=" * 5000, "=" * 5000], 300)
+    assert max(map(len, tokens)) == MAX_TOKEN == 1024

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,10 @@ from titanlite.data.tokenizer import BUNDLED, Tokenizer
 from titanlite.formats import convert as module
 from titanlite.formats import full_state, targets
 from titanlite.formats.convert import convert, load_full_state
+from titanlite.formats.detect import open_full_state
 from titanlite.formats.export import Outgoing
+from titanlite.formats.huggingface_tokenizer import read_tokenizer, to_files
+from titanlite.formats.safetensors_files import LARGEST_HEADER
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
 
 TIED = dataclasses.replace(SMALL, tied_embeddings=True)
@@ -293,3 +297,25 @@ def test_memory_does_not_grow_with_the_model(tmp_path, to):
         command = [sys.executable, "-c", MEASURED, str(source), str(target), form]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
         assert int(done.stdout) < bound, form
+
+
+def test_a_token_without_end_is_not_split(tmp_path, caplog):
+    """Of 300,000 characters: finding its merges would take minutes."""
+    main = json.loads(to_files(Tokenizer(), BUNDLED.read_bytes(), 100)["tokenizer.json"])
+    main["model"]["vocab"]["x" * 300_000] = len(main["model"]["vocab"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(main))
+    started = time.monotonic()
+    assert read_tokenizer(tmp_path) is None
+    assert "a token of more than 1024 bytes" in caplog.text
+    assert time.monotonic() - started < 5
+
+
+def test_headers_of_safetensors_files_are_bounded(tmp_path):
+    """The library alone would make over 1 GB of objects of one with 100 MB."""
+    path = tmp_path / "x.safetensors"
+    for length, message in ((LARGEST_HEADER + 1, f"expected at most {LARGEST_HEADER}"), (LARGEST_HEADER, "header")):
+        with path.open("wb") as file:
+            file.write(length.to_bytes(8, "little") + b"{")
+            file.truncate(8 + length)
+        with pytest.raises(ConfigError, match=message):
+            open_full_state(path)

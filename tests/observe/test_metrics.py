@@ -11,7 +11,8 @@ import pytest
 import torch
 from runs import rows, train_run
 
-from titanlite.observe.metrics import Progress, _truncate_after, duration
+from titanlite.observe.metrics import Progress, duration
+from titanlite.observe.metrics_file import truncate_after
 
 
 def test_contract_of_metrics_jsonl(pool, arguments, tmp_path):
@@ -42,11 +43,11 @@ def test_contract_of_metrics_jsonl(pool, arguments, tmp_path):
 def test_lines_of_steps_that_were_not_saved_are_removed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": i, "loss": 1.5}) + "\n" for i in range(5)) + '{"step": 2, "lo')
-    _truncate_after(path, 2)
+    truncate_after(path, 2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
-    _truncate_after(path, -1)
+    truncate_after(path, -1)
     assert path.read_text() == ""
-    _truncate_after(tmp_path / "absent.jsonl", 3)
+    truncate_after(tmp_path / "absent.jsonl", 3)
 
 
 def test_progress_round_trips():

@@ -31,6 +31,7 @@ from titanlite.checkpoint.manifest import (
     Manifest,
     TensorEntry,
 )
+from titanlite.config.files import read_bounded
 from titanlite.config.schema import ConfigError
 
 
@@ -40,7 +41,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if not stat.S_ISREG((status := path.lstat()).st_mode) or status.st_size > MAX_BYTES:
             raise CorruptCheckpoint(f"{path}: expected a regular file of at most {MAX_BYTES} bytes")
-        text = path.read_bytes().decode()  # read_text would translate line ends
+        text = read_bounded(path, MAX_BYTES).decode()
         body, seal, tail = text.rpartition(SEAL)
         if not seal or tail != hashlib.sha256(body.encode()).hexdigest() + '"}\n':
             raise CorruptCheckpoint(f"{path}: its SHA-256 differs from the one at its end")
@@ -151,7 +152,10 @@ def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
         raise CorruptCheckpoint(f"{path}: not in the manifest")
     if problems := file_problems(folder, dataclasses.replace(manifest, files={name: entry})):
         raise CorruptCheckpoint(problems)
-    content = path.read_bytes()
+    try:
+        content = read_bounded(path)
+    except OSError as error:
+        raise CorruptCheckpoint(describe_os_error(path, error)) from None
     if hashlib.sha256(content).hexdigest() != entry.sha256:
         raise CorruptCheckpoint(f"{path}: its SHA-256 has changed")
     return content

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.storage import list_steps, step_folder
+from titanlite.config.files import read_bounded
 from titanlite.config.schema import ConfigError
 
 PROVEN = ".proven"  # in the run's folder: the newest step whose checkpoint has given a finite loss or gradient
@@ -23,7 +24,7 @@ PROVEN = ".proven"  # in the run's folder: the newest step whose checkpoint has 
 def proven_step(run_folder: Path) -> int:
     """The newest proven step; 0 if none is known."""
     try:
-        return int((run_folder / PROVEN).read_bytes()[:20])
+        return int(read_bounded(run_folder / PROVEN, 20))
     except (OSError, ValueError):
         return 0
 

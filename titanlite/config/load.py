@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from titanlite.config.files import read_bounded
 from titanlite.config.schema import Config, ConfigError, sections, suggestion
 
 FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
@@ -161,7 +162,7 @@ def _read(path: Path, values: dict[str, dict[str, Any]], problems: list[str], ch
     else:
         import tomli as tomllib
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bounded(path).decode("utf-8-sig")
         table = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # not TOML, or not UTF-8, or numbers and nesting without end
         problems.append(f"{path}: {error}")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import regex  # a dependency of tiktoken; the standard library's re does not support \p{L}
 
-from titanlite.data.tokenizer import PATTERN
+from titanlite.data.tokenizer import MAX_TOKEN, PATTERN
 
 
 def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
@@ -50,7 +50,9 @@ def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
         if negative == 0:
             break
         new = len(tokens)
-        tokens.append(tokens[pair[0]] + tokens[pair[1]])
+        if len(token := tokens[pair[0]] + tokens[pair[1]]) > MAX_TOKEN:
+            continue
+        tokens.append(token)
         changed: Counter[tuple[int, int]] = Counter()
         for index in where.pop(pair):
             old = words[index]

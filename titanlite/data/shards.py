@@ -12,11 +12,13 @@ from __future__ import annotations
 import bisect
 import json
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from titanlite.config.files import read_bounded
 from titanlite.config.schema import ConfigError
 from titanlite.data.tokenizer import Tokenizer
 
@@ -34,7 +36,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a prepared folder. Raises ConfigError if it cannot be read or a field is not what it must be."""
     path = folder / "manifest.json"
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        manifest: dict[str, Any] = json.loads(read_bounded(path))
         if field := _invalid_field(manifest):
             raise ConfigError(f"{path}: invalid {field}; {AGAIN}")
     except OSError as error:
@@ -75,7 +77,7 @@ def unverified(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """The shards whose present version has not been verified. Raises ConfigError for a missing file or a wrong size."""
     versions = versions_on_disk(folder, manifest)
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = json.loads(read_bounded(folder / RECORD))
         return [name for name, version in versions.items() if record.get(name) != version]
     except (OSError, ValueError, AttributeError, RecursionError):  # not written yet, or damaged
         return list(versions)
@@ -90,8 +92,8 @@ def versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[A
             status = path.stat()
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; {AGAIN}") from None
-        if status.st_size != expected:
-            raise ConfigError(f"{path}: {status.st_size} bytes, expected {expected}; {AGAIN}")
+        if status.st_size != expected or not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{path}: {status.st_size} bytes, expected {expected} in a regular file; {AGAIN}")
         versions[name] = [shard["sha256"], manifest["tokenizer"]["size"], status.st_size, status.st_mtime_ns]
     return versions
 

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import tiktoken
 
+from titanlite.config.files import read_bounded
 from titanlite.config.schema import ConfigError
 
 BUNDLED = Path(__file__).with_name("tokenizer.model")  # 4,096 tokens, made by `titanlite tokenizer train`
 LLAMA3_RANKS = 128_000
+MAX_RANK_FILE, MAX_TOKEN = 1 << 23, 1024  # bytes; Llama 3's file has 2 MB, its longest token 128
 # Llama 3's pre-tokenizer: contractions, words, up to three digits, punctuation, line ends, spaces.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -35,7 +37,7 @@ class Tokenizer:
         """Reads a rank file, or takes its `content`; "" is the bundled file. Raises ConfigError with the line."""
         self.path = Path(path or BUNDLED)
         try:
-            content = self.path.read_bytes() if content is None else content
+            content = read_bounded(self.path, MAX_RANK_FILE) if content is None else content
         except OSError as error:
             raise ConfigError(
                 f"data.tokenizer = {str(path)!r}: {error.strerror or error}; expected a tiktoken rank file"
@@ -82,6 +84,8 @@ def _parse(path: Path, content: bytes) -> dict[bytes, int]:
             decoded, expected = base64.b64decode(token, validate=True), len(ranks)
             if int(rank) != expected:
                 raise ValueError(f"rank {int(rank)}, expected {expected}")
+            if len(decoded) > MAX_TOKEN:  # finding merges takes time of its square
+                raise ValueError(f"a token of {len(decoded)} bytes, expected at most {MAX_TOKEN}")
             if decoded in ranks:
                 raise ValueError("a token that an earlier line has")
         except (ValueError, binascii.Error) as error:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.files import make_folder
+from titanlite.config.files import make_folder, read_bounded
 from titanlite.config.schema import ConfigError
 from titanlite.distributed.agreement import broadcast_from_rank0, require_agreement
 
@@ -60,7 +60,7 @@ def _read_token(path: Path, expected: str) -> str:
     content, deadline = "", time.monotonic() + 10
     while content != expected and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            content = path.read_text()
+            content = read_bounded(path).decode("utf-8", "replace")
         if content != expected:
             time.sleep(0.1)
     return content

@@ -15,6 +15,7 @@ from pathlib import Path
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint
 from titanlite.checkpoint.manifest_reader import file_problems, read_file, read_manifest
 from titanlite.checkpoint.storage import find_step_folder, list_steps, step_folder
+from titanlite.config.files import read_bounded
 from titanlite.config.schema import ConfigError, suggestion
 from titanlite.formats import huggingface, meta, stock
 from titanlite.formats.full_state import ORIGIN, About, FullState, FullTensor, Record, same_numbers
@@ -60,7 +61,7 @@ def read_model(model: str, state: FullState) -> LlamaConfig:
         rows = state.tensors["tok_embeddings.weight"].shape[0] if "tok_embeddings.weight" in state.tensors else 0
         return dataclasses.replace(FLAVORS[model], vocab_size=rows or FLAVORS[model].vocab_size)
     try:
-        return LlamaConfig.from_json(Path(model).read_text())
+        return LlamaConfig.from_json(read_bounded(Path(model)).decode())
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"--model {model}: neither a model.json ({error}) nor a flavor{suggestion(model, list(FLAVORS))}; "
@@ -195,7 +196,7 @@ def _of_tree(path: Path, tree: Tree, records: list[Record]) -> FullState:
 def _beside(folder: Path, form: str) -> About:
     """The contents of model.json, tokenizer.model and titanlite.json in a folder, if they exist."""
     content = {
-        name: (folder / name).read_bytes() if (folder / name).is_file() else None
+        name: read_bounded(folder / name) if (folder / name).is_file() else None
         for name in ("model.json", "tokenizer.model", ORIGIN)
     }
     about = About(form, _model_of(folder / "model.json", content["model.json"]), content["tokenizer.model"])

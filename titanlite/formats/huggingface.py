@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
+from titanlite.config.files import read_bounded
 from titanlite.config.schema import ConfigError
 from titanlite.formats.full_state import About, FullState, FullTensor
 from titanlite.formats.huggingface_tokenizer import read_tokenizer
@@ -131,7 +132,7 @@ def open_folder(folder: Path) -> FullState:
     """The checkpoint in a folder with config.json and safetensors files. Raises CorruptCheckpoint or ConfigError."""
     path = folder / "config.json"
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(read_bounded(path))
         config = from_config(path, fields)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         if isinstance(error, ConfigError):

@@ -16,10 +16,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.files import read_bounded
 from titanlite.data.bpe import PATTERN
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import MAX_TOKEN, Tokenizer
 
 logger = logging.getLogger("titanlite")
+MAX_BYTES = 1 << 25  # of a tokenizer.json; Llama 3.3's has 17 MB
 
 
 def _byte_characters() -> dict[int, str]:
@@ -106,10 +108,12 @@ def read_tokenizer(folder: Path) -> bytes | None:
     """The rank file of a folder's tokenizer.json; None, with a warning, if it does not encode as Llama 3's does."""
     path = folder / "tokenizer.json"
     try:
-        main = json.loads(path.read_bytes())
+        main = json.loads(read_bounded(path, MAX_BYTES))
         model = main["model"]
         order = sorted(model["vocab"].items(), key=lambda item: item[1])
         tokens = [bytes(BYTES[c] for c in text) for text, _ in order]
+        if any(len(text) > MAX_TOKEN for text, _ in order):
+            raise ValueError(f"a token of more than {MAX_TOKEN} bytes")
         if [i for _, i in order] != list(range(len(order))) or len({*tokens}) < len(tokens):
             raise ValueError("its ids are not 0, 1, 2, ... of different tokens")
         pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
+from titanlite.config.files import read_bounded
 from titanlite.config.schema import ConfigError
+from titanlite.data.tokenizer import MAX_RANK_FILE
 from titanlite.formats.full_state import About, FullState, FullTensor, Part, same_numbers
 from titanlite.formats.torch_file import read_tree
 from titanlite.model.flavors import LlamaConfig, RopeScaling
@@ -100,14 +102,16 @@ def open_folder(folder: Path) -> FullState:
     """The checkpoint in such a folder. Raises CorruptCheckpoint or ConfigError."""
     files = sorted(folder.glob("consolidated.*.pth"))
     numbers = [int(match[1]) for path in files if (match := re.fullmatch(r"consolidated\.(\d+)\.pth", path.name))]
-    if numbers != list(range(len(files))):
+    if not files or numbers != list(range(len(files))):
         raise CorruptCheckpoint(
             f"{folder}: has {', '.join(path.name for path in files)}; expected consolidated.00.pth and on"
         )
+    if others := [path for path in files if not path.is_file()]:
+        raise CorruptCheckpoint(f"{others[0]}: expected a regular file")
     trees, records = zip(*map(read_tree, files), strict=True)
     path = folder / "params.json"
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(read_bounded(path))
         dim = fields["dim"]
         wanted = [name for name, value in trees[0].items() if isinstance(value, FullTensor) and name != "rope.freqs"]
         for tree, file in zip(trees, files, strict=True):
@@ -124,7 +128,7 @@ def open_folder(folder: Path) -> FullState:
             raise
         raise CorruptCheckpoint(f"{path}: not the parameters of a Llama ({type(error).__name__}: {error})") from None
     tokenizer = folder / "tokenizer.model"
-    content = tokenizer.read_bytes() if tokenizer.is_file() else None
+    content = read_bounded(tokenizer, MAX_RANK_FILE) if tokenizer.is_file() else None
     state = FullState(folder, About("llama", config, content, layout=f"{len(files)} files"), tensors)
     state.records = [record for of_file in records for record in of_file]
     return state

@@ -18,23 +18,25 @@ from safetensors import SafetensorError, safe_open
 
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint
 from titanlite.checkpoint.shard_file import header_bytes
+from titanlite.config.files import read_bounded
 from titanlite.config.schema import ConfigError
 from titanlite.formats.export import Outgoing
 from titanlite.formats.full_state import FullTensor, Part
 from titanlite.formats.output_path import write_small_files
 
 INDEX = "model.safetensors.index.json"
-LARGEST_HEADER = 100_000_000  # bytes: the library's own bound
+LARGEST_HEADER = 1 << 24  # bytes, some 100,000 tensors; the library reads up to 100 MB, which take over 1 GB as objects
 
 
 def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
     """The tensors of one file, and its metadata. Raises CorruptCheckpoint unless it is a complete safetensors file."""
     try:
-        with safe_open(path, framework="pt") as file:  # the library checks that the header fits the file
-            metadata = file.metadata() or {}
         with path.open("rb") as raw:
-            length = int.from_bytes(raw.read(8), "little")
-            header: dict[str, Any] = json.loads(raw.read(min(length, LARGEST_HEADER)))
+            if (length := int.from_bytes(raw.read(8), "little")) > LARGEST_HEADER:
+                raise ValueError(f"a header of {length} bytes; expected at most {LARGEST_HEADER}")
+            with safe_open(path, framework="pt") as file:  # the library checks that the header fits the file
+                metadata = file.metadata() or {}
+            header: dict[str, Any] = json.loads(raw.read(length))
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: not a complete safetensors file ({error})") from None
     header.pop("__metadata__", None)
@@ -53,14 +55,14 @@ def read_folder(folder: Path) -> dict[str, FullTensor]:
     if not (folder / INDEX).is_file():
         return read_header(folder / "model.safetensors")[0]
     try:
-        places = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        places = json.loads(read_bounded(folder / INDEX))["weight_map"]
         files = sorted(set(places.values()))
         if any(type(name) is not str or name != os.path.basename(name) for name in files):
             raise ValueError("it names a file outside the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{folder / INDEX}: cannot be used ({error})") from None
     if absent := [name for name in files if not (folder / name).is_file()]:
-        raise CorruptCheckpoint([f"{folder / name}: No such file, and {INDEX} names it" for name in absent])
+        raise CorruptCheckpoint([f"{folder / name}: No such file, and {INDEX} names it" for name in absent[:5]])
     tensors = {name: tensor for file in files for name, tensor in read_header(folder / file)[0].items()}
     if missing := [name for name in places if name not in tensors]:
         raise CorruptCheckpoint(f"{folder / INDEX}: names {missing[0]!r}, which is in none of its files")

@@ -33,7 +33,7 @@ def setup_logging(rank: int) -> None:
 
 def log_to_file(path: Path) -> None:
     """Appends messages, with times, to a file. Raises OSError if it cannot be opened."""
-    path.open("a").close()
+    os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666))  # waits for no pipe
     file = LineFileHandler(path)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(file)

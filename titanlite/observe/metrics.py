@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import resource
 import sys
 import time
@@ -25,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.config.files import replace_file
 from titanlite.config.schema import MetricsConfig, TrainingConfig
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.model.flavors import LlamaConfig
@@ -76,8 +74,14 @@ class Metrics:
         """
         self.config, self.device, self.progress, self.workload = config, device, progress, workload
         self.file = LineFile(folder / "metrics.jsonl")
-        broadcast_from_rank0(lambda: _truncate_after(self.file.path, progress.step or -1))
+        broadcast_from_rank0(self._drop_later_lines)
         self.start()
+
+    def _drop_later_lines(self) -> None:
+        if self.file.path.exists():
+            from titanlite.observe.metrics_file import truncate_after  # a new run has no such file
+
+            truncate_after(self.file.path, self.progress.step or -1)
 
     def start(self) -> None:
         """Starts the timing of the next steps."""
@@ -155,23 +159,6 @@ class Metrics:
         """Appends one JSON object; floats keep every digit, so two runs can be compared bit by bit."""
         if dist.get_rank() == 0:
             self.file.append(json.dumps(row))
-
-
-def _truncate_after(path: Path, step: int) -> None:
-    """Keeps the lines up to `step` of a metrics file, and drops lines that are damaged."""
-    if not path.exists():
-        return
-    content, lines = path.read_bytes(), []
-    for line in content.split(b"\n"):
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-            if json.loads(line)["step"] <= step:
-                lines.append(line + b"\n")
-    kept = b"".join(lines)
-    if content.startswith(kept):
-        with path.open("r+b") as file:  # needs no room, which a full disk does not have
-            os.ftruncate(file.fileno(), len(kept))  # if a signal interrupts it, Python repeats it
-    else:
-        replace_file(path, kept)
 
 
 def duration(seconds: float) -> str:
