@@ -24,7 +24,7 @@ PROVEN = ".proven"  # in the run's folder: the newest step whose checkpoint has 
 def proven_step(run_folder: Path) -> int:
     """The newest proven step; 0 if none is known."""
     try:
-        return int(read_bounded(run_folder / PROVEN, 20))
+        return max(0, int(read_bounded(run_folder / PROVEN, 18)))
     except (OSError, ValueError):
         return 0
 

@@ -70,7 +70,7 @@ def _invalid_field(manifest: dict[str, Any]) -> str:
 
 def shard_files(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """File name -> entry of all shards."""
-    return {shard["file"]: shard for split in manifest["splits"].values() for shard in split["shards"]}
+    return {shard["file"]: shard for name in ("train", "validation") for shard in manifest["splits"][name]["shards"]}
 
 
 def unverified(folder: Path, manifest: dict[str, Any]) -> list[str]:
