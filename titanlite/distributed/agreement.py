@@ -30,6 +30,8 @@ def gather(value: Any, group: Any = None) -> list[Any]:
     """The JSON value of every rank, in the order of ranks."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
+    from titanlite.distributed.messages import read_message  # a single rank has none
+
     content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([len(content)]), group=group)
@@ -37,7 +39,7 @@ def gather(value: Any, group: Any = None) -> list[Any]:
     padded = torch.nn.functional.pad(content, (0, longest - len(content)))
     contents = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
     dist.all_gather(contents, padded, group=group)
-    return [json.loads(text[: int(n)].numpy().tobytes()) for text, n in zip(contents, lengths, strict=True)]
+    return [read_message(text[: int(n)].numpy().tobytes()) for text, n in zip(contents, lengths, strict=True)]
 
 
 def raise_together(problems: list[str], group: Any = None) -> None:

@@ -90,6 +90,8 @@ class Watchdog:
 
     def _exchange(self) -> None:
         """Thread: writes this process's heartbeats and reads the others'."""
+        if self._others:
+            from titanlite.distributed.messages import read_heartbeat
         while not self._closed.wait(PERIOD):
             try:
                 self._store.set(KEY + str(self.rank), json.dumps(asdict(self._own)))
@@ -99,9 +101,9 @@ class Watchdog:
                 values, self._connected = [], False
                 with contextlib.suppress(RuntimeError):
                     self._store = clone_default_store()
-            for beat in (Heartbeat(**json.loads(value)) for value in values):
-                if beat.rank not in self._heard or self._heard[beat.rank][0] != beat:
-                    self._heard[beat.rank] = (beat, self._clock)
+            for rank, beat in zip(self._others, map(read_heartbeat, values), strict=False):
+                if beat and beat.rank == rank and (rank not in self._heard or self._heard[rank][0] != beat):
+                    self._heard[rank] = (beat, self._clock)
 
     def _watch(self) -> None:
         """Thread: looks at the clock until the loop is over or a rank hangs."""
