@@ -147,15 +147,14 @@ class Checkpointer:
         return False
 
     def _restore(self, path: Path, manifest: Manifest, started: float) -> None:
-        from titanlite.checkpoint.read import read_step
+        from titanlite.checkpoint.read import load_states, read_step
         from titanlite.checkpoint.resume import require_compatible, training_changes
 
         require_compatible(path, manifest, self.facts.config, self.extra_files, self.config)
         verified = time.monotonic()
         state = self._state()
         read_step(path, state, group=self.saver.group)
-        for name, part in self.states.items():
-            part.load_state_dict(state[name])
+        load_states(self.states, state)
         logger.info(
             f"resumed from {path} (saved by {manifest.degrees}): {manifest.size / 1e9:.3f} GB, "
             f"verified in {verified - started:.2f} s, loaded in {time.monotonic() - verified:.2f} s"

@@ -25,6 +25,7 @@ from titanlite.checkpoint.dcp import Reader
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, Manifest
 from titanlite.checkpoint.manifest_reader import describe_os_error, file_problems, read_manifest
 from titanlite.checkpoint.shard_file import DTYPE_NAMES, digest_of
+from titanlite.checkpoint.state import RandomState
 from titanlite.checkpoint.storage import reason, single_process
 from titanlite.config.schema import ConfigError
 from titanlite.distributed.agreement import broadcast_from_rank0, gather, raise_together
@@ -100,12 +101,25 @@ def require_matching_tensors(folder: Path, manifest: Manifest, state: dict[str, 
         raise ConfigError(problems[: 5 if more else 6] + more)
 
 
+def load_states(states: dict[str, Any], state: dict[str, Any]) -> None:
+    """Passes each part its state. Raises CorruptCheckpoint if the random generators cannot take theirs."""
+    for name, part in states.items():
+        try:
+            part.load_state_dict(state[name])
+        except (RuntimeError, ValueError, TypeError, OverflowError) as error:
+            if not isinstance(part, RandomState):
+                raise
+            raise CorruptCheckpoint(f"{name}: no state of a random generator ({str(error)[:200]})") from None
+
+
 def read_step(folder: Path, state: dict[str, Any], alone: bool = False, group: Any = None) -> Manifest:
     """Fills `state` in place from a checkpoint of any layout: all processes of `group` together, or this one `alone`.
 
     Raises ConfigError, before anything is filled, if tensors do not fit; CorruptCheckpoint if files are damaged.
     """
     manifest = read_manifest(folder)
+    if problems := file_problems(folder, manifest):  # it may be another file than the one that was verified
+        raise CorruptCheckpoint(problems)
     require_matching_tensors(folder, manifest, state)
     try:
         dcp.load(state, storage_reader=Reader(folder, manifest), no_dist=alone or single_process(), process_group=group)
