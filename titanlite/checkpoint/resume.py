@@ -29,7 +29,7 @@ def require_compatible(
     try:
         saved = {name: read_file(folder, manifest, name) for name in ("model.json", "data.json")}
         was = _compatibility_settings(manifest.config, saved)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise CorruptCheckpoint(f"{folder}: {error!r}; the checkpoint is damaged") from None
