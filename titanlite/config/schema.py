@@ -40,10 +40,11 @@ def printable(text: str) -> str:
 
 
 class ConfigError(ValueError):
-    """The user's input is wrong. Contains every problem found, one line each."""
+    """The user's input is wrong. Contains every problem found, one line each, cut where it is very long."""
 
     def __init__(self, problems: str | list[str]) -> None:
-        self.problems = list(map(printable, [problems] if isinstance(problems, str) else problems))
+        found = [problems] if isinstance(problems, str) else problems
+        self.problems = [printable(text if len(text) < 2000 else text[:2000] + "...") for text in found]
         super().__init__("\n".join(self.problems))
 
 
@@ -52,7 +53,7 @@ def suggestion(word: str, allowed: list[str], cutoff: float = 0.65) -> str:
 
     `cutoff`: the similarity required, from 0 to 1 for the same word.
     """
-    similarity = {other: SequenceMatcher(None, other, word, autojunk=False).ratio() for other in allowed}
+    similarity = {other: SequenceMatcher(None, other, word[:200], autojunk=False).ratio() for other in allowed}
     best = max(similarity.values(), default=0)
     if best < cutoff:
         return ""
