@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from pathlib import Path
 
 from titanlite.config.schema import ConfigError
@@ -13,10 +12,10 @@ from titanlite.config.schema import ConfigError
 def read_bounded(path: Path, most: int = 1 << 24) -> bytes:
     """The content of a regular file. Raises ConfigError for pipes, devices and files of more than `most` bytes."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+        size = os.fstat(file.fileno()).st_size
+        if not os.path.isfile(file.fileno()) or size > most:
             raise ConfigError(f"{path}: expected a regular file of at most {most} bytes")
-        return file.read(status.st_size)
+        return file.read(size)
 
 
 def write_synced(path: Path, content: bytes) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import json
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +61,7 @@ def _invalid_field(manifest: dict[str, Any]) -> str:
         "count": all(type(count) is int and 0 <= count < 1 << 62 for count in counts),
         "SHA-256": all(re.fullmatch("[0-9a-f]{64}", digest) for digest in hashes),
         "file name": all(re.fullmatch(r"(train|validation)-\d{5,9}\.bin", shard["file"]) for shard in shards),
+        "file name, twice": len({shard["file"] for shard in shards}) == len(shards),
         "dtype": manifest["dtype"] == token_dtype(size).str,
         "number of tokens": all(split["tokens"] == sum(s["tokens"] for s in split["shards"]) for split in splits),
     }
@@ -92,7 +92,7 @@ def versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[A
             status = path.stat()
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; {AGAIN}") from None
-        if status.st_size != expected or not stat.S_ISREG(status.st_mode):
+        if status.st_size != expected or not path.is_file():
             raise ConfigError(f"{path}: {status.st_size} bytes, expected {expected} in a regular file; {AGAIN}")
         versions[name] = [shard["sha256"], manifest["tokenizer"]["size"], status.st_size, status.st_mtime_ns]
     return versions
