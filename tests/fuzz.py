@@ -111,8 +111,9 @@ class Child:
             path = arguments[event == "os.symlink"]
             reads = event == "open" and arguments[1] in ("r", "rb", None) and not arguments[2] & os.O_ACCMODE
             allowed = (str(self.folder), *(READABLE if reads else READABLE[-1:]))
-            # A path in a command line may lead anywhere, and a descriptor has been opened before.
-            if self.name != "command line" and type(path) is not int and not os.path.abspath(path).startswith(allowed):
+            # A config may name any path, and a descriptor has been opened before.
+            named = self.name in ("command line", "TOML") or type(path) is int
+            if not named and not os.path.abspath(path).startswith(allowed):
                 self.events.append(f"{event} outside the folder")
         elif event in RUNS:
             self.events.append(event)

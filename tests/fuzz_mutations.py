@@ -110,7 +110,7 @@ def change_json(data: bytes, samples: list[bytes], chance: random.Random) -> byt
         source = chance.choice(inner)
         holder[place] = chance.choice(list(source.values()) if isinstance(source, dict) else source)
     try:
-        return json.dumps(tree, indent=chance.choice((None, 1))).encode().replace(f'"{mark}"'.encode(), new)
+        return json.dumps(tree).encode().replace(f'"{mark}"'.encode(), new)
     except (ValueError, RecursionError):  # it holds itself now
         return data
 
