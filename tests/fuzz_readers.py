@@ -129,7 +129,7 @@ def read_run(folder: Path) -> None:
     """As `titanlite checkpoint` and a resuming run do."""
     list_run(folder)
     steps_to_delete(ManifestCache(folder / "checkpoints").good(), 1, 1, 1)
-    show(folder, trust_pickle=False)
+    show(folder)
     verify(folder)
     _resume(folder)
 

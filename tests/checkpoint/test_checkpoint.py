@@ -21,9 +21,9 @@ from titanlite.checkpoint import shard_file
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read import read_step
+from titanlite.checkpoint.read import find_step_folder, read_step
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
-from titanlite.checkpoint.storage import SaveError, find_step_folder, list_steps, sweep, write_step
+from titanlite.checkpoint.storage import SaveError, list_steps, sweep, write_step
 from titanlite.config.schema import CheckpointConfig, ConfigError, OptimizerConfig
 from titanlite.formats.load import load_model, open_verified, tokenizer_of
 from titanlite.model.flavors import LlamaConfig

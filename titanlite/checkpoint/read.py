@@ -7,6 +7,7 @@ What it costs: verification reads every byte once, with several threads on each 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -26,9 +27,22 @@ from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, Manifest
 from titanlite.checkpoint.manifest_reader import describe_os_error, file_problems, read_manifest
 from titanlite.checkpoint.shard_file import DTYPE_NAMES, digest_of
 from titanlite.checkpoint.state import RandomState
-from titanlite.checkpoint.storage import reason, single_process
+from titanlite.checkpoint.storage import list_steps, reason, single_process, step_folder
 from titanlite.config.schema import ConfigError
 from titanlite.distributed.agreement import broadcast_from_rank0, gather, raise_together
+
+
+def find_step_folder(path: Path) -> Path:
+    """The checkpoint at a user's path: a step folder, or the newest of a run. Raises ConfigError if there is none."""
+    with contextlib.suppress(OSError):  # for example a name that is too long
+        if (path / manifests.NAME).is_file():
+            return path
+        for folder in (path / "checkpoints", path):
+            if steps := list_steps(folder):
+                return step_folder(folder, steps[-1])
+    raise ConfigError(
+        f"{path}: no checkpoint; expected a run's folder (outputs/<run>) or a step's (checkpoints/step-N)"
+    )
 
 
 def verify_files(
@@ -118,8 +132,6 @@ def read_step(folder: Path, state: dict[str, Any], alone: bool = False, group: A
     Raises ConfigError, before anything is filled, if tensors do not fit; CorruptCheckpoint if files are damaged.
     """
     manifest = read_manifest(folder)
-    if problems := file_problems(folder, manifest):  # it may be another file than the one that was verified
-        raise CorruptCheckpoint(problems)
     require_matching_tensors(folder, manifest, state)
     try:
         dcp.load(state, storage_reader=Reader(folder, manifest), no_dist=alone or single_process(), process_group=group)

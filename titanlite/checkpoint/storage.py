@@ -15,7 +15,6 @@ What it costs: each process writes its shards once: 12 bytes per parameter in fp
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import re
@@ -54,19 +53,6 @@ def list_steps(folder: Path) -> list[int]:
     """Steps of the committed checkpoints in a `checkpoints` folder, ascending."""
     found = ((path, re.fullmatch(r"step-(\d{1,18})", path.name)) for path in folder.glob("step-*"))
     return sorted(int(match[1]) for path, match in found if match and path.is_dir())
-
-
-def find_step_folder(path: Path) -> Path:
-    """The checkpoint at a user's path: a step folder, or the newest of a run. Raises ConfigError if there is none."""
-    with contextlib.suppress(OSError):  # for example a name that is too long
-        if (path / manifests.NAME).is_file():
-            return path
-        for folder in (path / "checkpoints", path):
-            if steps := list_steps(folder):
-                return step_folder(folder, steps[-1])
-    raise ConfigError(
-        f"{path}: no checkpoint; expected a run's folder (outputs/<run>) or a step's (checkpoints/step-N)"
-    )
 
 
 def write_step(

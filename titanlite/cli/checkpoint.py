@@ -19,9 +19,9 @@ import torch
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.checkpoint.manifest_reader import file_problems, read_manifest
-from titanlite.checkpoint.read import verify_files
+from titanlite.checkpoint.read import find_step_folder, verify_files
 from titanlite.checkpoint.retention import ManifestCache, proven_step, steps_to_delete
-from titanlite.checkpoint.storage import delete_step, find_step_folder, list_steps, step_folder, sweep
+from titanlite.checkpoint.storage import delete_step, list_steps, step_folder, sweep
 from titanlite.config.progress import progress_bar
 from titanlite.config.schema import ConfigError, printable
 from titanlite.distributed.run_folder import lock

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint
 from titanlite.checkpoint.manifest_reader import file_problems, read_file, read_manifest
-from titanlite.checkpoint.storage import find_step_folder, list_steps, step_folder
+from titanlite.checkpoint.read import find_step_folder
+from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.config.files import read_bounded
 from titanlite.config.schema import ConfigError, suggestion
 from titanlite.formats import huggingface, meta, stock

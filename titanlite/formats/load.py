@@ -29,9 +29,9 @@ from torch.futures import Future
 from titanlite.checkpoint.dcp import TensorStorageReader
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read import read_step, verify_files, verify_together
+from titanlite.checkpoint.read import find_step_folder, read_step, verify_files, verify_together
 from titanlite.checkpoint.state import ModelState
-from titanlite.checkpoint.storage import find_step_folder, list_steps, step_folder
+from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.config.schema import CheckpointConfig, ConfigError, suggestion
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed.agreement import broadcast_from_rank0, raise_together
