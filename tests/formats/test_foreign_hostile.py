@@ -437,3 +437,58 @@ def test_entries_that_are_no_tensor_are_not_read(folder):
     reader = dcp.FileSystemReader(folder)
     assert "note.step" in reader.read_metadata().state_dict_metadata
     assert "note.step" not in open_full_state(folder).tensors
+
+
+def with_records(length: int, count: int) -> bytes:
+    """A tensor whose storage has `length` bytes, and `count` more records."""
+    records = {f"extra/{i}": b"" for i in range(count)}
+    return zipped(tensor_program(), b"\x00" * length, **records)
+
+
+def test_an_archive_with_many_records_is_not_read(folder):
+    put(folder, with_records(48, 1000))
+    assert "more than a tensor" in refused(folder)
+
+
+def test_a_storage_that_is_longer_than_its_part_is_not_read(folder):
+    content = with_records(4000, 0).replace(struct.pack("<II", 4000, 4000), struct.pack("<II", 1 << 30, 1 << 30))
+    put(folder, content)
+    with (folder / "evil.distcp").open("r+b") as file:
+        file.truncate(1 << 31)  # a hole
+    assert "its storage is longer than it" in refused(folder)
+
+
+def test_parts_may_not_overlap(folder):
+    metadata = index(folder)
+    places = {key.fqn: key for key in metadata.storage_data}
+    metadata.storage_data[places["b"]] = metadata.storage_data[places["a"]]
+    entry = metadata.state_dict_metadata["a"]
+    metadata.state_dict_metadata["b"] = metadata.state_dict_metadata["c"] = entry
+    for name in "bcdefghijk":
+        metadata.state_dict_metadata[name] = entry
+        metadata.storage_data[MetadataIndex(name, [0, 0])] = metadata.storage_data[places["a"]]
+    write(folder, metadata)
+    assert "parts of tensors overlap in '__0_0.distcp'" in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\nb", "a\x1b[2Jb"])
+def test_names_of_files_are_printable(folder, name):
+    move(folder, relative_path=name)
+    assert "only files of the folder itself" in refused(folder)
+
+
+def test_a_class_that_is_no_dtype(folder):
+    content = (folder / ".metadata").read_bytes()
+    assert content.count(b"float32") == 1
+    write(folder, content.replace(b"float32", b"float33"))
+    assert "torch.float33, which torch does not have" in refused(folder)
+
+
+def test_empty_chunks_may_have_any_shape(folder):
+    """They are dropped, as those of processes that have no part of a tensor."""
+    metadata = index(folder)
+    metadata.state_dict_metadata["a"].chunks.insert(0, ChunkStorageMetadata(torch.Size([]), torch.Size([0])))
+    write(folder, metadata)
+    target = torch.zeros(4, 3)
+    read_stock(folder, {"a": target})
+    assert torch.equal(target, torch.arange(12.0).reshape(4, 3))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from model_builder import small_model
+from model_builder import SMALL, small_model
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
+from titanlite.config.schema import ConfigError
+from titanlite.formats import full_state
 from titanlite.formats.convert import convert, load_full_state
-from titanlite.formats.load import require_intact
+from titanlite.formats.load import read_weights, require_intact
 
 
 @pytest.fixture
@@ -46,7 +52,7 @@ def test_a_damaged_source_is_not_converted(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.pt"]
 
 
-def test_ranks_share_the_work(path):
+def test_a_share_of_the_storages_may_be_compared(path):
     full = load_full_state(path)
     (last,) = (record for record in full.records if record.name == "2")
     content = bytearray(path.read_bytes())
@@ -75,3 +81,130 @@ def test_an_expanded_tensor_is_refused_with_what_to_do(path):
     torch.save({"a": torch.ones(1).expand(2**20)}, path)
     with pytest.raises(CorruptCheckpoint, match=r"more numbers than its storage; save \.contiguous\(\)"):
         load_full_state(path)
+
+
+def changed(path: Path, name: str, content: bytes, renamed: bool = False, **options: Any) -> None:
+    """Writes the archive again with other content in a record, or with other names."""
+    with zipfile.ZipFile(path) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w", **options) as archive:
+        for record, old in records.items():
+            archive.writestr(f"{record}-" if renamed else record, content if record.endswith(name) else old)
+
+
+def moved(path: Path) -> None:
+    """Damages the header of the first storage."""
+    (record,) = (record for record in load_full_state(path).records if record.name == "0")
+    content = bytearray(path.read_bytes())
+    at = content.rindex(b"PK\x03\x04", 0, record.begin)
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def shortened(path: Path) -> None:
+    """Leaves out the middle of the file: the directory then names storages after its end."""
+    torch.save({"a": torch.zeros(100_000)}, path)
+    content = path.read_bytes()
+    path.write_bytes(content[:1000] + content[-1000:])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "compressed": (lambda p: changed(p, "?", b"", compression=zipfile.ZIP_DEFLATED), "compressed"),
+    "big-endian": (lambda p: changed(p, "byteorder", b"big"), "big-endian"),
+    "no description": (lambda p: changed(p, "", b"", renamed=True), r"has no data\.pkl"),
+    "a description with a flipped bit": (
+        lambda p: p.write_bytes(p.read_bytes().replace(b"FloatStorage", b"FloatStorags")),
+        "CRC-32 of its data.pkl",
+    ),
+    "a header that is none": (moved, "not where the archive says"),
+    "cut in the middle": (shortened, "cannot be read"),
+    "nested": (lambda p: torch.save(functools.reduce(lambda x, _: {"a": x}, range(150), {}), p), "too deep"),
+    "a negated view": (lambda p: torch.save({"a": torch._neg_view(torch.arange(3.0))}, p), "resolve_neg"),
+    "1 and '1'": (lambda p: torch.save({"a": {1: 2, "1": 3}}, p), "the same number as text"),
+    "a storage that is not there": (
+        lambda p: changed(p, "data.pkl", description(p).replace(b"\x01\x00\x00\x000q", b"\x01\x00\x00\x009q")),
+        "cannot be read",
+    ),
+    "an empty tensor beyond its storage": (lambda p: torch.save({"a": Far()}, p), "beyond its storage"),
+}
+
+
+def description(path: Path) -> bytes:
+    with zipfile.ZipFile(path) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+
+
+class Far:
+    """Pickles as an empty tensor whose storage begins 2^60 numbers later."""
+
+    def __reduce__(self) -> Any:
+        function, arguments = torch.zeros(0).__reduce_ex__(2)
+        return function, (arguments[0], 2**60, *arguments[2:])
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
+def test_what_cannot_be_read_is_one_error(path, damage, message):
+    damage(path)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_full_state(path)
+    assert len(caught.value.problems) == 1
+    assert "a.pt" in str(caught.value)
+
+
+def test_what_stands_beside_tensors_is_left_out(path):
+    beside = {"dtype": torch.float8_e4m3fn, "size": torch.Size([1]), "device": torch.device("cpu"), "bytes": b"abc"}
+    odd = {"set": {1, 2}, "keys": {None: 1, 0.5: 2, (1, 2): torch.ones(1)}, "list": [torch.ones(1)]}
+    parameter = torch.nn.Parameter(torch.arange(3.0))
+    parameter.tensor_model_parallel = True  # as Megatron does
+    torch.save({"a": parameter, **beside, **odd}, path)
+    full = load_full_state(path)
+    assert list(full.tensors) == ["a"]
+    assert torch.equal(full["a"], torch.arange(3.0))
+
+
+def test_records_that_are_written_later_have_no_crc(path):
+    with torch.serialization.skip_data():
+        torch.save({"a": torch.arange(7.0)}, path)
+    full = load_full_state(path)
+    (record,) = full.records
+    with path.open("r+b") as file:
+        file.seek(record.begin)
+        file.write(torch.arange(7.0).numpy().tobytes())
+    require_intact(full)
+    assert torch.equal(full["a"], torch.arange(7.0))
+
+
+def test_a_small_part_of_a_large_storage_is_read_alone(path, monkeypatch):
+    large = torch.arange(3_000_000.0).reshape(1000, 3, 1000)
+    torch.save({"column": large[:, 1, 5:7], "row": large[7:8, :, 999], "number": large[-1, -1, -1]}, path)
+    monkeypatch.setattr(full_state, "BLOCK", 1000)
+    full = load_full_state(path)
+    for name, value in {"column": large[:, 1, 5:7], "row": large[7:8, :, 999], "number": large[-1, -1, -1]}.items():
+        assert torch.equal(full[name], value)
+    sizes = []
+    original = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: sizes.append(size) or original(*size, **options))
+    assert torch.equal(full.tensors["column"].read(500, 510), large[500:510, 1, 5:7])
+    assert max(size[0] for size in sizes) < 100
+
+
+def read_on_all(folder: Path) -> str:
+    """The error that this rank gets for a file of which it reads one of three tensors' CRC at most."""
+    state = {name: torch.zeros(5) for name in ("a", "b", "c")}
+    try:
+        read_weights(folder / "a.pt", state, SMALL, b"")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("damaged", range(3))
+def test_a_flipped_bit_is_an_error_on_all_ranks(pool, tmp_path, damaged):
+    torch.save({name: torch.ones(5) for name in ("a", "b", "c")}, tmp_path / "a.pt")
+    assert pool.run(2, read_on_all, tmp_path) == ["", ""]
+    content = bytearray((tmp_path / "a.pt").read_bytes())
+    content[load_full_state(tmp_path / "a.pt").records[damaged].begin] ^= 1
+    (tmp_path / "a.pt").write_bytes(content)
+    first, second = pool.run(2, read_on_all, tmp_path)
+    assert first == second
+    assert f"'{damaged}' is damaged: its CRC-32" in first

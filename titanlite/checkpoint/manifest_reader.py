@@ -103,10 +103,10 @@ def tiles(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, 
     """
     if len(shape) > MAX_DIMS:
         return False
-    # Sorted, not hashed: numbers from a file can be chosen so that all their hashes collide.
-    boxes = sorted(box for box in boxes if 0 not in box[1])  # uneven shards may be empty
     if any(len(numbers) != len(shape) or min(numbers, default=0) < 0 for box in boxes for numbers in box):
         return False
+    # Sorted, not hashed: numbers from a file can be chosen so that all their hashes collide.
+    boxes = sorted(box for box in boxes if 0 not in box[1])  # uneven shards may be empty
     same = any(first[0] == second[0] for first, second in itertools.pairwise(boxes))
     if same or sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
         return False

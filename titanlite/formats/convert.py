@@ -51,7 +51,7 @@ def load_full_state(path: str | Path, step: int | None = None) -> FullState:
     """A checkpoint of any format as a lazy mapping: parameter name -> Tensor in its dtype; `.others` has the rest.
 
     `step` selects one of a run's checkpoints, None the newest. Raises ConfigError if there is none, CorruptCheckpoint
-    if it is incomplete, also when a tensor is read. Hashes are not verified: `titanlite checkpoint verify` does that.
+    if it is incomplete, also when a tensor is read. Hashes and CRC-32 are not compared: see `require_intact`.
     """
     return open_full_state(Path(path), step)
 

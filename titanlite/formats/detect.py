@@ -12,12 +12,15 @@ import dataclasses
 import json
 from pathlib import Path
 
+import torch
+
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint
 from titanlite.checkpoint.manifest_reader import file_problems, read_file, read_manifest
 from titanlite.checkpoint.read import find_step_folder
 from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.config.files import read_bounded
 from titanlite.config.schema import ConfigError, suggestion
+from titanlite.data.tokenizer import MAX_RANK_FILE
 from titanlite.formats import huggingface, meta, stock
 from titanlite.formats.full_state import ORIGIN, About, FullState, FullTensor, Record, same_numbers
 from titanlite.formats.safetensors_files import INDEX, read_folder, read_header
@@ -183,7 +186,10 @@ def _of_tree(path: Path, tree: Tree, records: list[Record]) -> FullState:
     if isinstance(shape := tree.get("model_config"), dict):
         about.model = _model_of(path, json.dumps(shape, default=str).encode())
     _add_origin(about, json.dumps({name: tree.get(name) for name in ("step", "seq_len")}, default=str))
-    if isinstance(tokenizer := tree.get("tokenizer"), FullTensor):
+    tokenizer = tree.get("tokenizer")
+    if isinstance(tokenizer, FullTensor) and (tokenizer.dtype, len(tokenizer.shape)) == (torch.uint8, 1):
+        if tokenizer.nbytes > MAX_RANK_FILE:
+            raise ConfigError(f"{path}: its tokenizer has {tokenizer.nbytes} bytes; at most {MAX_RANK_FILE} are read")
         about.tokenizer = tokenizer.read().numpy().tobytes()
     state = _named(path, {name: value for name, value in flat.items() if isinstance(value, FullTensor)}, about)
     state.records = records

@@ -54,6 +54,8 @@ class Part:
                 begin, strides = self.locate(file)
                 strides = strides or tuple(math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes)))
                 span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+                if span > 8 * math.prod(shape) + BLOCK:  # a small part of its storage
+                    return self._read_sparse(begin, strides, dtype, start, stop)
                 values = torch.empty(0 if 0 in shape else span, dtype=dtype)
                 view = values.view(torch.uint8).numpy().data
                 file.seek(begin + start * strides[0] * dtype.itemsize)
@@ -66,6 +68,15 @@ class Part:
         except OSError as error:
             raise CorruptCheckpoint(f"{self.file}: {error.strerror or error}") from None
         return values.as_strided(shape, strides)
+
+    def _read_sparse(self, begin: int, strides: tuple[int, ...], dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Row by row, without what lies between them."""
+        rows = []
+        for row in range(start, stop):
+            at = begin + row * strides[0] * dtype.itemsize
+            inner = Part(self.file, at, (), self.sizes[1:] or (1,), strides[1:] or (1,))
+            rows.append(inner.read(dtype, 0, inner.sizes[0]).reshape(self.sizes[1:]))
+        return torch.stack(rows)
 
 
 @dataclass(frozen=True)
@@ -180,8 +191,8 @@ class Record(NamedTuple):
 class FullState(Mapping[str, Tensor]):
     """Parameter name -> tensor, in titanlite's names and order of rows.
 
-    `others`: training state beside the model (`optimizer.state.<parameter>.exp_avg`, ...). `records`: bytes with a
-    checksum, in formats where those of a file can be listed.
+    `others`: training state beside the model (`optimizer.state.<parameter>.exp_avg`, ...). `records`: the storages of
+    files of torch.save, with their CRC-32.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 What it is: used by `checkpoint.initial_load`, `titanlite generate` and other tools. DCP plans which part of which
 tensor a process needs, and `_Reader` reads those rows from a `FullState`. A step folder is read through its manifest,
 its hashes verified.
-What it costs: the parameters in fp32 once; each process reads only the rows of its own shards. Files of a step folder
-are read twice, the first time for the hashes. One collective, to agree on errors.
+What it costs: the parameters in fp32 once; each process reads only the rows of its own shards. Files with hashes or
+CRC-32 are read twice, the first time for these. A few collectives, to agree on errors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
 from torch.distributed.checkpoint.api import CheckpointException
@@ -61,7 +60,8 @@ def require_intact(
         return f"{record.file}: {record.name!r} is damaged: {found}" if found else ""
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-        if problems := [found for found in threads.map(problem, full.records[share]) if found]:
+        records = [record for record in full.records[share] if record.length]
+        if problems := [found for found in threads.map(problem, records) if found]:
             raise CorruptCheckpoint(problems[:6])
     if full.about.format == "titanlite":
         manifest = read_manifest(full.path)
@@ -114,7 +114,8 @@ def read_weights(
     """
     if not broadcast_from_rank0(lambda: is_step_folder(path)):
         full = on_all_ranks(lambda: open_full_state(path))
-        share = slice(dist.get_rank(), None, dist.get_world_size()) if dist.is_initialized() else slice(None)
+        # Among the ranks of a node: each node may have a copy of its own.
+        share = slice(int(os.environ.get("LOCAL_RANK", 0)), None, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         on_all_ranks(lambda: require_intact(full, share=share))
         _compare_tokenizers(full, tokenizer)
         on_all_ranks(lambda: _fill(full, state, model))

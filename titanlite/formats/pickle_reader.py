@@ -4,17 +4,19 @@ What it is: a pickle is a program. GLOBAL fetches any function, REDUCE calls it.
 on a list, a stand-in that records its arguments (`Made`), and for any other name an error. It works in a process that
 can open no file, and that ends at a limit of memory or time; `read_pickle` starts this file as its program.
 Why it is here: without running anything, a pickle of a few hundred bytes can still ask for 4 GB (a large memo index),
-contain lists that share each other, or have keys that take hours to hash. A limit stops all of these.
+contain lists that share each other, or have keys that take hours to hash. A limit stops all of these. The JSON may
+not be longer than the pickle: what is shared in a pickle would be written many times, and the parent has no limits.
 What it costs: 25 ms for the process; torch is not imported there. 2 s for an index of 250,000 chunks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import encodings.cp437  # noqa: F401, of zipfile, which could not import it later
+import encodings.cp437  # noqa: F401 (zipfile imports it on first use, when no file can be opened any more)
 import gc
 import io
 import json
+import os
 import pickle
 import re
 import resource
@@ -27,9 +29,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MEMORY = 2**30  # bytes
-SECONDS = 5  # of CPU time; an index of 250,000 chunks takes 2
-LARGEST = 2**26  # bytes of the pickle; its JSON may have half of it
+MEMORY = max(1 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16)  # bytes
+LARGEST = MEMORY // 16  # bytes of a pickle
+SECONDS = 5  # of CPU time for each 64 MB of an index; 250,000 chunks are 43 MB and take 2
+MOST_STORAGES = 100_000
 
 # Names in the index of a stock DCP folder: found by saving FSDP2, AdamW, generators, numbers and nested lists.
 DCP = re.compile(
@@ -41,8 +44,10 @@ DCP = re.compile(
 )
 # Names in a file of torch.save with dicts of tensors.
 TORCH = re.compile(
-    r"torch\._utils\._rebuild_(tensor_v2|parameter)|collections\.OrderedDict"
+    r"torch\._utils\._rebuild_(tensor_v2|parameter|parameter_with_state)|collections\.OrderedDict"
     r"|torch\.(Float|BFloat16|Half|Double|Long|Int|Short|Char|Byte|Bool)Storage"
+    # Often beside tensors, and not needed: dtypes, shapes, devices, sets and bytes.
+    r"|torch\.(Size|device|bool|(bfloat|complex|float|u?int)\d[a-z0-9_]*)|(__builtin__|builtins)\.set|_codecs\.encode"
 )
 
 
@@ -59,11 +64,12 @@ def read_pickle(kind: str, path: Path) -> dict[str, Any]:
 
     Raises UnreadablePickle; UnsafeName if it refers to anything that is not on the list; OSError.
     """
-    program = [sys.executable, "-I", "-S", "-B", __file__, kind, str(SECONDS)]
     with path.open("rb") as file:
+        seconds = SECONDS * (1 + (os.fstat(file.fileno()).st_size >> 26) if kind == "dcp" else 1)
+        program = [sys.executable, "-I", "-S", "-B", __file__, kind, str(seconds)]
         ended = subprocess.run(program, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
     if ended.returncode:
-        raise UnreadablePickle(f"it takes more than {SECONDS} s or {MEMORY >> 20} MB to read, or is damaged")
+        raise UnreadablePickle(f"it takes more than {seconds} s or {MEMORY >> 20} MB to read, or is damaged")
     answer = json.loads(ended.stdout)
     if name := answer.get("unsafe"):
         raise UnsafeName(name)
@@ -182,11 +188,20 @@ def read_dcp(file: BinaryIO) -> dict[str, Any]:
         for chunk in expect(of["chunks"], list):
             box = fields(chunk, "ChunkStorageMetadata")
             offsets, sizes = size(box["offsets"]), size(box["sizes"])
+            if 0 in sizes:
+                continue  # of a process that has no part of the tensor
             if (where := places.get((expect(name, str), str(offsets)))) is None:
                 raise UnreadablePickle(f"the bytes of a part of {name[:200]!r} are nowhere")
             chunks.append([offsets, sizes, *where])
         tensors[expect(name, str)] = [dtype, size(of["size"]), chunks]
-    return tensors
+    return bounded(tensors, len(data))
+
+
+def bounded(value: dict[str, Any], length: int) -> dict[str, Any]:
+    """The value, if its JSON is not longer than the pickle, whose `length` is in bytes."""
+    if len(json.dumps(value)) > length + 10_000:
+        raise UnreadablePickle("it describes more than it has room for: parts of it are shared")
+    return value
 
 
 class Archive:
@@ -197,21 +212,22 @@ class Archive:
         with zipfile.ZipFile(file) as archive:
             self.records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         self._file = file
-        self._has_crc = any(info.CRC for info in self.records.values())  # not after set_crc32_options(False)
         if any(info.compress_type != zipfile.ZIP_STORED for info in self.records.values()):
             raise UnreadablePickle("it is compressed")
         if "byteorder" in self.records and self.read("byteorder", 6) != b"little":
             raise UnreadablePickle("it was written on a big-endian machine")
 
     def place(self, name: str) -> tuple[int, int, int | None]:
-        """First byte, bytes and CRC-32 of a record's content; the CRC is None if the file was saved without."""
+        """First byte, bytes and CRC-32 of a record's content; the CRC is None if it was written without."""
+        if name not in self.records:
+            raise UnreadablePickle(f"it has no {name}")
         info = self.records[name]
         self._file.seek(info.header_offset)
         header = self._file.read(30)  # the content begins after it, the name and padding
         if header[:4] != b"PK\x03\x04":
             raise UnreadablePickle("a record is not where the archive says")
         begin = info.header_offset + 30 + sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
-        return begin, info.file_size, info.CRC if self._has_crc else None
+        return begin, info.file_size, info.CRC or None  # 0 with torch.serialization.skip_data and set_crc32_options
 
     def read(self, name: str, most: int = LARGEST) -> bytes:
         begin, length, crc = self.place(name)
@@ -228,36 +244,40 @@ def read_torch(file: BinaryIO) -> dict[str, Any]:
     """A file of torch.save: {"tree": ..., "storages": name -> `Archive.place`}.
 
     In the tree, a dict is {"dict": {key: value}} and a tensor is {"tensor": [storage's type, its name, first number,
-    shape, strides]}; numbers and text are themselves, and everything else is null.
+    shape, strides]}; numbers and text are themselves. Everything else is null, also a dict with keys of other types.
     """
     archive = Archive(file)
-    tree = Unpickler(io.BytesIO(archive.read("data.pkl")), TORCH).load()
+    program = archive.read("data.pkl")
+    tree = Unpickler(io.BytesIO(program), TORCH).load()
     if not isinstance(tree, dict):
         raise UnreadablePickle(f"it holds a {type(tree).__name__}; expected a dict of tensors")
     names = [name for name in archive.records if name.startswith("data/")]
-    return {"tree": plain(tree), "storages": {name.removeprefix("data/"): archive.place(name) for name in names}}
+    if len(names) > MOST_STORAGES:
+        raise UnreadablePickle(f"it has {len(names)} storages; at most {MOST_STORAGES} are read")
+    storages = {name.removeprefix("data/"): archive.place(name) for name in names}
+    return {"tree": bounded(plain(tree), len(program)), "storages": storages}
 
 
 def plain(value: Any, depth: int = 0) -> Any:
     """A value of torch.save's tree for JSON."""
     if depth > 100:
         raise UnreadablePickle("it is nested too deep")
-    if isinstance(value, Made) and value.name == "torch._utils._rebuild_parameter":
+    if isinstance(value, Made) and value.name.startswith("torch._utils._rebuild_parameter"):
         value = value.arguments[0]
-    if isinstance(value, Made):
+    if isinstance(value, Made) and value.name == "torch._utils._rebuild_tensor_v2":
         return {"tensor": tensor(value)}
-    if isinstance(value, dict):
-        if any(type(key) not in (str, int) for key in value):
-            raise UnreadablePickle("a key that is neither text nor a number")
+    if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
+        if len({str(key) for key in value}) < len(value):
+            raise UnreadablePickle("it has a dict with a number and the same number as text for keys")
         return {"dict": {str(key): plain(item, depth + 1) for key, item in value.items()}}
     return value if type(value) in (str, int, float, bool) else None
 
 
 def tensor(made: Made) -> list[Any]:
     """A recorded tensor. Raises UnreadablePickle and ValueError."""
-    if made.name != "torch._utils._rebuild_tensor_v2" or made.state is not None:
-        raise UnreadablePickle("a tensor was expected")
-    storage, start, shape, strides, *_ = made.arguments
+    if made.state is not None or len(made.arguments) != 6:  # a seventh marks numbers whose sign is changed when used
+        raise UnreadablePickle("it has a tensor with attributes or a negated view; save .resolve_neg().clone() of it")
+    storage, start, shape, strides, _, _ = made.arguments
     _, kind, name, _, _ = expect(storage, Made).arguments
     (start,), shape, strides = counts((start,)), counts(shape), counts(strides)
     if len(shape) != len(strides):
@@ -268,10 +288,7 @@ def tensor(made: Made) -> list[Any]:
 def answer_of(read: Callable[[BinaryIO], dict[str, Any]], file: BinaryIO) -> str:
     """The JSON that goes to `read_pickle`."""
     try:
-        answer = json.dumps({"value": read(file)}, check_circular=False)
-        if len(answer) > LARGEST // 2:
-            raise UnreadablePickle(f"what it describes has more than {LARGEST // 2} bytes")
-        return answer
+        return json.dumps({"value": read(file)}, check_circular=False)
     except UnsafeName as error:
         return json.dumps({"unsafe": str(error)})
     except Exception as error:  # whatever it is, the file is the cause
@@ -281,8 +298,6 @@ def answer_of(read: Callable[[BinaryIO], dict[str, Any]], file: BinaryIO) -> str
 def main(kind: str, seconds: int) -> None:
     """Reads standard input and prints JSON."""
     gc.disable()  # a third of the time; the process ends soon
-    if kind == "torch":
-        import zipfile  # noqa: F401
     limits = {resource.RLIMIT_AS: MEMORY, resource.RLIMIT_CPU: seconds}
     forbidden = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)
     for what, most in (limits | dict.fromkeys(forbidden, 0)).items():

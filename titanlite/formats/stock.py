@@ -26,11 +26,12 @@ import torch
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.checkpoint.manifest_reader import tiles
 from titanlite.config.schema import ConfigError
-from titanlite.formats.full_state import FullTensor, Part
+from titanlite.formats.full_state import FullTensor, Part, Record
 from titanlite.formats.pickle_reader import Archive, UnreadablePickle, UnsafeName, read_pickle
-from titanlite.formats.torch_file import STORAGES, Record, require_room
+from titanlite.formats.torch_file import STORAGES, require_room
 
-ENVELOPE_BYTES = 2**20  # upper bound of what torch.save adds to a tensor; it adds 2 kB
+ENVELOPE_BYTES = 1 << 20  # upper bound of what torch.save adds to a tensor; it adds 2 kB
+DESCRIPTION_BYTES = 1 << 15  # and of what is read of that: the archive's directory and the pickle
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 WAY_OUT = (
     "If you trust the folder's author: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt "
@@ -58,35 +59,51 @@ def read_folder(folder: Path) -> dict[str, FullTensor]:
         raise ConfigError(
             f"{path}: cannot be read ({error}); expected the index that torch.distributed.checkpoint writes. {WAY_OUT}"
         ) from None
-    lengths: dict[str, int] = {}
-    return {name: _tensor(folder, name, entry, lengths) for name, entry in index.items()}
+    files: dict[str, _File] = {}
+    return {name: _tensor(folder, name, entry, files) for name, entry in index.items()}
 
 
-def _tensor(folder: Path, name: str, entry: list[Any], lengths: dict[str, int]) -> FullTensor:
-    """A tensor of the index. `lengths`: bytes of the files that were looked at already. Raises ConfigError."""
-    dtype, shape, chunks = DTYPES[entry[0]], tuple(entry[1]), entry[2]
+@dataclasses.dataclass
+class _File:
+    """A file of the folder. `left`: bytes that no part of a tensor has been found in yet."""
+
+    path: Path
+    length: int
+    left: int
+
+
+def _tensor(folder: Path, name: str, entry: list[Any], files: dict[str, _File]) -> FullTensor:
+    """A tensor of the index. `files`: those that were looked at already. Raises ConfigError."""
+    dtype, shape, chunks = DTYPES.get(entry[0]), tuple(entry[1]), entry[2]
+    if dtype is None:
+        raise ConfigError(f"{folder / '.metadata'}: {name[:200]!r} has the dtype {entry[0]}, which torch does not have")
     if not tiles(shape, [(tuple(offsets), tuple(sizes)) for offsets, sizes, *_ in chunks]):
         raise ConfigError(
             f"{folder / '.metadata'}: the {len(chunks)} parts of {name[:200]!r} do not make up its shape {shape!r:.200}"
         )
     parts = []
-    for offsets, sizes, file, begin, length in chunks:
-        if file not in lengths:
-            lengths[file] = _file_length(folder, file)
-        if not 0 <= begin <= begin + length <= lengths[file]:
+    for offsets, sizes, file_name, begin, length in chunks:
+        if file_name not in files:
+            total = _file_length(folder, file_name)
+            files[file_name] = _File(folder / file_name, total, total)
+        file = files[file_name]
+        if not 0 <= begin <= begin + length <= file.length:
             raise ConfigError(
-                f"{folder / file}: {lengths[file]} bytes, and .metadata says {name[:200]!r} lies at {begin} with "
+                f"{file.path}: {file.length} bytes, and .metadata says {name[:200]!r} lies at {begin} with "
                 f"{length} bytes; the file is cut short or the index is another folder's"
             )
+        file.left -= length
+        if file.left < 0:
+            raise ConfigError(f"{folder / '.metadata'}: parts of tensors overlap in {file_name!r}")
         nbytes = math.prod(sizes) * dtype.itemsize
         if not nbytes <= length <= nbytes + ENVELOPE_BYTES:
             raise ConfigError(f"{folder / '.metadata'}: the {nbytes} bytes of a part of {name[:200]!r} lie in {length}")
-        parts.append(StockPart(folder / file, begin, tuple(offsets), tuple(sizes) or (1,), (), length, name, dtype))
+        parts.append(StockPart(file.path, begin, tuple(offsets), tuple(sizes) or (1,), (), length, name, dtype))
     return FullTensor(dtype, shape, tuple(parts))
 
 
 def _file_length(folder: Path, name: str) -> int:
-    if name in ("", ".", "..") or len(name) > 255 or set(name) & set("/\\\0"):
+    if name in ("", ".", "..") or len(name) > 255 or set(name) & set("/\\") or not name.isprintable():
         raise ConfigError(f"{folder / '.metadata'}: sends to {name[:200]!r}; only files of the folder itself are read")
     return _regular_file(folder / name)
 
@@ -109,7 +126,7 @@ class StockPart(Part):
     length: int = 0  # bytes of the archive
     name: str = ""
     dtype: torch.dtype = torch.float32
-    located: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list)  # once its CRC was checked
+    located: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list, compare=False)  # once checked
 
     def locate(self, file: BinaryIO) -> tuple[int, tuple[int, ...]]:
         """The byte where the tensor begins, and its strides. Raises CorruptCheckpoint."""
@@ -125,10 +142,11 @@ class StockPart(Part):
 
 
 class _Slice(io.RawIOBase):
-    """A range of a file's bytes as a file."""
+    """A range of a file's bytes as a file, of which at most DESCRIPTION_BYTES are read."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
+        self._unread = DESCRIPTION_BYTES
 
     def seekable(self) -> bool:
         return True
@@ -141,8 +159,12 @@ class _Slice(io.RawIOBase):
 
     def read(self, count: int = -1) -> bytes:
         left = max(0, self._length - self._at)
+        count = left if count < 0 else min(count, left)
+        self._unread -= count
+        if self._unread < 0:
+            raise ValueError("it is more than a tensor")
         self._file.seek(self._start + self._at)
-        piece = self._file.read(left if count < 0 else min(count, left))
+        piece = self._file.read(count)
         self._at += len(piece)
         return piece
 
@@ -150,11 +172,13 @@ class _Slice(io.RawIOBase):
 def _locate(file: BinaryIO, part: StockPart) -> tuple[int, tuple[int, ...]]:
     piece = _Slice(file, part.begin, part.length)
     archive = Archive(piece)
-    dtype, storage, start, shape, strides = _described(archive.read("data.pkl", 1 << 16))
+    dtype, storage, start, shape, strides = _described(archive.read("data.pkl", DESCRIPTION_BYTES))
     if dtype != part.dtype or (shape or (1,)) != part.sizes:
         raise ValueError(f"it is {dtype} of shape {shape}, and .metadata says {part.dtype}, {part.sizes}")
     begin, size, crc = archive.place(f"data/{storage}")
-    require_room(dtype, start, shape, strides, min(size, part.length - begin))
+    if begin + size > part.length:
+        raise ValueError("its storage is longer than it")
+    require_room(dtype, start, shape, strides, size)
     if problem := Record(part.file, part.begin + begin, size, crc, part.name).problem():
         raise ValueError(problem)
     return part.begin + begin + start * dtype.itemsize, strides or (1,)
@@ -173,7 +197,7 @@ def _described(program: bytes) -> tuple[torch.dtype, str, int, tuple[int, ...], 
 
     Raises ValueError.
     """
-    lines = ""
+    lines = ""  # an instruction and its argument in each
     for opcode, argument, _ in pickletools.genops(program):
         if opcode.name not in ("PROTO", "FRAME", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
             kind = "INT" if type(argument) is int else "TEXT" if opcode.name.endswith("UNICODE") else opcode.name

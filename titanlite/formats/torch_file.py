@@ -44,6 +44,8 @@ def read_tree(path: Path) -> tuple[Tree, list[Record]]:
         }
         if any(record.begin + record.length > length for record in storages.values()):
             raise UnreadablePickle("a storage ends after the file")
+        if sum(record.length for record in storages.values()) > length:
+            raise UnreadablePickle("storages overlap")
         return _tree(answer["tree"], storages), list(storages.values())
     except UnsafeName as error:
         if (name := str(error)).startswith("torch.") and name.endswith(("Storage", "_rebuild_tensor_v3")):
@@ -78,7 +80,7 @@ def require_room(dtype: torch.dtype, start: int, shape: Sequence[int], strides: 
     if math.prod(length or 1 for length in shape) >= 1 << 62:
         raise ValueError("a shape that no tensor can have")
     last = start + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
-    if 0 not in shape and (last + 1) * dtype.itemsize > size:
+    if (start if 0 in shape else last + 1) * dtype.itemsize > size:
         raise ValueError("a tensor that goes beyond its storage")
     if math.prod(shape) * dtype.itemsize > size:
         raise ValueError("a tensor with more numbers than its storage; save .contiguous() of an expanded tensor")
