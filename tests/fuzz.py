@@ -1,4 +1,4 @@
-"""A fuzzer: mutated files and messages into every reader of titanlite.
+"""A fuzzer: gives mutated files and messages to every reader of titanlite.
 
     python tests/fuzz.py --seconds 3600 [--reader NAME ...] [--seed N]
 
@@ -81,7 +81,7 @@ READABLE = (sys.prefix, sys.base_prefix, f"{ROOT}/titanlite", f"{ROOT}/train_con
 
 
 class Child:
-    """Executes inputs, in a forked process with limits. `shared` tells the parent how many, and the present one."""
+    """Executes inputs, in a forked process with limits. `shared` holds their number and the current one."""
 
     def __init__(self, name: str, reader: Reader, folder: Path, shared: mmap.mmap) -> None:
         self.reader, self.folder, self.shared = reader, folder / "files", shared
@@ -93,7 +93,7 @@ class Child:
         for stream in (0, 1, 2):
             os.dup2(sys.stdin.fileno(), stream)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent
-        faulthandler.disable()  # of a crash the parent tells
+        faulthandler.disable()  # the parent reports crashes
         faulthandler.register(signal.SIGUSR1, (folder / "stack").open("w"), all_threads=True)
         os.chdir(self.folder)
         sys.addaudithook(self.watch)
@@ -102,7 +102,7 @@ class Child:
         resource.setrlimit(resource.RLIMIT_FSIZE, (MEMORY,) * 2)
 
     def watch(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Notes what could be code of the input's, and files outside the folder."""
+        """Records events that mean that code is run, and files outside the folder."""
         if self.events is None:
             return
         if event == "exec":
@@ -147,7 +147,7 @@ class Child:
         return what or (events[0] if events else "")
 
     def run(self, inputs: Iterator[bytes], seconds: float, fixed: int) -> None:
-        """The first `fixed` inputs in any case, and then others for some seconds."""
+        """Executes the first `fixed` inputs, then others for some seconds."""
         until = time.monotonic() + seconds
         for data in inputs:
             before = len(self.reached)
@@ -261,7 +261,9 @@ def fuzz(names: list[str], seconds: float, seed: int, folder: Path) -> list[Fuzz
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--reader", action="append", choices=list(READERS), help="one of them; default: all")
+    parser.add_argument(
+        "--reader", action="append", choices=list(READERS), help="a reader; may be repeated; default: all"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=MEMORY_DISK) as folder:

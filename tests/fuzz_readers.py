@@ -2,7 +2,7 @@
 
 What it is: `READERS`, name -> `Reader`. `prepare` fills an empty folder with valid files and returns samples of the one
 input that is mutated; `read` puts any bytes in its place, reads it as the commands do, and uses what it has read.
-What it costs: samples are made on the spot, of a model with 700 parameters, 0.3 s for all readers.
+What it costs: samples are made on the spot, of a model with 5,080 parameters, 0.3 s for all readers.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def _read_beat(folder: Path, data: bytes) -> None:
 
 
 def _write(name: str, *samples: bytes) -> Callable[[Path], list[bytes]]:
-    """Readers of one file need no other."""
+    """For readers that need no other files."""
     return lambda folder: list(samples)
 
 

@@ -40,7 +40,7 @@ def failures(readers: list[fuzz.Fuzzed]) -> list[tuple[str, str, bytes]]:
     return [(f.reader, f.what, f.data[:1000]) for reader in readers for f in reader.findings.values()]
 
 
-def test_what_was_found_once_and_new_inputs(folder):
+def test_corpus_and_new_inputs(folder):
     """In each batch come first the valid samples and the corpus, then mutations."""
     readers = fuzz.fuzz(list(READERS), 4.0, 0, folder)
     assert not failures(readers)
@@ -74,7 +74,7 @@ PLANTED = {  # reader -> a check that is taken away
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(folder, monkeypatch, name):
-    """Soon, where `test_what_was_found_once_and_new_inputs` finds nothing."""
+    """Within 3,000 inputs; without the fault none is found."""
     monkeypatch.setattr(*PLANTED[name])
     reader = fuzz.Fuzzed(name, folder)
     while not reader.findings:
@@ -158,7 +158,7 @@ def test_pipes_devices_and_folders_in_place_of_files(folder, monkeypatch, name):
 
 
 @pytest.mark.slow
-def test_ten_minutes():
+def test_fuzz_for_ten_minutes():
     """Five for each half of the readers at a time. Findings are stored in the corpus."""
     names = list(READERS)
     command = [sys.executable, fuzz.__file__, "--seconds", "300", "--seed", "1"]

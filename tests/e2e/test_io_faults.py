@@ -62,7 +62,7 @@ def test_faults(tmp_path, function, name):
     assert result["cases"] >= (min(sample, result["calls"]) or result["calls"])
 
 
-def test_a_fault_strikes_the_call_that_was_asked_for(tmp_path):
+def test_faults_hit_the_requested_call(tmp_path):
     """Otherwise the tests above would pass without any fault."""
     full, broken = "No space left on device", "Input/output error"
     expected = {"ENOSPC": full, "EIO": broken, "EINTR": "", "short": "", "full": full}

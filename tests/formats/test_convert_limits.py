@@ -65,7 +65,7 @@ def test_damage_is_found_before_anything_is_written(tmp_path, monkeypatch):
     shard.write_bytes(content)
     written: list[Path] = []
     monkeypatch.setitem(targets.TARGETS, "hf", lambda path, export: written.append(path))
-    with pytest.raises(CorruptCheckpoint, match="its SHA-256 has changed"):
+    with pytest.raises(CorruptCheckpoint, match="its SHA-256"):
         convert(run, tmp_path / "there", "hf", log=quiet)
     assert not written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "run"]
@@ -129,7 +129,7 @@ def test_parts_that_are_no_model_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"has Hugging Face's names \('model.layers.3.self_attn"):
         load_full_state(tmp_path / "model-00003.safetensors")
     save_file({"optimizer.state.norm.weight.exp_avg": torch.ones(2)}, tmp_path / "training-00000.safetensors")
-    with pytest.raises(ConfigError, match="holds training state and no model"):
+    with pytest.raises(ConfigError, match="holds only training state"):
         load_full_state(tmp_path / "training-00000.safetensors")
 
 

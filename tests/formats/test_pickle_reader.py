@@ -1,4 +1,4 @@
-"""Files of a few kilobytes that ask for gigabytes or hours: one error each, within the limits of the reader."""
+"""Files of up to 220 kB that take gigabytes or hours to read: one error each, within the limits of the reader."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ BOMBS = {
     "beyond 63 bits": lambda p: saved(p, {"a": Strided((2**63,), (0,))}),
     "empty, by 2^122": lambda p: saved(p, {"a": Strided((2**61, 2**61, 0), (1, 1, 1))}),
     "65 dimensions": lambda p: saved(p, {"a": Strided((1,) * 65, (1,) * 65)}),
-    "a list of chunks for 3,000 names": lambda p: folder_with(p, 3000, "__0_0.distcp", "0"),
+    "a list of chunks for 3,000 names, one with places": lambda p: folder_with(p, 3000, "__0_0.distcp", "0"),
     "a long text a thousand times": lambda p: folder_with(p, 1, "x" * 100_000, "0"),
-    "empty chunks that many names share": lambda p: folder_with(p, 1300, "__0_0.distcp", "0", size=0),
+    "1,300 names with empty chunks only": lambda p: folder_with(p, 1300, "__0_0.distcp", "0", size=0),
     "a tensor in dicts in dicts": lambda p: saved(
         p, {"a": grown({"t": Strided((4, 3), (3, 1))}, lambda x: {"a": x, "b": x}, 12)}
     ),
@@ -138,7 +138,7 @@ def test_the_process_has_limits(tmp_path):
     for expression, answer in {
         "open('/etc/passwd').read()": b"Too many open files",
         "__import__('subprocess').run(['true'])": b"Too many open files",
-        "len(bytes(m.MEMORY))": b"MemoryError",
+        "len(bytes(m.MEMORY))": b"takes more than",
         "[0 for _ in iter(int, 1)]": b"",
         "sum(1 for _ in range(1000))": b"1000",
     }.items():
@@ -153,7 +153,7 @@ def test_the_process_has_limits(tmp_path):
 
 
 def test_an_index_of_many_chunks_is_read(tmp_path):
-    """An honest one of 32 MB, of which the reader's memory is known."""
+    """A valid index of 32,000 chunks, 2.7 MB."""
     folder = tmp_path
     chunks = [ChunkStorageMetadata(torch.Size([i, 0]), torch.Size([1, 8])) for i in range(64)]
     entries, places = {}, {}

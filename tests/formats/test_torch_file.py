@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from model_builder import SMALL, small_model
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
@@ -28,7 +30,7 @@ def path(tmp_path):
     return tmp_path / "a.pt"
 
 
-def test_each_flipped_bit_of_a_storage_is_found(path):
+def test_flipped_bits_of_storages_are_found(path):
     content = path.read_bytes()
     full = load_full_state(path)
     require_intact(full)
@@ -77,9 +79,9 @@ def test_a_file_saved_without_crc_is_read(path):
     assert torch.equal(full["a"], torch.arange(7.0))
 
 
-def test_an_expanded_tensor_is_refused_with_what_to_do(path):
+def test_an_expanded_tensor_is_refused_with_advice(path):
     torch.save({"a": torch.ones(1).expand(2**20)}, path)
-    with pytest.raises(CorruptCheckpoint, match=r"more numbers than its storage; save \.contiguous\(\)"):
+    with pytest.raises(CorruptCheckpoint, match=r"more elements than its storage; save tensor\.contiguous\(\)"):
         load_full_state(path)
 
 
@@ -116,11 +118,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: p.write_bytes(p.read_bytes().replace(b"FloatStorage", b"FloatStorags")),
         "CRC-32 of its data.pkl",
     ),
-    "a header that is none": (moved, "not where the archive says"),
+    "a damaged header of a record": (moved, "wrong position of a record"),
     "cut in the middle": (shortened, "cannot be read"),
     "nested": (lambda p: torch.save(functools.reduce(lambda x, _: {"a": x}, range(150), {}), p), "too deep"),
     "a negated view": (lambda p: torch.save({"a": torch._neg_view(torch.arange(3.0))}, p), "resolve_neg"),
-    "1 and '1'": (lambda p: torch.save({"a": {1: 2, "1": 3}}, p), "the same number as text"),
+    "1 and '1'": (lambda p: torch.save({"a": {1: 2, "1": 3}}, p), "both 1 and '1' as keys"),
     "a storage that is not there": (
         lambda p: changed(p, "data.pkl", description(p).replace(b"\x01\x00\x00\x000q", b"\x01\x00\x00\x009q")),
         "cannot be read",
@@ -135,7 +137,7 @@ def description(path: Path) -> bytes:
 
 
 class Far:
-    """Pickles as an empty tensor whose storage begins 2^60 numbers later."""
+    """Pickles as an empty tensor that begins 2^60 elements after its storage."""
 
     def __reduce__(self) -> Any:
         function, arguments = torch.zeros(0).__reduce_ex__(2)
@@ -151,7 +153,7 @@ def test_what_cannot_be_read_is_one_error(path, damage, message):
     assert "a.pt" in str(caught.value)
 
 
-def test_what_stands_beside_tensors_is_left_out(path):
+def test_other_values_are_left_out(path):
     beside = {"dtype": torch.float8_e4m3fn, "size": torch.Size([1]), "device": torch.device("cpu"), "bytes": b"abc"}
     odd = {"set": {1, 2}, "keys": {None: 1, 0.5: 2, (1, 2): torch.ones(1)}, "list": [torch.ones(1)]}
     parameter = torch.nn.Parameter(torch.arange(3.0))
@@ -189,7 +191,8 @@ def test_a_small_part_of_a_large_storage_is_read_alone(path, monkeypatch):
 
 
 def read_on_all(folder: Path) -> str:
-    """The error that this rank gets for a file of which it reads one of three tensors' CRC at most."""
+    """The error on this rank, which compares the CRC-32 of every second storage only."""
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "LOCAL_WORLD_SIZE": "2"}
     state = {name: torch.zeros(5) for name in ("a", "b", "c")}
     try:
         read_weights(folder / "a.pt", state, SMALL, b"")

@@ -1,11 +1,11 @@
-/* Shows a test the file operations of its process, before and after each of them, and lets it make them fail.
+/* Reports the file operations of a process to a test, before and after each of them, which can make them fail.
 
 What it is: a library for LD_PRELOAD with the C library's functions that change files. For paths below one folder each
 function asks a hook, a Python function, what to do (0: go on; -1: write only half; else: fail with this errno), and
 reports what it has done. All other paths go straight to the kernel. `io_calls.py` compiles, loads and uses it.
-Why it is here: every call of Python and torch goes through these functions, so no call of a save can be forgotten.
+Why it is here: Python and torch write through these functions, so tests need not list the calls of a save.
 What it costs: a readlink and two calls of Python for each operation below the folder. 64-bit Linux only.
-Not seen: what the C library's own streams (fwrite, numpy's tofile) write. */
+Not seen: the C library's own streams (fwrite, numpy's tofile), memory maps, sendfile, copy_file_range, links. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -94,7 +94,7 @@ static ssize_t write_at(int file, const void *data, size_t size, off_t offset) {
 ssize_t write(int file, const void *data, size_t size) { return write_at(file, data, size, -1); }
 ssize_t pwrite(int file, const void *data, size_t size, off_t at) { return write_at(file, data, size, at); }
 ssize_t pwrite64(int file, const void *data, size_t size, off64_t at) { return write_at(file, data, size, at); }
-ssize_t writev(int file, const struct iovec *parts, int count) { /* of a watched file only the first part: it may */
+ssize_t writev(int file, const struct iovec *parts, int count) { /* of a watched file only the first part, as POSIX allows */
     char full[PATH];
     while (count > 1 && !parts->iov_len) parts++, count--;
     if (below(file, "", full)) return write_at(file, parts->iov_base, parts->iov_len, -1);

@@ -53,7 +53,7 @@ class Watch:
         self._kind, self._left = kind, at
 
     def open(self, folder: Path) -> None:
-        """From now on, until the process ends."""
+        """Watches the folder until the process ends."""
         self._hook = HOOK(self._called)  # must live as long as it can be called
         ctypes.CDLL(None).watch(os.fsencode(os.path.realpath(folder)), self._hook)
 

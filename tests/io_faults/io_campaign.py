@@ -1,4 +1,4 @@
-"""Makes every file operation of a command fail once, and its power fail at every moment."""
+"""Makes each file operation of a command fail, and simulates a power failure after each."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def unclear(outcome: Outcome, kind: str) -> list[str]:
     errors = [line for line in outcome.output.splitlines() if line.startswith("error:")]
     found = [] if outcome.code in (0, 1, 2) else [f"exit code {outcome.code}"]
     found += ["a stack trace"] if "Traceback" in outcome.output else []
-    found += ["failed, and had to go on"] if kind in HARMLESS and outcome.code else []
+    found += ["failed although the fault is harmless"] if kind in HARMLESS and outcome.code else []
     return found + ([f"{len(errors)} errors, exit code {outcome.code}"] if len(errors) != bool(outcome.code) else [])
 
 

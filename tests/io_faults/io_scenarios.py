@@ -1,4 +1,4 @@
-"""Commands that survive a failing file operation or a power failure, and what must hold after either."""
+"""Commands that must survive a failing file operation or a power failure, and what must hold after either."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reading a manifest, and comparing the files of a checkpoint with it.
 
 What it is: every field is checked before it is used, names of files above all, because the checkpoint may come from an
-attacker. `file_problems` compares sizes and kinds of files; those who read the files compare the hashes.
+attacker. `file_problems` compares sizes and kinds of files; `verify_files` and `read_file` compare the hashes.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
     except OSError as error:
         raise CorruptCheckpoint(describe_os_error(path, error)) from None
     if hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise CorruptCheckpoint(f"{path}: its SHA-256 has changed")
+        raise CorruptCheckpoint(f"{path}: its SHA-256 is not the one in the manifest")
     return content
 
 

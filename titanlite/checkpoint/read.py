@@ -62,7 +62,7 @@ def verify_files(
     def problem(name: str) -> str:
         try:
             same = digest_of(folder / name, progress) == wanted[name].sha256
-            return "" if same else f"{folder / name}: its SHA-256 has changed"
+            return "" if same else f"{folder / name}: its SHA-256 is not the one in the manifest"
         except OSError as error:
             return describe_os_error(folder / name, error)
 
@@ -116,14 +116,14 @@ def require_matching_tensors(folder: Path, manifest: Manifest, state: dict[str, 
 
 
 def load_states(states: dict[str, Any], state: dict[str, Any]) -> None:
-    """Passes each part its state. Raises CorruptCheckpoint if the random generators cannot take theirs."""
+    """Passes each part its state. Raises CorruptCheckpoint if that of the random generators is invalid."""
     for name, part in states.items():
         try:
             part.load_state_dict(state[name])
         except (RuntimeError, ValueError, TypeError, OverflowError) as error:
             if not isinstance(part, RandomState):
                 raise
-            raise CorruptCheckpoint(f"{name}: no state of a random generator ({str(error)[:200]})") from None
+            raise CorruptCheckpoint(f"{name}: not a valid state of random generators ({str(error)[:200]})") from None
 
 
 def read_step(folder: Path, state: dict[str, Any], alone: bool = False, group: Any = None) -> Manifest:

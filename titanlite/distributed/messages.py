@@ -1,8 +1,8 @@
-"""Messages from other ranks: JSON, whose fields are checked before they are used.
+"""Messages from other ranks: JSON; the fields of heartbeats are checked before they are used.
 
 What it is: what `agreement.py` gathers, and the heartbeats that `watchdog.py` reads from the store.
-Why it is here: the network is trusted, but another version of titanlite or other software may answer at the address. A
-heartbeat that is not one must not end the thread that watches for hangs.
+Why it is here: the network is trusted, but another version of titanlite or other software may answer at the address. An
+invalid heartbeat must not end the thread that watches for hangs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ SAMPLE = Heartbeat(0, "", 0)
 
 
 def read_message(content: bytes) -> Any:
-    """The JSON value that another rank has sent. Raises ConfigError if it is none."""
+    """The JSON value that another rank has sent. Raises ConfigError if it is not JSON."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"a message between ranks is not JSON ({error}); expected ranks of the same run") from None
+        raise ConfigError(
+            f"a message between ranks is not JSON ({error}); check that all ranks run the same titanlite, and "
+            "that nothing else uses MASTER_PORT"
+        ) from None
 
 
 def read_heartbeat(content: bytes) -> Heartbeat | None:

@@ -196,7 +196,10 @@ def _of_tree(path: Path, tree: Tree, records: list[Record]) -> FullState:
     if isinstance(rest := tree.get("training"), dict):
         state.others |= {name: value for name, value in rest.items() if isinstance(value, FullTensor)}
     if not state.tensors:
-        raise ConfigError(f"{path}: a dict without tensors: {', '.join(list(tree)[:8]) or 'nothing'}")
+        keys = ", ".join(map(repr, list(tree)[:8])) or "none"
+        raise ConfigError(
+            f"{path}: no tensors at the top level or under model, state_dict or model_state_dict; its keys: {keys}"
+        )
     return state
 
 
@@ -233,8 +236,8 @@ def _named(path: Path, found: dict[str, FullTensor], about: About) -> FullState:
         raise ConfigError(
             f"{path}: has Hugging Face's names ({theirs[0]!r}); give a folder with config.json and safetensors files"
         )
-    if all(name.startswith(TRAINING) for name in plain):
-        raise ConfigError(f"{path}: holds training state and no model; give the folder")
+    if plain and all(name.startswith(TRAINING) for name in plain):
+        raise ConfigError(f"{path}: holds only training state; name the folder that also has the model's files")
     root, training, is_dcp = "", set[str](), about.format == "dcp"
     if "tok_embeddings.weight" in plain:
         # In DCP, trainers save arbitrary entries beside a model; elsewhere only titanlite's own are not parameters.

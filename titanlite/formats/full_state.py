@@ -1,8 +1,8 @@
 """A checkpoint of any format as a lazy mapping: `name -> Tensor`, read on access.
 
-What it is: an index. In every format that titanlite reads, tensors consist of boxes that lie row by row at some byte of
-some file (`Part`). A format's reader makes this index and a description of the model (`About`). Names, order of rows
-and shapes are titanlite's, so users of the mapping need not know the format.
+What it is: an index. In every format that titanlite reads, a tensor consists of boxes; each begins at a byte of a file
+and is contiguous or has strides (`Part`). A format's reader makes this index and a description of the
+model (`About`). Names, order of rows and shapes are titanlite's, so users of the mapping need not know the format.
 What it costs: nothing until a tensor is read, then its bytes, or one block of rows at a time (`blocks`). Files are read
 and not mapped: a source that is truncated meanwhile is an error, where a mapped one would end the process.
 """
@@ -35,7 +35,7 @@ class Part:
     begin: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    strides: tuple[int, ...] = ()  # in numbers; empty: row by row
+    strides: tuple[int, ...] = ()  # in elements; empty: contiguous
 
     @property
     def is_transposed(self) -> bool:

@@ -155,8 +155,10 @@ def _other_steps(folder: Path) -> str:
 def load_model(full: FullState, device: torch.device, seq_len: int) -> Llama:
     """The model of a checkpoint, for sequences of up to `seq_len` tokens. Raises CorruptCheckpoint or ConfigError."""
     config = full.model
-    if f"layers.{config.num_layers - 1}.attention.wq.weight" not in full.tensors:  # before a million are made
-        raise CorruptCheckpoint(f"{full.path}: its model.json says {config.num_layers} layers, and it holds fewer")
+    if (
+        f"layers.{config.num_layers - 1}.attention.wq.weight" not in full.tensors
+    ):  # before layers are built from a number that may be wrong
+        raise CorruptCheckpoint(f"{full.path}: describes {config.num_layers} layers, and holds fewer")
     with torch.device("meta"):
         model = Llama(config, seq_len)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

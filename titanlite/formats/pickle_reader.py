@@ -3,9 +3,9 @@
 What it is: a pickle is a program. GLOBAL fetches any function, REDUCE calls it. Here an unpickler gets, for each name
 on a list, a stand-in that records its arguments (`Made`), and for any other name an error. It works in a process that
 can open no file, and that ends at a limit of memory or time; `read_pickle` starts this file as its program.
-Why it is here: without running anything, a pickle of a few hundred bytes can still ask for 4 GB (a large memo index),
-contain lists that share each other, or have keys that take hours to hash. A limit stops all of these. The JSON may
-not be longer than the pickle: what is shared in a pickle would be written many times, and the parent has no limits.
+Why it is here: without running anything, a pickle of a few hundred bytes can still allocate 4 GB (a large memo index),
+nest shared lists so that they expand exponentially, or have keys that take hours to hash. A limit stops all of these.
+The JSON may not be longer than the pickle: shared parts would be written many times, and the parent has no limits.
 What it costs: 25 ms for the process; torch is not imported there. 2 s for an index of 250,000 chunks.
 """
 
@@ -52,7 +52,7 @@ TORCH = re.compile(
 
 
 class UnreadablePickle(ValueError):
-    """It is damaged, or not what was expected, or reading it takes too much."""
+    """The pickle is damaged, has another structure, or exceeds a limit."""
 
 
 class UnsafeName(UnreadablePickle):
@@ -69,7 +69,7 @@ def read_pickle(kind: str, path: Path) -> dict[str, Any]:
         program = [sys.executable, "-I", "-S", "-B", __file__, kind, str(seconds)]
         ended = subprocess.run(program, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
     if ended.returncode:
-        raise UnreadablePickle(f"it takes more than {seconds} s or {MEMORY >> 20} MB to read, or is damaged")
+        raise UnreadablePickle(f"reading it took more than {seconds} s of CPU time, or ended the process that read it")
     answer = json.loads(ended.stdout)
     if name := answer.get("unsafe"):
         raise UnsafeName(name)
@@ -79,7 +79,7 @@ def read_pickle(kind: str, path: Path) -> dict[str, Any]:
 
 
 class Made:
-    """A recorded call: its `arguments`, and the `state` for its result. Equal only to itself, and hashed so."""
+    """A recorded call: its `arguments`, and the `state` for its result. Compared and hashed by identity."""
 
     __slots__ = ("arguments", "state")
     arguments: tuple[Any, ...]
@@ -108,7 +108,7 @@ class Member(Made):
 
 
 class Unpickler(pickle.Unpickler):
-    """Makes plain data and `Made`."""
+    """Builds plain data; calls become `Made`."""
 
     def __init__(self, file: Any, names: re.Pattern[str]) -> None:
         super().__init__(file)
@@ -134,12 +134,12 @@ class Unpickler(pickle.Unpickler):
 
 def expect(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        raise UnreadablePickle(f"a {kind.__name__} was expected where a {type(value).__name__} is")
+        raise UnreadablePickle(f"expected {kind.__name__}, found {type(value).__name__}")
     return value
 
 
 def counts(value: Any) -> list[int]:
-    """A tuple of numbers that are not negative, in 62 bits: sums and products with them cannot be wrong in torch."""
+    """A tuple of at most 64 integers from 0 to 2**62 - 1. Their product is checked by those who use it."""
     numbers = list(expect(value, tuple))
     if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers) or len(numbers) > 64:
         raise UnreadablePickle("a shape that no tensor can have")
@@ -149,7 +149,7 @@ def counts(value: Any) -> list[int]:
 def fields(made: Any, name: str) -> dict[str, Any]:
     """The attributes of a recorded instance of DCP's class `name`."""
     if not isinstance(made, Made) or made.name.rpartition(".")[2] != name:
-        raise UnreadablePickle(f"a {name} was expected where a {getattr(made, 'name', type(made).__name__)} is")
+        raise UnreadablePickle(f"expected {name}, found {getattr(made, 'name', type(made).__name__)}")
     return expect({} if made.state is None else made.state, dict)
 
 
@@ -191,7 +191,7 @@ def read_dcp(file: BinaryIO) -> dict[str, Any]:
             if 0 in sizes:
                 continue  # of a process that has no part of the tensor
             if (where := places.get((expect(name, str), str(offsets)))) is None:
-                raise UnreadablePickle(f"the bytes of a part of {name[:200]!r} are nowhere")
+                raise UnreadablePickle(f"the index has no file for the part of {name[:200]!r} at {offsets}")
             chunks.append([offsets, sizes, *where])
         tensors[expect(name, str)] = [dtype, size(of["size"]), chunks]
     return bounded(tensors, len(data))
@@ -200,7 +200,7 @@ def read_dcp(file: BinaryIO) -> dict[str, Any]:
 def bounded(value: dict[str, Any], length: int) -> dict[str, Any]:
     """The value, if its JSON is not longer than the pickle, whose `length` is in bytes."""
     if len(json.dumps(value)) > length + 10_000:
-        raise UnreadablePickle("it describes more than it has room for: parts of it are shared")
+        raise UnreadablePickle("with shared parts written out, its contents would be longer than the file")
     return value
 
 
@@ -225,7 +225,7 @@ class Archive:
         self._file.seek(info.header_offset)
         header = self._file.read(30)  # the content begins after it, the name and padding
         if header[:4] != b"PK\x03\x04":
-            raise UnreadablePickle("a record is not where the archive says")
+            raise UnreadablePickle("its zip directory has a wrong position of a record")
         begin = info.header_offset + 30 + sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
         return begin, info.file_size, info.CRC or None  # 0 with torch.serialization.skip_data and set_crc32_options
 
@@ -250,7 +250,7 @@ def read_torch(file: BinaryIO) -> dict[str, Any]:
     program = archive.read("data.pkl")
     tree = Unpickler(io.BytesIO(program), TORCH).load()
     if not isinstance(tree, dict):
-        raise UnreadablePickle(f"it holds a {type(tree).__name__}; expected a dict of tensors")
+        raise UnreadablePickle("it holds no dict; expected a dict of tensors, such as a state_dict()")
     names = [name for name in archive.records if name.startswith("data/")]
     if len(names) > MOST_STORAGES:
         raise UnreadablePickle(f"it has {len(names)} storages; at most {MOST_STORAGES} are read")
@@ -267,8 +267,8 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Made) and value.name == "torch._utils._rebuild_tensor_v2":
         return {"tensor": tensor(value)}
     if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
-        if len({str(key) for key in value}) < len(value):
-            raise UnreadablePickle("it has a dict with a number and the same number as text for keys")
+        if same := [key for key in value if type(key) is int and str(key) in value]:
+            raise UnreadablePickle(f"a dict has both {same[0]} and '{same[0]}' as keys")
         return {"dict": {str(key): plain(item, depth + 1) for key, item in value.items()}}
     return value if type(value) in (str, int, float, bool) else None
 
@@ -276,7 +276,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 def tensor(made: Made) -> list[Any]:
     """A recorded tensor. Raises UnreadablePickle and ValueError."""
     if made.state is not None or len(made.arguments) != 6:  # a seventh marks numbers whose sign is changed when used
-        raise UnreadablePickle("it has a tensor with attributes or a negated view; save .resolve_neg().clone() of it")
+        raise UnreadablePickle("a tensor has attributes or the negative bit; save tensor.resolve_neg().clone()")
     storage, start, shape, strides, _, _ = made.arguments
     _, kind, name, _, _ = expect(storage, Made).arguments
     (start,), shape, strides = counts((start,)), counts(shape), counts(strides)
@@ -291,6 +291,8 @@ def answer_of(read: Callable[[BinaryIO], dict[str, Any]], file: BinaryIO) -> str
         return json.dumps({"value": read(file)}, check_circular=False)
     except UnsafeName as error:
         return json.dumps({"unsafe": str(error)})
+    except MemoryError:
+        return json.dumps({"error": f"reading it takes more than {MEMORY >> 20} MB"})
     except Exception as error:  # whatever it is, the file is the cause
         return json.dumps({"error": str(error)[:400] or type(error).__name__})
 

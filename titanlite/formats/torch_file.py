@@ -43,7 +43,7 @@ def read_tree(path: Path) -> tuple[Tree, list[Record]]:
             name: Record(path, begin, size, crc, name) for name, (begin, size, crc) in answer["storages"].items()
         }
         if any(record.begin + record.length > length for record in storages.values()):
-            raise UnreadablePickle("a storage ends after the file")
+            raise UnreadablePickle("a storage ends after the file, which is truncated")
         if sum(record.length for record in storages.values()) > length:
             raise UnreadablePickle("storages overlap")
         return _tree(answer["tree"], storages), list(storages.values())
@@ -55,10 +55,8 @@ def read_tree(path: Path) -> tuple[Tree, list[Record]]:
             f"{path}: names {name!r}, which is not needed for tensors and numbers and could run code; nothing "
             "was run. Save the model's state_dict() with torch.save, or as safetensors"
         ) from None
-    except (ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise CorruptCheckpoint(f"{path}: cannot be read ({error}); expected a file of torch.save") from None
+    except UnreadablePickle as error:
+        raise CorruptCheckpoint(f"{path}: cannot be read: {error}") from None
 
 
 def _tree(value: Any, storages: dict[str, Record]) -> Any:
@@ -68,6 +66,8 @@ def _tree(value: Any, storages: dict[str, Record]) -> Any:
     if "dict" in value:
         return {key: _tree(item, storages) for key, item in value["dict"].items()}
     kind, name, start, shape, strides = value["tensor"]
+    if kind not in STORAGES or name not in storages:
+        raise UnreadablePickle(f"a tensor is in storage {name[:100]!r} of type {kind}, which the file does not have")
     dtype, record = STORAGES[kind], storages[name]
     require_room(dtype, start, shape, strides, record.length)
     begin, origin = record.begin + start * dtype.itemsize, (0,) * len(shape)
@@ -76,11 +76,11 @@ def _tree(value: Any, storages: dict[str, Record]) -> Any:
 
 
 def require_room(dtype: torch.dtype, start: int, shape: Sequence[int], strides: Sequence[int], size: int) -> None:
-    """Raises ValueError where a tensor goes beyond the `size` bytes of its storage, or its numbers share bytes."""
+    """Raises UnreadablePickle where a tensor is not within its storage of `size` bytes, or its elements share bytes."""
     if math.prod(length or 1 for length in shape) >= 1 << 62:
-        raise ValueError("a shape that no tensor can have")
+        raise UnreadablePickle("a shape that no tensor can have")
     last = start + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
     if (start if 0 in shape else last + 1) * dtype.itemsize > size:
-        raise ValueError("a tensor that goes beyond its storage")
+        raise UnreadablePickle("a tensor goes beyond its storage")
     if math.prod(shape) * dtype.itemsize > size:
-        raise ValueError("a tensor with more numbers than its storage; save .contiguous() of an expanded tensor")
+        raise UnreadablePickle("a tensor has more elements than its storage; save tensor.contiguous()")

@@ -1,8 +1,8 @@
 """A text file of lines; while the disk is full, lines are kept in memory.
 
-What it is: metrics.jsonl and log.txt. A write that fails is taken back and tried again once. If that fails too, one
-warning is logged, and the line is written before the next one as soon as there is room. Of lines that wait the newest
-100,000 are kept, until the run ends. A kill may still cut the last line.
+What it is: metrics.jsonl and log.txt. A failed write is undone and tried again once. If that fails too, one
+warning is logged, and the line is written before the next one as soon as there is room. At most
+100,000 lines are kept, until the run ends; older ones are dropped. A kill may still cut the last line.
 Why it is here: a run must not end because a line about it cannot be written.
 """
 
@@ -37,7 +37,7 @@ class LineFile:
         except OSError as error:
             if not self._warned:  # set first, because the warning itself may be a line of this file
                 self._warned = True
-                logger.warning("%s: %s; lines wait in memory until it can be written", self.path, error.strerror)
+                logger.warning("%s: %s; lines are kept in memory until it can be written", self.path, error.strerror)
             return
         self._waiting = []
         if self._warned:
