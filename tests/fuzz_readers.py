@@ -172,7 +172,7 @@ def _read_random_state(folder: Path, data: bytes) -> None:
     state = RandomState().state_dict()
     for name, tensor in state.items():
         state[name] = torch.frombuffer(bytearray(content.read(tensor.nbytes)), dtype=tensor.dtype)
-    load_states({"random": RandomState()}, {"random": state})
+    load_states(folder, {"random": RandomState()}, {"random": state})
     random.random(), torch.rand(3)
 
 

@@ -15,9 +15,9 @@ import fuzz
 import pytest
 from fuzz_readers import RANKS, READERS, SHAPE, TOML, Reader, read_any, read_data, read_run
 
-from titanlite.checkpoint import manifest_reader
+from titanlite.checkpoint import manifest_reader, retention
 from titanlite.checkpoint.retention import PROVEN, proven_step
-from titanlite.config import files, load
+from titanlite.config import load
 from titanlite.config.load import load_config
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.formats import safetensors_files
@@ -68,7 +68,7 @@ PLANTED = {  # reader -> a check that is taken away
     "manifest, sealed": (manifest_reader, "_require", lambda condition, what: None),
     "TOML": (load, "_convert", lambda value, declared, meta: (value, "")),
     "safetensors header": (safetensors_files, "SafetensorError", KeyboardInterrupt),
-    ".proven": (files, "ConfigError", ArithmeticError),
+    ".proven": (retention, "read_bounded", lambda path, most: path.read_bytes()),
 }
 
 

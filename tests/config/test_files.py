@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from titanlite.config import files
-from titanlite.config.schema import ConfigError
 
 
 @pytest.fixture
@@ -60,12 +59,12 @@ def test_what_is_no_regular_file_or_too_long_is_not_read(tmp_path):
     """Without waiting for the writer of a pipe. `test_fuzz.py` tries the same on every reader."""
     (tmp_path / "file").write_bytes(b"12345")
     assert files.read_bounded(tmp_path / "file", 5) == b"12345"
-    with pytest.raises(ConfigError, match="file: expected a regular file of at most 4 bytes"):
+    with pytest.raises(OSError, match="expected a regular file of at most 4 bytes"):
         files.read_bounded(tmp_path / "file", 4)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for name in ("pipe", "zero"):
-        with pytest.raises(ConfigError, match=f"{name}: expected a regular file"):
+        with pytest.raises(OSError, match=f"expected a regular file .*{name}"):
             files.read_bounded(tmp_path / name)
     with pytest.raises(IsADirectoryError) as caught:
         files.read_bounded(tmp_path)

@@ -224,3 +224,13 @@ def test_harmful_files_are_one_printable_line(tmp_path, text):
     assert len(caught.value.problems) == 1
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 1000
+
+
+def test_a_key_that_was_removed_is_accepted_where_it_did_nothing(tmp_path):
+    """In the config.toml of older runs."""
+    path = tmp_path / "old.toml"
+    path.write_text("[checkpoint]\ntrust_pickle = false\n")
+    load_config([str(path)])
+    path.write_text("[checkpoint]\ntrust_pickle = true\n")
+    with pytest.raises(ConfigError, match=r"old\.toml:2: unknown key checkpoint\.trust_pickle; removed: pickles"):
+        load_config([str(path)])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -211,3 +213,36 @@ def test_a_flipped_bit_is_an_error_on_all_ranks(pool, tmp_path, damaged):
     first, second = pool.run(2, read_on_all, tmp_path)
     assert first == second
     assert f"'{damaged}' is damaged: its CRC-32" in first
+
+
+def test_rows_of_a_transposed_tensor_are_read_at_once(path, monkeypatch):
+    torch.save({"t": torch.arange(90_000.0).reshape(300, 300).t()}, path)
+    monkeypatch.setattr(full_state, "BLOCK", 64)
+    monkeypatch.setattr(full_state.Part, "_one_row", None)
+    tensor = load_full_state(path).tensors["t"]
+    assert torch.equal(tensor.read(7, 9), torch.arange(90_000.0).reshape(300, 300).t()[7:9])
+    assert tensor.read(5, 5).shape == (0, 300)
+
+
+def test_training_state_is_compared_only_if_it_is_used(tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save({"model": {"a": torch.ones(5)}, "training": {"optimizer.a": torch.ones(7)}}, path)
+    full = load_full_state(path)
+    assert list(full.others) == ["optimizer.a"]
+    content = bytearray(path.read_bytes())
+    content[next(record.begin for record in full.records if record.length == 28)] ^= 1
+    path.write_bytes(content)
+    require_intact(full)
+    with pytest.raises(CorruptCheckpoint, match="CRC-32"):
+        require_intact(full, everything=True)
+    content[next(record.begin for record in full.records if record.length == 20)] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match="CRC-32"):
+        require_intact(full)
+
+
+def test_a_failing_disk_names_the_source(path, monkeypatch):
+    full = load_full_state(path)
+    monkeypatch.setattr(full_state.zlib, "crc32", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(CorruptCheckpoint, match=r"a\.pt: .* is damaged: Input/output error"):
+        require_intact(full)

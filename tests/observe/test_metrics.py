@@ -47,7 +47,11 @@ def test_lines_of_steps_that_were_not_saved_are_removed(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
     truncate_after(path, -1)
     assert path.read_text() == ""
-    truncate_after(tmp_path / "absent.jsonl", 3)
+    path.write_bytes(
+        b'{"step": 1}\n{"step": "x"}\n{"step": 2}\n{"step": 9}\n' + b"9" * (1 << 21) + b"\n" + b'{"step": 3}\n'
+    )
+    truncate_after(path, 5)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
 def test_progress_round_trips():

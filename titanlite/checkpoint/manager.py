@@ -154,7 +154,7 @@ class Checkpointer:
         verified = time.monotonic()
         state = self._state()
         read_step(path, state, group=self.saver.group)
-        load_states(self.states, state)
+        load_states(path, self.states, state)
         logger.info(
             f"resumed from {path} (saved by {manifest.degrees}): {manifest.size / 1e9:.3f} GB, "
             f"verified in {verified - started:.2f} s, loaded in {time.monotonic() - verified:.2f} s"

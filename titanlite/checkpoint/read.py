@@ -115,7 +115,7 @@ def require_matching_tensors(folder: Path, manifest: Manifest, state: dict[str, 
         raise ConfigError(problems[: 5 if more else 6] + more)
 
 
-def load_states(states: dict[str, Any], state: dict[str, Any]) -> None:
+def load_states(folder: Path, states: dict[str, Any], state: dict[str, Any]) -> None:
     """Passes each part its state. Raises CorruptCheckpoint if that of the random generators is invalid."""
     for name, part in states.items():
         try:
@@ -123,7 +123,9 @@ def load_states(states: dict[str, Any], state: dict[str, Any]) -> None:
         except (RuntimeError, ValueError, TypeError, OverflowError) as error:
             if not isinstance(part, RandomState):
                 raise
-            raise CorruptCheckpoint(f"{name}: not a valid state of random generators ({str(error)[:200]})") from None
+            raise CorruptCheckpoint(
+                f"{folder}: {name} is not a valid state of random generators ({str(error)[:200]})"
+            ) from None
 
 
 def read_step(folder: Path, state: dict[str, Any], alone: bool = False, group: Any = None) -> Manifest:

@@ -126,9 +126,9 @@ class ShardFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_file():  # it may be another one than the one that was verified, and a pipe would be waited for
-            raise CorruptCheckpoint(f"{path}: expected a regular file")
         try:
+            if path.exists() and not path.is_file():  # a pipe would be waited for
+                raise ValueError("expected a regular file")
             self._file: Any = safe_open(path, framework="pt")
             self._keys = set(self._file.keys())
         except (SafetensorError, OSError, ValueError) as error:

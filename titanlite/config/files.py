@@ -6,15 +6,14 @@ import errno
 import os
 from pathlib import Path
 
-from titanlite.config.schema import ConfigError
-
 
 def read_bounded(path: Path, most: int = 1 << 24) -> bytes:
-    """The content of a regular file. Raises ConfigError for pipes, devices and files of more than `most` bytes."""
+    """The content of a regular file. Raises OSError, also for pipes, devices and files of more than `most` bytes."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         size = os.fstat(file.fileno()).st_size
         if not os.path.isfile(file.fileno()) or size > most:
-            raise ConfigError(f"{path}: expected a regular file of at most {most} bytes")
+            raise OSError(errno.EINVAL, f"expected a regular file of at most {most} bytes", str(path))
+        os.set_blocking(file.fileno(), True)
         return file.read(size)
 
 
@@ -31,8 +30,6 @@ def replace_file(path: Path, content: bytes) -> None:
     try:
         if path.is_file() and path.read_bytes() == content:
             return
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             temporary.unlink(missing_ok=True)  # of a process that was killed
@@ -48,14 +45,17 @@ def replace_file(path: Path, content: bytes) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Syncs the names in a folder to the disk, if the file system supports that."""
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # the file system does not sync folders
+        error.filename = str(folder)
+        # The file system does not sync folders, or only permits to create files in this one.
+        if error.errno not in (errno.EINVAL, errno.EACCES):
             raise
-    finally:
-        os.close(descriptor)
 
 
 def make_folder(folder: Path) -> None:

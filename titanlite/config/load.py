@@ -19,6 +19,7 @@ from typing import Any, get_type_hints
 from titanlite.config.files import read_bounded
 from titanlite.config.schema import Config, ConfigError, sections, suggestion
 
+REMOVED = {"checkpoint.trust_pickle": "pickles are read without being run"}
 FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
 # Settings that a checkpoint and the resumed run must share, unless `checkpoint.accept` names them
 ACCEPTABLE = (
@@ -99,13 +100,9 @@ def contradictions(config: Config) -> list[str]:
         if accepted not in ACCEPTABLE:
             near = suggestion(accepted, list(ACCEPTABLE))
             problems.append(f"checkpoint.accept: {accepted}: expected some of {', '.join(ACCEPTABLE)}{near}")
-    if (
-        not config.run.name
-        or Path(config.run.name).name != config.run.name
-        or config.run.name.startswith(".")
-        or not config.run.name.isprintable()
-    ):
-        problems.append(f"run.name = {config.run.name!r}: expected a plain folder name")
+    name = config.run.name
+    if not name or Path(name).name != name or name.startswith(".") or not name.isprintable():
+        problems.append(f"run.name = {name!r}: expected a plain folder name")
     return problems
 
 
@@ -165,7 +162,7 @@ def _read(path: Path, values: dict[str, dict[str, Any]], problems: list[str], ch
         text = read_bounded(path).decode("utf-8-sig")
         table = tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # not TOML, or not UTF-8, or numbers and nesting without end
-        problems.append(f"{path}: {error}")
+        problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
         return
     base = table.pop("base", None)
     if isinstance(base, str) and len(base) < 200 and (path.parent / base).is_file():
@@ -244,6 +241,8 @@ def _set(name: str, value: Any, origin: str, values: dict[str, dict[str, Any]], 
     """Checks one value against its declaration, and stores it or adds a problem."""
     declared = type_of(name)
     section, _, entry = name.partition(".")
+    if name in REMOVED and value in (False, "false"):  # in the config.toml of an older run
+        return
     if declared is None:
         elsewhere = [k for k in all_keys() if k.partition(".")[2] == (entry or section)]
         mistyped_section = entry and section not in sections()
@@ -254,6 +253,7 @@ def _set(name: str, value: Any, origin: str, values: dict[str, dict[str, Any]], 
             near = suggestion(name, all_keys(), 0.8)  # more than usual: keys of one section have its name in common
         if name in sections():
             near = f"; that is a section: set one of its keys, {', '.join(k for k in all_keys() if k.startswith(name))}"
+        near = f"; removed: {REMOVED[name]}" if name in REMOVED else near
         problems.append(f"{origin}: unknown key {name}{near}")
         return
     meta = _meta(name)

@@ -58,6 +58,10 @@ class Watchdog:
         self._clock = self._since = 0.0  # seconds this process has run, and when it last made progress
         self._work = self._work_done()
         self._others = [rank for rank in range(self.world_size) if rank != self.rank] if self.rank == 0 else [0]
+        if self._others:
+            from titanlite.distributed.messages import read_heartbeat  # a single rank has none to read
+
+            self._read = read_heartbeat
         self._heard: dict[int, tuple[Heartbeat, float]] = {}  # rank -> its newest heartbeat, and when it was received
         self._connected = True
         self._main, self._closed = threading.get_ident(), threading.Event()
@@ -90,8 +94,6 @@ class Watchdog:
 
     def _exchange(self) -> None:
         """Thread: writes this process's heartbeats and reads the others'."""
-        if self._others:
-            from titanlite.distributed.messages import read_heartbeat
         while not self._closed.wait(PERIOD):
             try:
                 self._store.set(KEY + str(self.rank), json.dumps(asdict(self._own)))
@@ -101,7 +103,7 @@ class Watchdog:
                 values, self._connected = [], False
                 with contextlib.suppress(RuntimeError):
                     self._store = clone_default_store()
-            for rank, beat in zip(self._others, map(read_heartbeat, values), strict=False):
+            for rank, beat in zip(self._others, map(self._read, values), strict=False):
                 if beat and beat.rank == rank and (rank not in self._heard or self._heard[rank][0] != beat):
                     self._heard[rank] = (beat, self._clock)
 

@@ -45,7 +45,7 @@ def open_full_state(path: Path, step: int | None = None, model: str = "") -> Ful
     try:
         state = _open(path, step)
     except OSError as error:
-        raise ConfigError(f"{str(path)[:300]}: {error.strerror or error}") from None
+        raise ConfigError(f"{str(error.filename or path)[:300]}: {error.strerror or error}") from None
     if names := [name for name in (*state.tensors, *state.others) if not name.isprintable() or len(name) > 1000]:
         raise ConfigError(f"{path}: holds a tensor named {names[0][:100]!r}; expected printable names")
     if step is not None and state.about.format != "titanlite":
@@ -89,7 +89,7 @@ def _open(path: Path, step: int | None) -> FullState:
         return _open_step(path, step)
     if stock.is_stock_dcp(path):
         return _named(path, stock.read_folder(path), _beside(path, "dcp"))
-    if (path / "params.json").is_file() and any(path.glob("consolidated.*")):
+    if (path / "params.json").is_file() and any(path.glob("consolidated.*.pth")):
         return meta.open_folder(path)
     weights = (path / INDEX).is_file() or (path / "model.safetensors").is_file()
     if weights and (path / "config.json").is_file():

@@ -54,8 +54,9 @@ class Part:
                 begin, strides = self.locate(file)
                 strides = strides or tuple(math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes)))
                 span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-                if span > 8 * math.prod(shape) + BLOCK:  # a small part of its storage
-                    return self._read_sparse(begin, strides, dtype, start, stop)
+                row = span - max(0, shape[0] - 1) * strides[0]
+                if shape[0] > 1 and strides[0] > 8 * row + BLOCK // 64:  # most of it lies between the rows
+                    return torch.cat([self._one_row(begin, strides, dtype, i) for i in range(start, stop)])
                 values = torch.empty(0 if 0 in shape else span, dtype=dtype)
                 view = values.view(torch.uint8).numpy().data
                 file.seek(begin + start * strides[0] * dtype.itemsize)
@@ -69,14 +70,10 @@ class Part:
             raise CorruptCheckpoint(f"{self.file}: {error.strerror or error}") from None
         return values.as_strided(shape, strides)
 
-    def _read_sparse(self, begin: int, strides: tuple[int, ...], dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Row by row, without what lies between them."""
-        rows = []
-        for row in range(start, stop):
-            at = begin + row * strides[0] * dtype.itemsize
-            inner = Part(self.file, at, (), self.sizes[1:] or (1,), strides[1:] or (1,))
-            rows.append(inner.read(dtype, 0, inner.sizes[0]).reshape(self.sizes[1:]))
-        return torch.stack(rows)
+    def _one_row(self, begin: int, strides: tuple[int, ...], dtype: torch.dtype, row: int) -> Tensor:
+        at = begin + row * strides[0] * dtype.itemsize
+        inner = Part(self.file, at, (), self.sizes[1:] or (1,), strides[1:] or (1,))
+        return inner.read(dtype, 0, inner.sizes[0]).reshape(1, *self.sizes[1:])
 
 
 @dataclass(frozen=True)
@@ -177,14 +174,17 @@ class Record(NamedTuple):
     def problem(self, progress: Callable[[int], object] | None = None) -> str:
         """What is wrong with the bytes, or "". `progress` is called with the number of bytes of each block."""
         crc, left = 0, self.length if self.crc is not None else 0
-        with self.file.open("rb", buffering=0) as file:
-            file.seek(self.begin)
-            while left:
-                if not (block := file.read(min(left, BLOCK))):
-                    return "it is cut short"
-                crc, left = zlib.crc32(block, crc), left - len(block)
-                if progress:
-                    progress(len(block))
+        try:
+            with self.file.open("rb", buffering=0) as file:
+                file.seek(self.begin)
+                while left:
+                    if not (block := file.read(min(left, BLOCK))):
+                        return "it is truncated"
+                    crc, left = zlib.crc32(block, crc), left - len(block)
+                    if progress:
+                        progress(len(block))
+        except OSError as error:
+            return error.strerror or str(error)
         return "" if crc == (self.crc or 0) else "its CRC-32 is not the one it was written with"
 
 

@@ -9,6 +9,7 @@ CRC-32 are read twice, the first time for these. A few collectives, to agree on 
 
 from __future__ import annotations
 
+import bisect
 import logging
 import os
 import warnings
@@ -35,7 +36,7 @@ from titanlite.config.schema import CheckpointConfig, ConfigError, suggestion
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed.agreement import broadcast_from_rank0, raise_together
 from titanlite.formats.detect import is_step_folder, open_full_state
-from titanlite.formats.full_state import BLOCK, FullState, Record
+from titanlite.formats.full_state import BLOCK, FullState, FullTensor, Record
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 
@@ -54,20 +55,32 @@ def require_intact(
     A stock DCP folder has its CRC-32 within its files: they are compared when a tensor is read. `share`: which of the
     records of torch.save files are compared, all by default.
     """
+    weights, others = (_places(tensors) for tensors in (full.tensors, full.others))
+    records = [r for r in full.records if r.length and (everything or _within(r, weights) or not _within(r, others))]
 
     def problem(record: Record) -> str:
         found = record.problem(progress)
         return f"{record.file}: {record.name!r} is damaged: {found}" if found else ""
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-        records = [record for record in full.records[share] if record.length]
-        if problems := [found for found in threads.map(problem, records) if found]:
+        if problems := [found for found in threads.map(problem, records[share]) if found]:
             raise CorruptCheckpoint(problems[:6])
     if full.about.format == "titanlite":
         manifest = read_manifest(full.path)
         names = [name for name in manifest.files if everything or name.startswith("model")]
         if problems := verify_files(full.path, manifest, names, progress):
             raise CorruptCheckpoint([*problems, _other_steps(full.path)])
+
+
+def _places(tensors: dict[str, FullTensor]) -> list[tuple[str, int]]:
+    """Where tensors begin, in order."""
+    return sorted((str(part.file), part.begin) for tensor in tensors.values() for part in tensor.parts)
+
+
+def _within(record: Record, places: list[tuple[str, int]]) -> bool:
+    """Whether one of the places is within the record."""
+    first = bisect.bisect_left(places, (str(record.file), record.begin))
+    return first < len(places) and places[first] < (str(record.file), record.begin + record.length)
 
 
 def open_verified(path: Path, step: int | None = None, model: str = "") -> FullState:
@@ -245,6 +258,8 @@ class _Reader(TensorStorageReader):
                 (top, *left), (height, *widths) = list(item.storage_offsets), list(item.lengths)
                 sides = tuple(slice(start, start + width) for start, width in zip(left, widths, strict=True))
                 rows = max(1, BLOCK // max(1, source.nbytes // source.shape[0]))
+                if any(part.is_transposed for part in source.parts):
+                    rows = height  # each block would read nearly all of it
                 for start in range(0, height, rows):
                     stop = min(start + rows, height)
                     target[start:stop] = source.read(top + start, top + stop)[(slice(None), *sides)]

@@ -102,7 +102,7 @@ def open_folder(folder: Path) -> FullState:
     """The checkpoint in such a folder. Raises CorruptCheckpoint or ConfigError."""
     files = sorted(folder.glob("consolidated.*.pth"))
     numbers = [int(match[1]) for path in files if (match := re.fullmatch(r"consolidated\.(\d+)\.pth", path.name))]
-    if not files or numbers != list(range(len(files))):
+    if numbers != list(range(len(files))):
         raise CorruptCheckpoint(
             f"{folder}: has {', '.join(path.name for path in files)}; expected consolidated.00.pth and on"
         )

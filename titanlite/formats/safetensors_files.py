@@ -62,7 +62,8 @@ def read_folder(folder: Path) -> dict[str, FullTensor]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{folder / INDEX}: cannot be used ({error})") from None
     if absent := [name for name in files if not (folder / name).is_file()]:
-        raise CorruptCheckpoint([f"{folder / name}: No such file, and {INDEX} names it" for name in absent[:5]])
+        problems = [f"{folder / name}: No such file, and {INDEX} names it" for name in absent]
+        raise CorruptCheckpoint(problems[:5] + ([f"and {len(absent) - 5} more"] if len(absent) > 5 else []))
     tensors = {name: tensor for file in files for name, tensor in read_header(folder / file)[0].items()}
     if missing := [name for name in places if name not in tensors]:
         raise CorruptCheckpoint(f"{folder / INDEX}: names {missing[0]!r}, which is in none of its files")
