@@ -43,8 +43,8 @@ class ConfigError(ValueError):
     """The user's input is wrong. Contains every problem found, one line each, cut where it is very long."""
 
     def __init__(self, problems: str | list[str]) -> None:
-        found = [problems] if isinstance(problems, str) else problems
-        self.problems = [printable(text if len(text) < 2000 else text[:2000] + "...") for text in found]
+        found = map(printable, [problems] if isinstance(problems, str) else problems)
+        self.problems = [text if len(text) < 2000 else text[:2000] + "..." for text in found]
         super().__init__("\n".join(self.problems))
 
 

@@ -248,14 +248,14 @@ def read_torch(file: BinaryIO) -> dict[str, Any]:
     """
     archive = Archive(file)
     program = archive.read("data.pkl")
-    tree = Unpickler(io.BytesIO(program), TORCH).load()
-    if not isinstance(tree, dict):
+    tree = plain(Unpickler(io.BytesIO(program), TORCH).load())
+    if not isinstance(tree, dict) or "dict" not in tree:
         raise UnreadablePickle("it holds no dict; expected a dict of tensors, such as a state_dict()")
     names = [name for name in archive.records if name.startswith("data/")]
     if len(names) > MOST_STORAGES:
         raise UnreadablePickle(f"it has {len(names)} storages; at most {MOST_STORAGES} are read")
     storages = {name.removeprefix("data/"): archive.place(name) for name in names}
-    return {"tree": bounded(plain(tree), len(program)), "storages": storages}
+    return {"tree": bounded(tree, len(program)), "storages": storages}
 
 
 def plain(value: Any, depth: int = 0) -> Any:
