@@ -133,7 +133,7 @@ def test_one_save_at_a_time_and_the_end_waits_for_the_last(pool, arguments, tmp_
     assert list_steps(tmp_path / "debug/checkpoints") == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_saving_in_the_background_changes_no_loss_and_resumes_exactly(pool, arguments, tmp_path, processes):
     saving = ["--checkpoint.async_mode=async", "--checkpoint.freq=1"]
     assert pool.run(processes, train_run, [*arguments, "--run.name=whole"]) == [0] * processes

@@ -84,13 +84,13 @@ def of_all_ranks(found: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
 TIED = dataclasses.replace(EVEN, tied_embeddings=True)
 LAYOUTS = [  # saved in the first, loaded in the second; with 3 processes 101 rows make uneven shards
     (SMALL, {"dp_shard": 3}, {"dp_shard": 1}),
-    (SMALL, {"dp_shard": 1}, {"dp_replicate": 2, "dp_shard": 2}),
-    (EVEN, {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}),
     (EVEN, {"pp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}),
     (TIED, {"dp_shard": 1}, {"pp": 2, "tp": 2}),
     (TIED, {"pp": 2, "pp_schedule": "ZBVZeroBubble"}, {"dp_shard": 2, "tp": 2}),
 ]
-MORE_LAYOUTS = [
+MORE_LAYOUTS = [  # slow: each axis is in one above
+    (SMALL, {"dp_shard": 1}, {"dp_replicate": 2, "dp_shard": 2}),
+    (EVEN, {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}),
     (SMALL, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 3}),
     (SMALL, {"dp_shard": 2}, {"dp_shard": 4}),
     (EVEN, {"dp_shard": 2, "tp": 2}, {"dp_shard": 1}),

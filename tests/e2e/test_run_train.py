@@ -46,8 +46,8 @@ def test_trains_prints_a_sample_and_what_to_try_next(arguments, tmp_path):
 @pytest.mark.parametrize(
     ("number", "processes"),
     [
-        (signal.SIGINT, "2"),
-        pytest.param(signal.SIGINT, "1", marks=pytest.mark.slow),
+        (signal.SIGINT, "1"),
+        pytest.param(signal.SIGINT, "2", marks=pytest.mark.slow),
         # below, together with one for each worker
         pytest.param(signal.SIGTERM, "2", marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR1, "2", marks=pytest.mark.slow),

@@ -51,7 +51,11 @@ def positions(size: int, method: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("size", "method"), [(1, "all_gather"), (2, "all_gather"), (3, "all_gather"), (4, "all_gather"), (3, "ulysses")]
+    ("size", "method"),
+    [
+        *(pytest.param(size, "all_gather", marks=pytest.mark.slow) for size in (1, 2)),
+        *((3, "all_gather"), (4, "all_gather"), (3, "ulysses")),
+    ],
 )
 def test_values_and_gradients_are_those_of_the_whole(pool, size, method):
     q, k, v, gradient = (x.requires_grad_() for x in make_inputs())

@@ -62,7 +62,7 @@ def largest_difference(degrees: dict[str, int], order: str, mode: str) -> float:
     ("degrees", "order", "mode"),
     [
         ({"tp": 2}, "tp compile ac fsdp", "full"),  # the order of parallelize
-        ({"tp": 2}, "tp ac compile fsdp", "selective"),  # likewise
+        pytest.param({"tp": 2}, "tp ac compile fsdp", "selective", marks=pytest.mark.slow),  # likewise
         pytest.param({"tp": 2}, "compile ac tp fsdp", "full", marks=pytest.mark.slow),
         pytest.param({"tp": 2}, "compile tp fsdp ac", "selective", marks=pytest.mark.slow),
         ({"dp_shard": 2}, "fsdp compile ac", "full"),

@@ -75,7 +75,7 @@ def part(size: int) -> float:
     return (size - 1) / size
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_sharding(pool, size):
     found = per_block(pool, {"dp_shard": size, "reshard_after_forward": "always"}, size)
     assert found == {"all_gather": 2 * BYTES * BLOCK * part(size), "reduce_scatter": BYTES * BLOCK * part(size)}
