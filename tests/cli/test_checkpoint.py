@@ -133,6 +133,7 @@ def test_a_name_that_moves_the_cursor_is_refused(tmp_path, capsys):
     assert_mentions(error, "a.pt", "printable names")
 
 
+@pytest.mark.slow  # from each format: tests/formats/test_convert.py
 def test_a_run_begins_with_the_weights_of_another(pool, arguments, run_folder, tmp_path, capsys):
     """From one of our folders under another layout, and from a stock DCP folder; the optimizer starts anew."""
     from safetensors.torch import load_file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from titanlite.config.schema import CommConfig
-from titanlite.distributed.watchdog import Watchdog, mark_phase
+from titanlite.distributed.watchdog import PERIOD, Watchdog, mark_phase
 from titanlite.verify.pool import WorkerError
 
 
@@ -56,3 +57,18 @@ def test_a_rank_that_hangs_before_it_closes_is_named(pool, tmp_path):
         assert report.startswith("rank 1 (host ")
         assert 'in "the last steps" (comm.timeout_seconds = 2)' in report
     assert "hang_before_closing" in (tmp_path / "hang/rank-1.txt").read_text()
+
+
+def errors_of_threads(folder: Path) -> list[str]:
+    errors: list[str] = []
+    threading.excepthook = lambda arguments: errors.append(repr(arguments.exc_value))
+    watchdog = Watchdog(CommConfig(), folder, lambda: 0, computes_here=True)
+    time.sleep(3 * PERIOD)
+    watchdog.close()
+    return errors
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_heartbeats_are_exchanged_without_an_error(pool, tmp_path, processes):
+    """Also by a process that has no others to read."""
+    assert pool.run(processes, errors_of_threads, tmp_path) == [[]] * processes

@@ -52,6 +52,7 @@ def test_resume_in_low_precision_is_bit_identical(pool, arguments, tmp_path, low
     )
 
 
+@pytest.mark.slow  # rounding to another precision: tests/checkpoint/test_manifest.py
 def test_precision_may_change_and_weights_of_any_begin_a_run(pool, arguments, tmp_path):
     """fp32, then moments in bfloat16, then parameters too, then fp32 again; and a new run from weights in bfloat16."""
     low = ["--optimizer.state_dtype=bfloat16", "--training.param_dtype=bfloat16"]

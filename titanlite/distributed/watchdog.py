@@ -103,7 +103,8 @@ class Watchdog:
                 values, self._connected = [], False
                 with contextlib.suppress(RuntimeError):
                     self._store = clone_default_store()
-            for rank, beat in zip(self._others, map(self._read, values), strict=False):
+            for rank, value in zip(self._others, values, strict=False):
+                beat = self._read(value)
                 if beat and beat.rank == rank and (rank not in self._heard or self._heard[rank][0] != beat):
                     self._heard[rank] = (beat, self._clock)
 
