@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import json
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[A
             status = path.stat()
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; {AGAIN}") from None
-        if status.st_size != expected or not path.is_file():
+        if status.st_size != expected or not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"{path}: {status.st_size} bytes, expected {expected} in a regular file; {AGAIN}")
         versions[name] = [shard["sha256"], manifest["tokenizer"]["size"], status.st_size, status.st_mtime_ns]
     return versions

@@ -127,7 +127,7 @@ def read_weights(
     """
     if not broadcast_from_rank0(lambda: is_step_folder(path)):
         full = on_all_ranks(lambda: open_full_state(path))
-        # Among the ranks of a node: each node may have a copy of its own.
+        # Divided among the ranks of a node, because each node may have another copy.
         share = slice(int(os.environ.get("LOCAL_RANK", 0)), None, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         on_all_ranks(lambda: require_intact(full, share=share))
         _compare_tokenizers(full, tokenizer)
@@ -168,9 +168,8 @@ def _other_steps(folder: Path) -> str:
 def load_model(full: FullState, device: torch.device, seq_len: int) -> Llama:
     """The model of a checkpoint, for sequences of up to `seq_len` tokens. Raises CorruptCheckpoint or ConfigError."""
     config = full.model
-    if (
-        f"layers.{config.num_layers - 1}.attention.wq.weight" not in full.tensors
-    ):  # before layers are built from a number that may be wrong
+    # Before layers are built from a number that may be wrong
+    if f"layers.{config.num_layers - 1}.attention.wq.weight" not in full.tensors:
         raise CorruptCheckpoint(f"{full.path}: describes {config.num_layers} layers, and holds fewer")
     with torch.device("meta"):
         model = Llama(config, seq_len)

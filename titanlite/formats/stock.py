@@ -2,7 +2,7 @@
 
 What it is: stock DCP unpickles the index and each non-tensor entry, which runs any code in them, and reads tensors
 without checking their CRC. Here the index is read by `pickle_reader.py`, and checked: each part of a tensor lies in a
-file of this folder, which is no link, within the file's length, and the parts of a tensor fill it exactly once.
+file of this folder (no link) and within the file's length, and the parts of a tensor fill it exactly once.
 Non-tensor entries are not read. A part is a file of torch.save within a file; its pickle is compared with the
 sequence of instructions that torch.save writes for a tensor (`_TENSOR`), and its bytes must have their CRC.
 What it costs: about 0.02 ms per saved part (parameters, moments and processes multiply); only `.metadata` is opened.
