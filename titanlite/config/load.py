@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import sys
@@ -19,6 +20,7 @@ from typing import Any, get_type_hints
 from titanlite.config.files import read_bounded
 from titanlite.config.schema import Config, ConfigError, sections, suggestion
 
+_hints = functools.cache(get_type_hints)
 REMOVED = {"checkpoint.trust_pickle": "pickles are read without being run"}
 FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
 # Settings that a checkpoint and the resumed run must share, unless `checkpoint.accept` names them
@@ -132,8 +134,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None, str]
 def _find(name: str, configs: Path, problems: list[str]) -> Path | None:
     """The file of a CONFIG argument: a path, or a flavor in train_configs/."""
     path = Path(name)
-    candidates = [path, configs / f"{name}.toml"]
-    for candidate in candidates:
+    for candidate in (path, configs / f"{name}.toml"):
         with contextlib.suppress(OSError):  # for example, a name too long for the file system
             if candidate.is_file():
                 return candidate
@@ -198,7 +199,7 @@ def type_of(name: str) -> type | None:
     """The declared type of `section.key`, None if there is no such key. tuple[...] counts as tuple."""
     section, _, entry = name.partition(".")
     cls = sections().get(section)
-    declared = get_type_hints(cls).get(entry) if cls else None
+    declared = _hints(cls).get(entry) if cls else None
     return getattr(declared, "__origin__", declared)
 
 

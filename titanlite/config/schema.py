@@ -10,8 +10,9 @@ What it costs: nothing; no torch is imported, so a mistake is reported in a frac
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 # Exit codes: wrong input; stopped by a signal after saving; ended by the watchdog because of a hang
@@ -26,11 +27,7 @@ PP_SCHEDULES |= dict.fromkeys(
     ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"), 2
 )
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on the same rank
-SPLIT_BACKWARD = (
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-)  # gradients of weights and of inputs in two calls
+SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)  # gradients of weights and of inputs in two calls
 WIDE = 256  # from this width on, bfloat16 and compiling pay off on a CPU (benchmarks/levers.py)
 
 
@@ -53,11 +50,10 @@ def suggestion(word: str, allowed: list[str], cutoff: float = 0.65) -> str:
 
     `cutoff`: the similarity required, from 0 to 1 for the same word.
     """
-    similarity = {other: SequenceMatcher(None, other, word[:200], autojunk=False).ratio() for other in allowed}
-    best = max(similarity.values(), default=0)
-    if best < cutoff:
-        return ""
-    return "; did you mean " + " or ".join(other for other in allowed if similarity[other] == best) + "?"
+    word = word[:199]  # SequenceMatcher treats longer ones differently
+    near = {other: SequenceMatcher(None, other, word).ratio() for other in get_close_matches(word, allowed, 9, cutoff)}
+    best = [other for other in allowed if other in near and near[other] == max(near.values())]
+    return f"; did you mean {' or '.join(best)}?" if best else ""
 
 
 def key(
@@ -372,6 +368,7 @@ def portable(config: Config) -> str:
     return repr(dataclasses.replace(config, data=DataConfig(), run=dataclasses.replace(config.run, folder="")))
 
 
+@functools.cache
 def sections() -> dict[str, type]:
     """Section name -> its dataclass, in the order of `--help`."""
     return {f.name: type(f.default) for f in dataclasses.fields(Config)}
