@@ -27,7 +27,7 @@ from titanlite.checkpoint.manifest import NAME, SEAL, RunMetadata
 from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read import load_states, read_step
 from titanlite.checkpoint.resume import require_compatible, training_changes
-from titanlite.checkpoint.retention import PROVEN, ManifestCache, proven_step, steps_to_delete
+from titanlite.checkpoint.retention import PROVEN, Retention, proven_step, steps_to_delete
 from titanlite.checkpoint.state import RandomState
 from titanlite.checkpoint.storage import write_step
 from titanlite.cli.checkpoint import list_run, show, verify
@@ -128,7 +128,7 @@ def _read_step(folder: Path, data: bytes) -> None:
 def read_run(folder: Path) -> None:
     """As `titanlite checkpoint` and a resuming run do."""
     list_run(folder)
-    steps_to_delete(ManifestCache(folder / "checkpoints").good(), 1, 1, 1)
+    steps_to_delete(Retention(folder / "checkpoints").good(), 1, 1, 1)
     show(folder)
     verify(folder)
     _resume(folder)

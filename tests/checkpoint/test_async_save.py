@@ -13,7 +13,7 @@ import torch.distributed as dist
 from runs import curve, train_run
 from safetensors.torch import load_file
 
-from titanlite.checkpoint import async_save, dcp, manager, shard_file
+from titanlite.checkpoint import async_save, manager, shard_file, storage
 from titanlite.checkpoint.async_save import AsyncSaver
 from titanlite.checkpoint.manager import NonFinite
 from titanlite.checkpoint.manifest import RunMetadata
@@ -120,7 +120,7 @@ def train_with_slow_writes(arguments: list[str], seconds: float) -> tuple[int, l
         times[-1].append(time.monotonic())
         return written
 
-    dcp.write_files = write_files
+    storage.write_files = write_files
     return train_run(arguments), times
 
 
@@ -224,8 +224,8 @@ def test_what_keeps_one_process_from_staging_is_told_to_all(pool, tmp_path, mode
 
 def diverge_while_saving(arguments: list[str]) -> str:
     """The save of step 1 takes longer than the steps until the norm is not finite."""
-    write_files = dcp.write_files
-    dcp.write_files = lambda files: (time.sleep(1), write_files(files))[1]
+    write_files = storage.write_files
+    storage.write_files = lambda files: (time.sleep(1), write_files(files))[1]
     try:
         return str(train_run(arguments))
     except NonFinite as error:

@@ -145,7 +145,7 @@ def test_any_safetensors_tool_can_look_inside(pool, tmp_path):
     manifest = read_manifest(folder)
     assert manifest.step == 1
     assert manifest.finite
-    assert manifest.tensors[f"model.{name}"].shape == [rows, columns]
+    assert manifest.tensors[f"model.{name}"].shape == (rows, columns)
     for path in folder.glob("*.safetensors"):
         assert manifest.files[path.name] == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
     assert not list(tmp_path.glob("*.tmp*"))

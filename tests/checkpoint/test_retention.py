@@ -10,7 +10,7 @@ import torch
 from runs import train_run
 
 from titanlite.checkpoint.manifest import Manifest, RunMetadata
-from titanlite.checkpoint.retention import ManifestCache, steps_to_delete
+from titanlite.checkpoint.retention import Retention, steps_to_delete
 from titanlite.checkpoint.storage import list_steps, write_step
 
 
@@ -55,7 +55,7 @@ def write_some(folder: Path) -> list[int]:
         write_step(folder, step, {"model": {"weight": weight}}, {}, RunMetadata({}, {}, ""))
     shard = folder / "step-2/model-00000.safetensors"
     os.truncate(shard, shard.stat().st_size - 1)
-    return [found.step for found in ManifestCache(folder).good()]
+    return [found.step for found in Retention(folder).good()]
 
 
 def test_only_whole_and_finite_ones_count(pool, tmp_path):

@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as stock
 from messages import assert_mentions, run_refused
 from runs import train_run
 
-from titanlite.checkpoint.storage import delete_step, list_steps, sweep
+from titanlite.checkpoint.retention import delete_step
+from titanlite.checkpoint.storage import list_steps, sweep
 from titanlite.cli.main import main
 from titanlite.distributed.run_folder import lock
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from runs import curve, train_run
 
-from titanlite.checkpoint import async_save, dcp, shard_file, storage
+from titanlite.checkpoint import async_save, shard_file, storage
 from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read import verify_files
 from titanlite.checkpoint.storage import list_steps, step_folder
@@ -21,16 +21,18 @@ pytestmark = pytest.mark.slow
 
 # Fault point -> the function it lies before, within or after, and whether rank 0 alone comes by
 POINTS: dict[str, tuple[object, str, str, bool]] = {
-    "planning": (dcp.Writer, "prepare_local_plan", "before", False),
+    "planning": (storage.Plan, "files", "before", False),
+    "folder made": (storage._Save, "begin", "after", True),
     "mid-shard": (shard_file, "_write", "within", False),
     "shard end": (shard_file, "_write", "after", False),
-    "before the manifest": (storage, "_write_manifest", "before", True),
-    "after the manifest": (storage, "_write_manifest", "after", True),
+    "all written": (storage._Save, "write", "after", False),
+    "before the manifest": (storage._Save, "commit", "before", True),
+    "mid-commit": (storage, "write_synced", "after", True),
     "before the rename": (storage, "_publish", "before", True),
     "after the rename": (storage, "_publish", "after", True),
     "in retention": (storage.shutil, "rmtree", "within", True),
     "in async staging": (async_save.AsyncSaver, "_copy", "after", False),
-    "in async write": (dcp, "write_files", "before", False),
+    "in async write": (storage, "write_files", "before", False),
 }
 CASES = [
     (point, victim, mode, step)
@@ -63,7 +65,7 @@ def die(arguments: list[str], point: str, victim: int, step: int) -> int:
         if where == "within" and name == "_write":  # a process that dies within has done half of it
             half = dict(list(args[1].items())[: len(args[1]) // 2 + 1])
             original(args[0], half)
-            os.truncate(args[0], shard_file.BLOCK_BYTES // 1000)
+            os.truncate(args[0], 4000)
         elif where == "within":
             next(Path(args[0]).iterdir()).unlink()
         result = original(*args, **kwargs) if where == "after" else None

@@ -20,7 +20,7 @@ from model_builder import SMALL, small_model
 from safetensors.torch import save_file
 from torch import Tensor
 
-from titanlite.checkpoint import storage
+from titanlite.checkpoint import retention
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.cli.convert import _size
 from titanlite.cli.main import main
@@ -76,7 +76,7 @@ def test_a_step_that_is_deleted_meanwhile_is_not_called_damaged(tmp_path, monkey
     original = targets.TARGETS["hf"]
 
     def late(*arguments):
-        storage.delete_step(run / "checkpoints", 8)
+        retention.delete_step(run / "checkpoints", 8)
         original(*arguments)
 
     monkeypatch.setitem(targets.TARGETS, "hf", late)

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titanlite.checkpoint.plan import State
 from titanlite.checkpoint.storage import SaveError
 
 logger = logging.getLogger("titanlite")
-State = dict[str, dict[str, Any]]  # part -> name -> tensor or DTensor
 Write = Callable[[State, Any, "Exception | None"], None]  # state, process group, the error if staging has failed
 MAX_RETRY_SECONDS = 30  # the longest pause between two attempts
 

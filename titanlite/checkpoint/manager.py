@@ -22,16 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.checkpoint.async_save import AsyncSaver, State
+from titanlite.checkpoint.async_save import AsyncSaver
 from titanlite.checkpoint.manifest import Manifest, RunMetadata
-from titanlite.checkpoint.storage import delete_step, list_steps, set_aside, step_folder, sweep, write_step
-from titanlite.config.files import replace_file
+from titanlite.checkpoint.plan import State
+from titanlite.checkpoint.storage import list_steps, step_folder, sweep, write_step
 from titanlite.config.schema import CheckpointConfig, ConfigError
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.distributed.watchdog import mark_phase
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.retention import ManifestCache
+    from titanlite.checkpoint.retention import Retention
 
 logger = logging.getLogger("titanlite")
 
@@ -56,6 +56,7 @@ class Checkpointer:
         self.config, self.states, self.extra_files, self.facts = config, states, extra_files, facts
         self.run_folder, self.folder = folder, folder / "checkpoints"
         self.saver = AsyncSaver(config.async_mode, config.retries, device)
+        self.group, self.wait_for_staging = self.saver.group, self.saver.wait_for_staging
         self.newest = 0
         self.unproven = False  # the newest checkpoint; has not given a finite loss or gradient yet
         self._resumed = 0  # the step that this process has resumed from, while that is unproven
@@ -74,86 +75,33 @@ class Checkpointer:
             )
         if dist.get_rank() == 0:
             sweep(self.folder)
-        steps: list[int] = broadcast_from_rank0(lambda: list_steps(self.folder))
-        for step in reversed(self._candidates(steps)):
-            if self._try(step_folder(self.folder, step)):
-                from titanlite.checkpoint.retention import proven_step
+        saved = broadcast_from_rank0(lambda: bool(list_steps(self.folder)) or any(self.folder.glob("step-*.*")))
+        if saved or self.config.load_step:
+            from titanlite.checkpoint.resume import resume  # imported only if there is something to read
 
-                self.newest = step
-                # Later steps of another attempt may have been proven; the mark goes back with the run.
-                proven = broadcast_from_rank0(lambda: self._mark_proven(min(self.newest, proven_step(self.run_folder))))
-                self.unproven = proven < step
-                self._resumed = step if self.unproven else 0
-                if dist.get_rank() == 0:
-                    for later in (later for later in list_steps(self.folder) if later > step):
-                        aside = set_aside(step_folder(self.folder, later), "superseded")
-                        logger.info("step %d is newer than the resumed step: renamed to %s", later, aside)
-                return True
-        if back_to := self.config.load_step:
-            left = ", ".join(str(step) for step in steps if step != back_to) or "none"
-            raise ConfigError(f"checkpoint.load_step = {back_to}: it is damaged or not finite; other steps: {left}")
-        if aside := broadcast_from_rank0(lambda: sorted(path.name for path in self.folder.glob("step-*.*"))):
-            raise ConfigError(
-                f"{self.folder}: no checkpoint is complete and finite, and a new run cannot start in a folder with "
-                f"{', '.join(aside)}; choose another run.name, or move these folders away"
-            )
+            self.newest = resume(self.folder, self.config, self.retention, self.group, self._restore)
+            self.unproven = broadcast_from_rank0(lambda: self.retention.proven_up_to(self.newest)) < self.newest
+            self._resumed = self.newest if self.unproven else 0
+            return True
         weights = f"the weights of {self.config.initial_load}" if self.config.initial_load else "new weights"
         logger.info("no checkpoint in %s: starting with %s", self.folder, weights)
         return False
 
     @functools.cached_property
-    def manifests(self) -> ManifestCache:
-        from titanlite.checkpoint.retention import ManifestCache
+    def retention(self) -> Retention:
+        from titanlite.checkpoint.retention import Retention
 
-        return ManifestCache(self.folder)
-
-    def _candidates(self, steps: list[int]) -> list[int]:
-        """Steps to resume from, the preferred one last: all, or `load_step` and those saved later with this setting.
-
-        So a command with `load_step`, if repeated, resumes from its latest save. Raises ConfigError if there is none.
-        """
-        if not (back_to := self.config.load_step):
-            return steps
-
-        def saved_since(step: int) -> bool:
-            manifest = self.manifests.read(step)
-            return manifest is not None and manifest.config.get("checkpoint", {}).get("load_step") == back_to
-
-        later = broadcast_from_rank0(lambda: [step for step in steps if step > back_to and saved_since(step)])
-        if back_to not in steps and not later:  # the step itself may have been deleted since
-            allowed = ", ".join(map(str, steps)) or "none, the run has no checkpoint"
-            raise ConfigError(f"checkpoint.load_step = {back_to}: not in {self.folder}; allowed: {allowed}")
-        if later:
-            logger.info("checkpoint.load_step = %d: resuming from a step that was saved since", back_to)
-        return [back_to, *later] if back_to in steps else later
-
-    def _try(self, path: Path) -> bool:
-        """Loads a checkpoint; if it is unusable, logs the reasons, renames it and returns False."""
-        from titanlite.checkpoint.manifest_reader import read_manifest  # imported only if there is something to read
-        from titanlite.checkpoint.read import verify_together
-
-        started = time.monotonic()
-        problems, why = verify_together(path, group=self.saver.group), "damaged"
-        if not problems:
-            manifest = read_manifest(path)
-            if manifest.finite:
-                self._restore(path, manifest, started)
-                return True
-            problems, why = [f"{path}: contains NaN or infinity"], "nonfinite"
-        if dist.get_rank() == 0:
-            for problem in problems:
-                logger.warning("%s: %s", why, problem)
-            logger.warning("%s: renamed to %s", path, set_aside(path, why))
-        return False
+        return Retention(self.folder)
 
     def _restore(self, path: Path, manifest: Manifest, started: float) -> None:
+        """Replaces the state by that of a checkpoint, which was verified since the time `started`."""
         from titanlite.checkpoint.read import load_states, read_step
         from titanlite.checkpoint.resume import require_compatible, training_changes
 
         require_compatible(path, manifest, self.facts.config, self.extra_files, self.config)
         verified = time.monotonic()
         state = self._state()
-        read_step(path, state, group=self.saver.group)
+        read_step(path, state, manifest, self.group)
         load_states(path, self.states, state)
         logger.info(
             f"resumed from {path} (saved by {manifest.degrees}): {manifest.size / 1e9:.3f} GB, "
@@ -175,15 +123,6 @@ class Checkpointer:
             (self.run_folder / "SAVE").unlink()
             return True
         return 0 < self.config.freq_minutes * 60 <= now - self._saved_at
-
-    def wait_for_staging(self) -> None:
-        """Waits until a save in progress has copied the parameters and the optimizer state, which may then change."""
-        self.saver.wait_for_staging()
-
-    @property
-    def group(self) -> Any:
-        """The process group for checkpoints, which has a long time-out; None for a single process."""
-        return self.saver.group
 
     @property
     def failed(self) -> bool:
@@ -222,7 +161,7 @@ class Checkpointer:
                 mark_phase("deleting old checkpoints")
                 self.unproven, self._resumed = False, 0
                 if dist.get_rank() == 0:
-                    self.saver.after_save(functools.partial(self._delete_old, self.newest))
+                    self.saver.after_save(functools.partial(self.retention.prove, self.newest, self.config))
             return
         from titanlite.checkpoint.divergence import step_back
 
@@ -235,7 +174,7 @@ class Checkpointer:
         """Waits for the save in progress, on all ranks. Raises SaveError, or the process group's error."""
         mark_phase("saving")
         self.saver.wait()
-        dist.barrier(self.saver.group)  # rank 0 may still be deleting: a rank that exits earlier would end the run
+        dist.barrier(self.group)  # rank 0 may still be deleting: a rank that exits earlier would end the run
 
     def _write(
         self, step: int, facts: RunMetadata, started: float, state: State, group: Any, failure: Exception | None
@@ -251,25 +190,6 @@ class Checkpointer:
         )
         if not manifest.finite:
             logger.warning("step %d contains NaN or infinity: the run will not resume from it", step)
-        self.manifests.add(manifest)
+        self.retention.add(manifest)
         if facts.validation_loss is not None:
-            self._delete_old(step)
-
-    def _mark_proven(self, step: int) -> int:
-        from titanlite.checkpoint.retention import PROVEN
-
-        with contextlib.suppress(OSError):  # it is then found out again
-            replace_file(self.run_folder / PROVEN, str(step).encode())
-        return step
-
-    def _delete_old(self, proven: int) -> None:
-        """Deletes what the rule does not keep; `proven` is the newest checkpoint."""
-        from titanlite.checkpoint.retention import steps_to_delete
-
-        self._mark_proven(proven)
-        keep = self.config.keep, self.config.keep_every, self.config.keep_best
-        try:
-            for old in steps_to_delete(self.manifests.good(), *keep) if self.config.keep else []:
-                delete_step(self.folder, old)
-        except (OSError, ConfigError) as error:  # the new checkpoint is complete; the old one only takes space
-            logger.warning("an old checkpoint in %s could not be deleted: %s", self.folder, error)
+            self.retention.prove(step, self.config)

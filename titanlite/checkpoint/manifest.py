@@ -1,26 +1,28 @@
 """manifest.json: the contents of a checkpoint, and the hashes that verify them.
 
-What it is: format version, step, layout, config and origin of a checkpoint; size and SHA-256 of each file; shape, dtype
-and place of each tensor; and at the end the SHA-256 of the manifest's own text. A flipped bit anywhere in the folder is
-detected: in a file by the file's hash, in the manifest by its own.
+What it is: format version, step, layout, config and origin of a checkpoint; size and SHA-256 of each file; the grids by
+which tensors are cut; dtype, shape and grid of each tensor; and at the end the SHA-256 of the manifest's own text. A
+flipped bit anywhere in the folder is detected: in a file by the file's hash, in the manifest by its own.
 Why it is JSON: reading JSON can only build numbers, strings, lists and mappings (`manifest_reader.py` checks them).
-What it costs: a line for each file and tensor, and a few bytes for each chunk of a tensor.
+What it costs: a line for each file, grid and tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from titanlite.checkpoint.grid import Grid
 from titanlite.config.schema import ConfigError
 
-FORMAT = 1
+FORMAT = 2
 NAME = "manifest.json"
-MAX_BYTES = 1 << 28  # most of it is needed by 512 processes of a 405B model; parsed, it takes 24 times as much memory
+MAX_BYTES = 1 << 25  # parsed, it takes up to 24 times as much memory
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -33,8 +35,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # as safetensors names them
-MAX_DIMS = 64  # torch's own limit
-BLOCKS = ("config", "files", "tensors")  # the last fields, with a line for each entry
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SEAL = ',\n"sha256": "'
 
 
@@ -47,25 +48,21 @@ class FileEntry(NamedTuple):
     sha256: str
 
 
-class Chunk(NamedTuple):
-    """A box of a tensor, and the file that holds it."""
-
-    file: str
-    offsets: list[int]
-    sizes: list[int]
-
-
 class TensorEntry(NamedTuple):
     dtype: str  # as safetensors names it
-    shape: list[int]
-    chunks: list[Chunk]
+    grid: Grid
 
-    def key(self, name: str, chunk: Chunk) -> str:
-        """The chunk's name in its file: the tensor's name, followed by its range unless it is the whole tensor."""
-        if chunk.sizes == self.shape:
-            return name
-        box = ", ".join(f"{start}:{start + size}" for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        return f"{name}[{box}]"
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.grid.shape
+
+
+def part_key(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
+    """The name of a tensor's part in its file: the tensor's, followed by the range unless it is the whole tensor."""
+    if tuple(sizes) == tuple(shape):
+        return name
+    box = ", ".join(f"{start}:{start + size}" for start, size in zip(offsets, sizes, strict=True))
+    return f"{name}[{box}]"
 
 
 class RunMetadata(NamedTuple):
@@ -102,14 +99,24 @@ class Manifest:
 
 
 def to_text(manifest: Manifest) -> str:
-    """The content of manifest.json, which ends with the SHA-256 of all text before it."""
-    fields = {"format": FORMAT, **vars(manifest)}
-    lines = []
-    for name in sorted(fields, key=BLOCKS.__contains__):
-        text = json.dumps(fields[name], allow_nan=False)
-        if name in BLOCKS:
-            entries = {key: it if name == "config" else it._asdict() for key, it in fields[name].items()}
-            text = "{\n" + ",\n".join(f" {json.dumps(key)}: {json.dumps(it)}" for key, it in entries.items()) + "\n}"
-        lines.append(f"{json.dumps(name)}: {text}")
+    """The content of manifest.json, ended by the SHA-256 of all text before. Raises ValueError if it is too long."""
+    grids: dict[Grid, int] = {}
+    tensors = {
+        name: {"dtype": entry.dtype, "shape": entry.shape, "grid": grids.setdefault(entry.grid, len(grids))}
+        for name, entry in manifest.tensors.items()
+    }
+    blocks = {  # these have a line for each entry
+        "config": manifest.config,
+        "files": {name: entry._asdict() for name, entry in manifest.files.items()},
+        "grids": {str(number): grid._asdict() for grid, number in grids.items()},
+        "tensors": tensors,
+    }
+    fields = {"format": FORMAT, **{name: value for name, value in vars(manifest).items() if name not in blocks}}
+    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in fields.items()]
+    for name, entries in blocks.items():
+        rows = (f" {json.dumps(key)}: {json.dumps(entry, allow_nan=False)}" for key, entry in entries.items())
+        lines.append(f"{json.dumps(name)}: {{\n" + ",\n".join(rows) + "\n}")
     body = "{\n" + ",\n".join(lines)
+    if len(body) > MAX_BYTES - 100:
+        raise ValueError(f"{NAME} would have {len(body)} bytes, of which at most {MAX_BYTES} can be read again")
     return body + SEAL + hashlib.sha256(body.encode()).hexdigest() + '"}\n'

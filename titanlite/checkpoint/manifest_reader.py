@@ -2,12 +2,11 @@
 
 What it is: every field is checked before it is used, names of files above all, because the checkpoint may come from an
 attacker. `file_problems` compares sizes and kinds of files; `verify_files` and `read_file` compare the hashes.
+Format 1, that of older checkpoints, lists the parts of each tensor instead of a grid.
 """
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
 import errno
 import hashlib
 import itertools
@@ -15,17 +14,17 @@ import json
 import math
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from titanlite.checkpoint.grid import MAX_DIMS, Box, Grid, grid_of
 from titanlite.checkpoint.manifest import (
     DTYPES,
     FORMAT,
     MAX_BYTES,
-    MAX_DIMS,
     NAME,
     SEAL,
-    Chunk,
     CorruptCheckpoint,
     FileEntry,
     Manifest,
@@ -37,41 +36,56 @@ from titanlite.config.schema import ConfigError
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a step folder, checked except for the files it names. Raises CorruptCheckpoint."""
-    path = folder / NAME
+    return parse_manifest(folder / NAME, read_text(folder / NAME))
+
+
+def read_text(path: Path) -> str:
+    """The text of a manifest. Raises CorruptCheckpoint."""
     try:
         if not stat.S_ISREG((status := path.lstat()).st_mode) or status.st_size > MAX_BYTES:
             raise CorruptCheckpoint(f"{path}: expected a regular file of at most {MAX_BYTES} bytes")
-        text = read_bounded(path, MAX_BYTES).decode()
+        return read_bounded(path, MAX_BYTES).decode()
+    except OSError as error:
+        raise CorruptCheckpoint(describe_os_error(path, error)) from None
+    except UnicodeDecodeError as error:
+        raise CorruptCheckpoint(f"{path}: {error}") from None
+
+
+def parse_manifest(path: Path, text: str) -> Manifest:
+    """A manifest from its text; `path` is for errors. Raises CorruptCheckpoint, or ConfigError for another format."""
+    try:
         body, seal, tail = text.rpartition(SEAL)
         if not seal or tail != hashlib.sha256(body.encode()).hexdigest() + '"}\n':
             raise CorruptCheckpoint(f"{path}: its SHA-256 differs from the one at its end")
         fields = json.loads(body + "}")
-        if (version := fields.pop("format")) != FORMAT:
-            raise ConfigError(f"{path}: format {version!r} of another titanlite version; expected format {FORMAT}")
-        return _checked(fields)
-    except OSError as error:
-        raise CorruptCheckpoint(describe_os_error(path, error)) from None
+        if (version := fields.pop("format")) not in (1, FORMAT):
+            raise ConfigError(f"{path}: format {version!r} of another titanlite version; expected format 1 or {FORMAT}")
+        return _checked(fields, version)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise CorruptCheckpoint(f"{path}: invalid manifest ({type(error).__name__}: {str(error)[:200]})") from None
 
 
-def _checked(fields: dict[str, Any]) -> Manifest:
+def _checked(fields: dict[str, Any], version: int) -> Manifest:
     """The fields as a Manifest. Raises ValueError, TypeError or KeyError if one is invalid."""
     files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
     for name, entry in files.items():
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", name) or name == NAME:
             raise ValueError(f"file name {name!r}")
         _require(_is_count(entry.size) and re.fullmatch("[0-9a-f]{64}", entry.sha256), f"file {name}: {entry}")
-    tensors = {}
-    for name, fields_of_tensor in fields.pop("tensors").items():
-        tensor = TensorEntry(**fields_of_tensor)
-        tensors[name] = tensor._replace(chunks=[Chunk(*chunk) for chunk in tensor.chunks])
-        _check_tensor(name, tensors[name], files)
+    grids = {key: _grid(**grid) for key, grid in fields.pop("grids").items()} if version > 1 else {}
+    _require(all(file in files for grid in grids.values() for file in grid.files), "grids: a file that is not in files")
+    tensors, total = {}, sum(entry.size for entry in files.values())
+    for name, entry in fields.pop("tensors").items():
+        grid = grids[str(entry["grid"])] if version > 1 else _grid_of_chunks(files, **entry)
+        tensors[name] = TensorEntry(entry["dtype"], grid)
+        _require(_are_counts(entry["shape"]) and list(grid.shape) == entry["shape"], f"tensor {name!r}: shape")
+        size = math.prod(grid.shape) * DTYPES[entry["dtype"]].itemsize
+        _require(size <= total, f"tensor {name!r}: {size} bytes, and all files have {total}")
     manifest = Manifest(**fields, files=files, tensors=tensors)
     _require(_is_count(manifest.step) and isinstance(manifest.finite, bool), "step or finite")
-    _require(all(map(_is_count, manifest.layout.values())), "layout")
+    _require(_are_counts(manifest.layout.values()), "layout")
     _require(all(isinstance(section, dict) for section in manifest.config.values()), "config")
     texts = (manifest.created, manifest.torch, manifest.data, *manifest.tensors)
     _require(
@@ -83,41 +97,23 @@ def _checked(fields: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _check_tensor(name: str, entry: TensorEntry, files: dict[str, FileEntry]) -> None:
-    _require(entry.dtype in DTYPES and len(entry.shape) <= MAX_DIMS, f"tensor {name!r}: {entry.dtype}")
-    _require(all(map(_is_count, entry.shape)), f"tensor {name!r}: shape")
-    for chunk in entry.chunks:
-        counts = len(chunk.offsets) == len(chunk.sizes) == len(entry.shape)
-        counts = counts and all(map(_is_count, (*chunk.offsets, *chunk.sizes)))
-        _require(counts and chunk.file in files, f"tensor {name!r}: chunk {chunk}")
-        size = math.prod(chunk.sizes) * DTYPES[entry.dtype].itemsize
-        _require(size <= files[chunk.file].size, f"tensor {name!r}: chunk {chunk} is longer than its file")
-    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
-    _require(tiles(tuple(entry.shape), boxes), f"tensor {name!r}: its chunks do not tile its shape")
+def _grid(edges: list[list[int]], files: list[str]) -> Grid:
+    _require(len(edges) <= MAX_DIMS and all(map(_are_counts, edges)), "grids: edges")
+    ascending = all(line[:1] == [0] and all(a < b for a, b in itertools.pairwise(line)) for line in edges)
+    _require(ascending, "grids: edges do not ascend from 0")
+    _require(math.prod(len(line) - 1 for line in edges) == len(files), f"grids: {len(files)} files")
+    return Grid(tuple(map(tuple, edges)), tuple(files))
 
 
-def tiles(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether the boxes (offsets, sizes) that are not empty are the cells of a grid over `shape`, each exactly once.
+def _grid_of_chunks(files: dict[str, FileEntry], dtype: str, shape: list[int], chunks: list[Any]) -> Grid:
+    """The grid of a tensor in format 1."""
+    boxes = [Box(file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in chunks]
+    _require(all(box.file in files and _are_counts((*box.offsets, *box.sizes)) for box in boxes), "chunks")
+    return grid_of(shape, boxes)
 
-    If they were not, a part of a loaded tensor would keep its previous values.
-    """
-    if len(shape) > MAX_DIMS:
-        return False
-    if any(len(numbers) != len(shape) or min(numbers, default=0) < 0 for box in boxes for numbers in box):
-        return False
-    # Sorted, not hashed: numbers from a file can be chosen so that all their hashes collide.
-    boxes = sorted(box for box in boxes if 0 not in box[1])  # uneven shards may be empty
-    same = any(first[0] == second[0] for first, second in itertools.pairwise(boxes))
-    if same or sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
-        return False
-    for dim, length in enumerate(shape):
-        starts = sorted([0, length, *(offsets[dim] for offsets, _ in boxes)])
-        edges = [start for start, _ in itertools.groupby(starts)]
-        for offsets, sizes in boxes:
-            following = bisect.bisect_right(edges, offsets[dim])
-            if following == len(edges) or edges[following] != offsets[dim] + sizes[dim]:
-                return False
-    return True
+
+def _are_counts(values: Iterable[Any]) -> bool:
+    return all(map(_is_count, values))
 
 
 def _is_count(value: Any) -> bool:
@@ -129,10 +125,10 @@ def _require(condition: Any, what: str) -> None:
         raise ValueError(what)
 
 
-def file_problems(folder: Path, manifest: Manifest) -> list[str]:
+def file_problems(folder: Path, files: dict[str, FileEntry]) -> list[str]:
     """Files that are absent, of a wrong size, or not regular files. Reads no content."""
     problems = []
-    for name, entry in manifest.files.items():
+    for name, entry in files.items():
         path = folder / name
         try:
             status = path.lstat()
@@ -150,7 +146,7 @@ def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
     path, entry = folder / name, manifest.files.get(name)
     if entry is None:
         raise CorruptCheckpoint(f"{path}: not in the manifest")
-    if problems := file_problems(folder, dataclasses.replace(manifest, files={name: entry})):
+    if problems := file_problems(folder, {name: entry}):
         raise CorruptCheckpoint(problems)
     try:
         content = read_bounded(path)

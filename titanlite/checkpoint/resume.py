@@ -1,21 +1,99 @@
-"""Resume compatibility: the settings that a config must share with the checkpoint it resumes from.
+"""Resuming: from which checkpoint a run continues, and which settings it must share with it.
 
-What it is: the model's shape must be the same, because its tensors would not fit. Data, seed, sequence length and
-optimizer settings must be the same because the losses would differ; a change of these can be accepted by name, and
-later checkpoints then contain the new values. Everything else may change: layout, number of processes, precision,
-schedule, number of steps, how often to save.
+What it is: the newest checkpoint that is complete, intact and finite; others are renamed on the way to it. The model's
+shape must be the same, because its tensors would not fit. Data, seed, sequence length and optimizer settings must be
+the same because the losses would differ; a change of these can be accepted by name, and later checkpoints then contain
+the new values. Everything else may change: layout, number of processes, precision, schedule, number of steps, how often
+to save.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest
 from titanlite.checkpoint.manifest_reader import read_file
+from titanlite.checkpoint.read import verify_together
+from titanlite.checkpoint.retention import Retention
+from titanlite.checkpoint.storage import list_steps, set_aside, step_folder
 from titanlite.config.load import ACCEPTABLE
 from titanlite.config.schema import CheckpointConfig, ConfigError
+from titanlite.distributed.agreement import broadcast_from_rank0
+
+logger = logging.getLogger("titanlite")
+
+
+def resume(
+    folder: Path,
+    config: CheckpointConfig,
+    retention: Retention,
+    group: Any,
+    restore: Callable[[Path, Manifest, float], None],
+) -> int:
+    """Restores the state from the newest usable checkpoint and returns its step. All ranks call it together.
+
+    Raises ConfigError if none is usable, or the config contradicts it.
+    """
+    steps: list[int] = broadcast_from_rank0(lambda: list_steps(folder))
+    for step in reversed(_candidates(folder, steps, config.load_step, retention) if config.load_step else steps):
+        started, path = time.monotonic(), step_folder(folder, step)
+        if manifest := _usable(path, group):
+            restore(path, manifest, started)
+            if dist.get_rank() == 0:
+                for later in (later for later in list_steps(folder) if later > step):
+                    aside = set_aside(step_folder(folder, later), "superseded")
+                    logger.info("step %d is newer than the resumed step: renamed to %s", later, aside)
+            return step
+    if back_to := config.load_step:
+        left = ", ".join(str(step) for step in steps if step != back_to) or "none"
+        raise ConfigError(f"checkpoint.load_step = {back_to}: it is damaged or not finite; other steps: {left}")
+    found = broadcast_from_rank0(lambda: sorted(path.name for path in folder.glob("step-*.*")))
+    raise ConfigError(
+        f"{folder}: no checkpoint is complete and finite, and a new run cannot start in a folder with "
+        f"{', '.join(found)}; choose another run.name, or move these folders away"
+    )
+
+
+def _candidates(folder: Path, steps: list[int], back_to: int, retention: Retention) -> list[int]:
+    """`checkpoint.load_step` and the steps saved later with this setting, the preferred one last.
+
+    So a command with `load_step`, if repeated, resumes from its latest save. Raises ConfigError if there is none.
+    """
+
+    def saved_since(step: int) -> bool:
+        manifest = retention.read(step)
+        return manifest is not None and manifest.config.get("checkpoint", {}).get("load_step") == back_to
+
+    later: list[int] = broadcast_from_rank0(lambda: [step for step in steps if step > back_to and saved_since(step)])
+    if back_to not in steps and not later:  # the step itself may have been deleted since
+        allowed = ", ".join(map(str, steps)) or "none, the run has no checkpoint"
+        raise ConfigError(f"checkpoint.load_step = {back_to}: not in {folder}; allowed: {allowed}")
+    if later:
+        logger.info("checkpoint.load_step = %d: resuming from a step that was saved since", back_to)
+    return [back_to, *later] if back_to in steps else later
+
+
+def _usable(path: Path, group: Any) -> Manifest | None:
+    """The manifest of a checkpoint, after verification; if it is unusable, logs the reasons and renames the folder."""
+    try:
+        manifest = verify_together(path, group=group)
+        problems, why = [] if manifest.finite else [f"{path}: contains NaN or infinity"], "nonfinite"
+    except CorruptCheckpoint as error:
+        problems, why = error.problems, "damaged"
+    if not problems:
+        return manifest
+    if dist.get_rank() == 0:
+        for problem in problems:
+            logger.warning("%s: %s", why, problem)
+        logger.warning("%s: renamed to %s", path, set_aside(path, why))
+    return None
 
 
 def require_compatible(
@@ -25,7 +103,20 @@ def require_compatible(
     files: dict[str, bytes],
     section: CheckpointConfig,
 ) -> None:
-    """Raises ConfigError with every setting in which the checkpoint contradicts the current `config` and `files`."""
+    """Raises ConfigError with every setting in which the checkpoint contradicts the current `config` and `files`.
+
+    All ranks call it together; rank 0 compares.
+    """
+    broadcast_from_rank0(lambda: _compare(folder, manifest, config, files, section))
+
+
+def _compare(
+    folder: Path,
+    manifest: Manifest,
+    config: dict[str, dict[str, Any]],
+    files: dict[str, bytes],
+    section: CheckpointConfig,
+) -> None:
     try:
         saved = {name: read_file(folder, manifest, name) for name in ("model.json", "data.json")}
         was = _compatibility_settings(manifest.config, saved)

@@ -10,13 +10,17 @@ What it costs: each manifest is read once; file sizes are looked up after each s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 from pathlib import Path
 
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.checkpoint.storage import list_steps, step_folder
-from titanlite.config.files import read_bounded
-from titanlite.config.schema import ConfigError
+from titanlite.checkpoint.storage import list_steps, remove_folder, step_folder
+from titanlite.config.files import read_bounded, replace_file, sync_folder
+from titanlite.config.schema import CheckpointConfig, ConfigError
+
+logger = logging.getLogger("titanlite")
 
 PROVEN = ".proven"  # in the run's folder: the newest step whose checkpoint has given a finite loss or gradient
 
@@ -29,8 +33,15 @@ def proven_step(run_folder: Path) -> int:
         return 0
 
 
-class ManifestCache:
-    """Manifests of a `checkpoints` folder, without their tensors, each read once."""
+def delete_step(folder: Path, step: int) -> None:
+    """Removes a checkpoint. It is renamed first, so that a partly deleted one is never read."""
+    renamed = step_folder(folder, step).rename(folder / f"step-{step}.deleted")
+    sync_folder(folder)  # otherwise a power failure could undo the rename, but not the removal of files
+    remove_folder(renamed)
+
+
+class Retention:
+    """Manifests of a `checkpoints` folder, without their tensors, each read once; applies the rule to the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -56,7 +67,26 @@ class ManifestCache:
         from titanlite.checkpoint.manifest_reader import file_problems
 
         found = (self.read(step) for step in list_steps(self.folder))
-        return [m for m in found if m and m.finite and not file_problems(step_folder(self.folder, m.step), m)]
+        return [m for m in found if m and m.finite and not file_problems(step_folder(self.folder, m.step), m.files)]
+
+    def proven_up_to(self, step: int) -> int:
+        """The proven step, after it was lowered to `step`, with which a run goes back: later ones were of another."""
+        return self._mark(min(step, proven_step(self.folder.parent)))
+
+    def _mark(self, step: int) -> int:
+        with contextlib.suppress(OSError):  # it is then found out again
+            replace_file(self.folder.parent / PROVEN, str(step).encode())
+        return step
+
+    def prove(self, step: int, config: CheckpointConfig) -> None:
+        """Marks the newest checkpoint as proven, and deletes what the rule does not keep."""
+        self._mark(step)
+        rule = config.keep, config.keep_every, config.keep_best
+        try:
+            for old in steps_to_delete(self.good(), *rule) if config.keep else []:
+                delete_step(self.folder, old)
+        except (OSError, ConfigError) as error:  # the new checkpoint is complete; the old one only takes space
+            logger.warning("an old checkpoint in %s could not be deleted: %s", self.folder, error)
 
 
 def steps_to_delete(good: list[Manifest], keep: int, keep_every: int, keep_best: int) -> list[int]:

@@ -1,10 +1,9 @@
-"""One safetensors file: written from memory without a copy, hashed at the same time, and read piece by piece.
+"""One safetensors file: written from memory without a copy, and hashed at the same time.
 
 What it is: each process's part of a checkpoint is a file that any safetensors tool can open: 8 bytes of length, a JSON
 header with dtype, shape and offsets of each tensor, then the tensors' bytes. It contains no code.
 Why it is here: the library's `save_file` copies all tensors first, and neither hashes nor syncs the file. Here one
-thread writes the tensors' memory, while another hashes it and checks that all values are finite. Reading uses the
-library, which checks headers and maps the file.
+thread writes the tensors' memory, while another hashes it and checks that all values are finite.
 What it costs: hashing and checking take a core for 0.6 s per GB, in parallel to the core that writes.
 Format: https://huggingface.co/docs/safetensors
 """
@@ -14,20 +13,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, FileEntry
-
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-BLOCK_BYTES = 1 << 22  # read at a time
+from titanlite.checkpoint.manifest import DTYPE_NAMES, FileEntry
 
 
 class Written(NamedTuple):
@@ -108,39 +103,3 @@ def is_finite(tensor: Tensor) -> bool:
         return not bool(((flat.view(torch.int16).numpy() & 0x7F80) == 0x7F80).any())
     values = flat.numpy()
     return bool(np.isfinite(values.max()) and np.isfinite(values.min()))  # with a NaN, both are NaN
-
-
-def digest_of(path: Path, progress: Callable[[int], object] | None = None) -> str:
-    """SHA-256 of a file in hexadecimal. `progress` is called with the number of bytes of each block."""
-    digest, buffer = hashlib.sha256(), bytearray(BLOCK_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:size])
-            if progress:
-                progress(size)
-    return digest.hexdigest()
-
-
-class ShardFile:
-    """A safetensors file open for reading. Raises CorruptCheckpoint if its header contradicts the manifest."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            if path.exists() and not path.is_file():  # a pipe would be waited for
-                raise ValueError("expected a regular file")
-            self._file: Any = safe_open(path, framework="pt")
-            self._keys = set(self._file.keys())
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CorruptCheckpoint(f"{path}: {error}") from None
-
-    def read(self, key: str, dtype: str, shape: tuple[int, ...], offsets: list[int], sizes: list[int]) -> Tensor:
-        """The part of a tensor that begins at `offsets` and has `sizes`."""
-        if key not in self._keys:
-            raise CorruptCheckpoint(f"{self.path}: no tensor {key!r}, which the manifest names")
-        piece = self._file.get_slice(key)
-        if (found := (piece.get_dtype(), tuple(piece.get_shape()))) != (dtype, shape):
-            raise CorruptCheckpoint(f"{self.path}: {key!r} is {found}; in the manifest ({dtype!r}, {shape})")
-        if not shape or list(shape) == sizes:
-            return self._file.get_tensor(key)
-        return piece[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]

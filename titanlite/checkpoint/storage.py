@@ -20,25 +20,23 @@ import logging
 import re
 import secrets
 import shutil
-import warnings
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.dcp import Contents, Writer
 from titanlite.checkpoint.manifest import FileEntry, Manifest, RunMetadata
+from titanlite.checkpoint.plan import Plan, State, Table, shared_tensors, tensor_entries
+from titanlite.checkpoint.shard_file import Written, write_files
 from titanlite.config.files import make_folder, sync_folder, write_synced
 from titanlite.config.schema import ConfigError
+from titanlite.distributed.agreement import broadcast, gather_on_rank0
 
 logger = logging.getLogger("titanlite")
-# DCP gives this warning in every save and load of a single process. A filter around a call would affect all threads.
-warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
 class SaveError(RuntimeError):
@@ -58,7 +56,7 @@ def list_steps(folder: Path) -> list[int]:
 def write_step(
     folder: Path,
     step: int,
-    state: dict[str, Any],
+    state: State,
     extra_files: dict[str, bytes],
     facts: RunMetadata,
     group: Any = None,
@@ -69,48 +67,83 @@ def write_step(
     Returns the manifest on rank 0. Raises SaveError on all processes, and leaves no new step folder, if one of them
     fails or passes a `failure`, an error that it had before.
     """
-    committed: list[Manifest] = []
-
-    def commit(temporary: Path, contents: Contents) -> None:
-        _write_small_files(temporary, extra_files, contents)
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        manifest = Manifest(
-            step=step,
-            finite=contents.finite,
-            created=now,
-            torch=torch.__version__,
-            files=contents.files,
-            tensors=contents.tensors,
-            **facts._asdict(),
-        )
-        _write_manifest(temporary, manifest)
-        _publish(temporary, step_folder(folder, step))
-        committed.append(manifest)
-
+    save = _Save(folder, step, extra_files, facts)
     try:
-        writer = Writer(folder, lambda: _begin(folder, step), commit, failure)
-        dcp.save(state, storage_writer=writer, no_dist=single_process(), process_group=group)
-    except CheckpointException as error:  # a BaseException, raised on all processes with the errors of each
-        for rest in folder.glob(f"step-{step}.tmp-*") if dist.get_rank() == 0 else ():
-            shutil.rmtree(rest, ignore_errors=True)  # frees space if the disk is full
-        raise SaveError(f"step {step} could not be saved in {folder}: {reason(error)}") from error
-    return committed[0] if committed else None
+        save.name, save.shared = _together(lambda: save.plan_writes(state, failure), save.begin, group)
+        _together(save.write, save.commit, group)
+    except SaveError as error:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            for rest in folder.glob(f"step-{step}.tmp-*"):
+                shutil.rmtree(rest, ignore_errors=True)  # frees space if the disk is full
+        raise SaveError(f"step {step} could not be saved in {folder}: {error}") from None
+    return save.manifest
 
 
-def _begin(folder: Path, step: int) -> Path:
-    temporary = folder / f"step-{step}.tmp-{secrets.token_hex(4)}"
-    make_folder(temporary)
-    return temporary
+def _together(own: Callable[[], Any], decide: Callable[[list[Any]], Any], group: Any) -> Any:
+    """What `decide` returns on rank 0, given the results of `own` on all ranks. If any raises, all raise SaveError."""
+    value, decision, problem = None, None, ""
+    try:
+        value = own()
+    except Exception as error:
+        problem = reason(error)
+    if results := gather_on_rank0((value, problem), group):  # rank 0
+        problem = next((problem for _, problem in results if problem), "")
+        try:
+            decision = None if problem else decide([value for value, _ in results])
+        except Exception as error:
+            problem = reason(error)
+    decision, problem = broadcast((decision, problem), group)
+    if problem:
+        raise SaveError(problem)
+    return decision
 
 
-def _write_small_files(temporary: Path, files: dict[str, bytes], contents: Contents) -> None:
-    for name, content in files.items():
-        write_synced(temporary / name, content)
-        contents.files[name] = FileEntry(len(content), hashlib.sha256(content).hexdigest())
+class _Save:
+    """The parts of a save. All ranks plan and write; rank 0 begins and commits, with the results of all."""
 
+    name: str  # of the temporary folder
+    shared: dict[str, int]
+    manifest: Manifest | None = None
 
-def _write_manifest(temporary: Path, manifest: Manifest) -> None:
-    write_synced(temporary / manifests.NAME, manifests.to_text(manifest).encode())
+    def __init__(self, folder: Path, step: int, extra_files: dict[str, bytes], facts: RunMetadata) -> None:
+        self.folder, self.step, self.extra_files, self.facts = folder, step, extra_files, facts
+
+    def plan_writes(self, state: State, failure: Exception | None) -> Table:
+        if failure is not None:
+            raise failure
+        self.plan = Plan(state)
+        return self.plan.table if self.plan.rank == self.plan.first else {}
+
+    def begin(self, tables: list[Table]) -> tuple[str, dict[str, int]]:
+        self.tables = tables
+        temporary = self.folder / f"step-{self.step}.tmp-{secrets.token_hex(4)}"
+        make_folder(temporary)
+        return temporary.name, shared_tensors(tables)
+
+    def write(self) -> tuple[dict[str, Written], list[Any]]:
+        files = {self.folder / self.name / file: parts for file, parts in self.plan.files(self.shared).items()}
+        return {path.name: written for path, written in write_files(files).items()}, self.plan.boxes()
+
+    def commit(self, results: list[Any]) -> None:
+        temporary = self.folder / self.name
+        written = {file: Written(FileEntry(*entry), ok) for files, _ in results for file, (entry, ok) in files.items()}
+        entries = tensor_entries(self.tables, [boxes for _, boxes in results])
+        files = {name: file.entry for name, file in written.items()}
+        for name, content in self.extra_files.items():
+            write_synced(temporary / name, content)
+            files[name] = FileEntry(len(content), hashlib.sha256(content).hexdigest())
+        manifest = Manifest(
+            step=self.step,
+            finite=all(file.finite for file in written.values()),
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            torch=torch.__version__,
+            files=files,
+            tensors=entries,
+            **self.facts._asdict(),
+        )
+        write_synced(temporary / manifests.NAME, manifests.to_text(manifest).encode())
+        _publish(temporary, step_folder(self.folder, self.step))
+        self.manifest = manifest
 
 
 def _publish(temporary: Path, final: Path) -> None:
@@ -122,19 +155,9 @@ def _publish(temporary: Path, final: Path) -> None:
         logger.warning("%s: %s while syncing it; a power failure now could lose %s", final.parent, error, final.name)
 
 
-def reason(error: CheckpointException) -> str:
-    """The first process's error in one line. The exception's own text contains the stack traces of all."""
-    cause = next(iter(error.failures.values()))[0]
-    return (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
-
-
-def single_process() -> bool:
-    """Whether this is the only process. If so, DCP reads and writes without collectives.
-
-    With collectives, training on a CPU would be 30 % slower afterwards: DCP's gather makes gloo's threads start
-    additional OpenMP teams, and with more threads than cores libgomp puts waiting threads to sleep.
-    """
-    return not dist.is_initialized() or dist.get_world_size() == 1
+def reason(error: Exception) -> str:
+    """An error in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def sweep(folder: Path) -> None:
@@ -150,13 +173,6 @@ def set_aside(path: Path, why: str) -> Path:
         if not aside.exists():
             return path.rename(aside)
     raise ConfigError(f"{path}: 999 folders are named {path.name}.{why}; remove some")
-
-
-def delete_step(folder: Path, step: int) -> None:
-    """Removes a checkpoint. It is renamed first, so that a partly deleted one is never read."""
-    renamed = step_folder(folder, step).rename(folder / f"step-{step}.deleted")
-    sync_folder(folder)  # otherwise a power failure could undo the rename, but not the removal of files
-    remove_folder(renamed)
 
 
 def remove_folder(path: Path) -> None:

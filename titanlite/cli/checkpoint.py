@@ -20,8 +20,8 @@ import torch
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.checkpoint.manifest_reader import file_problems, read_manifest
 from titanlite.checkpoint.read import find_step_folder, verify_files
-from titanlite.checkpoint.retention import ManifestCache, proven_step, steps_to_delete
-from titanlite.checkpoint.storage import delete_step, list_steps, step_folder, sweep
+from titanlite.checkpoint.retention import Retention, delete_step, proven_step, steps_to_delete
+from titanlite.checkpoint.storage import list_steps, step_folder, sweep
 from titanlite.config.progress import progress_bar
 from titanlite.config.schema import ConfigError, printable
 from titanlite.distributed.run_folder import lock
@@ -91,7 +91,7 @@ def list_run(run_folder: Path) -> int:
             kind = "damaged: " if isinstance(error, CorruptCheckpoint) else ""
             rows.append((str(step), "", "", "", "", f"{kind}{error}"))
             continue
-        problems = file_problems(path, manifest) or ([] if manifest.finite else ["contains NaN or infinity"])
+        problems = file_problems(path, manifest.files) or ([] if manifest.finite else ["contains NaN or infinity"])
         loss = "" if manifest.validation_loss is None else f"{manifest.validation_loss:.4f}"
         when, size = manifest.created[:19].replace("T", " "), f"{manifest.size / 1e9:.3f}"
         rows.append((str(step), when, size, manifest.degrees, loss, "; ".join(problems) or "complete"))
@@ -152,8 +152,8 @@ def show(path: Path) -> int:
         print(f"    {name}  {file.size:,} bytes  sha256 {file.sha256}")
     print("  tensors:")
     for name, tensor in manifest.tensors.items():
-        parts = f"  in {len(tensor.chunks)} parts" if len(tensor.chunks) > 1 else ""
-        print(f"    {name}  {tensor.dtype}  {tensor.shape}{parts}")
+        parts = f"  in {len(tensor.grid.files)} parts" if len(tensor.grid.files) > 1 else ""
+        print(f"    {name}  {tensor.dtype}  {list(tensor.shape)}{parts}")
     return 0
 
 
@@ -205,7 +205,7 @@ def prune(run_folder: Path, keep: int, keep_every: int, keep_best: int, dry_run:
         raise ConfigError(f"{run_folder}: a run is training in this folder, and deletes checkpoints itself") from None
     except OSError as error:
         raise ConfigError(f"{run_folder}: {error.strerror or error}") from None
-    good = ManifestCache(folder).good()
+    good = Retention(folder).good()
     gone = steps_to_delete(good, keep, keep_every, keep_best)
     proven = [manifest.step for manifest in good if manifest.step <= proven_step(folder.parent)]
     if proven and set(proven) <= set(gone):  # training has not gone on from any newer one: it may have diverged

@@ -1,9 +1,10 @@
 """Agreement: small values exchanged between all ranks, so that all of them take the same branch.
 
-What it is: `gather` gives every rank the values of all, and the other functions decide from that list. What they decide
-is therefore the same everywhere: an error on one rank is an error on all, and no rank waits for one that has left.
-All ranks of the group call each function together.
-What it costs: two all-gathers of CPU tensors over gloo. Used while a run starts and loads, never within a step.
+What it is: `gather` gives every rank the values of all, `broadcast` that of rank 0, and the other functions decide from
+these. What they decide is therefore the same everywhere: an error on one rank is an error on all, and no rank waits for
+one that has left. All ranks of the group call each function together.
+What it costs: one or two messages per rank and two broadcasts of CPU tensors over gloo. Used while a run starts, loads
+and saves, never within a step.
 Values travel as JSON: `all_gather_object` would unpickle bytes that another process sent.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titanlite.config.schema import ConfigError
 
@@ -28,18 +30,53 @@ class StorageError(RuntimeError):
 
 def gather(value: Any, group: Any = None) -> list[Any]:
     """The JSON value of every rank, in the order of ranks."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    return list(broadcast(gather_on_rank0(value, group), group))
+
+
+def gather_on_rank0(value: Any, group: Any = None) -> list[Any]:
+    """The JSON values of all ranks on rank 0 of the group, which receives them in turn; an empty list on the others."""
+    if _alone(group):
         return [value]
+    content, ranks = _encode(value), dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    dist.all_gather(lengths, torch.tensor([len(content)]), group=group)
+    if dist.get_rank(group) != 0:
+        dist.send(content, group=group, group_dst=0)
+        return []
+    values = [value]
+    for rank in range(1, ranks):
+        content = torch.empty(int(lengths[rank]), dtype=torch.uint8)
+        dist.recv(content, group=group, group_src=rank)
+        values.append(_decode(content))
+    return values
+
+
+def broadcast(value: Any, group: Any = None) -> Any:
+    """Rank 0's JSON value."""
+    if _alone(group):
+        return value
+    first = dist.get_rank(group) == 0
+    content = _encode(value if first else None)
+    length = torch.tensor([len(content)])
+    dist.broadcast(length, group=group, group_src=0)
+    if not first:
+        content = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(content, group=group, group_src=0)
+    return _decode(content)
+
+
+def _alone(group: Any) -> bool:
+    return not dist.is_initialized() or dist.get_world_size(group) == 1
+
+
+def _encode(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(content: Tensor) -> Any:
     from titanlite.distributed.messages import read_message  # a single rank has none
 
-    content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([len(content)]), group=group)
-    longest = max(map(int, lengths))
-    padded = torch.nn.functional.pad(content, (0, longest - len(content)))
-    contents = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-    dist.all_gather(contents, padded, group=group)
-    return [read_message(text[: int(n)].numpy().tobytes()) for text, n in zip(contents, lengths, strict=True)]
+    return read_message(content.numpy().tobytes())
 
 
 def raise_together(problems: list[str], group: Any = None) -> None:
@@ -64,7 +101,7 @@ def broadcast_from_rank0(find: Callable[[], Any]) -> Any:
         except OSError as error:
             message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             found[1 if error.errno in PATH_ERRORS else 2] = [message] if error.errno in PATH_ERRORS else message
-    value, problems, failure = gather(found)[0]
+    value, problems, failure = broadcast(found)
     if problems:
         raise ConfigError(problems)
     if failure:

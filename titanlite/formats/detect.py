@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint
+from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, part_key
 from titanlite.checkpoint.manifest_reader import file_problems, read_file, read_manifest
 from titanlite.checkpoint.read import find_step_folder
 from titanlite.checkpoint.storage import list_steps, step_folder
@@ -117,19 +117,19 @@ def _open_step(path: Path, step: int | None) -> FullState:
             have = ", ".join(map(str, list_steps(folder.parent)))
             raise ConfigError(f"--step {step}: not in {folder.parent}; allowed: {have}")
     manifest = read_manifest(folder)
-    if problems := file_problems(folder, manifest):
+    if problems := file_problems(folder, manifest.files):
         raise CorruptCheckpoint(problems)
     headers = {name: read_header(folder / name)[0] for name in manifest.files if name.endswith(".safetensors")}
     model: dict[str, FullTensor] = {}
     others: dict[str, FullTensor] = {}
     for name, entry in manifest.tensors.items():
         parts = []
-        for chunk in entry.chunks:
-            stored = headers[chunk.file].get(entry.key(name, chunk))
-            if stored is None or (stored.dtype, list(stored.shape)) != (DTYPES[entry.dtype], chunk.sizes):
-                raise CorruptCheckpoint(f"{folder / chunk.file}: does not hold {name} as the manifest says")
-            parts.append(dataclasses.replace(stored.parts[0], offsets=tuple(chunk.offsets)))
-        whole = FullTensor(DTYPES[entry.dtype], tuple(entry.shape), tuple(parts))
+        for box in entry.grid.boxes():
+            stored = headers[box.file].get(part_key(name, entry.shape, box.offsets, box.sizes))
+            if stored is None or (stored.dtype, stored.shape) != (DTYPES[entry.dtype], box.sizes):
+                raise CorruptCheckpoint(f"{folder / box.file}: does not hold {name} as the manifest says")
+            parts.append(dataclasses.replace(stored.parts[0], offsets=box.offsets))
+        whole = FullTensor(DTYPES[entry.dtype], entry.shape, tuple(parts))
         group = model if name.startswith("model.") else others
         group[name.removeprefix("model.")] = whole
     small = {name: read_file(folder, manifest, name) for name in manifest.files if not name.endswith(".safetensors")}

@@ -1,8 +1,7 @@
 """Weights from a checkpoint of any format into a model: into a new run under any layout, or into one process.
 
-What it is: used by `checkpoint.initial_load`, `titanlite generate` and other tools. DCP plans which part of which
-tensor a process needs, and `_Reader` reads those rows from a `FullState`. A step folder is read through its manifest,
-its hashes verified.
+What it is: used by `checkpoint.initial_load`, `titanlite generate` and other tools. Each process reads the rows of its
+own parts from a `FullState`. A step folder is read through its manifest, its hashes verified.
 What it costs: the parameters in fp32 once; each process reads only the rows of its own shards. Files with hashes or
 CRC-32 are read twice, the first time for these. A few collectives, to agree on errors.
 """
@@ -12,23 +11,16 @@ from __future__ import annotations
 import bisect
 import logging
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
 
-from titanlite.checkpoint.dcp import TensorStorageReader
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.checkpoint.manifest_reader import read_manifest
+from titanlite.checkpoint.plan import Part, local_parts
 from titanlite.checkpoint.read import find_step_folder, read_step, verify_files, verify_together
 from titanlite.checkpoint.state import ModelState
 from titanlite.checkpoint.storage import list_steps, step_folder
@@ -135,12 +127,14 @@ def read_weights(
         return path
     # Rank 0 chooses for all: the run it belongs to may be saving another one now.
     folder = Path(broadcast_from_rank0(lambda: str(find_step_folder(path))))
-    if problems := verify_together(folder, "model", group):
-        raise CorruptCheckpoint([*problems, _other_steps(folder)])
-    if not read_manifest(folder).finite:
+    try:
+        manifest = verify_together(folder, "model", group)
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint([*error.problems, _other_steps(folder)]) from None
+    if not manifest.finite:
         raise ConfigError(f"{folder}: holds NaN or infinity; choose another step")
     _compare_tokenizers(open_full_state(folder), tokenizer)
-    read_step(folder, {"model": state}, group=group)
+    read_step(folder, {"model": state}, manifest, group)
     return folder
 
 
@@ -192,14 +186,24 @@ def fill(full: FullState, state: dict[str, Any]) -> None:
         raise ConfigError(problems)
     converted = {f"{full.tensors[name].dtype} -> {tensor.dtype}" for name, tensor in state.items()}
     logger.info("%s: %d tensors, %s", full.path, len(state), ", ".join(sorted(converted)))
-    try:
-        with warnings.catch_warnings():
-            # Loading needs no collectives: each process plans for itself.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            dcp.load(state, storage_reader=_Reader(full), planner=planner, no_dist=True)
-    except CheckpointException as error:  # a BaseException
-        raise next(iter(error.failures.values()))[0] from None
+    for part, _ in local_parts({"model": state}):
+        _read_rows(full.tensors[part.name.removeprefix("model.")], part)
+
+
+def _read_rows(source: FullTensor, part: Part) -> None:
+    """Fills this process's part of a tensor, about 4 MB at a time."""
+    target = part.local
+    if not source.shape:
+        target.copy_(source.read().reshape(target.shape))
+    elif target.numel():
+        (top, *left), (height, *widths) = part.offsets, part.sizes
+        sides = tuple(slice(start, start + width) for start, width in zip(left, widths, strict=True))
+        rows = max(1, BLOCK // max(1, source.nbytes // source.shape[0]))
+        if any(part.is_transposed for part in source.parts):
+            rows = height  # each block would read nearly all of it
+        for start in range(0, height, rows):
+            stop = min(start + rows, height)
+            target[start:stop] = source.read(top + start, top + stop)[(slice(None), *sides)]
 
 
 def on_all_ranks(work: Callable[[], Any]) -> Any:
@@ -232,37 +236,3 @@ def mismatches(full: FullState, shapes: Mapping[str, tuple[int, ...]]) -> list[s
     if missing > 8:
         problems.append(f"{full.path}: lacks {missing - 8} more of the model's {len(shapes)} parameters")
     return problems
-
-
-class _Reader(TensorStorageReader):
-    """Rows of a FullState for DCP's planners."""
-
-    def __init__(self, full: FullState) -> None:
-        self._full = full
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        found: dict[str, Any] = {}
-        for name, tensor in self._full.tensors.items():
-            shape = torch.Size(tensor.shape)
-            whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-            found[name] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), shape, [whole])
-        return Metadata(found)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            source, target = self._full.tensors[item.storage_index.fqn], planner.resolve_tensor(item).detach()
-            if not source.shape:
-                target.copy_(source.read().reshape(target.shape))
-            elif target.numel():
-                (top, *left), (height, *widths) = list(item.storage_offsets), list(item.lengths)
-                sides = tuple(slice(start, start + width) for start, width in zip(left, widths, strict=True))
-                rows = max(1, BLOCK // max(1, source.nbytes // source.shape[0]))
-                if any(part.is_transposed for part in source.parts):
-                    rows = height  # each block would read nearly all of it
-                for start in range(0, height, rows):
-                    stop = min(start + rows, height)
-                    target[start:stop] = source.read(top + start, top + stop)[(slice(None), *sides)]
-            planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 
 import torch
 
+from titanlite.checkpoint.grid import Box, grid_of
 from titanlite.checkpoint.manifest import CorruptCheckpoint
-from titanlite.checkpoint.manifest_reader import tiles
 from titanlite.config.schema import ConfigError
 from titanlite.formats.full_state import FullTensor, Part, Record
 from titanlite.formats.pickle_reader import Archive, UnreadablePickle, UnsafeName, read_pickle
@@ -77,10 +77,12 @@ def _tensor(folder: Path, name: str, entry: list[Any], files: dict[str, _File]) 
     dtype, shape, chunks = DTYPES.get(entry[0]), tuple(entry[1]), entry[2]
     if dtype is None:
         raise ConfigError(f"{folder / '.metadata'}: {name[:200]!r} has the dtype {entry[0]}, which torch does not have")
-    if not tiles(shape, [(tuple(offsets), tuple(sizes)) for offsets, sizes, *_ in chunks]):
+    try:
+        grid_of(shape, [Box(file_name, tuple(offsets), tuple(sizes)) for offsets, sizes, file_name, *_ in chunks])
+    except ValueError:
         raise ConfigError(
             f"{folder / '.metadata'}: the {len(chunks)} parts of {name[:200]!r} do not make up its shape {shape!r:.200}"
-        )
+        ) from None
     parts = []
     for offsets, sizes, file_name, begin, length in chunks:
         if file_name not in files:

@@ -27,8 +27,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
-from titanlite.checkpoint.shard_file import DTYPE_NAMES, digest_of
+from titanlite.checkpoint.grid import Box, grid_of
+from titanlite.checkpoint.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry
+from titanlite.checkpoint.shard_reader import digest_of
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.formats import gguf_file, huggingface, meta
 from titanlite.formats.export import Export, Outgoing
@@ -108,8 +109,8 @@ def to_titanlite(path: Path, export: Export) -> None:
             write_file(path / name, tensors)
             files[name] = FileEntry((path / name).stat().st_size, digest_of(path / name))
         for key, tensor in tensors.items():
-            shape = list(tensor.shape)
-            entries[key] = TensorEntry(DTYPE_NAMES[tensor.dtype], shape, [Chunk(name, [0] * len(shape), shape)])
+            shape = tuple(tensor.shape)
+            entries[key] = TensorEntry(DTYPE_NAMES[tensor.dtype], grid_of(shape, [Box(name, (0,) * len(shape), shape)]))
     small = about.files | _shape_and_tokenizer(export.state)
     write_small_files(path, small)
     files |= {name: FileEntry(len(content), digest_of(path / name)) for name, content in small.items()}

@@ -1,0 +1,145 @@
+"""Which process writes which part of which tensor: each decides for itself, from the placements of its tensors.
+
+What it is: the processes of a pipeline stage hold parts of the same tensors, as DTensors on one mesh. Where a tensor is
+replicated, one of the replicas writes it; they take turns, so that each writes about as many bytes. All processes of
+the stage know the placements, so all come to the same result, and none asks another.
+Why it is here: the planner of torch.distributed.checkpoint sends all plans to rank 0 as pickles, compares them there
+and sends them back. For Llama 3 405B on 1,024 ranks that takes minutes in rank 0's Python, which training shares.
+What it costs: rank 0 receives the table of each stage, and from every rank a box for each of about 20 layouts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanlite.checkpoint.grid import Box, Grid, grid_of
+from titanlite.checkpoint.manifest import DTYPE_NAMES, TensorEntry, part_key
+from titanlite.distributed.torch_private import local_box
+
+State = dict[str, dict[str, Any]]  # part -> name -> Tensor or DTensor
+
+
+class Part(NamedTuple):
+    """This process's part of a tensor: `local`, which begins at `offsets` and has `sizes`."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local: Tensor
+
+
+def local_parts(state: State) -> Iterator[tuple[Part, Any]]:
+    """The parts of a state that this process holds, each with the value it is a part of."""
+    for section, values in state.items():
+        for key, value in values.items():
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{section}.{key}: a checkpoint holds tensors only")
+            shape, local, box = tuple(value.shape), value, ((0,) * value.dim(), tuple(value.shape))
+            if isinstance(value, DTensor):
+                local, box = value.to_local(), local_box(shape, value.device_mesh, value.placements)
+            yield Part(f"{section}.{key}", shape, *box, local.detach()), value
+
+
+Table = dict[str, tuple[str, tuple[int, ...], int]]  # tensor -> dtype, shape, number of its layout
+
+
+class Plan:
+    """What this process writes. `first` is the lowest rank of its stage, `table` has all tensors of the stage."""
+
+    def __init__(self, state: State) -> None:
+        self.rank = self.first = dist.get_rank() if dist.is_initialized() else 0
+        self.table: Table = {}
+        self.parts: dict[str, Part] = {}  # those that this process writes
+        layouts: dict[Any, int] = {}
+        shares: dict[Any, list[int]] = {}  # bytes that each replica writes
+        plain: dict[str, Part] = {}
+        for part, value in local_parts(state):
+            layout: Any = None
+            if isinstance(value, DTensor):
+                replica, count, lowest = _replicas(value.device_mesh, value.placements)
+                share = shares.setdefault(count, [0] * count)
+                writer = share.index(min(share))
+                share[writer] += math.prod(part.shape) * part.local.element_size()
+                if writer == replica:
+                    self.parts[part.name] = part
+                self.first = min(self.first, lowest)
+                layout = value.device_mesh, value.placements, writer
+            else:
+                plain[part.name] = part
+            number = layouts.setdefault((_kind(part.name), part.shape, layout), len(layouts))
+            self.table[part.name] = DTYPE_NAMES[part.local.dtype], part.shape, number
+        if self.rank == self.first:  # values that are equal on all processes of the stage
+            self.parts |= plain
+
+    def files(self, shared: dict[str, int]) -> dict[str, dict[str, Tensor]]:
+        """File name -> key -> tensor. `shared`: tensors of several stages -> `first` of the one that writes them."""
+        files: dict[str, dict[str, Tensor]] = {}
+        for name, part in self.parts.items():
+            if shared.get(name, self.first) == self.first and 0 not in part.sizes:  # uneven shards can be empty
+                key = part_key(name, part.shape, part.offsets, part.sizes)
+                files.setdefault(self._file(name), {})[key] = part.local
+        return files
+
+    def boxes(self) -> list[tuple[int, int, Box]]:
+        """`first`, layout and box, for each layout of which this process writes tensors."""
+        parts = {self.table[name][2]: part for name, part in self.parts.items()}
+        return [(self.first, n, Box(self._file(part.name), part.offsets, part.sizes)) for n, part in parts.items()]
+
+    def _file(self, name: str) -> str:
+        return f"{_kind(name)}-{self.rank:05}.safetensors"
+
+
+def _kind(name: str) -> str:
+    """Parameters have separate files, because most readers need nothing else."""
+    return "model" if name.startswith("model.") else "training"
+
+
+@functools.cache
+def _replicas(mesh: DeviceMesh, placements: tuple[Any, ...]) -> tuple[int, int, int]:
+    """Which replica of a tensor this rank has a part of, how many replicas there are, and the mesh's first rank."""
+    replica, count = 0, 1
+    for axis, (place, placement) in enumerate(zip(mesh.get_coordinate() or (), placements, strict=True)):
+        if placement.is_replicate():
+            replica, count = replica * mesh.size(axis) + place, count * mesh.size(axis)
+    return replica, count, int(mesh.mesh.min())
+
+
+def shared_tensors(tables: list[Table]) -> dict[str, int]:
+    """The tensors that several stages hold, such as a tied embedding -> the first of these, which writes it."""
+    holders: dict[str, list[int]] = {}
+    for rank, table in enumerate(tables):
+        for name in table:
+            holders.setdefault(name, []).append(rank)
+    return {name: ranks[0] for name, ranks in holders.items() if len(ranks) > 1}
+
+
+def tensor_entries(tables: list[Table], boxes: list[list[Any]]) -> dict[str, TensorEntry]:
+    """The manifest's entries, from the tables and boxes of all ranks, as JSON has brought them.
+
+    Raises ValueError if the parts of a tensor do not cover it, or overlap: such a checkpoint could not be loaded.
+    """
+    cut: dict[tuple[int, int], list[Box]] = {}
+    for first, layout, (file, offsets, sizes) in (box for of_rank in boxes for box in of_rank):
+        cut.setdefault((first, layout), []).append(Box(file, tuple(offsets), tuple(sizes)))
+    grids: dict[tuple[int, int], Grid] = {}
+    entries: dict[str, TensorEntry] = {}
+    for first, table in enumerate(tables):
+        for name, (dtype, shape, layout) in table.items():
+            if name in entries:  # a tensor of several stages
+                continue
+            if (first, layout) not in grids:
+                try:
+                    grids[first, layout] = grid_of(shape, cut.get((first, layout), []))
+                except ValueError as error:
+                    raise ValueError(f"{name} of shape {shape}: {error}") from None
+            entries[name] = TensorEntry(dtype, grids[first, layout])
+    return entries
