@@ -31,8 +31,7 @@ from titanlite.config.files import replace_file
 from titanlite.config.load import load_config, program_folder
 from titanlite.config.schema import EXIT_CONFIG, EXIT_STOPPED, Config, ConfigError, ProfilingConfig, portable
 from titanlite.config.text import to_toml
-from titanlite.data.prepare import prepare
-from titanlite.data.shards import PreparedData
+from titanlite.data.prepared import PreparedData, prepared_folder
 from titanlite.data.stream import TrainStream, Windows, count_targets
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.data.tokenizer import Tokenizer
@@ -77,10 +76,10 @@ def main(config: Config) -> int:
     mesh = Mesh(device.type, degrees, config.comm.group_timeout_seconds)
     progress = Progress()
     watchdog = Watchdog(config.comm, folder, lambda: progress.step, device.type == "cpu")  # reports a rank that hangs
-    requests = Requests(config.comm.group_timeout_seconds)  # from here on a signal makes the run save and end
+    requests = Requests()  # from here on a signal makes the run save and end
 
     # 2. Data: text is tokenised once; sample i of the stream is a function of (seed, i)
-    data = PreparedData(prepare(config.data, tokenizer, logger.info), tokenizer)
+    data = PreparedData(prepared_folder(config.data, tokenizer, logger.info), tokenizer)
     require_agreement(data=data.fingerprint)
     stream = TrainStream(
         Windows(data.tokens("train"), training.seq_len, "training"),

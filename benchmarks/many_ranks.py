@@ -24,6 +24,7 @@ import itertools
 import json
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,21 @@ def pretended_report(state: dict[str, dict[str, Any]], table: dict[str, Any], ra
     return list(boxes.values())
 
 
+def launch_rate(work: Callable[[], Any]) -> tuple[float, float]:
+    """Small operations per second that this thread launches while another does some work, and that work's seconds."""
+    import torch
+
+    numbers, count = torch.zeros(4), 0
+    thread = threading.Thread(target=work)
+    started = time.perf_counter()
+    thread.start()
+    while thread.is_alive():
+        numbers.add_(1)
+        count += 1
+    seconds = time.perf_counter() - started
+    return count / seconds, seconds
+
+
 def measure(flavor: str, ranks: int) -> dict[str, Any]:
     """titanlite's own coordination, as rank 0."""
     from titanlite.checkpoint import manifest as manifests
@@ -129,6 +145,8 @@ def measure(flavor: str, ranks: int) -> dict[str, Any]:
         return to_text(Manifest(1, True, "", "", {}, {}, "", None, files, entries))
 
     text, save_seconds = timed(commit)
+    alone, _ = launch_rate(lambda: time.sleep(1))
+    meanwhile, in_background = launch_rate(lambda: (Plan(state), commit()))
     manifest, parse_seconds = timed(lambda: parse_manifest(Path("manifest.json"), text))
     mismatches, compare_seconds = timed(lambda: mismatching_tensors(Path(), manifest, state))
     assert not mismatches, mismatches[:3]
@@ -149,6 +167,8 @@ def measure(flavor: str, ranks: int) -> dict[str, Any]:
         "pieces_read": pieces,
         "plan_s": plan_seconds,
         "save_s": plan_seconds + save_seconds,
+        "background_s": in_background,
+        "background_rate": meanwhile / alone,
         "received_bytes": sum(map(len, messages)) + len(json.dumps(plan.table)),
         "manifest_bytes": len(text),
         "load_s": parse_seconds + compare_seconds + find_seconds,
@@ -212,6 +232,8 @@ ROWS = {  # label -> key, format
     "parts of tensors": ("parts", "{:,.0f}"),
     "**save**, CPU seconds on rank 0": ("save_s", "{:.2f}"),
     "of these its own plan, as on every rank": ("plan_s", "{:.2f}"),
+    "in the background: seconds": ("background_s", "{:.2f}"),
+    "meanwhile, operations that the training thread launches": ("background_rate", "{:.0%}"),
     "MB that rank 0 receives": ("received_mb", "{:.1f}"),
     "MB of the manifest": ("manifest_mb", "{:.2f}"),
     "**load**, CPU seconds on each rank": ("load_s", "{:.2f}"),

@@ -35,7 +35,8 @@ from titanlite.config.load import load_config
 from titanlite.config.schema import CheckpointConfig, Config, ConfigError, RunConfig
 from titanlite.config.text import to_toml
 from titanlite.data.prepare import find_text
-from titanlite.data.shards import RECORD, PreparedData, unverified
+from titanlite.data.prepared import PreparedData
+from titanlite.data.shards import RECORD, unverified
 from titanlite.data.shards import read_manifest as read_prepared
 from titanlite.data.tokenise import read_texts, tokenise
 from titanlite.data.tokenizer import BUNDLED, Tokenizer

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.load import load_config
+from titanlite.config.schema import LAUNCHED
 from titanlite.data.prepare import prepare
 from titanlite.data.tokenizer import Tokenizer
 
@@ -116,9 +118,10 @@ def test_a_plain_run_loads_a_small_part_of_the_package(arguments):
 
     The launcher, in a process before it, has prepared the data.
     """
-    prepare(load_config(arguments).data, Tokenizer())
+    prepared = prepare(load_config(arguments).data, Tokenizer())
     command = [sys.executable, "-c", LOADED, *arguments]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {LAUNCHED: str(prepared)}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("LOADED ")] or [result.stderr]
     files = ["train.py", *json.loads(line.removeprefix("LOADED "))]
     lines = {name: len((ROOT / name).read_text().splitlines()) for name in files}

@@ -81,14 +81,15 @@ def test_each_process_gets_its_rank_and_the_first_the_socket(signals, tmp_path, 
     monkeypatch.setenv("RANK", "17")  # of another launcher
     monkeypatch.setenv(LISTENER, "17")
     code = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ.get('RANK', 'alone'), 'w'))"
-    assert processes.run(["-c", code, f"{tmp_path}/"], 2, 0, 2, "127.0.0.1", 0, signals) == 0
+    assert processes.run(["-c", code, f"{tmp_path}/"], {"GIVEN": "x"}, 2, 0, 2, ("127.0.0.1", 0), signals) == 0
     first, second = (json.loads((tmp_path / rank).read_text()) for rank in "01")
     assert [first[name] for name in processes.RANK_VARIABLES[:5]] == ["0", "0", "4", "2", "127.0.0.1"]
     assert [second[name] for name in processes.RANK_VARIABLES[:5]] == ["1", "1", "4", "2", "127.0.0.1"]
     assert first["MASTER_PORT"] == second["MASTER_PORT"] != "0"
+    assert first["GIVEN"] == second["GIVEN"] == "x"
     assert LISTENER in first
     assert LISTENER not in second
-    assert processes.run(["-c", code, f"{tmp_path}/"], 1, 0, 1, "127.0.0.1", 0, signals) == 0
+    assert processes.run(["-c", code, f"{tmp_path}/"], {}, 1, 0, 1, ("127.0.0.1", 0), signals) == 0
     alone = json.loads((tmp_path / "alone").read_text())
     assert not {LISTENER, *processes.RANK_VARIABLES} & alone.keys()
 
@@ -104,7 +105,7 @@ def test_processes_that_were_started_end_if_the_next_cannot_be(signals, monkeypa
 
     monkeypatch.setattr(processes, "_start", second_fails)
     with pytest.raises(OSError, match="no process left"):
-        processes.run(["-c", SLEEP], 1, 0, 2, "127.0.0.1", 0, signals)
+        processes.run(["-c", SLEEP], {}, 1, 0, 2, ("127.0.0.1", 0), signals)
     assert started[0].wait(10) == -signal.SIGKILL
 
 

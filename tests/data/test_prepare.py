@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import threading
+from pathlib import Path
 
 import pytest
 from messages import refused
@@ -156,3 +160,23 @@ def test_a_name_that_is_no_utf8_is_no_obstacle(tmp_path):
     (source / "\udcff.txt").write_text("x = 1\n" * 100)
     folder = prepare(DataConfig(path=str(source), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
     assert text_of(folder, "train").startswith("<|begin_of_text|>x = 1\n")
+
+
+def test_the_launcher_looks_for_text_once(tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/a.txt").write_text("one\n" * 100)
+    section = DataConfig(path=str(tmp_path / "text"), cache=str(tmp_path / "cache"))
+    found, looked = find_text(section), []
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: looked.append(path) or [])
+    assert prepare(section, TOKENIZER, quiet, found).is_dir()
+    assert not looked
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, number):
+    def refuse(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    (tmp_path / "a.txt").write_text("one\n" * 100)
+    assert prepare(DataConfig(path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache")), TOKENIZER, quiet).is_dir()

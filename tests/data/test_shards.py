@@ -15,7 +15,8 @@ from messages import refused
 from titanlite.config.schema import DataConfig
 from titanlite.data import verify
 from titanlite.data.prepare import prepare
-from titanlite.data.shards import PreparedData, Tokens, token_dtype
+from titanlite.data.prepared import PreparedData
+from titanlite.data.shards import Tokens, token_dtype
 from titanlite.data.tokenise import ShardWriter
 from titanlite.data.tokenizer import Tokenizer
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import logging
+import os
 import time
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from messages import assert_mentions
 from runs import train_run
@@ -79,3 +84,17 @@ def train_and_try_to_lock(arguments: list[str], folder: Path) -> list[bool]:
 
 def test_a_run_holds_its_folder_as_long_as_it_trains(pool, arguments, tmp_path):
     assert pool.run(1, train_and_try_to_lock, arguments, tmp_path / "debug") == [[False] * 6]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_reported_and_used(tmp_path, monkeypatch, caplog, number):
+    def refuse(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    lock(tmp_path / ".lock").close()
+    assert "the file system has no locks" in caplog.text
+    number = errno.EIO
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        lock(tmp_path / ".lock")

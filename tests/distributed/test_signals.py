@@ -12,7 +12,7 @@ from titanlite.distributed.signals import Agreed, Requests
 
 def ask(number: int) -> list[Agreed]:
     """Agreements of a rank: nothing, a save wanted by rank 1, a failure of rank 0, a signal to rank 1, and after it."""
-    requests, rank = Requests(30), dist.get_rank()
+    requests, rank = Requests(), dist.get_rank()
     found = [requests.agree(), requests.agree(save=rank == 1), requests.agree(failed=rank == 0)]
     if rank == 1:
         os.kill(os.getpid(), number)
@@ -30,7 +30,7 @@ def test_what_one_rank_wants_all_agree_on(pool):
 
 def signal_twice(later: float) -> bool:
     """Whether a second signal, so many seconds after the first, has its default effect."""
-    requests = Requests(30)
+    requests = Requests()
     os.kill(os.getpid(), signal.SIGTERM)
     requests._seen -= later
     killed = []
@@ -52,7 +52,7 @@ def test_a_second_signal_ends_at_once_but_not_within_a_second(pool):
 
 def restore_handlers() -> bool:
     before = signal.getsignal(signal.SIGUSR1)
-    requests = Requests(30)
+    requests = Requests()
     during = signal.getsignal(signal.SIGUSR1)
     requests.restore()
     return during == requests._handle and signal.getsignal(signal.SIGUSR1) == before

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from titanlite.cli import processes
 from titanlite.config.load import load_config, program_folder
-from titanlite.config.schema import EXIT_CONFIG, EXIT_STOPPED, ConfigError
-from titanlite.data.prepare import find_text, prepare
+from titanlite.config.schema import EXIT_CONFIG, EXIT_STOPPED, LAUNCHED, ConfigError
+from titanlite.data.prepare import Text, find_text, prepare
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.parallel.layout import resolve_degrees
@@ -45,11 +45,12 @@ def launch(argv: list[str]) -> int:
     threads = _number("OMP_NUM_THREADS", max(1, usable_cores() // here))
     if nodes > 1 and not os.environ.get("MASTER_ADDR"):
         raise ConfigError(f"MASTER_ADDR is not set in the environment, and NNODES = {nodes}: expected node 0's address")
+    text: list[Text] = []
     tokenizer: list[Tokenizer] = []
     llama: list[LlamaConfig] = []
     problems: list[str] = []
     for check in (  # independent mistakes are reported together
-        lambda: find_text(config.data),
+        lambda: text.append(find_text(config.data)),
         lambda: tokenizer.append(Tokenizer(config.data.tokenizer)),
         lambda: llama.append(resolve_flavor(config.model, tokenizer[0].size if tokenizer else 1)),
         lambda: (
@@ -62,16 +63,14 @@ def launch(argv: list[str]) -> int:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    prepare(config.data, tokenizer[0])
-
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    variables = {LAUNCHED: str(prepare(config.data, tokenizer[0], found=text[0])), "OMP_NUM_THREADS": str(threads)}
     # Processes of one machine meet on its loopback interface, where no other machine can connect.
     address = os.environ["MASTER_ADDR"] if nodes > 1 else LOOPBACK
     signals = processes.Signals()
     for restart in range(restarts + 1):
         # The next port for each restart: a faster node must not join the others' last attempt, which is still ending.
         meeting = port + restart if nodes > 1 else 0  # 0: any free port
-        code = processes.run([str(TRAIN), *argv], nodes, node, here, address, meeting, signals)
+        code = processes.run([str(TRAIN), *argv], variables, nodes, node, here, (address, meeting), signals)
         if code in (0, EXIT_CONFIG, EXIT_STOPPED) or signals.requests or restart == restarts:
             break
         print(f"restarting ({restart + 1} of {restarts})", file=sys.stderr)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 
-from titanlite.config.schema import EXIT_CONFIG, EXIT_HUNG, EXIT_STOPPED, LAUNCHED, LISTENER, ConfigError
+from titanlite.config.schema import EXIT_CONFIG, EXIT_HUNG, EXIT_STOPPED, LISTENER, ConfigError
 
 # Seconds until processes that still run are killed: after one has failed, and after the watchdog has ended one. After a
 # hang, only a frozen process still runs then
@@ -70,14 +70,23 @@ def _is_ip_address(text: str) -> bool:
     return True
 
 
-def run(command: list[str], nodes: int, node: int, here: int, address: str, port: int, signals: Signals) -> int:
+def run(
+    command: list[str],
+    variables: dict[str, str],
+    nodes: int,
+    node: int,
+    here: int,
+    meeting: tuple[str, int],
+    signals: Signals,
+) -> int:
     """Runs `here` processes on this node until all have ended, and returns the run's exit code on this node.
 
-    `address` and `port` are where node 0 listens. Raises ConfigError if it cannot.
+    `variables`: of the environment, beside those that are inherited; `meeting`: the address and port where node 0
+    listens. Raises ConfigError if it cannot.
     """
-    world_size = nodes * here
+    world_size, (address, port) = nodes * here, meeting
     others = (*RANK_VARIABLES, LISTENER)  # which another launcher may have set
-    inherited = {name: value for name, value in os.environ.items() if name not in others} | {LAUNCHED: "1"}
+    inherited = {name: value for name, value in os.environ.items() if name not in others} | variables
     if world_size == 1:
         return wait({0: _start(command, inherited)}, signals)
     listener = listen(address, port) if node == 0 else None

@@ -6,6 +6,9 @@ import errno
 import os
 from pathlib import Path
 
+# What flock fails with where a file system has no locks: Lustre without its option flock, NFS without its lock daemon
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
 
 def read_bounded(path: Path, most: int = 1 << 24) -> bytes:
     """The content of a regular file. Raises OSError, also for pipes, devices and files of more than `most` bytes."""

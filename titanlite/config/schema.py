@@ -18,7 +18,7 @@ from typing import Any
 # Exit codes: wrong input; stopped by a signal after saving; ended by the watchdog because of a hang
 EXIT_CONFIG, EXIT_STOPPED, EXIT_HUNG = 2, 75, 124
 
-# Environment variables of processes that the launcher started, and of rank 0: the descriptor of a listening socket
+# Environment variables of processes that the launcher started: the prepared data; on rank 0 also a listening socket
 LAUNCHED, LISTENER = "TITANLITE_LAUNCHED", "TITANLITE_LISTENER"
 
 # Pipeline schedules, and their default number of stages per process

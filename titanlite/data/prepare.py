@@ -4,7 +4,7 @@ What it is: the text files that `[data]` names, and the cache folder that belong
 Text is tokenised once (`tokenise.py`) and not in every run. Without `data.path` the text is the source of the running
 interpreter's standard library: Python code with English documentation, which every machine has.
 Before it is used it is verified (`verify.py`), once for each version of its files.
-What it costs: the size and the time of modification of each file are read at every start.
+What it costs: the launcher of each node reads the size and the time of modification of each file at every start.
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from titanlite.config.files import make_folder
-from titanlite.config.schema import LAUNCHED, ConfigError, DataConfig
+from titanlite.config.files import NO_LOCKS, make_folder
+from titanlite.config.schema import ConfigError, DataConfig
 from titanlite.data.shards import AGAIN, FORMAT, read_manifest, unverified
 from titanlite.data.tokenizer import Tokenizer
 
+Text = tuple[str, Path, list[Path]]  # the name of a set of text, its root, and its files in a fixed order
 NO_CORPUS = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 
 
-def prepare(section: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None] = print) -> Path:
+def prepare(
+    section: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None] = print, found: Text | None = None
+) -> Path:
     """The folder of prepared data for a config; prepares it if it does not exist, and verifies what has changed.
 
+    `found`: the result of `find_text`, if that has been called.
     Raises ConfigError with the path of text that is missing, empty or not UTF-8, or of damaged data.
     """
-    name, root, files = find_text(section)
+    name, root, files = found or find_text(section)
     given = section.cache or os.environ.get("TITANLITE_CACHE")
     cache = Path(given) if given else Path.home() / ".cache/titanlite"
     try:
@@ -53,14 +57,13 @@ def prepare(section: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None
                 except OSError as error:
                     where = "" if error.filename is None else f"{error.filename}: "
                     raise ConfigError(f"{where}{error.strerror or error}, while the data was prepared") from None
-    if LAUNCHED not in os.environ:  # otherwise the launcher has done it, once for all processes of this node
-        manifest = read_manifest(folder)
-        if unverified(folder, manifest):
-            from titanlite.data.verify import verify  # once per version of the files
+    manifest = read_manifest(folder)
+    if unverified(folder, manifest):
+        from titanlite.data.verify import verify  # once per version of the files
 
-            with _lock(cache, folder.name, required=False):
-                if names := unverified(folder, manifest):
-                    verify(folder, manifest, names)
+        with _lock(cache, folder.name, required=False):
+            if names := unverified(folder, manifest):
+                verify(folder, manifest, names)
     return folder
 
 
@@ -76,13 +79,13 @@ def _lock(cache: Path, name: str, required: bool = True) -> Iterator[None]:
             lock = stack.enter_context((cache / f".{name}.lock").open("w"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            if required:
+            if required and error.errno not in NO_LOCKS:
                 raise ConfigError(f"data.cache = {str(cache)!r}: {error}; expected a writable folder") from None
         yield
 
 
-def find_text(section: DataConfig) -> tuple[str, Path, list[Path]]:
-    """(name of the set, its root, the files in a fixed order)."""
+def find_text(section: DataConfig) -> Text:
+    """The text that a config names."""
     if not section.path:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = []

@@ -20,7 +20,6 @@ import numpy as np
 
 from titanlite.config.files import read_bounded
 from titanlite.config.schema import ConfigError
-from titanlite.data.tokenizer import Tokenizer
 
 FORMAT = 1  # of a prepared folder
 RECORD = "verified.json"  # in a prepared folder: the versions of its files that have been verified
@@ -97,24 +96,6 @@ def versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[A
             raise ConfigError(f"{path}: {status.st_size} bytes, expected {expected} in a regular file; {AGAIN}")
         versions[name] = [shard["sha256"], manifest["tokenizer"]["size"], status.st_size, status.st_mtime_ns]
     return versions
-
-
-class PreparedData:
-    """A folder that `prepare` made: its manifest, the tokenizer it was made with, and the tokens of its splits."""
-
-    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError if the manifest cannot be read, or names another tokenizer."""
-        self.folder, self.tokenizer, self.manifest = folder, tokenizer, read_manifest(folder)
-        if (found := self.manifest["tokenizer"]["sha256"]) != tokenizer.sha256:
-            raise ConfigError(
-                f"{folder}: was prepared with a tokenizer of SHA-256 {found[:8]}, not {tokenizer.path}; {AGAIN}"
-            )
-        self.name: str = self.manifest["name"]
-        self.fingerprint: str = self.manifest["fingerprint"]
-
-    def tokens(self, split: str) -> Tokens:
-        """The tokens of `train` or `validation`."""
-        return Tokens(self.folder, self.manifest, split)
 
 
 class Tokens:

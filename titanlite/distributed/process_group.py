@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import random
+import resource
 import socket
 import sys
 from datetime import timedelta
@@ -59,6 +60,8 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
+        # Each gloo group needs a descriptor per rank, and the usual soft limit is 1,024.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record collectives for the watchdog's report
         options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
         if type == "cuda":

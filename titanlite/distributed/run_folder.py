@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import secrets
 import time
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.files import make_folder, read_bounded
+from titanlite.config.files import NO_LOCKS, make_folder, read_bounded
 from titanlite.config.schema import ConfigError
 from titanlite.distributed.agreement import broadcast_from_rank0, require_agreement
+
+logger = logging.getLogger("titanlite")
 
 
 def claim_folder(folder: Path) -> Any:
@@ -51,7 +54,12 @@ def claim_folder(folder: Path) -> Any:
 def lock(path: Path) -> Any:
     """Locks a file, which it creates if necessary, as long as the returned object lives. Raises BlockingIOError."""
     file = path.open("a+")
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        logger.warning("%s: the file system has no locks; only one run at a time may use this folder", path)
     return file
 
 

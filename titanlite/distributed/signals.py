@@ -13,9 +13,8 @@ import logging
 import os
 import signal
 import time
-from datetime import timedelta
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,13 +35,10 @@ class Agreed(NamedTuple):
 class Requests:
     """Collects the requests of this process and combines them with those of all others."""
 
-    def __init__(self, timeout_seconds: int) -> None:
+    def __init__(self) -> None:
         self.stop = False  # agreed by all processes; never reset
         self._seen = 0.0  # when this process was signalled
         self._launcher = os.getppid() if {"TORCHELASTIC_RUN_ID", LAUNCHED} & os.environ.keys() else None
-        # A CPU group, so that the all-reduce does not wait for the GPU.
-        timeout = timedelta(seconds=timeout_seconds)
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
         handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         self._previous = {number: signal.signal(number, self._handle) for number in handled}
 
@@ -65,8 +61,8 @@ class Requests:
         orphaned = self._launcher is not None and os.getppid() != self._launcher
         stop = self.stop or bool(self._seen) or orphaned
         requests = torch.tensor(stop | save << 1 | failed << 2)
-        if self._group is not None:
-            dist.all_reduce(requests, dist.ReduceOp.BOR, group=self._group)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(requests, dist.ReduceOp.BOR)  # of a CPU tensor: by gloo, so it does not wait for the GPU
         bits = int(requests)
         agreed = Agreed(bool(bits & 1), bool(bits & 2), bool(bits & 4))
         if agreed.stop and not self.stop:

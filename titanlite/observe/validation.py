@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.schema import TrainingConfig, ValidationConfig
-from titanlite.data.shards import PreparedData
+from titanlite.data.prepared import PreparedData
 from titanlite.data.stream import IGNORED, Windows, validation_batches
 from titanlite.data.to_device import to_device
 from titanlite.distributed.mesh import Mesh
