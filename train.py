@@ -264,7 +264,7 @@ def run(argv: list[str]) -> int:
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BaseException:  # torch's CheckpointException is not a subclass of Exception
+    except Exception:
         traceback.print_exc()
         return 1
 

@@ -129,12 +129,12 @@ def loading(folder: Path, state: dict[str, Any]) -> dict[str, float]:
 
     for _ in range(5):
         note("verify warm", lambda: verify_files(path, manifest))
-        note("load warm", lambda: read_step(path, state))
+        note("load warm", lambda: read_step(path, manifest, state))
         forget(path)
-        note("load cold", lambda: read_step(path, state))
+        note("load cold", lambda: read_step(path, manifest, state))
         forget(path)
         note("verify cold", lambda: verify_files(path, manifest))
-        note("load after verify", lambda: read_step(path, state))
+        note("load after verify", lambda: read_step(path, manifest, state))
     delete_step(folder, 1)
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 

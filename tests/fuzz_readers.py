@@ -140,7 +140,7 @@ def _resume(folder: Path) -> None:
     with contextlib.suppress(ConfigError):  # the weights may fit nevertheless
         require_compatible(folder / STEP, manifest, CONFIG, FILES, CheckpointConfig())
     training_changes(manifest.config, CONFIG)
-    read_step(folder / STEP, {"model": _weights()}, alone=True)
+    read_step(folder / STEP, manifest, {"model": _weights()}, alone=True)
     read_any(folder)
 
 

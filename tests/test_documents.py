@@ -136,5 +136,11 @@ def test_the_table_of_verify_has_a_row_for_every_layout_of_the_quick_ladder():
 
 @pytest.mark.parametrize("document", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
 def test_links_of_documents_lead_somewhere(document):
-    for link in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
-        assert link.startswith("https://") or (document.parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", document.read_text()):
+        if link.startswith("https://"):
+            continue
+        target = document.parent / link if link else document
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE) if target.suffix == ".md" else []
+        names = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in names, anchor

@@ -218,7 +218,7 @@ def fail_to_stage(folder: Path, mode: str) -> str:
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_what_keeps_one_process_from_staging_is_told_to_all(pool, tmp_path, mode):
     outcomes = pool.run(2, fail_to_stage, tmp_path, mode)
-    assert outcomes == [f"step 1 could not be saved in {tmp_path}: no memory left"] * 2
+    assert outcomes == [f"step 1 could not be saved in {tmp_path}: rank 1: no memory left"] * 2
     assert not list(tmp_path.iterdir())
 
 

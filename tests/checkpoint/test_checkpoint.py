@@ -65,7 +65,7 @@ def save_after_a_step(folder: Path, parallel: dict, llama: LlamaConfig) -> dict[
 def load_into_other_weights(folder: Path, parallel: dict, llama: LlamaConfig) -> dict[str, torch.Tensor]:
     stages, optimizer, states = build(parallel, 1, llama)
     loaded = {name: state.state_dict() for name, state in states.items()}
-    read_step(folder / "step-1", loaded)
+    read_step(folder / "step-1", read_manifest(folder / "step-1"), loaded)
     for name, state in states.items():
         state.load_state_dict(loaded[name])
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import struct
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from runs import train_run
 
 from titanlite.checkpoint import manifest as manifests
@@ -62,7 +64,7 @@ def state() -> dict[str, Any]:
 def test_it_reads_back(step):
     manifest, found = read_manifest(step), state()
     assert not verify_files(step, manifest)
-    assert read_step(step, found, alone=True) == manifest
+    read_step(step, manifest, found, alone=True)
     assert torch.equal(found["model"]["a"], torch.arange(12.0).reshape(3, 4))
     assert (manifest.step, manifest.finite, manifest.validation_loss) == (1, True, 1.5)
     assert set(json.loads((step / NAME).read_text())) > {"format", "layout", "config", "torch", "files", "tensors"}
@@ -74,7 +76,7 @@ def test_a_checkpoint_of_format_1_reads_the_same(step):
     assert b'"chunks"' in (step / NAME).read_bytes()
     assert read_manifest(step) == manifest
     assert not verify_files(step, manifest)
-    read_step(step, found, alone=True)
+    read_step(step, manifest, found, alone=True)
     assert torch.equal(found["model"]["a"], torch.arange(12.0).reshape(3, 4))
 
 
@@ -187,6 +189,7 @@ HOSTILE: dict[str, Change] = {  # a manifest whose own hash is right, but not wh
     "a grid of a file that is not there": grid(files=["model-00009.safetensors"]),
     "a grid of a file that is a list": grid(files=[["x"]]),
     "a cell without a file": grid(edges=[[0, 1, 3], [0, 4]]),
+    "a grid of a file that is not of tensors": grid(files=["model.json"]),
     "a file without a cell": grid(files=[MODEL, MODEL]),
     "edges that descend": grid(edges=[[0, 4, 3], [0, 4]], files=[MODEL, MODEL]),
     "edges that do not begin at zero": grid(edges=[[1, 3], [0, 4]]),
@@ -236,13 +239,39 @@ def outside(folder: Path) -> dict[str, bytes | None]:
     return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 
+def test_a_tensor_has_room_in_its_own_files(step):
+    """Before memory is allocated for its shape, whatever the model is."""
+    for change in (absurd(1 << 40, 1 << 40), chunks([1 << 40, 1 << 40], [[0, 0], [1 << 40, 1 << 40]])):
+        manifest = (step / NAME).read_text()
+        reseal(step, change)
+        with pytest.raises(CorruptCheckpoint, match="longer than its files"):
+            read_manifest(step)
+        (step / NAME).write_text(manifest)
+
+
+def test_many_tensors_of_one_large_grid_cost_nothing(step):
+    """Each names its grid in a few bytes, and each of its 262,144 parts would have to be found."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["grids"]["9"] = {"edges": [list(range(513))] * 2, "files": [MODEL] * 512 * 512}
+        manifest["files"][MODEL]["size"] = 1 << 30
+        for number in range(32):
+            manifest["tensors"][f"model.{number}"] = {"dtype": "F32", "shape": [512, 512], "grid": 9}
+
+    reseal(step, change)
+    started = time.process_time()
+    with pytest.raises(CorruptCheckpoint, match=r"no tensor 'model.0\[0:1, 0:1\]'"):
+        read_step(step, read_manifest(step), {"model": {str(n): torch.zeros(512, 512) for n in range(32)}}, alone=True)
+    assert time.process_time() - started < 5
+
+
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_manifest_is_refused(step, change):
     (step.parent / "canary").write_text("mine")
     reseal(step, change)
     before, started = outside(step.parent), time.monotonic()
     with pytest.raises(ConfigError):
-        read_step(step, state(), alone=True)
+        read_step(step, read_manifest(step), state(), alone=True)
     with pytest.raises(ConfigError):
         load_model(open_verified(step), torch.device("cpu"), 8)
     assert main(["checkpoint", "list", str(step.parent)]) == 0
@@ -318,7 +347,7 @@ def test_a_hostile_shard_is_refused(step, kind):
     entry = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     reseal(step, lambda manifest: manifest["files"].update({MODEL: entry}))
     with pytest.raises(ConfigError, match="step-1"):
-        read_step(step, state(), alone=True)
+        read_step(step, read_manifest(step), state(), alone=True)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +375,7 @@ def test_what_does_not_fit_is_listed_by_name(step):
         "training": {"count": whole_numbers.float()[0]},
     }
     with pytest.raises(ConfigError) as caught:
-        read_step(step, other, alone=True)
+        read_step(step, read_manifest(step), other, alone=True)
     assert [problem.split(": ", 1)[1] for problem in caught.value.problems] == [
         "model.a is F32 [3, 4]; this model needs F32 [4, 3]",
         "model.b is BF16 [5]; this model needs I64 [5]",
@@ -357,7 +386,7 @@ def test_what_does_not_fit_is_listed_by_name(step):
 
 def test_another_precision_is_rounded_to(step):
     other = {"model": {"a": torch.zeros(3, 4, dtype=torch.bfloat16), "b": torch.zeros(5)}}
-    read_step(step, other, alone=True)
+    read_step(step, read_manifest(step), other, alone=True)
     assert other["model"]["a"].equal(torch.arange(12.0).reshape(3, 4).bfloat16())
     assert other["model"]["b"].equal(torch.ones(5))
 
@@ -383,6 +412,41 @@ def read_where_one_may_not(folder: Path, number: int) -> None:
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 def test_what_a_process_may_not_read_is_not_damaged(pool, step, number):
     pool.run(2, read_where_one_may_not, step, number)
+
+
+def fail_on_rank_1(folder: Path, kind: str) -> str:
+    """How reading a checkpoint ends on this rank, if rank 1 meets an error of some kind."""
+    from titanlite.checkpoint import read
+
+    wanted, original = state(), read.ShardFile.read
+    if dist.get_rank() == 1:
+        if kind == "mismatch":
+            wanted["model"]["a"] = torch.zeros(4, 3)
+
+        def fail(*arguments):
+            raise {"damaged": OSError(errno.EIO, "Input/output error"), "memory": RuntimeError("out of memory")}[kind]
+
+        read.ShardFile.read = fail if kind != "mismatch" else original
+    try:
+        read_step(folder, read_manifest(folder), wanted)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        read.ShardFile.read = original
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("mismatch", "ConfigError: .*model.a is F32"),
+        ("damaged", "CorruptCheckpoint: .*Input/output error"),
+        ("memory", "RuntimeError: .*out of memory"),
+    ],
+)
+def test_an_error_of_one_process_is_raised_on_all(pool, step, kind, expected):
+    for found in pool.run(2, fail_on_rank_1, step, kind):
+        assert re.match(expected, found), found
 
 
 def load_together(folder: Path) -> None:

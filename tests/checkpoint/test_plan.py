@@ -100,6 +100,25 @@ def test_parts_that_do_not_make_up_a_tensor_cannot_be_committed():
         tensor_entries([table], [[[0, 0, box]]])
 
 
+def test_plain_values_do_not_change_the_numbers_of_layouts():
+    """A plain value may have another shape on each process; numbers of DTensors are compared between processes."""
+    table = Plan({"data": {"a": torch.zeros(3), "b": torch.zeros(4), "c": torch.zeros(3)}}).table
+    assert [number for _, _, number in table.values()] == [-1, -2, -1]
+
+
+def misplaced() -> None:
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    value = DTensor.from_local(torch.zeros(3, 2), mesh, [Shard(0)], shape=torch.Size((4, 2)), stride=(2, 1))
+    with pytest.raises(ValueError, match=r"model.w: holds \(3, 2\), and by its placements \(2, 2\)"):
+        Plan({"model": {"w": value}})
+
+
+def test_a_part_of_another_size_than_its_placements_say_is_not_saved(pool):
+    pool.run(2, misplaced)
+
+
 def test_what_is_no_tensor_is_refused():
     with pytest.raises(TypeError, match=r"progress\.step: a checkpoint holds tensors only"):
         Plan({"progress": {"step": 3}})

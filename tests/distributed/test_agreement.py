@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 
 import pytest
@@ -14,7 +15,7 @@ from titanlite.distributed.agreement import (
     broadcast_from_rank0,
     first_message,
     gather,
-    raise_together,
+    on_all_ranks,
     require_agreement,
 )
 
@@ -39,15 +40,39 @@ def test_a_group_gathers_its_own_ranks(pool):
     assert pool.run(3, gather_in_a_group) == [[0, 2], None, [0, 2]]
 
 
+class Special(ConfigError):
+    pass
+
+
 def fail_on_two_ranks() -> list[str]:
-    raise_together([])
-    with pytest.raises(ConfigError) as caught:
-        raise_together(["the same"] + [f"rank {dist.get_rank()}"] * (dist.get_rank() != 1))
-    return caught.value.problems
+    """How it ends on this rank: without an error, with problems of two ranks, and with errors of several kinds."""
+    rank = dist.get_rank()
+    assert on_all_ranks(lambda: rank) == rank
+
+    def work(*errors: Exception | None) -> None:
+        if error := errors[rank]:
+            raise error
+
+    cases = [
+        (ConfigError(["the same", "rank 0"]), None, ConfigError(["the same", "rank 2"])),
+        (Special("own"), None, None),
+        (Special("own"), None, ConfigError("other")),
+        (None, OSError("unexpected"), Special("own")),
+    ]
+    ends = []
+    for errors in cases:
+        try:
+            on_all_ranks(functools.partial(work, *errors), expected=Special)
+        except Exception as error:
+            ends.append(f"{type(error).__name__}: {' | '.join(str(error).splitlines())}")
+    return ends
 
 
-def test_problems_of_all_ranks_are_raised_on_all(pool):
-    assert pool.run(3, fail_on_two_ranks) == [["the same", "rank 0", "rank 2"]] * 3
+def test_an_error_of_one_rank_is_raised_on_all(pool):
+    first, second, third = pool.run(3, fail_on_two_ranks)
+    common = ["ConfigError: the same | rank 0 | rank 2", "Special: own", "ConfigError: other"]
+    assert first == third == [*common, "RuntimeError: rank 1: OSError: unexpected"]
+    assert second == [*common, "OSError: unexpected"]
 
 
 def ask_rank0() -> list:

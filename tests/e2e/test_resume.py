@@ -283,7 +283,7 @@ def poison(folder) -> None:
     for name, entry in manifest.tensors.items():
         part, _, rest = name.partition(".")
         state.setdefault(part, {})[rest] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    read_step(path, state)
+    read_step(path, manifest, state)
     state["model"]["norm.weight"][3] = float("nan")
     files = {name: (path / name).read_bytes() for name in manifest.files if not name.endswith(".safetensors")}
     path.rename(folder / "kept")

@@ -33,5 +33,5 @@ def load_model(folder: Path, device: torch.device, seq_len: int) -> Llama:
         model = Llama(config, seq_len)
     model.to_empty(device=device)
     model.reset_rope(device)
-    read_step(folder, {"model": model.state_dict()}, manifest, alone=True)
+    read_step(folder, manifest, {"model": model.state_dict()}, alone=True)
     return model.eval()

@@ -56,7 +56,7 @@ class Checkpointer:
         self.config, self.states, self.extra_files, self.facts = config, states, extra_files, facts
         self.run_folder, self.folder = folder, folder / "checkpoints"
         self.saver = AsyncSaver(config.async_mode, config.retries, device)
-        self.group, self.wait_for_staging = self.saver.group, self.saver.wait_for_staging
+        self.group = self.saver.group  # has a long time-out; None for a single process
         self.newest = 0
         self.unproven = False  # the newest checkpoint; has not given a finite loss or gradient yet
         self._resumed = 0  # the step that this process has resumed from, while that is unproven
@@ -77,10 +77,14 @@ class Checkpointer:
             sweep(self.folder)
         saved = broadcast_from_rank0(lambda: bool(list_steps(self.folder)) or any(self.folder.glob("step-*.*")))
         if saved or self.config.load_step:
-            from titanlite.checkpoint.resume import resume  # imported only if there is something to read
+            from titanlite.checkpoint.resume import newest_usable, set_aside_later  # only if there is something to read
 
-            self.newest = resume(self.folder, self.config, self.retention, self.group, self._restore)
-            self.unproven = broadcast_from_rank0(lambda: self.retention.proven_up_to(self.newest)) < self.newest
+            started = time.monotonic()
+            path, manifest = newest_usable(self.folder, self.config, self.retention, self.group)
+            self._restore(path, manifest, started)
+            self.newest = manifest.step
+            set_aside_later(self.folder, self.newest)
+            self.unproven = broadcast_from_rank0(lambda: self.retention.lower_proven(self.newest)) < self.newest
             self._resumed = self.newest if self.unproven else 0
             return True
         weights = f"the weights of {self.config.initial_load}" if self.config.initial_load else "new weights"
@@ -94,14 +98,14 @@ class Checkpointer:
         return Retention(self.folder)
 
     def _restore(self, path: Path, manifest: Manifest, started: float) -> None:
-        """Replaces the state by that of a checkpoint, which was verified since the time `started`."""
+        """Replaces the state by that of a checkpoint, whose verification began at `started`."""
         from titanlite.checkpoint.read import load_states, read_step
         from titanlite.checkpoint.resume import require_compatible, training_changes
 
         require_compatible(path, manifest, self.facts.config, self.extra_files, self.config)
         verified = time.monotonic()
         state = self._state()
-        read_step(path, state, manifest, self.group)
+        read_step(path, manifest, state, self.group)
         load_states(path, self.states, state)
         logger.info(
             f"resumed from {path} (saved by {manifest.degrees}): {manifest.size / 1e9:.3f} GB, "
@@ -123,6 +127,10 @@ class Checkpointer:
             (self.run_folder / "SAVE").unlink()
             return True
         return 0 < self.config.freq_minutes * 60 <= now - self._saved_at
+
+    def wait_for_staging(self) -> None:
+        """Waits until a save in progress has copied the parameters and the optimizer state, which may then change."""
+        self.saver.wait_for_staging()
 
     @property
     def failed(self) -> bool:

@@ -75,14 +75,16 @@ def _checked(fields: dict[str, Any], version: int) -> Manifest:
             raise ValueError(f"file name {name!r}")
         _require(_is_count(entry.size) and re.fullmatch("[0-9a-f]{64}", entry.sha256), f"file {name}: {entry}")
     grids = {key: _grid(**grid) for key, grid in fields.pop("grids").items()} if version > 1 else {}
-    _require(all(file in files for grid in grids.values() for file in grid.files), "grids: a file that is not in files")
-    tensors, total = {}, sum(entry.size for entry in files.values())
+    room = {key: _room(grid, files) for key, grid in grids.items()}
+    tensors = {}
     for name, entry in fields.pop("tensors").items():
-        grid = grids[str(entry["grid"])] if version > 1 else _grid_of_chunks(files, **entry)
-        tensors[name] = TensorEntry(entry["dtype"], grid)
+        key = str(entry.pop("grid", ""))
+        grid = grids[key] if version > 1 else _grid_of_chunks(entry["shape"], entry.pop("chunks"))
+        _require(entry.keys() == {"dtype", "shape"}, f"tensor {name!r}: {', '.join(entry)}")
         _require(_are_counts(entry["shape"]) and list(grid.shape) == entry["shape"], f"tensor {name!r}: shape")
+        tensors[name] = TensorEntry(entry["dtype"], grid)
         size = math.prod(grid.shape) * DTYPES[entry["dtype"]].itemsize
-        _require(size <= total, f"tensor {name!r}: {size} bytes, and all files have {total}")
+        _require(size <= (room[key] if version > 1 else _room(grid, files)), f"tensor {name!r}: longer than its files")
     manifest = Manifest(**fields, files=files, tensors=tensors)
     _require(_is_count(manifest.step) and isinstance(manifest.finite, bool), "step or finite")
     _require(_are_counts(manifest.layout.values()), "layout")
@@ -105,11 +107,18 @@ def _grid(edges: list[list[int]], files: list[str]) -> Grid:
     return Grid(tuple(map(tuple, edges)), tuple(files))
 
 
-def _grid_of_chunks(files: dict[str, FileEntry], dtype: str, shape: list[int], chunks: list[Any]) -> Grid:
+def _grid_of_chunks(shape: list[int], chunks: list[Any]) -> Grid:
     """The grid of a tensor in format 1."""
     boxes = [Box(file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in chunks]
-    _require(all(box.file in files and _are_counts((*box.offsets, *box.sizes)) for box in boxes), "chunks")
+    _require(all(_are_counts((*box.offsets, *box.sizes)) for box in boxes), "chunks")
     return grid_of(shape, boxes)
+
+
+def _room(grid: Grid, files: dict[str, FileEntry]) -> int:
+    """Bytes of the files of a grid. Raises ValueError or KeyError if one is not a file of tensors."""
+    names = {*grid.files}
+    _require(all(name.endswith(".safetensors") for name in names), "grids: a file that is not of safetensors")
+    return sum(files[name].size for name in names)
 
 
 def _are_counts(values: Iterable[Any]) -> bool:

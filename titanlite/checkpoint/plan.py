@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 def local_parts(state: State) -> Iterator[tuple[Part, Any]]:
-    """The parts of a state that this process holds, each with the value it is a part of."""
+    """The parts of a state that this process holds, each with the whole value. Raises ValueError or TypeError."""
     for section, values in state.items():
         for key, value in values.items():
             if not isinstance(value, Tensor):
@@ -46,6 +46,8 @@ def local_parts(state: State) -> Iterator[tuple[Part, Any]]:
             shape, local, box = tuple(value.shape), value, ((0,) * value.dim(), tuple(value.shape))
             if isinstance(value, DTensor):
                 local, box = value.to_local(), local_box(shape, value.device_mesh, value.placements)
+            if tuple(local.shape) != box[1]:
+                raise ValueError(f"{section}.{key}: holds {tuple(local.shape)}, and by its placements {box[1]}")
             yield Part(f"{section}.{key}", shape, *box, local.detach()), value
 
 
@@ -53,17 +55,18 @@ Table = dict[str, tuple[str, tuple[int, ...], int]]  # tensor -> dtype, shape, n
 
 
 class Plan:
-    """What this process writes. `first` is the lowest rank of its stage, `table` has all tensors of the stage."""
+    """What this process writes. `first`: the lowest rank of its stage, on whose mesh its DTensors lie, or itself if it
+    has none; `table`: all tensors of the stage."""
 
     def __init__(self, state: State) -> None:
         self.rank = self.first = dist.get_rank() if dist.is_initialized() else 0
         self.table: Table = {}
         self.parts: dict[str, Part] = {}  # those that this process writes
-        layouts: dict[Any, int] = {}
+        layouts: dict[Any, int] = {}  # of DTensors, numbered alike on all processes of the stage
+        plain_layouts: dict[Any, int] = {}  # of values that its first rank alone writes
         shares: dict[Any, list[int]] = {}  # bytes that each replica writes
         plain: dict[str, Part] = {}
         for part, value in local_parts(state):
-            layout: Any = None
             if isinstance(value, DTensor):
                 replica, count, lowest = _replicas(value.device_mesh, value.placements)
                 share = shares.setdefault(count, [0] * count)
@@ -72,10 +75,12 @@ class Plan:
                 if writer == replica:
                     self.parts[part.name] = part
                 self.first = min(self.first, lowest)
-                layout = value.device_mesh, value.placements, writer
+                # The files of each replica make a grid.
+                layout = _kind(part.name), part.shape, value.device_mesh, value.placements, writer
+                number = layouts.setdefault(layout, len(layouts))
             else:
                 plain[part.name] = part
-            number = layouts.setdefault((_kind(part.name), part.shape, layout), len(layouts))
+                number = -1 - plain_layouts.setdefault((_kind(part.name), part.shape), len(plain_layouts))
             self.table[part.name] = DTYPE_NAMES[part.local.dtype], part.shape, number
         if self.rank == self.first:  # values that are equal on all processes of the stage
             self.parts |= plain
@@ -123,7 +128,7 @@ def shared_tensors(tables: list[Table]) -> dict[str, int]:
 
 
 def tensor_entries(tables: list[Table], boxes: list[list[Any]]) -> dict[str, TensorEntry]:
-    """The manifest's entries, from the tables and boxes of all ranks, as JSON has brought them.
+    """The manifest's entries, from the tables and boxes of all ranks.
 
     Raises ValueError if the parts of a tensor do not cover it, or overlap: such a checkpoint could not be loaded.
     """
@@ -140,6 +145,6 @@ def tensor_entries(tables: list[Table], boxes: list[list[Any]]) -> dict[str, Ten
                 try:
                     grids[first, layout] = grid_of(shape, cut.get((first, layout), []))
                 except ValueError as error:
-                    raise ValueError(f"{name} of shape {shape}: {error}") from None
+                    raise ValueError(f"{name} of shape {list(shape)}: {error}") from None
             entries[name] = TensorEntry(dtype, grids[first, layout])
     return entries

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +28,16 @@ from titanlite.distributed.agreement import broadcast_from_rank0
 logger = logging.getLogger("titanlite")
 
 
-def resume(
-    folder: Path,
-    config: CheckpointConfig,
-    retention: Retention,
-    group: Any,
-    restore: Callable[[Path, Manifest, float], None],
-) -> int:
-    """Restores the state from the newest usable checkpoint and returns its step. All ranks call it together.
+def newest_usable(folder: Path, config: CheckpointConfig, retention: Retention, group: Any) -> tuple[Path, Manifest]:
+    """The newest checkpoint that is intact and finite, or that of `checkpoint.load_step`. All ranks call it together.
 
-    Raises ConfigError if none is usable, or the config contradicts it.
+    Raises ConfigError if none is usable.
     """
     steps: list[int] = broadcast_from_rank0(lambda: list_steps(folder))
     for step in reversed(_candidates(folder, steps, config.load_step, retention) if config.load_step else steps):
-        started, path = time.monotonic(), step_folder(folder, step)
+        path = step_folder(folder, step)
         if manifest := _usable(path, group):
-            restore(path, manifest, started)
-            if dist.get_rank() == 0:
-                for later in (later for later in list_steps(folder) if later > step):
-                    aside = set_aside(step_folder(folder, later), "superseded")
-                    logger.info("step %d is newer than the resumed step: renamed to %s", later, aside)
-            return step
+            return path, manifest
     if back_to := config.load_step:
         left = ", ".join(str(step) for step in steps if step != back_to) or "none"
         raise ConfigError(f"checkpoint.load_step = {back_to}: it is damaged or not finite; other steps: {left}")
@@ -89,11 +76,21 @@ def _usable(path: Path, group: Any) -> Manifest | None:
         problems, why = error.problems, "damaged"
     if not problems:
         return manifest
-    if dist.get_rank() == 0:
-        for problem in problems:
-            logger.warning("%s: %s", why, problem)
-        logger.warning("%s: renamed to %s", path, set_aside(path, why))
+    for problem in problems if dist.get_rank() == 0 else ():
+        logger.warning("%s: %s", why, problem)
+    logger.warning("%s: renamed to %s", path, broadcast_from_rank0(lambda: str(set_aside(path, why))))
     return None
+
+
+def set_aside_later(folder: Path, step: int) -> None:
+    """Renames the checkpoints that are newer than the step from which the run continues. All ranks call it together."""
+
+    def rename() -> list[list[Any]]:
+        later = [other for other in list_steps(folder) if other > step]
+        return [[other, str(set_aside(step_folder(folder, other), "superseded"))] for other in later]
+
+    for other, aside in broadcast_from_rank0(rename):
+        logger.info("step %d is newer than the resumed step: renamed to %s", other, aside)
 
 
 def require_compatible(

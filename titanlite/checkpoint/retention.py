@@ -69,14 +69,15 @@ class Retention:
         found = (self.read(step) for step in list_steps(self.folder))
         return [m for m in found if m and m.finite and not file_problems(step_folder(self.folder, m.step), m.files)]
 
-    def proven_up_to(self, step: int) -> int:
-        """The proven step, after it was lowered to `step`, with which a run goes back: later ones were of another."""
-        return self._mark(min(step, proven_step(self.folder.parent)))
+    def lower_proven(self, step: int) -> int:
+        """Lowers the mark to `step`, from which the run continues, and returns it: later steps were abandoned."""
+        proven = min(step, proven_step(self.folder.parent))
+        self._mark(proven)
+        return proven
 
-    def _mark(self, step: int) -> int:
-        with contextlib.suppress(OSError):  # it is then found out again
+    def _mark(self, step: int) -> None:
+        with contextlib.suppress(OSError):  # without the mark, a checkpoint counts as unproven
             replace_file(self.folder.parent / PROVEN, str(step).encode())
-        return step
 
     def prove(self, step: int, config: CheckpointConfig) -> None:
         """Marks the newest checkpoint as proven, and deletes what the rule does not keep."""

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.manifest import FileEntry, Manifest, RunMetadata
+from titanlite.checkpoint.manifest import FileEntry, Manifest, RunMetadata, TensorEntry
 from titanlite.checkpoint.plan import Plan, State, Table, shared_tensors, tensor_entries
 from titanlite.checkpoint.shard_file import Written, write_files
 from titanlite.config.files import make_folder, sync_folder, write_synced
@@ -85,7 +85,8 @@ def _together(own: Callable[[], Any], decide: Callable[[list[Any]], Any], group:
     try:
         value = own()
     except Exception as error:
-        problem = reason(error)
+        logger.debug("this process's part of the save failed", exc_info=True)
+        problem = (f"rank {dist.get_rank()}: " if group is not None else "") + reason(error)
     if results := gather_on_rank0((value, problem), group):  # rank 0
         problem = next((problem for _, problem in results if problem), "")
         try:
@@ -99,35 +100,37 @@ def _together(own: Callable[[], Any], decide: Callable[[list[Any]], Any], group:
 
 
 class _Save:
-    """The parts of a save. All ranks plan and write; rank 0 begins and commits, with the results of all."""
+    """The parts of a save, in order. All ranks plan and write; rank 0 begins and commits, with the results of all."""
 
-    name: str  # of the temporary folder
-    shared: dict[str, int]
-    manifest: Manifest | None = None
+    plan: Plan
+    entries: dict[str, TensorEntry]  # on rank 0
+    name: str  # of the temporary folder, and
+    shared: dict[str, int]  # tensors of several stages: what `begin` returns, on all ranks
+    manifest: Manifest | None = None  # on rank 0, when it is committed
 
     def __init__(self, folder: Path, step: int, extra_files: dict[str, bytes], facts: RunMetadata) -> None:
         self.folder, self.step, self.extra_files, self.facts = folder, step, extra_files, facts
 
-    def plan_writes(self, state: State, failure: Exception | None) -> Table:
+    def plan_writes(self, state: State, failure: Exception | None) -> tuple[Table, list[Any]]:
         if failure is not None:
             raise failure
         self.plan = Plan(state)
-        return self.plan.table if self.plan.rank == self.plan.first else {}
+        return self.plan.table if self.plan.rank == self.plan.first else {}, self.plan.boxes()
 
-    def begin(self, tables: list[Table]) -> tuple[str, dict[str, int]]:
-        self.tables = tables
+    def begin(self, plans: list[tuple[Table, list[Any]]]) -> tuple[str, dict[str, int]]:
+        tables = [table for table, _ in plans]
+        self.entries = tensor_entries(tables, [boxes for _, boxes in plans])
         temporary = self.folder / f"step-{self.step}.tmp-{secrets.token_hex(4)}"
         make_folder(temporary)
         return temporary.name, shared_tensors(tables)
 
-    def write(self) -> tuple[dict[str, Written], list[Any]]:
+    def write(self) -> dict[str, Written]:
         files = {self.folder / self.name / file: parts for file, parts in self.plan.files(self.shared).items()}
-        return {path.name: written for path, written in write_files(files).items()}, self.plan.boxes()
+        return {path.name: written for path, written in write_files(files).items()}
 
-    def commit(self, results: list[Any]) -> None:
+    def commit(self, results: list[dict[str, Any]]) -> None:
         temporary = self.folder / self.name
-        written = {file: Written(FileEntry(*entry), ok) for files, _ in results for file, (entry, ok) in files.items()}
-        entries = tensor_entries(self.tables, [boxes for _, boxes in results])
+        written = {file: Written(FileEntry(*entry), ok) for own in results for file, (entry, ok) in own.items()}
         files = {name: file.entry for name, file in written.items()}
         for name, content in self.extra_files.items():
             write_synced(temporary / name, content)
@@ -138,7 +141,7 @@ class _Save:
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             torch=torch.__version__,
             files=files,
-            tensors=entries,
+            tensors=self.entries,
             **self.facts._asdict(),
         )
         write_synced(temporary / manifests.NAME, manifests.to_text(manifest).encode())

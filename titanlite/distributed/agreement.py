@@ -3,8 +3,8 @@
 What it is: `gather` gives every rank the values of all, `broadcast` that of rank 0, and the other functions decide from
 these. What they decide is therefore the same everywhere: an error on one rank is an error on all, and no rank waits for
 one that has left. All ranks of the group call each function together.
-What it costs: one or two messages per rank and two broadcasts of CPU tensors over gloo. Used while a run starts, loads
-and saves, never within a step.
+What it costs: two messages per rank to rank 0, and two broadcasts, of CPU tensors over gloo. Used while a run starts,
+loads and saves, never within a step.
 Values travel as JSON: `all_gather_object` would unpickle bytes that another process sent.
 """
 
@@ -37,18 +37,18 @@ def gather_on_rank0(value: Any, group: Any = None) -> list[Any]:
     """The JSON values of all ranks on rank 0 of the group, which receives them in turn; an empty list on the others."""
     if _alone(group):
         return [value]
-    content, ranks = _encode(value), dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
-    dist.all_gather(lengths, torch.tensor([len(content)]), group=group)
     if dist.get_rank(group) != 0:
+        content = _encode(value)
+        dist.send(torch.tensor([len(content)]), group=group, group_dst=0)
         dist.send(content, group=group, group_dst=0)
         return []
-    values = [value]
-    for rank in range(1, ranks):
-        content = torch.empty(int(lengths[rank]), dtype=torch.uint8)
-        dist.recv(content, group=group, group_src=rank)
-        values.append(_decode(content))
-    return values
+    contents = []
+    for rank in range(1, dist.get_world_size(group)):
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, group=group, group_src=rank)
+        contents.append(torch.empty(int(length), dtype=torch.uint8))
+        dist.recv(contents[-1], group=group, group_src=rank)
+    return [value, *map(_decode, contents)]
 
 
 def broadcast(value: Any, group: Any = None) -> Any:
@@ -79,10 +79,29 @@ def _decode(content: Tensor) -> Any:
     return read_message(content.numpy().tobytes())
 
 
-def raise_together(problems: list[str], group: Any = None) -> None:
-    """Raises ConfigError on all ranks, with the problems of all, if any rank has one."""
-    if found := list(dict.fromkeys(problem for own in gather(problems, group) for problem in own)):
-        raise ConfigError(found)
+def on_all_ranks(work: Callable[[], Any], group: Any = None, expected: type[ConfigError] = ConfigError) -> Any:
+    """What `work` returns on this rank. If it raises on any rank, all raise, with the problems of all.
+
+    That is `expected` if no rank has another error, ConfigError if all errors are such, and otherwise RuntimeError, or
+    on the ranks that have it their own error.
+    """
+    result, unexpected, problems, kind = None, None, [], -1
+    try:
+        result = work()
+    except ConfigError as error:
+        problems, kind = error.problems, 0 if isinstance(error, expected) else 1
+    except Exception as error:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        problems, kind, unexpected = [f"rank {rank}: {type(error).__name__}: {str(error)[:200]}"], 2, error
+    everyone = gather((kind, problems), group)
+    if (worst := max(kind for kind, _ in everyone)) < 0:
+        return result
+    if unexpected is not None:
+        raise unexpected
+    found = list(dict.fromkeys(problem for kind, own in everyone if kind == worst for problem in own))
+    if worst == 2:
+        raise RuntimeError("; ".join(found))
+    raise (ConfigError if worst else expected)(found)
 
 
 def broadcast_from_rank0(find: Callable[[], Any]) -> Any:

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
-from titanlite.checkpoint.manifest_reader import read_manifest
+from titanlite.checkpoint.manifest_reader import read_file, read_manifest
 from titanlite.checkpoint.plan import Part, local_parts
 from titanlite.checkpoint.read import find_step_folder, read_step, verify_files, verify_together
 from titanlite.checkpoint.state import ModelState
 from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.config.schema import CheckpointConfig, ConfigError, suggestion
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.distributed.agreement import broadcast_from_rank0, raise_together
+from titanlite.distributed.agreement import broadcast_from_rank0, on_all_ranks
 from titanlite.formats.detect import is_step_folder, open_full_state
 from titanlite.formats.full_state import BLOCK, FullState, FullTensor, Record
 from titanlite.model.flavors import LlamaConfig
@@ -122,7 +122,7 @@ def read_weights(
         # Divided among the ranks of a node, because each node may have another copy.
         share = slice(int(os.environ.get("LOCAL_RANK", 0)), None, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         on_all_ranks(lambda: require_intact(full, share=share))
-        _compare_tokenizers(full, tokenizer)
+        _compare_tokenizers(path, full.about.tokenizer, tokenizer)
         on_all_ranks(lambda: _fill(full, state, model))
         return path
     # Rank 0 chooses for all: the run it belongs to may be saving another one now.
@@ -133,14 +133,15 @@ def read_weights(
         raise CorruptCheckpoint([*error.problems, _other_steps(folder)]) from None
     if not manifest.finite:
         raise ConfigError(f"{folder}: holds NaN or infinity; choose another step")
-    _compare_tokenizers(open_full_state(folder), tokenizer)
-    read_step(folder, {"model": state}, manifest, group)
+    if "tokenizer.model" in manifest.files:
+        _compare_tokenizers(folder, on_all_ranks(lambda: read_file(folder, manifest, "tokenizer.model")), tokenizer)
+    read_step(folder, manifest, {"model": state}, group)
     return folder
 
 
-def _compare_tokenizers(full: FullState, tokenizer: bytes) -> None:
-    if full.about.tokenizer not in (None, tokenizer):
-        logger.warning("%s: was trained with another tokenizer; its embeddings belong to other tokens", full.path)
+def _compare_tokenizers(path: Path, saved: bytes | None, tokenizer: bytes) -> None:
+    if saved not in (None, tokenizer):
+        logger.warning("%s: was trained with another tokenizer; its embeddings belong to other tokens", path)
 
 
 def _fill(full: FullState, state: dict[str, Any], model: LlamaConfig) -> None:
@@ -204,19 +205,6 @@ def _read_rows(source: FullTensor, part: Part) -> None:
         for start in range(0, height, rows):
             stop = min(start + rows, height)
             target[start:stop] = source.read(top + start, top + stop)[(slice(None), *sides)]
-
-
-def on_all_ranks(work: Callable[[], Any]) -> Any:
-    """What `work()` returns. If it raises on any process, all raise ConfigError with the problems of all."""
-    result, problems = None, []
-    try:
-        result = work()
-    except ConfigError as error:
-        problems = error.problems
-    except Exception as error:
-        problems = [f"{type(error).__name__}: {str(error)[:200]}"]
-    raise_together(problems)
-    return result
 
 
 def mismatches(full: FullState, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
