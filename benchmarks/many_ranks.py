@@ -65,41 +65,43 @@ def state_of(flavor: str, ranks: int, rank: int) -> dict[str, dict[str, Any]]:
     return {"model": weights, "optimizer": moments | {f"state.{n}.step": torch.zeros(()) for n in weights}}
 
 
-def boxes_of(state: dict[str, dict[str, Any]], rank: int) -> dict[str, tuple[Any, Any]]:
-    """Offsets and sizes of a rank's part of each DTensor."""
-    from torch.distributed.tensor import DTensor
+def box_of(value: Any, rank: int) -> tuple[Any, Any]:
+    """Offsets and sizes of a rank's part of a DTensor."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-    known: dict[Any, tuple[Any, Any]] = {}
-    boxes = {}
-    for name, value in flat(state).items():
-        if isinstance(value, DTensor):
-            key = (value.shape, value.placements)
-            if key not in known:
-                mesh = value.device_mesh
-                place = (mesh.mesh == rank).nonzero()[0].tolist()
-                shape = tuple(mesh.shape)
-                known[key] = _compute_local_shape_and_global_offset(value.shape, shape, place, value.placements)[::-1]
-            boxes[name] = known[key]
-    return boxes
+    mesh = value.device_mesh
+    place = (mesh.mesh == rank).nonzero()[0].tolist()
+    sizes, offsets = _compute_local_shape_and_global_offset(value.shape, tuple(mesh.shape), place, value.placements)
+    return tuple(offsets), tuple(sizes)
 
 
 def flat(state: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {f"{part}.{name}": value for part, own in state.items() for name, value in own.items()}
 
 
-def pretended_report(state: dict[str, dict[str, Any]], table: dict[str, Any], rank: int) -> list[Any]:
-    """What `Plan.boxes` gives on another rank: its part of one tensor of each layout that it writes."""
+def examples(state: dict[str, dict[str, Any]], table: dict[str, Any]) -> dict[int, tuple[str, Any, int | None]]:
+    """Layout -> name and value of its last tensor, and which replica writes it: replicas, along tp, take turns."""
+    from torch.distributed.tensor import DTensor
+
+    found: dict[int, tuple[str, Any, int | None]] = {}
+    turns = itertools.count()
+    for name, value in flat(state).items():
+        if isinstance(value, DTensor):
+            writer = next(turns) % value.device_mesh.size(1) if value.placements[1].is_replicate() else None
+            found[table[name][2]] = (name, value, writer)
+    return found
+
+
+def pretended_report(layouts: dict[int, tuple[str, Any, int | None]], rank: int) -> list[Any]:
+    """What `Plan.boxes` gives on another rank: its box in each layout that it writes."""
     from titanlite.checkpoint.grid import Box
 
-    values, boxes, turns = flat(state), {}, itertools.count()
-    for name, (offsets, sizes) in boxes_of(state, rank).items():
-        mesh, layout = values[name].device_mesh, table[name][2]
-        if values[name].placements[1].is_replicate() and next(turns) % mesh.size(1) != rank % mesh.size(1):
-            continue  # the replicas of a tensor, along tp, take turns
-        file = f"{'model' if name.startswith('model.') else 'training'}-{rank:05}.safetensors"
-        boxes[layout] = (0, layout, Box(file, tuple(offsets), tuple(sizes)))
-    return list(boxes.values())
+    boxes = []
+    for layout, (name, value, writer) in layouts.items():
+        if writer is None or writer == rank % value.device_mesh.size(1):
+            file = f"{'model' if name.startswith('model.') else 'training'}-{rank:05}.safetensors"
+            boxes.append((0, layout, Box(file, *box_of(value, rank))))
+    return boxes
 
 
 def launch_rate(work: Callable[[], Any]) -> tuple[float, float]:
@@ -129,12 +131,13 @@ def measure(flavor: str, ranks: int) -> dict[str, Any]:
     plan, plan_seconds = timed(lambda: Plan(state))
     own, other = plan.boxes(), ranks // 2 + 1
     planned = report.child([sys.executable, __file__, "--flavor", flavor, "--one", "boxes", str(ranks), str(other)])
-    pretended = json.loads(json.dumps(pretended_report(state, plan.table, other)))
+    layouts = examples(state, plan.table)
+    pretended = json.loads(json.dumps(pretended_report(layouts, other)))
     assert sorted(planned["boxes"]) == sorted(pretended), "another rank plans something else"
     entry = FileEntry(1 << 40, "0" * 64)  # longer than any tensor: the reader compares
     messages = []
     for rank in range(ranks):
-        boxes = pretended_report(state, plan.table, rank) if rank else own
+        boxes = pretended_report(layouts, rank) if rank else own
         files = {box.file: (entry, True) for _, _, box in boxes}
         messages.append(json.dumps(((files, boxes), "")).encode())
 
@@ -196,16 +199,21 @@ def measure_stock(flavor: str, ranks: int) -> dict[str, Any]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import SavePlan
 
+    from titanlite.checkpoint.plan import Plan
+
     state = state_of(flavor, ranks, 0)
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
     local, plan_seconds = timed(planner.create_local_plan)
-    sent = []
+    table, sent = Plan(state).table, []
     for rank in range(ranks):
-        boxes, items = boxes_of(state, rank), []
+        # A layout differs between tensors of one kind by its writer only, so its box is that of all of them.
+        boxes = {layout: box_of(value, rank) for layout, (_, value, _) in examples(state, table).items()}
+        items = []
         for item in local.items:
-            if item.index.fqn in boxes:
-                chunk = ChunkStorageMetadata(*map(Size, boxes[item.index.fqn]))
+            layout = table[item.index.fqn][2]
+            if layout in boxes:
+                chunk = ChunkStorageMetadata(*map(Size, boxes[layout]))
                 index = dataclasses.replace(item.index, offset=chunk.offsets)
                 data = dataclasses.replace(item.tensor_data, chunk=chunk)
                 item = dataclasses.replace(item, index=index, tensor_data=data)
