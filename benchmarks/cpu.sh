@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs every benchmark that can run on a CPU; results go to benchmarks/results/. Takes an hour on two cores of an otherwise
+# Runs every benchmark that can run on a CPU; results go to benchmarks/results/. Takes an hour and a half on two cores of an otherwise
 # idle machine. Needs the environment of ./run_tests.sh (transformers is a development dependency).
 set -euo pipefail
 cd "$(dirname "$0")/.."
-for part in startup data overhead vs_transformers throughput levers scaling checkpoint convert verify first_run; do
+for part in startup data overhead vs_transformers throughput levers scaling checkpoint many_ranks convert verify first_run busy; do
     echo "== $part"
     python3 "benchmarks/$part.py"
 done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from messages import assert_mentions
 
-from titanlite.cli.main import main
+from titanlite.cli.main import limit_spinning, main
 from titanlite.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -57,3 +58,17 @@ def test_mistakes_are_one_line_and_exit_code_2(argv, expected, capsys, monkeypat
     error = capsys.readouterr().err
     assert_mentions(error, *expected)
     assert error.count("\n") == 1
+
+
+def test_threads_spin_less_unless_the_environment_says_otherwise(monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    limit_spinning()
+    assert os.environ["GOMP_SPINCOUNT"] == "2000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    limit_spinning()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    limit_spinning()
+    assert "GOMP_SPINCOUNT" not in os.environ

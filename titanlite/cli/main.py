@@ -31,8 +31,19 @@ USAGE = """usage: titanlite COMMAND ...
 `titanlite COMMAND --help` lists the options."""
 
 
+def limit_spinning() -> None:
+    """Makes OpenMP threads wait less actively for each other, unless the environment says how they wait.
+
+    By default, GNU OpenMP repeats a test 300,000 times before a thread sleeps. If another process needs one of the
+    cores, threads spin while the one that they wait for does not run. The number is a compromise: see docs/gpu.md.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "2000"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; returns its exit code: 0, or 2 for wrong input."""
+    limit_spinning()  # before torch is imported, here or in a process that is started
     arguments = sys.argv[1:] if argv is None else argv
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in ("-h", "--help"):
