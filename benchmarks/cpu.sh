@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every benchmark that can run on a CPU; results go to benchmarks/results/. Takes an hour and a half on two cores of an otherwise
+# Runs every benchmark that can run on a CPU; results go to benchmarks/results/. Takes more than an hour on two cores of an otherwise
 # idle machine. Needs the environment of ./run_tests.sh (transformers is a development dependency).
 set -euo pipefail
 cd "$(dirname "$0")/.."

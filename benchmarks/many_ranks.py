@@ -11,7 +11,7 @@ checks that this is what that rank plans. Nothing of the tensors is read or writ
 
 `--stock`: the same with the planner of torch.distributed.checkpoint: its local plan, unpickling the plans of all ranks,
 removing duplicates and checking (`create_global_plan`), and pickling them again. It is measured for these numbers of
-ranks only, because a thousand take a quarter of an hour. The manifest of format 1, which listed all parts, is made and
+ranks only, because its time grows with them. The manifest of format 1, which listed all parts, is made and
 read for comparison.
 """
 
@@ -260,7 +260,7 @@ def main() -> None:
     parser.add_argument("--flavor", default="llama3_405b")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:  # in a process of its own
+    if options.one:  # in a separate process
         kind, ranks, *rank = options.one
         if kind == "boxes":
             from titanlite.checkpoint.plan import Plan

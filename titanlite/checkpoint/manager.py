@@ -102,7 +102,8 @@ class Checkpointer:
         from titanlite.checkpoint.read import load_states, read_step
         from titanlite.checkpoint.resume import require_compatible, training_changes
 
-        require_compatible(path, manifest, self.facts.config, self.extra_files, self.config)
+        ours = self.facts.config, self.extra_files, self.config
+        broadcast_from_rank0(lambda: require_compatible(path, manifest, *ours))
         verified = time.monotonic()
         state = self._state()
         read_step(path, manifest, state, self.group)

@@ -4,7 +4,7 @@ What it is: the processes of a pipeline stage hold parts of the same tensors, as
 replicated, one of the replicas writes it; they take turns, so that each writes about as many bytes. All processes of
 the stage know the placements, so all come to the same result, and none asks another.
 Why it is here: the planner of torch.distributed.checkpoint sends all plans to rank 0 as pickles, compares them there
-and sends them back. For Llama 3 405B that takes half a minute of Python on 8 ranks, and longer on more of them.
+and sends them back. For Llama 3 405B on 8 ranks that takes half a minute of Python, most of it for a rank's own plan.
 What it costs: rank 0 receives the table of each stage, and from every rank a box for each of about 20 layouts.
 """
 

@@ -100,20 +100,7 @@ def require_compatible(
     files: dict[str, bytes],
     section: CheckpointConfig,
 ) -> None:
-    """Raises ConfigError with every setting in which the checkpoint contradicts the current `config` and `files`.
-
-    All ranks call it together; rank 0 compares.
-    """
-    broadcast_from_rank0(lambda: _compare(folder, manifest, config, files, section))
-
-
-def _compare(
-    folder: Path,
-    manifest: Manifest,
-    config: dict[str, dict[str, Any]],
-    files: dict[str, bytes],
-    section: CheckpointConfig,
-) -> None:
+    """Raises ConfigError with every setting in which the checkpoint contradicts the current `config` and `files`."""
     try:
         saved = {name: read_file(folder, manifest, name) for name in ("model.json", "data.json")}
         was = _compatibility_settings(manifest.config, saved)
