@@ -41,6 +41,7 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.run_folder import claim_folder
 from titanlite.distributed.signals import Requests
 from titanlite.distributed.watchdog import Watchdog
+from titanlite.model.attention import attention_kernel
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.observe.logging import log_to_file, setup_logging
@@ -49,7 +50,6 @@ from titanlite.observe.validation import Validator
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
-from titanlite.parallel.attention import attention_kernel
 from titanlite.parallel.auto import resolve_auto
 from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.rules import check_layout, unused_settings

@@ -97,7 +97,7 @@ def test_names_that_only_gpus_use_can_be_imported():
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     assert callable(enable_symm_mem_for_group)
-    assert hasattr(inductor, "_micro_pipeline_tp")
+    assert all(hasattr(inductor, name) for name in torch_private.OVERLAP_TENSOR_PARALLEL)
     torch_private.set_ring_rotation("alltoall")
     with pytest.raises(NotImplementedError):
         torch_private.set_ring_rotation("by pigeon")

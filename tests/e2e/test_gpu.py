@@ -13,8 +13,8 @@ from titanlite.checkpoint.async_save import AsyncSaver
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.storage import write_step
 from titanlite.data.to_device import prefetch
+from titanlite.model.attention import attention_kernel
 from titanlite.model.flavors import FLAVORS
-from titanlite.parallel.attention import attention_kernel
 from titanlite.parallel.float8 import float8_linear
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

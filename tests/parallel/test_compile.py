@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -31,6 +33,29 @@ def test_compiled_blocks_give_the_same_gradients_and_compile_once(mode):
         apply_ac(model, RecomputeConfig(mode=mode))
     assert_same(gradients(model), expected, rtol=1e-5, atol=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "three blocks, one graph"
+
+
+def test_both_graphs_of_a_block_are_compiled_for_async_tp(monkeypatch):
+    """On CUDA the backward runs, and is compiled, in another thread than the forward."""
+    from functorch.compile import make_boxed_func
+    from torch._inductor import compile_fx, config
+
+    found = []
+
+    def record(graph, inputs, is_backward=False, **rest):
+        found.append((threading.current_thread().name, is_backward, config._micro_pipeline_tp))
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", functools.partial(compile_fx.compile_fx, inner_compile=record))
+    for async_tp in (True, False):
+        torch._dynamo.reset()
+        model = small_model()
+        apply_compile(model, "inductor", RecomputeConfig(), async_tp)
+        backward = threading.Thread(target=model(torch.zeros(2, 16, dtype=torch.long)).sum().backward, name="backward")
+        backward.start()
+        backward.join()
+        assert found == [("MainThread", False, async_tp), ("backward", True, async_tp)]
+        found.clear()
 
 
 @pytest.fixture

@@ -107,16 +107,19 @@ def set_activation_memory_budget(budget: float) -> None:
         functorch.unsafe_treat_script_objects_as_zero_size = budget < 1
 
 
-def enable_async_tp(group: ProcessGroup) -> None:
-    """Lets the compiler split matmuls to overlap them with tensor parallel's communication (arXiv 2105.05720).
+# Option of inductor: it splits matmuls to overlap them with tensor parallel's communication (arXiv 2105.05720). There
+# is no public switch. It must be an option of the call of `torch.compile`: from 2.13 on a global setting holds for one
+# thread, and on CUDA the backward is compiled in another. Checked: 2.11, 2.13, that both graphs get it.
+OVERLAP_TENSOR_PARALLEL: dict[str, Any] = {"_micro_pipeline_tp": True}
 
-    There is no public switch, and the pass skips groups without the deprecated second call (pytorch#193027). Read in
-    the sources of 2.11 and 2.13; not run, since it needs several GPUs.
+
+def use_symmetric_memory(group: ProcessGroup) -> None:
+    """Without this deprecated call the compiler does not overlap the communication of a group (pytorch#193027).
+
+    Read in the sources of 2.11 and 2.13; not run, since it needs several GPUs.
     """
-    from torch._inductor import config as inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    inductor._micro_pipeline_tp = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(group.group_name)

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.model.attention import attention
 from titanlite.model.flavors import LlamaConfig
 
 
@@ -86,7 +87,7 @@ class CausalAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (B, H, S, Dh), k and v (B, K, S, Dh) -> (B, H, S, Dh). A single query attends to all keys."""
         causal = q.shape[2] > 1
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        return attention(q, k, v, causal=causal)
 
 
 class Attention(nn.Module):

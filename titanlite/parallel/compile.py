@@ -22,7 +22,11 @@ from typing import Any
 import torch
 
 from titanlite.config.schema import RecomputeConfig
-from titanlite.distributed.torch_private import has_triton_package, set_activation_memory_budget
+from titanlite.distributed.torch_private import (
+    OVERLAP_TENSOR_PARALLEL,
+    has_triton_package,
+    set_activation_memory_budget,
+)
 
 
 @functools.cache
@@ -45,8 +49,9 @@ def missing_for_inductor(device_type: str) -> str:
     return f"{program} finds no Python.h (Debian and Ubuntu: apt install python3-dev)" if done.returncode else ""
 
 
-def apply_compile(model: Any, backend: str, recompute: RecomputeConfig) -> None:
+def apply_compile(model: Any, backend: str, recompute: RecomputeConfig, async_tp: bool = False) -> None:
     """Replaces each block's forward by its compiled version; with `fullgraph` a graph break is an error."""
+    options = OVERLAP_TENSOR_PARALLEL if async_tp else None  # inductor's
     set_activation_memory_budget(recompute.budget if recompute.mode == "memory_budget" else 1.0)
     for block in model.layers.values():
-        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+        block.forward = torch.compile(block.forward, backend=backend, options=options, fullgraph=True)

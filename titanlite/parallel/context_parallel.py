@@ -38,7 +38,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -46,6 +45,7 @@ from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from titanlite.config.schema import ConfigError
 from titanlite.distributed.torch_private import set_ring_rotation
+from titanlite.model.attention import attention
 
 HEAD_SHARD, SEQUENCE_SHARD = Shard(1), Shard(2)  # of a tensor (B, heads, S, Dh)
 
@@ -125,7 +125,7 @@ def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, mask
     outputs = []
     for chunk, index, mask in zip(q.chunk(2, dim=2), (rank, 2 * size - 1 - rank), masks, strict=True):
         keys, values = torch.cat([chunks[i] for i in order[: index + 1]], dim=3)  # each (B, K, (index + 1) S/2cp, Dh)
-        outputs.append(F.scaled_dot_product_attention(chunk, keys, values, mask, enable_gqa=q.shape[1] != k.shape[1]))
+        outputs.append(attention(chunk, keys, values, mask))
     return torch.cat(outputs, dim=2)
 
 
@@ -136,11 +136,11 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh) -> Tens
         return DTensor.from_local(x, mesh, [source]).redistribute(placements=[target]).to_local()
 
     q, k, v = (exchange(x, SEQUENCE_SHARD, HEAD_SHARD) for x in (q, k, v))  # (B, H/cp or K/cp, S, Dh)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    out = attention(q, k, v, causal=True)
     return exchange(out, HEAD_SHARD, SEQUENCE_SHARD)  # (B, H, S/cp, Dh)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Plain attention, which `context_parallel` turns into a ring; keys and values are repeated for each query head."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return attention(q, k, v, causal=True)

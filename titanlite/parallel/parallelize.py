@@ -83,7 +83,7 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
     if config.compile.enabled == "true":
         from titanlite.parallel.compile import apply_compile
 
-        apply_compile(model, config.compile.backend, config.recompute)
+        apply_compile(model, config.compile.backend, config.recompute, config.parallel.async_tp)
     if config.recompute.mode == "full":  # outside the compiled graph: a block keeps only its input
         from titanlite.parallel.activation_checkpoint import apply_ac
 

@@ -19,7 +19,6 @@ from titanlite.config.schema import Config
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.watchdog import mark_phase
 from titanlite.optim.loss import SummedLoss, cross_entropy_sum
-from titanlite.parallel.attention import preferred_attention
 from titanlite.parallel.fsdp import set_gradient_reduction
 
 Scope = contextlib.AbstractContextManager[Any]
@@ -70,7 +69,7 @@ class Stages:
     @contextlib.contextmanager
     def _ready(self, tokens: Tensor, labels: Tensor) -> Any:
         """The context of a forward and backward; yields this rank's part of the batch."""
-        with preferred_attention(self.mesh.device_type), self.loss_scope(), self.shard_batch(tokens, labels) as part:
+        with self.loss_scope(), self.shard_batch(tokens, labels) as part:
             yield part
 
     def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor, last: bool = True) -> Tensor:

@@ -48,7 +48,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from titanlite.config.schema import ConfigError
-from titanlite.distributed.torch_private import enable_async_tp
+from titanlite.distributed.torch_private import use_symmetric_memory
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.chunked_loss import DeferredOutput, WeightHolder
 
@@ -111,17 +111,17 @@ def apply_tp(model: Any, mesh: DeviceMesh, async_tp: bool) -> None:
     # torch 2.13 warns that an output which is a view must not be changed in place; the logits are not.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     if async_tp:
-        _enable_async_tp(mesh)
+        _prepare_async_tp(mesh)
 
 
-def _enable_async_tp(mesh: DeviceMesh) -> None:
-    """Overlaps matmuls with communication. Raises ConfigError if the hardware does not support it."""
+def _prepare_async_tp(mesh: DeviceMesh) -> None:
+    """Lets the compiler overlap matmuls with communication. Raises ConfigError if the hardware does not support it."""
     if mesh.device_type != "cuda" or torch.cuda.get_device_capability() < (9, 0):
         raise ConfigError(
             "parallel.async_tp = true needs symmetric memory: CUDA devices of compute capability 9.0 (H100) or "
             "later, linked with NVLink; set it to false"
         )
-    enable_async_tp(mesh.get_group())
+    use_symmetric_memory(mesh.get_group())
 
 
 def loss_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
