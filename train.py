@@ -56,6 +56,7 @@ from titanlite.parallel.rules import check_layout, unused_settings
 from titanlite.parallel.stages import Stages
 
 logger = logging.getLogger("titanlite")
+SAMPLE_BYTES = 8 << 30  # the largest model, in CPU memory, that generates a sample at the end
 
 
 def main(config: Config) -> int:
@@ -168,7 +169,7 @@ def main(config: Config) -> int:
     garbage.close()
     finished = progress.step >= training.steps
     if finished:
-        log_end(config, folder, progress.step, tokenizer)
+        log_end(config, folder, progress.step, tokenizer, llama)
     else:
         logger.info(f"stopped after step {progress.step} of {training.steps}; the same command resumes from here")
     requests.restore()
@@ -213,12 +214,16 @@ def log_start(config: Config, llama: LlamaConfig, mesh: Mesh, device: torch.devi
     )
 
 
-def log_end(config: Config, folder: Path, step: int, tokenizer: Tokenizer) -> None:
+def log_end(config: Config, folder: Path, step: int, tokenizer: Tokenizer, llama: LlamaConfig) -> None:
     """Rank 0 logs the results, a sample from the checkpoint just written, and what to try next."""
     if dist.get_rank() != 0:
         return
     logger.info(f"\ndone: {step} steps. In {folder}:\n  checkpoints/step-{step}  metrics.jsonl  log.txt  config.toml")
-    if config.run.sample_tokens:
+    size = 4 * llama.num_parameters
+    if config.run.sample_tokens and size > SAMPLE_BYTES:
+        limit = f"at most {SAMPLE_BYTES / 1e9:.1f} GB are used for a sample"
+        logger.info(f"\nno sample: in fp32 the model takes {size / 1e9:.1f} GB of CPU memory; {limit}")
+    elif config.run.sample_tokens:
         text = "\n".join(f"  | {line}" for line in sample(config, folder, step, tokenizer).splitlines())
         logger.info("\na sample (temperature 0.7, top-k 50):\n%s", text)
     quoted_folder = shlex.quote(str(folder))

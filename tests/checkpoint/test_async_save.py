@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -199,15 +200,15 @@ def test_minutes_are_counted_by_one_clock(pool, arguments, tmp_path):
 def fail_to_stage(folder: Path, mode: str) -> str:
     """Rank 1 has no memory for the copy."""
 
-    def on_host(self, state):
+    def copy(state, also_host, ready):
         raise MemoryError("no memory left")
 
     def write(state, group, failure):
         write_step(folder, 1, state, {}, RunMetadata({}, {}, ""), group, failure)
 
-    if dist.get_rank() == 1:
-        AsyncSaver._on_host = on_host
     saver = AsyncSaver(mode, 0, CPU)
+    if dist.get_rank() == 1:
+        saver.staging = SimpleNamespace(copy=copy)
     with pytest.raises(SaveError) as caught:
         saver.save(lambda: {"model": {f"weight.{dist.get_rank()}": torch.ones(10)}}, write)
         saver.wait_for_staging()

@@ -14,7 +14,7 @@ from messages import refused
 
 from titanlite.config.schema import LISTENER
 from titanlite.distributed import process_group
-from titanlite.distributed.process_group import JoinError, backend, device_type, start, use_loopback
+from titanlite.distributed.process_group import JoinError, backend, device_type, open_device, start, use_loopback
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,35 @@ def test_cuda_without_a_device_is_refused(monkeypatch):
 def test_nccl_comes_with_gloo_for_cpu_memory():
     assert backend("cuda") == "cpu:gloo,cuda:nccl"
     assert backend("cpu") == "gloo"
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine with CUDA devices, as far as the process group asks. Returns the recorded calls."""
+    calls = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.update(device=device))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: calls.update(options, backend=backend))
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # remembered, and restored at the end
+        monkeypatch.delenv(name)
+    return calls
+
+
+def test_each_process_of_a_node_has_a_gpu_and_nccl_connects_at_once(gpus, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    device = start("auto", 30, 5)
+    assert device == gpus["device"] == gpus["device_id"] == torch.device("cuda", 3)
+    assert gpus["backend"] == "cpu:gloo,cuda:nccl"
+    assert gpus["timeout"] == timedelta(seconds=30)
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_users_allocator_settings_are_kept(gpus, monkeypatch, name):
+    monkeypatch.setenv(name, "max_split_size_mb:128")
+    open_device("cuda")
+    assert [v for k, v in os.environ.items() if k.endswith("ALLOC_CONF")] == ["max_split_size_mb:128"]
 
 
 def start_alone() -> tuple[int, int, str, str]:

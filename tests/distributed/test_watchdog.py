@@ -59,6 +59,24 @@ def test_a_rank_that_hangs_before_it_closes_is_named(pool, tmp_path):
     assert "hang_before_closing" in (tmp_path / "hang/rank-1.txt").read_text()
 
 
+def stands_still(folder: Path, computes_here: bool, on_host: bool) -> float:
+    """Seconds that this process seems to stand still after it has computed for 1.5 s."""
+    watchdog = Watchdog(CommConfig(), folder, lambda: 0, computes_here)
+    mark_phase("computing", on_host=on_host)
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        pass
+    still = watchdog._own.still
+    watchdog.close()
+    return still
+
+
+@pytest.mark.parametrize(("computes_here", "on_host"), [(True, False), (False, True), (False, False)])
+def test_cpu_time_is_progress_unless_a_gpu_may_be_waited_for(pool, tmp_path, computes_here, on_host):
+    (still,) = pool.run(1, stands_still, tmp_path, computes_here, on_host)
+    assert (still < 0.6) == (computes_here or on_host), still
+
+
 def errors_of_threads(folder: Path) -> list[str]:
     errors: list[str] = []
     threading.excepthook = lambda arguments: errors.append(repr(arguments.exc_value))

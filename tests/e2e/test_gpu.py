@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 
 import pytest
 import torch
+from launches import alive, finish, start, wait_for_step, workers
 from runs import curve, rows, train_run, train_until, validation
 from safetensors.torch import load_file
 
@@ -16,8 +20,15 @@ from titanlite.data.to_device import prefetch
 from titanlite.model.attention import attention_kernel
 from titanlite.model.flavors import FLAVORS
 from titanlite.parallel.float8 import float8_linear
+from titanlite.verify.pool import Pool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Its workers join with NCCL and gloo, as training does."""
+    return Pool(["train", "tomllib", "pytest"], device="cuda")
 
 
 def test_bf16_on_the_gpu_follows_fp32_on_the_cpu(pool, arguments, tmp_path):
@@ -94,6 +105,32 @@ def test_verify_on_one_gpu(tmp_path):
     assert verify(["debug", "--run.device=cuda", "--processes=1"]) == 0
 
 
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@needs_two
+def test_verify_on_two_gpus():
+    from titanlite.cli.verify import run as verify
+
+    assert verify(["debug", "--run.device=cuda", "--processes=2", "--quick"]) == 0
+
+
+@needs_two
+@pytest.mark.parametrize(("number", "codes"), [(signal.SIGKILL, {1, 124}), (signal.SIGSTOP, {124})])
+def test_a_process_that_is_lost_ends_the_run(arguments, tmp_path, number, codes):
+    """NCCL does not report it: the launcher or the watchdog does."""
+    long = ["--run.device=cuda", "--training.steps=1000000", "--validation.freq=0", "--comm.step_timeout_seconds=10"]
+    process = start([*arguments, *long], NGPU="2")
+    wait_for_step(tmp_path / "debug", 5, process)
+    pids = workers(process)
+    os.kill(pids[1], number)
+    lost = time.monotonic()
+    code, output = finish(process)
+    assert code in codes, output
+    assert time.monotonic() - lost < 10 + 5
+    assert not any(alive(pid) for pid in pids)
+
+
 def test_cpu_offload_follows_plain_training(pool, arguments, tmp_path):
     run = [*arguments, "--run.device=cuda", "--training.compute_dtype=float32"]
     assert pool.run(1, train_run, [*run, "--run.name=plain"], timeout=120) == [0]
@@ -110,6 +147,15 @@ def test_resume_on_the_gpu(pool, arguments, tmp_path, compiled):
     assert pool.run(1, train_run, [*run, "--run.name=stopped"], timeout=300) == [0]
     for step, values in curve(tmp_path / "whole").items():
         assert curve(tmp_path / "stopped")[step] == pytest.approx(values, rel=1e-3)
+
+
+def segments_that_grow() -> set[bool]:
+    kept = torch.zeros(1000, device="cuda")
+    return {segment["is_expandable"] for segment in torch.cuda.memory_snapshot() if kept.is_cuda}
+
+
+def test_memory_is_allocated_in_segments_that_grow(pool):
+    assert pool.run(1, segments_that_grow, timeout=120) == [{True}]
 
 
 def change_after_staging(folder, mode: str) -> None:

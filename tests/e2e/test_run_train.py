@@ -13,6 +13,7 @@ from launches import ROOT, alive, environment, finish, start, wait_for_step, wor
 from messages import assert_mentions
 from runs import curve, train_run
 
+import train
 from titanlite.distributed.run_folder import lock
 
 
@@ -26,6 +27,18 @@ def slow_arguments(arguments):
         "--checkpoint.freq=10",
         "--validation.freq=0",
     ]
+
+
+def train_with_little_memory(arguments: list[str]) -> int:
+    train.SAMPLE_BYTES = 100_000
+    return train_run(arguments)
+
+
+def test_a_large_model_is_not_loaded_for_a_sample(pool, arguments, tmp_path):
+    assert pool.run(1, train_with_little_memory, [*arguments, "--training.steps=1", "--run.sample_tokens=20"]) == [0]
+    log = (tmp_path / "debug/log.txt").read_text()
+    assert_mentions(log, "no sample", "GB of CPU memory", "0.0 GB", "next:")
+    assert "a sample (" not in log
 
 
 def test_trains_prints_a_sample_and_what_to_try_next(arguments, tmp_path):

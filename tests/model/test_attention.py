@@ -12,7 +12,7 @@ from titanlite.model.flavors import FLAVORS
 
 
 def by_definition(q, k, v, keys_before):
-    """Softmax of the scores; query i sees the keys up to keys_before + i. Each head with its copy of keys and values."""
+    """Softmax of the scores; query i sees the keys up to keys_before + i. Each head has its own keys and values."""
     groups = q.shape[1] // k.shape[1]
     k, v = (torch.stack([x[:, head // groups] for head in range(q.shape[1])], dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5

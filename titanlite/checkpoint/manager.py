@@ -150,7 +150,7 @@ class Checkpointer:
         """
         if not self.due(step, last, asked):
             return
-        mark_phase("saving")
+        mark_phase("saving", on_host=True)
         self.newest, self._saved_at = step, time.monotonic()
         loss = validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None
         facts = self.facts._replace(validation_loss=loss)
@@ -167,7 +167,7 @@ class Checkpointer:
         """
         if math.isfinite(norm := float(grad_norm)):
             if self.unproven:
-                mark_phase("deleting old checkpoints")
+                mark_phase("deleting old checkpoints", on_host=True)
                 self.unproven, self._resumed = False, 0
                 if dist.get_rank() == 0:
                     self.saver.after_save(functools.partial(self.retention.prove, self.newest, self.config))
@@ -181,7 +181,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits for the save in progress, on all ranks. Raises SaveError, or the process group's error."""
-        mark_phase("saving")
+        mark_phase("saving", on_host=True)
         self.saver.wait()
         dist.barrier(self.group)  # rank 0 may still be deleting: a rank that exits earlier would end the run
 

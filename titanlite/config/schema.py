@@ -277,7 +277,7 @@ class CheckpointConfig:
     async_mode: str = key(
         "disabled",
         "disabled: training waits until a checkpoint is written; async: training continues while a copy is written; "
-        "async_pinned: as async, with the copy in pinned memory (CUDA)",
+        "async_pinned: as async, with memory for the copy that is kept",
         choices=("disabled", "async", "async_pinned"),
     )
     retries: int = key(2, "how often a failed save is tried again before the run ends", min=0, max=10)

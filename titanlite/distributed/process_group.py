@@ -51,37 +51,52 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
     """Joins the process group (NCCL on CUDA, gloo on CPU) and returns this process's device.
 
     The launcher or torchrun define rank and world size in the environment; otherwise the world size is 1. A process
-    group that is already initialised is kept; it needs a backend for CPU tensors. Every process gets the same seed:
-    processes read different data, but draw the same random numbers. Raises JoinError if other nodes are missing.
+    group that is already initialised (see `join`) is kept. Every process gets the same seed: processes read different
+    data, but draw the same random numbers. Raises JoinError if other nodes are missing.
     """
-    type = device_type(device_name)
-    device = torch.device("cpu")
-    if type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
+    device = open_device(device_name)
     if not dist.is_initialized():
-        # Each gloo group needs a descriptor per rank, and the usual soft limit is 1,024.
+        # Rank 0's store and each gloo group need a descriptor per rank, and the usual soft limit is 1,024.
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record collectives for the watchdog's report
-        options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
-        if type == "cuda":
-            options["device_id"] = device
-        ranked = "RANK" in os.environ
-        rank, world_size = 0, 1
-        if ranked:
-            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if not ranked or world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
-            use_loopback()
-        if not ranked:
-            options |= {"store": dist.HashStore(), "rank": rank, "world_size": world_size}
+        rank, world_size = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
+        store: dist.Store | None = None  # torchrun's, which torch finds
+        if "RANK" not in os.environ:
+            store = dist.HashStore()
         elif LAUNCHED in os.environ:
             store = _meet(rank, world_size)
-            store.set_timeout(options["timeout"])
-            options |= {"store": store, "rank": rank, "world_size": world_size}
-        dist.init_process_group(backend(type), **options)
+            store.set_timeout(timedelta(seconds=timeout_seconds))
+        join(device, timeout_seconds, rank, world_size, store)
     random.seed(seed)
     torch.manual_seed(seed)
     return device
+
+
+def open_device(name: str) -> torch.device:
+    """The device of this process: the CPU, or the CUDA device whose index is its rank on the node."""
+    if device_type(name) == "cpu":
+        return torch.device("cpu")
+    # Segments that can grow waste less memory between tensors of changing sizes. Read when CUDA allocates first.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(device: torch.device, timeout_seconds: int, rank: int, world_size: int, store: dist.Store | None) -> None:
+    """Joins the process group through `store`. On CUDA with `device_id`: NCCL connects at once, and splits subgroups.
+
+    Training, `titanlite verify` and the tests join by this function.
+    """
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record collectives for the watchdog's report
+    if "RANK" not in os.environ or world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
+        use_loopback()
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
+    if device.type == "cuda":
+        options["device_id"] = device
+    if store is not None:
+        options |= {"store": store, "rank": rank, "world_size": world_size}
+    dist.init_process_group(backend(device.type), **options)
 
 
 def use_loopback() -> None:
@@ -136,7 +151,7 @@ class GarbageCollection:
         """Call it after each step."""
         if not self.freq:
             return
-        mark_phase("garbage collection", in_step=True)
+        mark_phase("garbage collection", in_step=True, on_host=True)
         if not self.frozen:
             gc.collect()
             gc.freeze()  # later collections skip the objects of the set-up and the first step, which stay alive

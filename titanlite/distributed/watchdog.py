@@ -4,7 +4,8 @@ What it is: two threads in every process. One writes heartbeats into the store t
 through, and reads those of others: rank 0 reads all, the others only rank 0's. The second watches the clock and calls
 `diagnose`. When that names a rank, every process writes its stacks into `<run folder>/hang/` and exits with 124. The
 launcher kills a frozen process two seconds later (torchrun, 30 seconds later).
-What does not count as standing still: a process that reads, writes or (on a CPU) computes, or is held in a debugger.
+What does not count as standing still: a process that reads, writes, is held in a debugger, or computes. Computing is
+known by CPU time, except in phases that may wait for a GPU: waiting for one takes CPU time too.
 If other ranks wait for it in a collective, that collective's own time-out ends the run, ten seconds after this one.
 What it costs: four small requests to the store per process and second.
 """
@@ -35,14 +36,14 @@ PERIOD, TICK = 0.5, 0.25  # seconds between heartbeats, and between looks at the
 _running: Watchdog | None = None
 
 
-def mark_phase(name: str, in_step: bool = False) -> None:
+def mark_phase(name: str, in_step: bool = False, on_host: bool = False) -> None:
     """Marks the start of a phase of the main loop, which lasts until the next mark. Does nothing without a watchdog.
 
-    A phase that is part of a training step has the shorter time-out of steps. All ranks must mark the same phases in
-    the same order, because the diagnosis counts them.
+    A phase that is part of a training step has the shorter time-out of steps. `on_host`: it does not wait for a GPU, so
+    CPU time means progress. All ranks must mark the same phases in the same order, because the diagnosis counts them.
     """
     if _running is not None:
-        _running.phase(name, in_step)
+        _running.phase(name, in_step, on_host)
 
 
 class Watchdog:
@@ -52,6 +53,7 @@ class Watchdog:
         """`step` gives the current step; `computes_here`: the model is on the CPU, where CPU time means progress."""
         global _running
         self.config, self.folder, self.step, self.computes_here = config, folder / "hang", step, computes_here
+        self._on_host = False
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._marked = self._own = Heartbeat(self.rank, socket.gethostname(), os.getpid())
         self._first_step = 0
@@ -72,13 +74,14 @@ class Watchdog:
             thread.start()
         _running = self
 
-    def phase(self, name: str, in_step: bool) -> None:
+    def phase(self, name: str, in_step: bool, on_host: bool) -> None:
         """See `mark_phase`. The first step of a process compiles and connects, and has the longer time-out too."""
         step, limit, key = self.step(), self.config.timeout_seconds, "comm.timeout_seconds"
         if in_step:
             self._first_step = self._first_step or step
             if step > self._first_step and self.config.step_timeout_seconds < limit:
                 limit, key = self.config.step_timeout_seconds, "comm.step_timeout_seconds"
+        self._on_host = on_host or self.computes_here
         where = f'"{name}"' + (f" of step {step}" if in_step else f" after step {step}" if step else "")
         self._marked = replace(self._marked, progress=self._marked.progress + 1, phase=where, limit=limit, key=key)
 
@@ -124,7 +127,7 @@ class Watchdog:
         """Updates this process's heartbeat."""
         marked, before, self._work = self._marked, self._work, self._work_done()
         # 0.1 s of CPU time or 1 MB per second is work. The store may run in rank 0: it moves bytes for every rank.
-        works = self._work[0] - before[0] > 0.1 * passed
+        works = self._on_host and self._work[0] - before[0] > 0.1 * passed
         store = 10_000 * self.world_size if self.rank == 0 else 0
         works |= self._work[1] - before[1] > (1_000_000 + store) * passed
         waiting, place, debugged = 0, "", False
@@ -136,13 +139,13 @@ class Watchdog:
         self._own = replace(marked, clock=self._clock, still=still, waiting=waiting, place=place)
 
     def _work_done(self) -> tuple[float, int]:
-        """Seconds of CPU time, if it is a sign of progress, and bytes read and written through files (Linux)."""
+        """Seconds of CPU time, and bytes read and written through files (Linux)."""
         counts: dict[str, str] = {}
         with contextlib.suppress(OSError):
             counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
         # rchar and wchar count calls of read and write, read_bytes what a memory map reads from the disk.
         count = sum(int(counts.get(name, 0)) for name in ("rchar", "wchar", "read_bytes"))
-        return time.process_time() if self.computes_here else 0.0, count
+        return time.process_time(), count
 
     def _diagnosis(self) -> Diagnosis | None:
         """Rank 0's, or this process's own if rank 0 is silent."""

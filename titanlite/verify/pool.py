@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+GROUP_TIMEOUT = 1800  # seconds; `Pool.run` has a shorter one
 Outcome = tuple[float, "str | None", Any]  # time of the end, a stack trace or None, the result
 
 
@@ -40,7 +41,7 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    from titanlite.distributed.process_group import backend, use_loopback
+    from titanlite.distributed.process_group import join, open_device
 
     gc.freeze()  # a collection would visit all that torch imported, and so copy the pages shared with the server
 
@@ -49,11 +50,8 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
     outcome: Outcome
     try:
         if device == "cuda":
-            torch.cuda.set_device(rank)
             os.environ["LOCAL_RANK"] = str(rank)
-        use_loopback()
-        files = dist.FileStore(store, world_size)
-        dist.init_process_group(backend(device), store=files, rank=rank, world_size=world_size)
+        join(open_device(device), GROUP_TIMEOUT, rank, world_size, dist.FileStore(store, world_size))
         outcome = (time.monotonic(), None, function(*arguments))
         dist.barrier()  # no rank exits while another still communicates with it
     except BaseException:
