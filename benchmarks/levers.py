@@ -30,6 +30,8 @@ PAIRS = {
         "256 wide, bf16, compiled/256 wide, bf16",
         "25m/25m, fp32",
         "25m/25m, not compiled",
+        "25m/25m, by FSDP",
+        "25m/25m, by FSDP, kept",
         "25m, fp32/25m, fp32, not compiled",
         "25m, compiled loss/25m",
         "25m, 4 chunks/25m",

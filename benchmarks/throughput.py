@@ -47,6 +47,8 @@ CASES: dict[str, list[str]] = {
     "1b, full": [*ONE_B, "--recompute.mode=full"],
     "1b, memory budget 0.5": [*ONE_B, "--recompute.mode=memory_budget"],
     "1b, float8": [*ONE_B, "--float8.enabled"],
+    "1b, by FSDP": [*ONE_B, "--parallel.reshard_after_forward=always"],
+    "1b, by FSDP, kept": [*ONE_B, "--parallel.reshard_after_forward=never"],
     "1b, 8192": [*ONE_B, "--training.seq_len=8192", "--training.local_batch_size=1"],
     "3b": THREE_B,
     "3b, float8": [*THREE_B, "--float8.enabled"],
@@ -61,18 +63,30 @@ CASES: dict[str, list[str]] = {
     "25m": ["cpu_25m"],
     "25m, 4 chunks": ["cpu_25m", "--loss.num_chunks=4"],
     "25m, compiled loss": ["cpu_25m", "--compile.loss"],
+    "124m": [
+        "cpu_25m",
+        "--model.dim=768",
+        "--model.num_layers=12",
+        "--model.num_heads=12",
+        "--model.num_kv_heads=12",
+        "--model.ffn_dim=2048",
+        "--model.vocab_size=50304",
+        "--loss.num_chunks=8",
+    ],
+    "25m, by FSDP": ["cpu_25m", "--parallel.reshard_after_forward=always"],
+    "25m, by FSDP, kept": ["cpu_25m", "--parallel.reshard_after_forward=never"],
     "25m, full": ["cpu_25m", "--recompute.mode=full"],
     "25m, not compiled": ["cpu_25m", "--compile.enabled=false"],
     "25m, fp32": ["cpu_25m", "--training.compute_dtype=float32"],
     "25m, fp32, not compiled": ["cpu_25m", "--training.compute_dtype=float32", "--compile.enabled=false"],
 }
 SETS = {
-    "gpu": [name for name in CASES if name[0] in "138"],
+    "gpu": [name for name, arguments in CASES.items() if arguments[0].startswith("llama3")],
     "1b": ["1b", "1b, whole loss", "1b, not compiled", "1b, compiled loss", "1b, 8192"],
-    "levers": ["1b, selective", "1b, full", "1b, memory budget 0.5", "1b, float8"],
+    "levers": ["1b, by FSDP", "1b, by FSDP, kept", "1b, selective", "1b, full", "1b, memory budget 0.5", "1b, float8"],
     "3b": ["3b", "3b, float8"],
     "8b": ["8b", "8b, float8"],
-    "cpu": [name for name in CASES if name[0] not in "138"],
+    "cpu": [name for name, arguments in CASES.items() if not arguments[0].startswith("llama3")],
 }
 
 

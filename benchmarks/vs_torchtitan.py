@@ -4,7 +4,8 @@
 
 torchtitan is the unchanged wheel of the package index (`pip install torchtitan==0.2.2`): its Trainer, with a data
 loader that returns the tokens that titanlite gets, and the model shape of the flavor. There are two pairs: `autocast`
-is what torchtitan runs on one device, and `fsdp` is its `fully_shard` path at world size 1; titanlite has one path.
+is what torchtitan runs on one device, against titanlite's own casts, and `fsdp` is `fully_shard` at world size 1 in
+both, where weights are freed after the forward.
 
 Two gates come first: the losses of 20 steps from the same weights, on 4 batches of text in turn, must decrease and
 agree, otherwise no speed is reported. The first gate is in fp32, on short sequences and with larger weights in
@@ -56,6 +57,8 @@ def arguments_of(options: argparse.Namespace) -> list[str]:
         "--optimizer.lr=1e-4",
         *options.key,
     ]
+    if options.pair == "fsdp":
+        arguments += ["--parallel.reshard_after_forward=always"]
     if options.gate == "fp32":
         arguments += [f"--training.seq_len={min(options.seq_len, 1024)}", "--training.compute_dtype=float32"]
         arguments += ["--training.local_batch_size=1", "--training.global_batch_size=1"]

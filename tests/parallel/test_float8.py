@@ -132,7 +132,7 @@ def test_sharded_weights_have_the_same_scales(pool, compute):
 
     A scale of a shard instead of the weight would show, and a weight that was freed before the backward.
     """
-    (alone,) = pool.run(1, gradients_of, {}, compute)
+    (alone,) = pool.run(1, gradients_of, {"reshard_after_forward": "always"}, compute)  # by FSDP too
     for found in pool.run(2, gradients_of, {"dp_shard": 2}, compute):
         for name, gradient in found.items():
             assert (gradient / 2 - alone[name]).norm() <= 1e-6 * alone[name].norm(), name

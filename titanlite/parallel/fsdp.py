@@ -24,9 +24,8 @@ The trade-offs, as keys of [parallel]:
 * `prefetch` gathers more units in advance, for b bytes per parameter of each.
 * `cpu_offload` keeps the 16 N/n bytes in CPU memory, with a copy in each direction and AdamW on the CPU.
 
-On one rank FSDP still casts: parameters in fp32, computation in `training.compute_dtype`. If these are equal there is
-nothing to shard, cast or reduce, and FSDP is not applied: it would copy weights and gradients without changing them,
-which takes a tenth of a small model's step on CPU.
+On one rank there is nothing to shard or reduce, and FSDP is not applied unless one of these keys asks for it: it would
+copy weights and gradients without changing them. `mixed_precision.py` then casts the parameters.
 """
 
 from __future__ import annotations
@@ -51,10 +50,9 @@ def fsdp_units(model: Any) -> list[list[nn.Module]]:
     return [unit for unit in (first, *([block] for block in model.layers.values()), norm + output) if unit]
 
 
-def needs_fsdp(model: Any, config: ParallelConfig, compute: torch.dtype) -> bool:
-    """Whether there are other ranks, a dtype to cast to, or CPU memory to offload to."""
-    cast = any(parameter.dtype != compute for parameter in model.parameters())
-    return dist.get_world_size() > 1 or cast or config.cpu_offload
+def needs_fsdp(config: ParallelConfig) -> bool:
+    """Whether there are other ranks, or a key asks to offload parameters to CPU memory, to free or to keep them."""
+    return dist.get_world_size() > 1 or config.cpu_offload or config.reshard_after_forward != "default"
 
 
 def apply_fsdp(model: Any, config: ParallelConfig, mesh: Mesh, compute: torch.dtype, reduce: torch.dtype) -> None:
@@ -62,8 +60,6 @@ def apply_fsdp(model: Any, config: ParallelConfig, mesh: Mesh, compute: torch.dt
 
     Gradients are summed, not averaged: the loss is already divided by the global number of targets.
     """
-    if not needs_fsdp(model, config, compute):
-        return
     replicated = mesh["dp_replicate"].size() > 1
     options: dict[str, Any] = {
         "mesh": mesh["dp_replicate", "dp_shard_cp"] if replicated else mesh["dp_shard_cp"],

@@ -25,7 +25,7 @@ import torch
 from titanlite.config.schema import Config
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.watchdog import mark_phase
-from titanlite.parallel.fsdp import apply_fsdp, assign_shard
+from titanlite.parallel.fsdp import apply_fsdp, assign_shard, needs_fsdp
 
 
 def build_model_parts(model: Any, config: Config, mesh: Mesh, device: torch.device) -> list[Any]:
@@ -90,4 +90,9 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
         apply_ac(model, config.recompute)
     training = config.training
     compute, reduce = getattr(torch, training.compute_dtype), getattr(torch, training.reduce_dtype)
-    apply_fsdp(model, config.parallel, mesh, compute, reduce)
+    if needs_fsdp(config.parallel):
+        apply_fsdp(model, config.parallel, mesh, compute, reduce)
+    elif compute != getattr(torch, training.param_dtype):
+        from titanlite.parallel.mixed_precision import apply_mixed_precision
+
+        apply_mixed_precision(model, compute)
