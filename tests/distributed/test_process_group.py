@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import random
 import socket
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,8 @@ from messages import refused
 from titanlite.config.schema import LISTENER
 from titanlite.distributed import process_group
 from titanlite.distributed.process_group import JoinError, backend, device_type, open_device, start, use_loopback
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +70,28 @@ def test_the_users_allocator_settings_are_kept(gpus, monkeypatch, name):
     monkeypatch.setenv(name, "max_split_size_mb:128")
     open_device("cuda")
     assert [v for k, v in os.environ.items() if k.endswith("ALLOC_CONF")] == ["max_split_size_mb:128"]
+
+
+PAGES = """
+import resource, torch
+from titanlite.distributed.process_group import open_device
+open_device("cpu")
+counts = []
+for _ in range(40):
+    torch.ones(10_000_000)
+    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(counts[-1] - counts[19])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no other C library is set")
+@pytest.mark.parametrize("name", ["", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_freed_memory_is_used_again_unless_the_environment_says_otherwise(name):
+    """Pages that the system gives out for twenty tensors of 40 MB, after twenty others: of at most 2 MB each."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
+    environment |= {"PYTHONPATH": str(ROOT)} | ({name: ""} if name else {})
+    done = subprocess.run([sys.executable, "-c", PAGES], env=environment, capture_output=True, text=True, check=True)
+    assert (int(done.stdout) > 10 * 20) == bool(name)
 
 
 def start_alone() -> tuple[int, int, str, str]:

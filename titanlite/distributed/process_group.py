@@ -1,4 +1,4 @@
-"""A training process: its device, the process group it joins, its garbage collection, and its end.
+"""A training process: its device and memory, the process group it joins, its garbage collection, and its end.
 
 What it is: the set-up of a process before the model is built: backend, device and random seed. Rank 0 serves the store
 on a socket that the launcher has bound and passed to it. If all processes run on one machine, gloo and NCCL use its
@@ -8,6 +8,7 @@ What it costs: one rendezvous at the start.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from titanlite.config.schema import EXIT_STOPPED, LAUNCHED, LISTENER, ConfigError
 from titanlite.distributed.watchdog import mark_phase
 
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 JOIN = timedelta(minutes=15)  # how long the nodes wait for each other
 
 
@@ -74,6 +76,7 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
 def open_device(name: str) -> torch.device:
     """The device of this process: the CPU, or the CUDA device whose index is its rank on the node."""
     if device_type(name) == "cpu":
+        keep_freed_memory()
         return torch.device("cpu")
     # Segments that can grow waste less memory between tensors of changing sizes. Read when CUDA allocates first.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
@@ -81,6 +84,19 @@ def open_device(name: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device
+
+
+def keep_freed_memory() -> None:
+    """Makes the C library keep the memory of freed tensors for new ones, unless the environment says what it does.
+
+    By default glibc returns freed tensors of more than 32 MB to the system, and smaller ones often. The system clears
+    each page before it gives it out again, which can take as long as the computation (docs/gpu.md). Other C libraries
+    are left as they are.
+    """
+    libc = ctypes.CDLL(None)
+    if not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ) and hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_MAX, 0)  # no tensor gets pages of its own, which would be returned with it
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # the end of the heap is not returned either
 
 
 def join(device: torch.device, timeout_seconds: int, rank: int, world_size: int, store: dist.Store | None) -> None:
