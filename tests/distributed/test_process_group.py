@@ -18,7 +18,15 @@ from messages import refused
 
 from titanlite.config.schema import LISTENER
 from titanlite.distributed import process_group
-from titanlite.distributed.process_group import JoinError, backend, device_type, open_device, start, use_loopback
+from titanlite.distributed.network import interface_towards
+from titanlite.distributed.process_group import (
+    JoinError,
+    backend,
+    device_type,
+    open_device,
+    start,
+    use_loopback,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,6 +122,11 @@ def test_every_rank_gets_the_same_seed(pool):
     one, other = pool.run(2, random_numbers, 5)
     assert one == other
     assert pool.run(1, random_numbers, 6) != [one]
+
+
+def test_the_interface_is_the_one_towards_an_address():
+    assert interface_towards("127.0.0.1").startswith("lo")
+    assert interface_towards("no-such-host.invalid") == ""
 
 
 def meet(rank: int, world_size: int) -> str:

@@ -107,6 +107,11 @@ def join(device: torch.device, timeout_seconds: int, rank: int, world_size: int,
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record collectives for the watchdog's report
     if "RANK" not in os.environ or world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
         use_loopback()
+    elif "GLOO_SOCKET_IFNAME" not in os.environ:
+        from titanlite.distributed.network import interface_towards  # only on several nodes
+
+        if interface := interface_towards(os.environ["MASTER_ADDR"]):
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
     if device.type == "cuda":
         options["device_id"] = device
