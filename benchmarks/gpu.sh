@@ -1,43 +1,61 @@
 #!/usr/bin/env bash
-# The GPU benchmarks, in parts of minutes each. `benchmarks/gpu.sh` lists the parts, `benchmarks/gpu.sh PART ...` runs some of
-# them, `benchmarks/gpu.sh all` runs all that have not been run with these sources. A finished part is recorded in $MARKS
-# (default: benchmarks/.done), so the same command continues where the last one was stopped. Results go to
-# benchmarks/results/, and also to $OUT if that is set. Missing packages are installed from the folder of wheels $WHEELS if
-# that is set, otherwise from pip's index.
+# The GPU benchmarks, in parts that end within ten minutes each. `benchmarks/gpu.sh` lists the parts in the order in which to run
+# them, `benchmarks/gpu.sh PART ...` runs some of them, `benchmarks/gpu.sh all` all that have not been finished with these sources:
+# a finished part is recorded in $MARKS (default: benchmarks/.done), so the same command continues where the last one was stopped.
+# Results go to benchmarks/results/; if $OUT is set, those of this call are also in $OUT/results.tgz, a few seconds old at most.
+# A part that was cut off leaves the results it had, and an output, <date>-gpu_PART.txt, without the last line "ended: ...".
+# Missing packages are installed from the folder of wheels $WHEELS if that is set, otherwise from pip's index.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 sources="$(find titanlite benchmarks tests train_configs train.py -type f -name '*.py' -o -name '*.toml' | sort | xargs cat)"
 marks="${MARKS:-benchmarks/.done}/$(sha256sum <<< "$sources" | cut -c1-12)"
+limit="${PART_SECONDS:-540}"
 
-need() {
-    local missing=() package found
+need() {    # [pip option] package ...
+    local options=() missing=() package found
+    while [[ $1 == -* ]]; do options+=("$1"); shift; done
     for package in "$@"; do
         found="$(python3 -m pip list --format=freeze 2>/dev/null | grep -i "^${package%%=*}==" || true)"
         [[ -n $found && ( $package != *==* || $found == "$package" ) ]] || missing+=("$package")
     done
     if ((${#missing[@]})); then
-        python3 -m pip install -q ${WHEELS:+--no-index --find-links "$WHEELS"} "${missing[@]}"
+        python3 -m pip install -q ${WHEELS:+--no-index --find-links "$WHEELS"} "${options[@]}" "${missing[@]}"
     fi
 }
+
+python() { timeout --kill-after=10 "$limit" python3 "$@"; }
 
 run() {
     local size pair
     case $1 in
-        tests) need pytest psutil && python3 -m pytest -q -m gpu ;;
-        verify) python3 -m titanlite verify --quick ;;
-        levers) python3 benchmarks/levers.py ;;
-        throughput-*) python3 benchmarks/throughput.py --steps 100 --cases "${1#throughput-}" ;;
+        first) python benchmarks/first_checks.py ;;
+        tests) need pytest pytest-xdist psutil && python -m pytest -v -m gpu --durations=10 ;;
+        1b) python benchmarks/throughput.py --steps 20 --cases 1b ;;
+        trace) python train.py llama3_1b --run.name=gpu_trace --training.steps=30 --checkpoint.freq=0 --validation.freq=0 \
+                   --profiling.enabled --profiling.freq=20 &&
+               if [[ -n ${OUT:-} ]]; then cat outputs/gpu_trace/traces/*.json | gzip > "$OUT/trace.json.gz"; fi ;;
         torchtitan-*) IFS=- read -r _ size pair <<< "$1"
-                      need torchtitan==0.2.2 &&
-                      python3 benchmarks/vs_torchtitan.py --pairs "$pair" --config "llama3_$size" --flavor "llama3_$size" \
-                          --batch "$([[ $size == 1b ]] && echo 2 || echo 1)" ;;
-        transformers) need transformers && python3 benchmarks/vs_transformers.py --sizes 1B ;;
-        checkpoint) python3 benchmarks/checkpoint.py --gb 2 ;;
+                      need --no-deps torchtitan==0.2.2 && need torchdata tyro tokenizers fsspec einops pillow tensorboard &&
+                      python benchmarks/vs_torchtitan.py --pairs "$pair" --config "llama3_$size" --flavor "llama3_$size" \
+                          --batch "$([[ $size == 1b ]] && echo 2 || echo 1)" --steps 20 ;;
+        8b) python benchmarks/throughput.py --steps 20 --cases 8b ;;
+        8b-fixed-segments) PYTORCH_ALLOC_CONF=expandable_segments:False \
+                               python benchmarks/throughput.py --steps 20 --cases 8b --name throughput_8b_fixed_segments ;;
+        levers|3b) python benchmarks/throughput.py --steps 20 --cases "$1" ;;
+        transformers) need transformers && python benchmarks/vs_transformers.py --sizes 1B ;;
+        verify) python -m titanlite verify --quick ;;
+        checkpoint) python benchmarks/checkpoint.py --gb 2 ;;
     esac
 }
 
-parts="tests throughput-1b throughput-levers throughput-3b throughput-8b levers torchtitan-1b-autocast torchtitan-1b-fsdp
-    torchtitan-3b-autocast torchtitan-3b-fsdp transformers verify checkpoint"
+collect() {    # the results that are newer than this call, as one file
+    [[ -n ${OUT:-} ]] || return 0
+    find benchmarks/results -type f -newer "$started" -print0 | tar -czf "$OUT/.results.tgz" --null -T - 2> /dev/null || true
+    mv "$OUT/.results.tgz" "$OUT/results.tgz"
+}
+
+parts="first tests 1b trace torchtitan-1b-fsdp torchtitan-1b-autocast 8b 8b-fixed-segments levers 3b torchtitan-3b-fsdp
+    torchtitan-3b-autocast transformers verify checkpoint"
 if (($# == 0)); then
     echo "usage: benchmarks/gpu.sh all | PART ...    parts:" $parts
     exit 0
@@ -49,13 +67,20 @@ done
 if ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "error: torch finds no CUDA device; benchmarks/cpu.sh has what a CPU can run" >&2; exit 2
 fi
-mkdir -p "$marks"
+mkdir -p "$marks" benchmarks/results
+started="$(mktemp)"
+(while sleep 5; do collect; done) &
+trap 'kill %1 2> /dev/null || true; rm -f "$started"' EXIT
 need safetensors tiktoken regex numpy
 failed=()
 for part in "$@"; do
     if [[ -e $marks/$part ]]; then echo "== $part: done before"; continue; fi
-    echo "== $part"
-    if run "$part"; then touch "$marks/$part"; else failed+=("$part"); fi
-    if [[ -n ${OUT:-} ]]; then cp -r benchmarks/results "$OUT/"; fi
+    output="benchmarks/results/$(date +%F)-gpu_$part.txt"
+    echo "== $part" | tee "$output"
+    code=0 SECONDS=0
+    run "$part" 2>&1 | tee -a "$output" || code=$?
+    echo "ended: exit code $code after $SECONDS s" | tee -a "$output"
+    if ((code == 0)); then touch "$marks/$part"; else failed+=("$part"); fi
+    collect
 done
 if ((${#failed[@]})); then echo "failed: ${failed[*]}"; exit 1; fi

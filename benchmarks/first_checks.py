@@ -1,0 +1,138 @@
+"""What must work on a machine before anything is measured there: training, saving, stopping and resuming.
+
+    python benchmarks/first_checks.py [--device cuda]
+
+The checks run one after the other, each in processes of its own: the versions of what torch uses; a run by
+`python train.py` that saves in the background and is stopped by SIGTERM; its continuation under torchrun; a run by
+`./run_train.sh` on all GPUs. The results are written after each check, with the end of the output of one that fails.
+Takes two minutes on two CPU cores (`--device cpu`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import report
+
+LIMIT = 240  # seconds for one check
+OPTIONS = ["debug", "--training.steps=40", "--run.sample_tokens=0", "--metrics.log_freq=1", "--validation.freq=20"]
+SAVES = ["--checkpoint.freq=5", "--checkpoint.async_mode=async_pinned"]
+VERSIONS = """
+import json, torch
+found = {"torch": torch.__version__, "CUDA": torch.version.cuda, "cuDNN": torch.backends.cudnn.version()}
+if torch.cuda.is_available():
+    found |= {"NCCL": torch.cuda.nccl.version(), "devices": torch.cuda.device_count()}
+    found |= {"compute capability": torch.cuda.get_device_capability()}
+try:
+    import triton
+    found["Triton"] = triton.__version__
+except ImportError:
+    found["Triton"] = None
+print(json.dumps(found))
+"""
+
+
+def run(command: list[str], expected: int = 0, **environment: str) -> str:
+    """Runs a command. Raises RuntimeError with the end of its output if its exit code is another."""
+    done = subprocess.run(
+        command,
+        cwd=report.ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT,
+    )
+    if done.returncode != expected:
+        raise RuntimeError(f"exit code {done.returncode}, expected {expected}\n{done.stdout[-3000:]}")
+    return done.stdout
+
+
+def versions(folder: Path, device: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run([sys.executable, "-c", VERSIONS]).splitlines()[-1])
+    for name, command in (("gcc", ["gcc", "--version"]), ("driver", ["nvidia-smi", "-L"])):
+        found[name] = run(command).splitlines()[0] if shutil.which(command[0]) else None
+    return found
+
+
+def stopped(folder: Path, device: str) -> dict[str, Any]:
+    """`python train.py`, stopped by SIGTERM after step 10: exit code 75, and the checkpoints that are there then."""
+    log = (folder / "output.txt").open("w+")
+    command = [sys.executable, "train.py", *OPTIONS, *SAVES, f"--run.device={device}", f"--run.folder={folder}"]
+    process = subprocess.Popen(command, cwd=report.ROOT, stdout=log, stderr=subprocess.STDOUT)
+    metrics, deadline = folder / "debug/metrics.jsonl", time.monotonic() + LIMIT
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= 10:
+                process.send_signal(signal.SIGTERM)
+                break
+            time.sleep(0.05)
+        code = process.wait(LIMIT)
+    finally:
+        process.kill()
+    if code != 75:
+        raise RuntimeError(f"exit code {code}, expected 75\n{Path(log.name).read_text()[-3000:]}")
+    return {"checkpoints": sorted(path.name for path in (folder / "debug/checkpoints").glob("step-*"))}
+
+
+def resumed(folder: Path, device: str) -> dict[str, Any]:
+    """The same run to its end, under torchrun with one process."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "train.py"]
+    output = run([*launcher, *OPTIONS, *SAVES, f"--run.device={device}", f"--run.folder={folder}"])
+    if "resumed from" not in output:
+        raise RuntimeError(f"it did not resume\n{output[-3000:]}")
+    rows = [json.loads(line) for line in (folder / "debug/metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    if sorted(losses) != list(range(1, 41)) or losses[40] > losses[1] - 0.5:
+        raise RuntimeError(f"losses by step: {losses}")
+    return {"first loss": losses[1], "last loss": losses[40]}
+
+
+def all_devices(folder: Path, device: str) -> dict[str, Any]:
+    """`./run_train.sh` on every GPU of this machine; two processes on a CPU."""
+    count = len(report.gpus()) if device == "cuda" else 2
+    if count & (count - 1):
+        count = 1  # the batch of the debug config is a power of two
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    options = [f"--run.device={device}", f"--run.folder={folder}", "--run.name=all"]
+    run(["./run_train.sh", *OPTIONS, *options], NGPU=str(count), PATH=path)
+    return {"processes": count}
+
+
+CHECKS: list[Callable[[Path, str], dict[str, Any]]] = [versions, stopped, resumed, all_devices]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    device = parser.parse_args().device
+    body, results = ["| check | seconds | result |", "|---|---|---|"], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for check in CHECKS:
+            started = time.monotonic()
+            try:
+                results[check.__name__] = found = check(Path(folder), device)
+                result = ", ".join(f"{name} {value}" for name, value in found.items())
+            except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+                results[check.__name__] = {"failed": str(error)}
+                result = f"FAILED: {str(error).splitlines()[0]}"
+                print(error, file=sys.stderr)
+            body.append(f"| {check.__name__} | {time.monotonic() - started:.0f} | {result} |")
+            print(body[-1], flush=True)
+            report.write("first_checks", "First checks", body, results)
+    report.exit_code(results)
+
+
+if __name__ == "__main__":
+    main()
