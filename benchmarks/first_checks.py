@@ -5,7 +5,7 @@
 The checks run one after the other, each in processes of its own: the versions of what torch uses; a run by
 `python train.py` that saves in the background and is stopped by SIGTERM; its continuation under torchrun; a run by
 `./run_train.sh` on all GPUs. The results are written after each check, with the end of the output of one that fails.
-Takes two minutes on two CPU cores (`--device cpu`).
+Takes half a minute on two CPU cores (`--device cpu`).
 """
 
 from __future__ import annotations

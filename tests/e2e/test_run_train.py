@@ -216,6 +216,7 @@ def two_nodes(*arguments: list[str]) -> list[tuple[int, str]]:
     return [finish(node) for node in nodes]
 
 
+@pytest.mark.slow  # that two launchers meet: the test below
 def test_two_nodes(arguments, tmp_path):
     outcomes = two_nodes(arguments, arguments)
     assert [code for code, _ in outcomes] == [0, 0], outcomes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from titanlite.config.load import load_config
 from titanlite.config.schema import CompileConfig, Config, TrainingConfig
-from titanlite.parallel.auto import resolve_auto
+from titanlite.parallel import auto
+from titanlite.parallel.auto import cpu_has_bfloat16, resolve_auto
 from titanlite.parallel.layout import AXES
 
 
@@ -26,12 +28,22 @@ from titanlite.parallel.layout import AXES
     ],
 )
 def test_dtype_of_computation(monkeypatch, given, dim, device, native, expected):
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native})
     config = Config(
         training=TrainingConfig(compute_dtype=given, reduce_dtype="float32"), compile=CompileConfig(enabled="false")
     )
     resolved = resolve_auto(config, dim, dict.fromkeys(AXES, 1), device).training.compute_dtype
     assert getattr(torch, resolved) == expected
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_on_arm_torch_is_asked(monkeypatch, supported):
+    """Not the CPU, which may have instructions that torch was built without."""
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"bf16": True})
+    monkeypatch.setattr(auto, "mkldnn_has_bfloat16", lambda: supported)
+    assert cpu_has_bfloat16() == supported
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def break_tp(config, llama, path):
     return measure(config, llama, path)
 
 
+@pytest.mark.slow  # the time-out of a call: test_pool.py
 def test_a_layout_that_hangs_is_a_failure_not_the_end(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr("titanlite.verify.compare.measure", break_tp)
     arguments = [word for layout in ("tp=2", "dp_shard=2") for word in ("--layout", layout)]

@@ -58,6 +58,14 @@ def attention_backend(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> int:
     return torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=enable_gqa)
 
 
+def mkldnn_has_bfloat16() -> bool:
+    """Whether torch has a library for bfloat16 products on this CPU; on ARM, if it was built with one that has them.
+
+    `torch.cpu.get_capabilities` describes the CPU only. Checked: 2.11, 2.13.
+    """
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def set_group_timeout(group: ProcessGroup, seconds: float) -> None:
     """Sets the time-out of collectives, as `init_device_mesh` cannot (pytorch#119613). Checked: 2.11, 2.13, 2.15."""
     _set_pg_timeout(timedelta(seconds=seconds), group)
