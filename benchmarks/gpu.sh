@@ -69,7 +69,7 @@ if ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; th
 fi
 mkdir -p "$marks" benchmarks/results
 started="$(mktemp)"
-(while sleep 5; do collect; done) &
+(while sleep 5; do collect; done) > /dev/null 2>&1 &
 trap 'kill %1 2> /dev/null || true; rm -f "$started"' EXIT
 need safetensors tiktoken regex numpy
 failed=()

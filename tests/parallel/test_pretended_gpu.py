@@ -17,7 +17,7 @@ import pytest
 import torch
 from model_builder import SMALL
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorDeviceMismatchError, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from titanlite.config.schema import (
     Config,
@@ -113,7 +113,7 @@ def test_a_step_stays_on_the_gpu(pool, guard, sections, llama):
 
 def a_mistake(guard: Path) -> None:
     ctypes.CDLL(str(guard))
-    with FakeTensorMode(), pytest.raises(FakeTensorDeviceMismatchError):
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="[Dd]evice"):
         torch.ones(3, device=GPU)[1:] + torch.ones(2)
 
 
