@@ -56,7 +56,7 @@ from titanlite.parallel.rules import check_layout, unused_settings
 from titanlite.parallel.stages import Stages
 
 logger = logging.getLogger("titanlite")
-SAMPLE_BYTES = 8 << 30  # the largest model, in CPU memory, that generates a sample at the end
+SAMPLE_BYTES = 8 << 30  # in fp32; a larger model is not loaded into CPU memory for a sample at the end
 
 
 def main(config: Config) -> int:

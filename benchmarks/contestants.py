@@ -179,7 +179,7 @@ class HuggingFace:
                 theirs[there].copy_(half_split(source[name], llama.head_dim) if turned else source[name])
         self.model.train()
         self.optimizer = adamw(self.model, config)
-        bfloat16 = device.type == "cuda" or config.training.compute_dtype == "bfloat16"
+        bfloat16 = config.training.compute_dtype == "bfloat16"
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
         self.forward = torch.compile(self.model) if compiled else self.model
 

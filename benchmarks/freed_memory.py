@@ -22,6 +22,8 @@ DEFAULT = {"GLIBC_TUNABLES": ""}  # set, so titanlite changes nothing
 def compare(case: str, steps: int, rounds: int) -> dict[str, Any]:
     """The results of both sides, in the order in which they ran."""
     found: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
+        del os.environ[name]
     for side in (0, 1, 1, 0) * rounds:
         os.environ.pop("GLIBC_TUNABLES", None)
         os.environ.update(DEFAULT if side else {})

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The GPU benchmarks, in parts that end within ten minutes each. `benchmarks/gpu.sh` lists the parts in the order in which to run
+# The GPU benchmarks, in parts of which each ends within nine minutes, or after $PART_SECONDS. `benchmarks/gpu.sh` lists the parts in the order in which to run
 # them, `benchmarks/gpu.sh PART ...` runs some of them, `benchmarks/gpu.sh all` all that have not been finished with these sources:
 # a finished part is recorded in $MARKS (default: benchmarks/.done), so the same command continues where the last one was stopped.
 # Results go to benchmarks/results/; if $OUT is set, those of this call are also in $OUT/results.tgz, a few seconds old at most.
@@ -7,7 +7,8 @@
 # Missing packages are installed from the folder of wheels $WHEELS if that is set, otherwise from pip's index.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-sources="$(find titanlite benchmarks tests train_configs train.py -type f -name '*.py' -o -name '*.toml' | sort | xargs cat)"
+sources="$(find titanlite benchmarks tests train_configs train.py -type f \( -name '*.py' -o -name '*.toml' -o -name '*.sh' \) |
+    sort | xargs cat)"
 marks="${MARKS:-benchmarks/.done}/$(sha256sum <<< "$sources" | cut -c1-12)"
 limit="${PART_SECONDS:-540}"
 
@@ -19,7 +20,7 @@ need() {    # [pip option] package ...
         [[ -n $found && ( $package != *==* || $found == "$package" ) ]] || missing+=("$package")
     done
     if ((${#missing[@]})); then
-        python3 -m pip install -q ${WHEELS:+--no-index --find-links "$WHEELS"} "${options[@]}" "${missing[@]}"
+        timeout 240 python3 -m pip install -q ${WHEELS:+--no-index --find-links "$WHEELS"} "${options[@]}" "${missing[@]}"
     fi
 }
 
@@ -31,9 +32,10 @@ run() {
         first) python benchmarks/first_checks.py ;;
         tests) need pytest pytest-xdist psutil && python -m pytest -v -m gpu --durations=10 ;;
         1b) python benchmarks/throughput.py --steps 20 --cases 1b ;;
-        trace) python train.py llama3_1b --run.name=gpu_trace --training.steps=30 --checkpoint.freq=0 --validation.freq=0 \
+        trace) rm -rf outputs/gpu_trace &&
+               python train.py llama3_1b --run.name=gpu_trace --training.steps=30 --checkpoint.freq=0 --validation.freq=0 \
                    --profiling.enabled --profiling.freq=20 &&
-               if [[ -n ${OUT:-} ]]; then cat outputs/gpu_trace/traces/*.json | gzip > "$OUT/trace.json.gz"; fi ;;
+               if [[ -n ${OUT:-} ]]; then cp outputs/gpu_trace/traces/*rank-0.json.gz "$OUT/"; fi ;;
         torchtitan-*) IFS=- read -r _ size pair <<< "$1"
                       need --no-deps torchtitan==0.2.2 && need torchdata tyro tokenizers fsspec einops pillow tensorboard &&
                       python benchmarks/vs_torchtitan.py --pairs "$pair" --config "llama3_$size" --flavor "llama3_$size" \
@@ -50,8 +52,9 @@ run() {
 
 collect() {    # the results that are newer than this call, as one file
     [[ -n ${OUT:-} ]] || return 0
-    find benchmarks/results -type f -newer "$started" -print0 | tar -czf "$OUT/.results.tgz" --null -T - 2> /dev/null || true
-    mv "$OUT/.results.tgz" "$OUT/results.tgz"
+    local archive="$OUT/.results.$BASHPID.tgz"    # of this process: the loop below also collects
+    find benchmarks/results -type f -newer "$started" -print0 | tar -czf "$archive" --null -T - 2> /dev/null || true
+    mv "$archive" "$OUT/results.tgz" || true
 }
 
 parts="first tests 1b trace torchtitan-1b-fsdp torchtitan-1b-autocast 8b 8b-fixed-segments levers 3b torchtitan-3b-fsdp

@@ -124,6 +124,19 @@ def test_every_rank_gets_the_same_seed(pool):
     assert pool.run(1, random_numbers, 6) != [one]
 
 
+def start_with_a_world_size() -> int:
+    dist.destroy_process_group()
+    os.environ["WORLD_SIZE"] = "8"
+    start("cpu", 30, 5)
+    return dist.get_world_size()
+
+
+def test_a_world_size_without_a_rank_is_not_ours(pool):
+    """Some schedulers set it for all processes."""
+    assert pool.run(1, start_with_a_world_size, timeout=30) == [1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_the_interface_is_the_one_towards_an_address():
     assert interface_towards("127.0.0.1").startswith("lo")
     assert interface_towards("no-such-host.invalid") == ""

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from runs import curve, train_run
 
-from titanlite.checkpoint import async_save, shard_file, storage
+from titanlite.checkpoint import async_save, shard_file, staging, storage
 from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read import verify_files
 from titanlite.checkpoint.storage import list_steps, step_folder
@@ -31,7 +31,7 @@ POINTS: dict[str, tuple[object, str, str, bool]] = {
     "before the rename": (storage, "_publish", "before", True),
     "after the rename": (storage, "_publish", "after", True),
     "in retention": (storage.shutil, "rmtree", "within", True),
-    "in async staging": (async_save.AsyncSaver, "_copy", "after", False),
+    "in async staging": (staging, "_bytes", "after", False),
     "in async write": (storage, "write_files", "before", False),
 }
 CASES = [

@@ -113,7 +113,7 @@ def test_a_step_stays_on_the_gpu(pool, guard, sections, llama):
 
 def a_mistake(guard: Path) -> None:
     ctypes.CDLL(str(guard))
-    with FakeTensorMode(), pytest.raises(RuntimeError, match="[Dd]evice"):
+    with FakeTensorMode(), pytest.raises(RuntimeError, match=r"[Dd]evice"):
         torch.ones(3, device=GPU)[1:] + torch.ones(2)
 
 

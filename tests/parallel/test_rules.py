@@ -130,12 +130,15 @@ def test_one_mistake_is_one_error():
 
 
 def test_keys_of_techniques_that_are_not_used_are_named():
-    given = config("parallel.pp_split=layers.2", "parallel.cp_method=ulysses", "recompute.every=2")
+    given = config(
+        "parallel.pp_split=layers.2", "parallel.cp_method=ulysses", "recompute.every=2", "parallel.prefetch=2"
+    )
     found = unused_settings(given, dict.fromkeys(AXES, 1))
     expected = [
         ("parallel.pp_split = layers.2", "parallel.pp = 1"),
         ("parallel.cp_method = ulysses", "parallel.cp = 1"),
         ("recompute.every = 2", "recompute.mode = none"),
+        ("parallel.prefetch = 2", "one process"),
     ]
     for note, parts in zip(found, expected, strict=True):
         assert_mentions(note, *parts)

@@ -6,7 +6,8 @@ a thread plans, writes and commits from the copy. It uses a separate process gro
 with those of training. At most one save is in progress.
     disabled       the loop waits until the save is complete; on CUDA the state is first copied to the host
     async          copies into new memory, which is freed after the save
-    async_pinned   copies into memory that is kept for the next save, which is faster
+    async_pinned   copies into memory that is kept for the next save, which is faster. The name is older than the copy
+                   through pinned buffers, which all three use on CUDA
 What it costs: a copy of this process's part of the state in host memory: 12 bytes per parameter, over all processes.
 """
 
@@ -63,7 +64,8 @@ class AsyncSaver:
             self._future = self._threads.submit(self._save, state, write, ready)
             self.waited += time.monotonic() - started
         else:
-            mark_phase("copying the state")
+            if self.staging is not None:
+                mark_phase("copying the state")
             self._save(state, write, ready)
 
     def wait_for_staging(self) -> None:

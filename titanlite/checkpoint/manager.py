@@ -167,7 +167,7 @@ class Checkpointer:
         """
         if math.isfinite(norm := float(grad_norm)):
             if self.unproven:
-                mark_phase("deleting old checkpoints", on_host=True)
+                mark_phase("deleting old checkpoints")
                 self.unproven, self._resumed = False, 0
                 if dist.get_rank() == 0:
                     self.saver.after_save(functools.partial(self.retention.prove, self.newest, self.config))
@@ -181,6 +181,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits for the save in progress, on all ranks. Raises SaveError, or the process group's error."""
+        self.saver.wait_for_staging()
         mark_phase("saving", on_host=True)
         self.saver.wait()
         dist.barrier(self.group)  # rank 0 may still be deleting: a rank that exits earlier would end the run

@@ -4,7 +4,7 @@ What it is: a tensor in CPU memory is copied by numpy. From a GPU the state come
 buffers: each belongs to a thread, which copies a piece into it on its own CUDA stream, waits until the piece has
 arrived, and moves it into ordinary memory. While one thread waits for the GPU, others move theirs.
 Why it is here: a GPU writes into pinned memory at the speed of the bus, and into ordinary memory at a fraction of it.
-To pin a whole copy of the state would take it away from the machine for the whole run.
+Pinned memory cannot be swapped out or used for anything else, so only the buffers are pinned.
 What it costs: the copy, and 128 MB of pinned memory (CUDA only).
 """
 

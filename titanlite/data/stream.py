@@ -105,7 +105,7 @@ class TrainStream:
 
     def next_step(self) -> list[Batch]:
         """This rank's local batches of the next optimizer step: `accumulation` times (local_batch_size, S)."""
-        mark_phase("reading data", in_step=True, on_host=True)
+        mark_phase("reading data", in_step=True)
         size, first = self.local_batch_size, self.samples + self.rank * self.local_batch_size
         starts = [first + i * size * self.world for i in range(self.accumulation)]
         self.samples += size * self.world * self.accumulation

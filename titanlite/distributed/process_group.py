@@ -60,13 +60,22 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
     if not dist.is_initialized():
         # Rank 0's store and each gloo group need a descriptor per rank, and the usual soft limit is 1,024.
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-        rank, world_size = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
-        store: dist.Store | None = None  # torchrun's, which torch finds
-        if "RANK" not in os.environ:
-            store = dist.HashStore()
-        elif LAUNCHED in os.environ:
-            store = _meet(rank, world_size)
-            store.set_timeout(timedelta(seconds=timeout_seconds))
+        rank, world_size, one_machine = 0, 1, True
+        store: dist.Store | None = dist.HashStore()
+        if "RANK" in os.environ:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            one_machine = world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+            store = None
+            if LAUNCHED in os.environ:
+                store = _meet(rank, world_size)
+                store.set_timeout(timedelta(seconds=timeout_seconds))
+        if one_machine:
+            use_loopback()
+        elif "GLOO_SOCKET_IFNAME" not in os.environ:
+            from titanlite.distributed.network import interface_towards  # only on several nodes
+
+            if interface := interface_towards(os.environ["MASTER_ADDR"]):
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
         join(device, timeout_seconds, rank, world_size, store)
     random.seed(seed)
     torch.manual_seed(seed)
@@ -87,11 +96,11 @@ def open_device(name: str) -> torch.device:
 
 
 def keep_freed_memory() -> None:
-    """Makes the C library keep the memory of freed tensors for new ones, unless the environment says what it does.
+    """Makes glibc keep the memory of freed tensors, unless a variable MALLOC_* or GLIBC_TUNABLES is set.
 
-    By default glibc returns freed tensors of more than 32 MB to the system, and smaller ones often. The system clears
-    each page before it gives it out again, which can take as long as the computation (docs/gpu.md). Other C libraries
-    are left as they are.
+    By default it returns freed tensors of more than 32 MB to the system, and smaller ones often. The system clears each
+    page before it gives it out again, which can take as long as the computation (docs/gpu.md). This holds for the main
+    thread, which computes; other threads still return what is larger than 64 MB.
     """
     libc = ctypes.CDLL(None)
     if not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ) and hasattr(libc, "mallopt"):
@@ -100,18 +109,12 @@ def keep_freed_memory() -> None:
 
 
 def join(device: torch.device, timeout_seconds: int, rank: int, world_size: int, store: dist.Store | None) -> None:
-    """Joins the process group through `store`. On CUDA with `device_id`: NCCL connects at once, and splits subgroups.
+    """Joins the process group through `store`; None: as torchrun's environment says. With `device_id` on CUDA, so that
+    NCCL connects at once and splits subgroups.
 
     Training, `titanlite verify` and the tests join by this function.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record collectives for the watchdog's report
-    if "RANK" not in os.environ or world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 0)):
-        use_loopback()
-    elif "GLOO_SOCKET_IFNAME" not in os.environ:
-        from titanlite.distributed.network import interface_towards  # only on several nodes
-
-        if interface := interface_towards(os.environ["MASTER_ADDR"]):
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
     if device.type == "cuda":
         options["device_id"] = device

@@ -59,11 +59,11 @@ def attention_backend(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> int:
 
 
 def mkldnn_has_bfloat16() -> bool:
-    """Whether torch has a library for bfloat16 products on this CPU; on ARM, if it was built with one that has them.
+    """Whether torch was built with a library that multiplies bfloat16 on this CPU.
 
-    `torch.cpu.get_capabilities` describes the CPU only. Checked: 2.11, 2.13.
+    `torch.cpu.get_capabilities` describes the CPU only. Checked: 2.11, 2.13, on x86.
     """
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def set_group_timeout(group: ProcessGroup, seconds: float) -> None:

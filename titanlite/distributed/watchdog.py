@@ -4,8 +4,8 @@ What it is: two threads in every process. One writes heartbeats into the store t
 through, and reads those of others: rank 0 reads all, the others only rank 0's. The second watches the clock and calls
 `diagnose`. When that names a rank, every process writes its stacks into `<run folder>/hang/` and exits with 124. The
 launcher kills a frozen process two seconds later (torchrun, 30 seconds later).
-What does not count as standing still: a process that reads, writes, is held in a debugger, or computes. Computing is
-known by CPU time, except in phases that may wait for a GPU: waiting for one takes CPU time too.
+What does not count as standing still: a process that reads, writes, is held in a debugger, or computes. In phases that
+may wait for a GPU CPU time does not count, because waiting takes CPU time too.
 If other ranks wait for it in a collective, that collective's own time-out ends the run, ten seconds after this one.
 What it costs: four small requests to the store per process and second.
 """
@@ -53,7 +53,7 @@ class Watchdog:
         """`step` gives the current step; `computes_here`: the model is on the CPU, where CPU time means progress."""
         global _running
         self.config, self.folder, self.step, self.computes_here = config, folder / "hang", step, computes_here
-        self._on_host = False
+        self._on_host = computes_here
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._marked = self._own = Heartbeat(self.rank, socket.gethostname(), os.getpid())
         self._first_step = 0

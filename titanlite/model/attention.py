@@ -2,8 +2,8 @@
 
 What it is: a call of `F.scaled_dot_product_attention`, which chooses between cuDNN, FlashAttention (arXiv 2307.08691),
 a memory-efficient kernel (arXiv 2112.05682) and plain matrix products, the first that supports device, dtype, shapes
-and mask. The order is torch's: from 2.10 on it begins with cuDNN on Hopper and Blackwell data-centre GPUs, where that
-is the fastest, if cuDNN is later than 9.15.0, which computes some sequence lengths wrongly (pytorch#169849).
+and mask. The order is torch's: from 2.10 on it begins with cuDNN on Hopper and Blackwell data-centre GPUs, if cuDNN is
+newer than 9.15.0; that version and older ones compute some sequence lengths wrongly (pytorch#169849).
 What it costs: B S^2 H Dh multiply-adds in the forward, half of two whole matrix products, because of the mask. Plain
 products also store S^2 numbers for each head, which the other kernels do not. The chosen kernel is logged at the start.
 """

@@ -24,8 +24,9 @@ The trade-offs, as keys of [parallel]:
 * `prefetch` gathers more units in advance, for b bytes per parameter of each.
 * `cpu_offload` keeps the 16 N/n bytes in CPU memory, with a copy in each direction and AdamW on the CPU.
 
-On one rank there is nothing to shard or reduce, and FSDP is not applied unless one of these keys asks for it: it would
-copy weights and gradients without changing them. `mixed_precision.py` then casts the parameters.
+On one rank there is nothing to shard or reduce, and FSDP is not applied, unless `cpu_offload` or
+`reshard_after_forward` is set: it would copy weights and gradients without changing them. `mixed_precision.py` then
+casts the parameters.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
     compute, reduce = getattr(torch, training.compute_dtype), getattr(torch, training.reduce_dtype)
     if needs_fsdp(config.parallel):
         apply_fsdp(model, config.parallel, mesh, compute, reduce)
-    elif compute != getattr(torch, training.param_dtype):
+    elif training.compute_dtype != training.param_dtype:
         from titanlite.parallel.mixed_precision import apply_mixed_precision
 
         apply_mixed_precision(model, compute)

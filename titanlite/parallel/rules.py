@@ -271,6 +271,12 @@ def unused_settings(config: Config, degrees: dict[str, int]) -> list[str]:
             config.optimizer.state_dtype == config.training.param_dtype == "float32",
             ["optimizer.implementation"],
         ),
+        "one process does not use FSDP": (
+            math.prod(degrees.values()) > 1
+            or config.parallel.cpu_offload
+            or config.parallel.reshard_after_forward != "default",
+            ["parallel.prefetch", "parallel.reduce_every_microbatch", "training.reduce_dtype"],
+        ),
         "float8.enabled = false": (config.float8.enabled, ["float8.skip", "float8.emulate"]),
         "recompute.mode is not memory_budget": (config.recompute.mode == "memory_budget", ["recompute.budget"]),
     }

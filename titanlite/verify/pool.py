@@ -41,7 +41,7 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    from titanlite.distributed.process_group import join, open_device
+    from titanlite.distributed.process_group import join, open_device, use_loopback
 
     gc.freeze()  # a collection would visit all that torch imported, and so copy the pages shared with the server
 
@@ -51,6 +51,7 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
     try:
         if device == "cuda":
             os.environ["LOCAL_RANK"] = str(rank)
+        use_loopback()
         join(open_device(device), GROUP_TIMEOUT, rank, world_size, dist.FileStore(store, world_size))
         outcome = (time.monotonic(), None, function(*arguments))
         dist.barrier()  # no rank exits while another still communicates with it
