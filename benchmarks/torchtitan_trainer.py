@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import sys
 import types
@@ -39,6 +40,12 @@ def _stand_in_for_cuda() -> None:
     cpu.get_device_name, cpu.memory_stats = lambda device: "CPU", lambda device: {}
     cpu.get_device_properties = lambda device: types.SimpleNamespace(total_memory=1)
     cpu.reset_peak_memory_stats = cpu.empty_cache = lambda: None
+
+
+def _stand_in_for_datasets() -> None:
+    """Lets torchtitan be imported without the package `datasets`, whose loaders this comparison does not use."""
+    if importlib.util.find_spec("datasets") is None:
+        sys.modules |= {"datasets": mock.MagicMock(), "datasets.distributed": mock.MagicMock()}
 
 
 def job(config: Config, compute: str) -> Any:
@@ -88,6 +95,7 @@ def build(config: Config, llama: LlamaConfig, pair: str, weights: dict[str, Tens
     device = process_group.start(config.run.device, 600, config.run.seed)
     if device.type != "cuda":
         _stand_in_for_cuda()
+    _stand_in_for_datasets()
     os.environ.setdefault("LOCAL_RANK", "0")
     import torchtitan.train as module
     from torchtitan.models.llama3 import get_train_spec
