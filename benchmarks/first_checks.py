@@ -2,10 +2,10 @@
 
     python benchmarks/first_checks.py [--device cuda]
 
-The checks run one after the other, each in processes of its own: the versions of what torch uses; a run by
+The checks run one after the other, each in separate processes: the versions of what torch uses; a run by
 `python train.py` that saves in the background and is stopped by SIGTERM; its continuation under torchrun; a run by
-`./run_train.sh` on all GPUs (one, if their number is no power of two). The results are written after each check, with
-the end of the output of one that fails.
+`./run_train.sh` on all GPUs (on one, if their number is not a power of two). The results are written after each check,
+with the end of the output of one that fails.
 Takes half a minute on two CPU cores (`--device cpu`).
 """
 

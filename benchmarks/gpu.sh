@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The GPU benchmarks, in parts of which each ends within nine minutes, or after $PART_SECONDS. `benchmarks/gpu.sh` lists the parts in the order in which to run
-# them, `benchmarks/gpu.sh PART ...` runs some of them, `benchmarks/gpu.sh all` all that have not been finished with these sources:
-# a finished part is recorded in $MARKS (default: benchmarks/.done), so the same command continues where the last one was stopped.
+# The GPU benchmarks, in parts. `benchmarks/gpu.sh` lists them in the order in which to run them, `benchmarks/gpu.sh PART ...`
+# runs some, `benchmarks/gpu.sh all` all that have not been finished with these sources: a finished part is recorded in $MARKS
+# (default: benchmarks/.done), so the same command continues where the last one was stopped. The measurement of a part is
+# ended after $PART_SECONDS (default: 540); installing packages is not counted.
 # Results go to benchmarks/results/; if $OUT is set, those of this call are also in $OUT/results.tgz, a few seconds old at most.
 # A part that was cut off leaves the results it had, and an output, <date>-gpu_PART.txt, without the last line "ended: ...".
 # Missing packages are installed from the folder of wheels $WHEELS if that is set, otherwise from pip's index.

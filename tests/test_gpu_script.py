@@ -25,7 +25,7 @@ esac
 
 @pytest.fixture
 def script(tmp_path):
-    """A copy of the script in a folder of its own: (arguments, more environment) -> the process."""
+    """A copy of the script in a separate folder: (arguments, more environment) -> the process."""
     for folder in ("titanlite", "tests", "train_configs", "benchmarks", "bin", "out"):
         (tmp_path / folder).mkdir()
     (tmp_path / "train.py").write_text("")

@@ -104,7 +104,7 @@ def keep_freed_memory() -> None:
     """
     libc = ctypes.CDLL(None)
     if not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ) and hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_MAX, 0)  # no tensor gets pages of its own, which would be returned with it
+        libc.mallopt(M_MMAP_MAX, 0)  # large tensors too come from the heap, not from separate mappings
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # the end of the heap is not returned either
 
 

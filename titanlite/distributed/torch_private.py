@@ -115,9 +115,9 @@ def set_activation_memory_budget(budget: float) -> None:
         functorch.unsafe_treat_script_objects_as_zero_size = budget < 1
 
 
-# Option of inductor: it splits matmuls to overlap them with tensor parallel's communication (arXiv 2105.05720). There
-# is no public switch. It must be an option of the call of `torch.compile`: from 2.13 on a global setting holds for one
-# thread, and on CUDA the backward is compiled in another. Checked: 2.11, 2.13, that both graphs get it.
+# Option of inductor: it splits matmuls to overlap them with tensor parallel's communication (arXiv 2105.05720). Only
+# this private switch exists. It must be an option of the call of `torch.compile`: from 2.13 on a global setting holds
+# for one thread, and on CUDA the backward is compiled in another. Checked: 2.11, 2.13, that both graphs get it.
 OVERLAP_TENSOR_PARALLEL: dict[str, Any] = {"_micro_pipeline_tp": True}
 
 

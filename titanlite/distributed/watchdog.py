@@ -5,7 +5,7 @@ through, and reads those of others: rank 0 reads all, the others only rank 0's. 
 `diagnose`. When that names a rank, every process writes its stacks into `<run folder>/hang/` and exits with 124. The
 launcher kills a frozen process two seconds later (torchrun, 30 seconds later).
 What does not count as standing still: a process that reads, writes, is held in a debugger, or computes. In phases that
-may wait for a GPU CPU time does not count, because waiting takes CPU time too.
+may wait for a GPU, CPU time does not count, because waiting takes CPU time too.
 If other ranks wait for it in a collective, that collective's own time-out ends the run, ten seconds after this one.
 What it costs: four small requests to the store per process and second.
 """
