@@ -10,10 +10,9 @@ Letters in shapes: B sequences of a local batch, S tokens of a sequence.
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
-import shlex
-import shutil
 import signal
 import sys
 import traceback
@@ -26,20 +25,20 @@ import torch.distributed as dist
 from titanlite.checkpoint.manager import Checkpointer, NonFinite
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
-from titanlite.checkpoint.storage import SaveError, step_folder
+from titanlite.checkpoint.storage import SaveError
 from titanlite.config.files import replace_file
-from titanlite.config.load import load_config, program_folder
-from titanlite.config.schema import EXIT_CONFIG, EXIT_STOPPED, Config, ConfigError, ProfilingConfig, portable
+from titanlite.config.load import load_config
+from titanlite.config.schema import EXIT_CONFIG, LAUNCHED, Config, ConfigError, DataConfig, ProfilingConfig, portable
 from titanlite.config.text import to_toml
-from titanlite.data.prepared import PreparedData, prepared_folder
-from titanlite.data.stream import TrainStream, Windows, count_targets
+from titanlite.data.prepared import PreparedData, description, fingerprint_of, load_sources
+from titanlite.data.stream import TrainStream, build_samples, count_targets
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed import process_group
-from titanlite.distributed.agreement import StorageError, broadcast_from_rank0, require_agreement
+from titanlite.distributed.agreement import PATIENT, JoinError, StorageError, broadcast_from_rank0, require_agreement
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.run_folder import claim_folder
-from titanlite.distributed.signals import Requests
+from titanlite.distributed.signals import FileRequest, Requests
 from titanlite.distributed.watchdog import Watchdog
 from titanlite.model.attention import attention_kernel
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
@@ -47,8 +46,8 @@ from titanlite.model.llama import Llama
 from titanlite.observe.logging import log_to_file, setup_logging
 from titanlite.observe.metrics import Metrics, Progress, Workload
 from titanlite.observe.validation import Validator
-from titanlite.optim.clip import clip_grad_norm
-from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.clip import build_clip
+from titanlite.optim.optimizer import build_guard, build_optimizer
 from titanlite.optim.schedule import Schedule
 from titanlite.parallel.auto import resolve_auto
 from titanlite.parallel.parallelize import build_model_parts
@@ -56,13 +55,13 @@ from titanlite.parallel.rules import check_layout, unused_settings
 from titanlite.parallel.stages import Stages
 
 logger = logging.getLogger("titanlite")
-SAMPLE_BYTES = 8 << 30  # in fp32; a larger model is not loaded into CPU memory for a sample at the end
 
 
 def main(config: Config) -> int:
     """Trains until `training.steps` or a signal. Returns the exit code: 0 finished, 75 stopped after saving."""
     # 1. World: the ranks, how they are arranged, and the folder they share
-    device = process_group.start(config.run.device, config.comm.group_timeout_seconds, config.run.seed)
+    timeout, deterministic = config.comm.group_timeout_seconds, config.debug.deterministic
+    device = process_group.start(config.run.device, timeout, config.run.seed, deterministic)
     rank, folder = dist.get_rank(), Path(config.run.folder, config.run.name)
     setup_logging(rank)
     require_agreement(configuration=portable(config))
@@ -72,24 +71,21 @@ def main(config: Config) -> int:
     _lock = claim_folder(folder)  # held until this function returns
     broadcast_from_rank0(lambda: log_to_file(folder / "log.txt"))
     asked, config = config, resolve_auto(config, llama.dim, degrees, device.type)
-    record = dataclasses.replace(config, compile=asked.compile)  # checkpoints keep `auto`: each start resolves it
-    training = config.training
-    mesh = Mesh(device.type, degrees, config.comm.group_timeout_seconds)
+    mesh = Mesh(device.type, degrees, timeout)
     progress = Progress()
     watchdog = Watchdog(config.comm, folder, lambda: progress.step, device.type == "cpu")  # reports a rank that hangs
     requests = Requests()  # from here on a signal makes the run save and end
 
     # 2. Data: text is tokenised once; sample i of the stream is a function of (seed, i)
-    data = PreparedData(prepared_folder(config.data, tokenizer, logger.info), tokenizer)
-    require_agreement(data=data.fingerprint)
-    stream = TrainStream(
-        Windows(data.tokens("train"), training.seq_len, "training"),
-        seed=config.run.seed,
-        local_batch_size=training.local_batch_size,
-        accumulation=training.global_batch_size // (training.local_batch_size * mesh.data_size),
-        rank=mesh.data_rank,
-        world=mesh.data_size,
-    )
+    data = load_sources(config.data, prepared_folders(config.data, tokenizer), tokenizer)
+    require_agreement(PATIENT, data=fingerprint_of(data))  # preparing it takes a node as long as it takes
+    samples = build_samples(data, config.data, config.training, config.run.seed)
+    if config.training.epochs:
+        from titanlite.config.budget import epochs_in_steps
+
+        config = epochs_in_steps(config, samples.rows[0].count)
+    training = config.training
+    stream = TrainStream(samples, training, mesh.data_rank, mesh.data_size, config.data.document_mask)
 
     # 3. Model: first shapes only; then memory and weights for this rank's part of it
     with torch.device("meta"):
@@ -98,65 +94,74 @@ def main(config: Config) -> int:
     stages = Stages(model_parts, config, mesh, device)
 
     # 4. Training state: everything that a step changes, and its checkpoints
-    optimizer = build_optimizer(model_parts, config.optimizer)
+    optimizer = build_optimizer(model_parts, config.optimizer, config.parallel.optimizer_offload)
     schedule = Schedule(optimizer, config.schedule, config.optimizer.lr, training.steps)
-    states = {
+    states: dict[str, Any] = {
         "model": ModelState(model_parts),
         "optimizer": OptimizerState(model_parts, optimizer),
         "data": stream,
         "progress": progress,
         "random": RandomState(),
     }
-    metadata = RunMetadata(mesh.degrees, dataclasses.asdict(record), data.fingerprint)
+    clip = build_clip(stages, optimizer, training, config.optimizer, device, states)
+    record = dataclasses.replace(config, compile=asked.compile)  # checkpoints keep `auto`: each start resolves it
+    metadata = RunMetadata(mesh.degrees, dataclasses.asdict(record), fingerprint_of(data))
     files = checkpoint_files(record, data, llama)
     checkpoint = Checkpointer(config.checkpoint, folder, states, files, metadata, device)
+    guard = checkpoint.guard = build_guard(config.stability, states, optimizer, device, mesh)
+    stages, connect = build_measures(config, stages, optimizer, states)
     if not checkpoint.load() and config.checkpoint.initial_load:
         from titanlite.formats.load import load_weights  # other formats: imported only if used
 
-        load_weights(config.checkpoint, ModelState(model_parts), llama, tokenizer, checkpoint.group)
+        load_weights(config.checkpoint, ModelState(model_parts), llama, tokenizer)
 
     # 5. Metrics and validation
-    workload = Workload.of(training, llama, process_group.device_name(device))
+    workload = Workload(training, config.validation, config.checkpoint, llama, process_group.device_name(device))
     metrics = Metrics(config.metrics, folder, device, progress, workload)
-    validator = Validator(config.validation, training, data, stages.evaluate, mesh, metrics)
+    metrics.more += [state.columns for state in states.values() if hasattr(state, "columns")]
+    validator = connect(Validator(config.validation, data, stream, stages.evaluate, mesh, metrics))
     garbage = process_group.GarbageCollection(training.gc_freq)
     broadcast_from_rank0(lambda: replace_file(folder / "config.toml", to_toml(record).encode()))
-    log_start(config, llama, mesh, device)
+    log_start(config, llama, mesh, device, progress.step)
     if progress.step == 0:
         validator.maybe_run(0, False, requests.agree_to_stop)
-    if progress.step >= training.steps:
-        logger.info(f"nothing left to train: the run is at step {progress.step}, and training.steps = {training.steps}")
+        metrics.end_pause()
 
     # 6. Loop: one optimizer step after the other
     requests.agree()  # a signal may have arrived during the set-up
-    metrics.start()
-    with profiling(config.profiling, folder / "traces", rank, progress) as profile_step:
+    wants_profile, profile_step = build_profiler(config.profiling, folder, progress)
+    with sinks(config, folder, metadata):
+        metrics.start()
         while progress.step < training.steps and not requests.stop:
             progress.step += 1
 
             # One optimizer step
-            batches = stream.next_step()  # local batches of tokens and labels, each (B, S)
+            batches = stream.next_step()  # local batches of tokens and labels (B, S)
             num_targets = mesh.sum_counts(to_device(count_targets(batches), device))  # over all ranks
             loss = torch.zeros((), device=device)
-            for i, (tokens, labels) in enumerate(prefetch(batches, device)):
-                loss += stages.forward_backward(tokens, labels, num_targets, last=i == len(batches) - 1)
-            grad_norm = clip_grad_norm(model_parts, training.max_norm, device, stages.shared_params)
+            for i, batch in enumerate(prefetch(batches, device)):
+                loss += stages.forward_backward(batch, num_targets, last=i == len(batches) - 1)
+            grad_norm = clip()
             lr = schedule.set_lr(progress.step)
             checkpoint.wait_for_staging()  # weights and moments are about to change
+            if guard:
+                guard.judge(progress.step, loss, grad_norm)  # withholds the update if the step is bad
             optimizer.step()
             optimizer.zero_grad()
-            metrics.count_step()
+            metrics.count_step(stream.step_tokens)
 
             # After some steps: log, validate, save, stop. All ranks take the same branches
-            agreed = requests.agree(save=checkpoint.wants_save(), failed=checkpoint.failed)
+            agreed = requests.agree(checkpoint.wants_save(), checkpoint.failed, wants_profile())
             finished = progress.step == training.steps
             last = finished or agreed.stop
             logs, saves = metrics.due(last), checkpoint.due(progress.step, last, agreed.save)
             validates = validator.due(progress.step, finished)
-            if logs or saves or validates or checkpoint.unproven:
-                checkpoint.require_finite(progress.step, grad_norm)
+            read = logs or saves or validates or checkpoint.unproven or agreed.failed
+            if read and checkpoint.require_finite(progress.step, grad_norm):
+                metrics.start()  # rolled back
+                continue
             if logs:
-                metrics.log(mesh.sum_losses(loss), grad_norm, lr, stream.epochs)
+                metrics.log(mesh.sum_losses(loss), grad_norm, num_targets, lr, stream)
             if agreed.failed:
                 checkpoint.close()  # raises the error of the save
             if saves or validates:
@@ -164,108 +169,119 @@ def main(config: Config) -> int:
                     held_out_loss = validator.maybe_run(progress.step, finished, requests.agree_to_stop)
                     checkpoint.maybe_save(progress.step, last or requests.stop, agreed.save, held_out_loss)
             garbage.step(progress.step)
-            profile_step()
+            profile_step(agreed.profile, last or requests.stop)
     watchdog.close()
     garbage.close()
-    finished = progress.step >= training.steps
-    if finished:
-        log_end(config, folder, progress.step, tokenizer, llama)
-    else:
-        logger.info(f"stopped after step {progress.step} of {training.steps}; the same command resumes from here")
+    from titanlite.report.summary import log_end  # with what it needs for a sample and the report
+
+    code = log_end(config, Path(__file__), progress.step, tokenizer, llama)
     requests.restore()
-    return 0 if finished else EXIT_STOPPED
+    return code
 
 
-def profiling(config: ProfilingConfig, folder: Path, rank: int, progress: Progress) -> Any:
-    """A context manager that yields a function to call after each step; without profiling it does nothing."""
-    if not config.enabled:
-        return contextlib.nullcontext(lambda: None)
-    from titanlite.observe.profile import profiler
+def build_profiler(config: ProfilingConfig, folder: Path, progress: Progress) -> Any:
+    """Two functions for each step: whether this process has a request to record steps, and what records them."""
+    profiler, file = None, FileRequest(folder / "PROFILE")
 
-    return profiler(config, folder, rank, progress)
+    def step(requested: bool, last: bool) -> None:
+        nonlocal profiler
+        file.open = False
+        if profiler is None and (requested or config.enabled or config.ranks != "all"):
+            from titanlite.observe.profile import Profiler  # when it is used first
+
+            profiler = Profiler(config, folder / "traces", progress)
+        if profiler:
+            profiler.after_step(requested, last)
+
+    if config.enabled or config.ranks != "all":
+        step(requested=False, last=False)  # refuses wrong ranks before the first step
+    return file.seen, step
 
 
-def checkpoint_files(config: Config, data: PreparedData, llama: LlamaConfig) -> dict[str, bytes]:
+def sinks(config: Config, folder: Path, metadata: RunMetadata) -> Any:
+    """A context manager that copies metrics.jsonl to `metrics.sinks`; without any it does nothing."""
+    if not config.metrics.sinks:
+        return contextlib.nullcontext()
+    from titanlite.observe.sinks import Sinks
+
+    return Sinks(config.metrics, folder, metadata.layout, metadata.config)
+
+
+def build_measures(config: Config, stages: Stages, optimizer: Any, states: dict[str, Any]) -> Any:
+    """Adds [ema], measures of [metrics], and samples. Returns the run's stages, and a function of its validator."""
+    section, keys = config.metrics, ("noise_scale_freq", "layer_norms_freq", "activations_freq")
+    if not any((config.ema.decay, config.validation.prompts, *(getattr(section, key) for key in keys))):
+        return stages, lambda validator: validator
+    from titanlite.observe.measures import Measures
+
+    measures = Measures(config, stages, optimizer, states)
+    return measures, measures.connect
+
+
+def prepared_folders(section: DataConfig, tokenizer: Tokenizer) -> list[Path]:
+    """The folder of each source's prepared data: from the launcher, once per node, or found or made here.
+
+    Raises ConfigError as `prepare` does.
+    """
+    if LAUNCHED in os.environ:
+        return [Path(folder) for folder in json.loads(os.environ[LAUNCHED])]
+    from titanlite.prepare.cache import prepare  # without the launcher
+
+    return [prepare(part, tokenizer, logger.info) for part in section.parts()]
+
+
+def checkpoint_files(config: Config, data: list[PreparedData], llama: LlamaConfig) -> dict[str, bytes]:
     """The small files with which a checkpoint can be used without the run's folder: name -> content."""
     return {
         "config.toml": to_toml(config).encode(),
-        "data.json": (data.folder / "manifest.json").read_bytes(),
-        "tokenizer.model": data.tokenizer.path.read_bytes(),
+        "data.json": description(data),
         "model.json": llama.to_json().encode(),
+        **data[0].tokenizer.files,
     }
 
 
-def log_start(config: Config, llama: LlamaConfig, mesh: Mesh, device: torch.device) -> None:
-    """Logs the model, the ranks and the batch, and which settings have no effect."""
+def log_start(config: Config, llama: LlamaConfig, mesh: Mesh, device: torch.device, step: int) -> None:
+    """Logs the model, the ranks and the batch, which settings have no effect, and if the run is already complete."""
     for note in unused_settings(config, mesh.degrees):
         logger.info(note)
     training = config.training
     dtype, whole_sequences = getattr(torch, training.compute_dtype), mesh.degrees["cp"] == 1
     attention = attention_kernel(llama, training.seq_len, dtype, device) if whole_sequences else "over ranks"
+    attention = "within documents" if config.data.document_mask else attention  # see `block_mask.py`
     layout = ", ".join(f"{axis} {degree}" for axis, degree in mesh.degrees.items() if degree > 1) or "one process"
     compiled = f"compiled by {config.compile.backend}" if config.compile.enabled == "true" else "not compiled"
+    later = f" (later {training.batch_ramp})" if training.batch_ramp else ""
     local_batches = training.global_batch_size // (training.local_batch_size * mesh.data_size)
+    used = f"{process_group.device_name(device)} x {dist.get_world_size()}"
+    about = {"parameters": llama.num_parameters, "device": used, "layout": layout, "torch": torch.__version__}
     logger.info(
         f"{config.model.flavor}: {llama.num_parameters:,} parameters, vocabulary {llama.vocab_size:,}; "
-        f"{process_group.device_name(device)} x {dist.get_world_size()} ({layout}), compute {training.compute_dtype}, "
-        f"reduce {training.reduce_dtype}, attention {attention}, blocks {compiled}; "
-        f"{training.global_batch_size} sequences of {training.seq_len} per step, "
-        f"{local_batches} x {training.local_batch_size} in each process"
+        f"{used} ({layout}), compute {training.compute_dtype}, reduce {training.reduce_dtype}, attention {attention}, "
+        f"blocks {compiled}; {training.global_batch_size} sequences of {training.seq_len} per step{later}, "
+        f"{local_batches} x {training.local_batch_size} in each process",
+        extra={"event": "start", "step": step, "about": about},
     )
-
-
-def log_end(config: Config, folder: Path, step: int, tokenizer: Tokenizer, llama: LlamaConfig) -> None:
-    """Rank 0 logs the results, a sample from the checkpoint just written, and what to try next."""
-    if dist.get_rank() != 0:
-        return
-    logger.info(f"\ndone: {step} steps. In {folder}:\n  checkpoints/step-{step}  metrics.jsonl  log.txt  config.toml")
-    size = 4 * llama.num_parameters
-    if config.run.sample_tokens and size > SAMPLE_BYTES:
-        limit = f"at most {SAMPLE_BYTES / 1e9:.1f} GB are used for a sample"
-        logger.info(f"\nno sample: in fp32 the model takes {size / 1e9:.1f} GB of CPU memory; {limit}")
-    elif config.run.sample_tokens:
-        text = "\n".join(f"  | {line}" for line in sample(config, folder, step, tokenizer).splitlines())
-        logger.info("\na sample (temperature 0.7, top-k 50):\n%s", text)
-    quoted_folder = shlex.quote(str(folder))
-    python = "python3" if shutil.which("python3") == sys.executable else os.path.relpath(sys.executable)
-    command = "titanlite" if shutil.which("titanlite") else f"{python} -m titanlite"
-    own = Path(__file__).resolve()
-    if (script := own.with_name("run_train.sh")).exists():  # a clone
-        train = shlex.quote(os.path.join(".", os.path.relpath(script)))
-    elif own.parent == program_folder():  # an installed wheel
-        train = f"{command} train"
-    else:  # a copy made by `titanlite eject`
-        train = f"{python} {shlex.quote(os.path.relpath(own))}"
-    logger.info(
-        f"\nnext:\n  {command} generate {quoted_folder} --prompt {shlex.quote(config.run.sample_prompt)}\n"
-        f"  {train} {quoted_folder}/config.toml --training.steps={2 * step}    (resumes from here)"
-    )
-
-
-def sample(config: Config, folder: Path, step: int, tokenizer: Tokenizer) -> str:
-    """The text that the model generates after `run.sample_prompt`.
-
-    The checkpoint is loaded on the CPU, because the whole model may not fit in the memory of one device.
-    """
-    from titanlite.checkpoint.load_model import load_model
-    from titanlite.model.generate import generate
-
-    seq_len, seed = config.training.seq_len, config.run.seed
-    prompt = [tokenizer.bos, *tokenizer.encode(config.run.sample_prompt)][: seq_len - 1]
-    room = min(config.run.sample_tokens, seq_len - len(prompt))
-    model = load_model(step_folder(folder / "checkpoints", step), torch.device("cpu"), seq_len)
-    new = generate(model, prompt, room, stop=tokenizer.eos, temperature=0.7, top_k=50, seed=seed)
-    return tokenizer.decode([*prompt[1:], *new])
+    if step >= training.steps:
+        logger.info(f"nothing left to train: the run is at step {step}, and training.steps = {training.steps}")
 
 
 def run(argv: list[str]) -> int:
     """Calls `main`, and turns errors into messages and exit codes."""
+    if {"-h", "--help"} & set(argv):
+        from titanlite.config.help import help_text
+
+        print(help_text())
+        return 0
     try:
-        return main(load_config(argv, Path(__file__).resolve().with_name("train_configs")))
-    except (ConfigError, process_group.JoinError, NonFinite, SaveError, StorageError) as error:
+        return main(config := load_config(argv, Path(__file__).resolve().with_name("train_configs")))
+    except (ConfigError, JoinError, NonFinite, SaveError, StorageError) as error:
         # One process of each node prints it; before it has joined the others, each its own
         if os.environ.get("LOCAL_RANK", "0") == "0" or not dist.is_initialized():
             print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
+        if isinstance(error, NonFinite):  # on all ranks
+            from titanlite.report.summary import report_together  # what the run did until then
+
+            report_together(Path(config.run.folder, config.run.name))
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

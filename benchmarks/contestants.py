@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ from titanlite.config.schema import Config
 from titanlite.data.stream import Batch, count_targets
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.distributed import process_group
+from titanlite.distributed import process_group, watchdog
 from titanlite.distributed.mesh import Mesh
+from titanlite.distributed.watchdog import mark_phase
 from titanlite.formats import huggingface
 from titanlite.formats.full_state import half_split
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
@@ -38,6 +40,7 @@ from titanlite.model.llama import Llama
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
+from titanlite.optim.stability import Guard
 from titanlite.parallel.auto import resolve_auto
 from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.rules import check_layout, reason_not_compiled
@@ -90,21 +93,46 @@ class Titanlite:
         self.optimizer = build_optimizer(self.parts, self.config.optimizer)
         self.schedule = Schedule(self.optimizer, constant, self.config.optimizer.lr, self.config.training.steps)
         reason = reason_not_compiled(asked, degrees, self.llama.dim, self.device.type)
+        self.guard = None
+        if self.config.stability.action != "stop" or self.config.stability.threshold:
+            stream: Any = SimpleNamespace(order=None, begun=0, samples=1)
+            self.guard = Guard(self.config.stability, stream, self.optimizer, self.device, mesh)
         self.not_compiled = "" if self.config.compile.enabled == "true" else reason or "no compiler"
         self.steps = 0
+        self.times = None
+        if self.config.metrics.step_times:
+            from titanlite.observe.step_times import StepTimes
+
+            self.times = StepTimes(self.device)
 
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """A batch that is in CPU memory goes to the device as in train.py."""
-        num_targets = count_targets([Batch(tokens, labels)])
+        """A batch that is in CPU memory goes to the device as in train.py.
+
+        With `data.document_mask` each sequence is taken for four documents of equal length.
+        """
+        watchdog.recorder = self.times.mark if self.times else None  # of the one whose turn it is
+        mark_phase("reading data", times_only=True)
+        batch = Batch(tokens, labels)
+        if self.config.data.document_mask:
+            positions = torch.arange(tokens.shape[1], device=tokens.device) % (tokens.shape[1] // 4)
+            batch = batch._replace(positions=positions.repeat(len(tokens), 1))
+        num_targets = count_targets([batch])
         if tokens.device.type != self.device.type:
             num_targets = to_device(num_targets, self.device)
-            ((tokens, labels),) = prefetch([(tokens, labels)], self.device)
-        loss = self.stages.forward_backward(tokens, labels, num_targets, True)
-        clip_grad_norm(self.parts, self.config.training.max_norm, self.device, self.stages.shared_params)
+            (batch,) = prefetch([batch], self.device)
+        loss = self.stages.forward_backward(batch, num_targets, True)
+        norm = clip_grad_norm(self.parts, self.config.training.max_norm, self.device, self.stages.shared_params)
         self.steps += 1
         self.schedule.set_lr(self.steps)
+        if self.guard is not None:
+            self.guard.judge(self.steps, loss, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.guard is not None and self.guard.noticed:
+            raise RuntimeError(f"expected no bad step: {self.guard.read_all()}")
+        if self.times and self.steps % self.config.metrics.log_freq == 0:
+            mark_phase("start of timing", times_only=True)
+            self.times.columns()
         return loss
 
 

@@ -36,6 +36,10 @@ PAIRS = {
         "25m, compiled loss/25m",
         "25m, 4 chunks/25m",
         "25m, full/25m",
+        "25m, guarded/25m",
+        "25m/25m, no step times",
+        "debug, documents/debug",
+        "25m, documents/25m",
     ],
     # The memory budget is one setting for a whole process: its case is in the table of throughput.py only.
     "gpu": [f"{name}/1b" for name in CASES if name.startswith("1b, ") and not name.endswith(("8192", "budget 0.5"))],

@@ -1,6 +1,6 @@
-"""What it costs rank 0 to coordinate a save and a load of a large model on many ranks, without having them.
+"""What many ranks cost each other at the start, in a save and in a load of a large model, without having them.
 
-    python benchmarks/many_ranks.py [--ranks 8 128 512 1024] [--stock 8 128] [--flavor llama3_405b]
+    python benchmarks/many_ranks.py [--ranks 8 128 512 1024] [--stock 8 128] [--background 64] [--before CHECKOUT]
 
 One process pretends to be rank 0 of N, on the meta device: tp 8, the rest dp_shard. Its own plan is made by the code of
 a run. What the other ranks would send is computed from the placements; a second process, pretending to be another rank,
@@ -12,7 +12,8 @@ checks that this is what that rank plans. Nothing of the tensors is read or writ
 `--stock`: the same with the planner of torch.distributed.checkpoint: its local plan, unpickling the plans of all ranks,
 removing duplicates and checking (`create_global_plan`), and pickling them again. It is measured for these numbers of
 ranks only, because its time grows with them. The manifest of format 1, which listed all parts, is made and
-read for comparison.
+read for comparison. `--background`: a training step during a save, see background_save.py. Descriptors and file
+operations: see run_counts.py; `--before` counts those of another checkout too.
 """
 
 from __future__ import annotations
@@ -24,99 +25,23 @@ import itertools
 import json
 import pickle
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import background_save
 import report
+import run_counts
+from pretended import box_of, examples, pretended_report, state_of
 
-PARTS = ["--parallel.tp=8", "--run.device=cpu", "--compile.enabled=false", "--recompute.mode=none"]
-PARTS += ["--training.compute_dtype=bfloat16", "--training.reduce_dtype=float32"]
+from titanlite.model.flavors import FLAVORS
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     """What a function returns, and its CPU seconds."""
     started = time.process_time()
     return function(), time.process_time() - started
-
-
-def state_of(flavor: str, ranks: int, rank: int) -> dict[str, dict[str, Any]]:
-    """The state of a run with AdamW, as this rank of so many would have it, on the meta device."""
-    import torch
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from titanlite.checkpoint.state import ModelState
-    from titanlite.config.load import load_config
-    from titanlite.distributed.mesh import Mesh
-    from titanlite.model.flavors import FLAVORS
-    from titanlite.model.llama import Llama
-    from titanlite.parallel.parallelize import split_and_parallelize
-
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-    config = load_config(["debug", f"--model.flavor={flavor}", *PARTS])
-    mesh = Mesh("cpu", {"pp": 1, "dp_replicate": 1, "dp_shard": ranks // 8, "cp": 1, "tp": 8}, 600)
-    with torch.device("meta"):
-        model = Llama(FLAVORS[flavor], config.training.seq_len)
-    weights = ModelState(split_and_parallelize(model, config, mesh)).state_dict()
-    moments = {f"state.{n}.{key}": torch.empty_like(w) for n, w in weights.items() for key in ("exp_avg", "exp_avg_sq")}
-    return {"model": weights, "optimizer": moments | {f"state.{n}.step": torch.zeros(()) for n in weights}}
-
-
-def box_of(value: Any, rank: int) -> tuple[Any, Any]:
-    """Offsets and sizes of a rank's part of a DTensor."""
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-
-    mesh = value.device_mesh
-    place = (mesh.mesh == rank).nonzero()[0].tolist()
-    sizes, offsets = _compute_local_shape_and_global_offset(value.shape, tuple(mesh.shape), place, value.placements)
-    return tuple(offsets), tuple(sizes)
-
-
-def flat(state: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {f"{part}.{name}": value for part, own in state.items() for name, value in own.items()}
-
-
-def examples(state: dict[str, dict[str, Any]], table: dict[str, Any]) -> dict[int, tuple[str, Any, int | None]]:
-    """Layout -> name and value of its last tensor, and which replica writes it: replicas, along tp, take turns."""
-    from torch.distributed.tensor import DTensor
-
-    found: dict[int, tuple[str, Any, int | None]] = {}
-    turns = itertools.count()
-    for name, value in flat(state).items():
-        if isinstance(value, DTensor):
-            writer = next(turns) % value.device_mesh.size(1) if value.placements[1].is_replicate() else None
-            found[table[name][2]] = (name, value, writer)
-    return found
-
-
-def pretended_report(layouts: dict[int, tuple[str, Any, int | None]], rank: int) -> list[Any]:
-    """What `Plan.boxes` gives on another rank: its box in each layout that it writes."""
-    from titanlite.checkpoint.grid import Box
-
-    boxes = []
-    for layout, (name, value, writer) in layouts.items():
-        if writer is None or writer == rank % value.device_mesh.size(1):
-            file = f"{'model' if name.startswith('model.') else 'training'}-{rank:05}.safetensors"
-            boxes.append((0, layout, Box(file, *box_of(value, rank))))
-    return boxes
-
-
-def launch_rate(work: Callable[[], Any]) -> tuple[float, float]:
-    """Small operations per second that this thread launches while another does some work, and that work's seconds."""
-    import torch
-
-    numbers, count = torch.zeros(4), 0
-    thread = threading.Thread(target=work)
-    started = time.perf_counter()
-    thread.start()
-    while thread.is_alive():
-        numbers.add_(1)
-        count += 1
-    seconds = time.perf_counter() - started
-    return count / seconds, seconds
 
 
 def measure(flavor: str, ranks: int) -> dict[str, Any]:
@@ -127,7 +52,7 @@ def measure(flavor: str, ranks: int) -> dict[str, Any]:
     from titanlite.checkpoint.plan import Plan, local_parts, tensor_entries
     from titanlite.checkpoint.read import require_matching_tensors
 
-    state = state_of(flavor, ranks, 0)
+    state = state_of(FLAVORS[flavor], ranks, 0)
     plan, plan_seconds = timed(lambda: Plan(state))
     own, other = plan.boxes(), ranks // 2 + 1
     planned = report.child([sys.executable, __file__, "--flavor", flavor, "--one", "boxes", str(ranks), str(other)])
@@ -148,8 +73,6 @@ def measure(flavor: str, ranks: int) -> dict[str, Any]:
         return to_text(Manifest(1, True, "", "", {}, {}, "", None, files, entries))
 
     text, save_seconds = timed(commit)
-    alone, _ = launch_rate(lambda: time.sleep(1))
-    meanwhile, in_background = launch_rate(lambda: (Plan(state), commit()))
     manifest, parse_seconds = timed(lambda: parse_manifest(Path("manifest.json"), text))
     _, compare_seconds = timed(lambda: require_matching_tensors(Path(), manifest, state))
 
@@ -169,8 +92,6 @@ def measure(flavor: str, ranks: int) -> dict[str, Any]:
         "pieces_read": pieces,
         "plan_s": plan_seconds,
         "save_s": plan_seconds + save_seconds,
-        "background_s": in_background,
-        "background_rate": meanwhile / alone,
         "received_bytes": sum(map(len, messages)) + len(json.dumps(plan.table)),
         "manifest_bytes": len(text),
         "load_s": parse_seconds + compare_seconds + find_seconds,
@@ -201,7 +122,7 @@ def measure_stock(flavor: str, ranks: int) -> dict[str, Any]:
 
     from titanlite.checkpoint.plan import Plan
 
-    state = state_of(flavor, ranks, 0)
+    state = state_of(FLAVORS[flavor], ranks, 0)
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
     local, plan_seconds = timed(planner.create_local_plan)
@@ -239,8 +160,6 @@ ROWS = {  # label -> key, format
     "parts of tensors": ("parts", "{:,.0f}"),
     "**save**, CPU seconds on rank 0": ("save_s", "{:.2f}"),
     "of these its own plan, as on every rank": ("plan_s", "{:.2f}"),
-    "in the background: seconds": ("background_s", "{:.2f}"),
-    "meanwhile, operations that the training thread launches": ("background_rate", "{:.0%}"),
     "MB that rank 0 receives": ("received_mb", "{:.1f}"),
     "MB of the manifest": ("manifest_mb", "{:.2f}"),
     "**load**, CPU seconds on each rank": ("load_s", "{:.2f}"),
@@ -250,44 +169,92 @@ ROWS = {  # label -> key, format
     "DCP: **load**, CPU seconds on rank 0": ("stock_load_s", "{:.1f}"),
     "manifest of format 1, MB": ("format_1_mb", "{:.1f}"),
     "manifest of format 1, CPU seconds to read it": ("format_1_parse_s", "{:.1f}"),
+    "descriptors of rank 0": ("descriptors_0", "{:,.0f}"),
+    "descriptors of another rank": ("descriptors", "{:,.0f}"),
+    "file operations of all ranks: start": ("operations_start", "{:,.0f}"),
+    "file operations of all ranks: load": ("operations_load", "{:,.0f}"),
+    "file operations of all ranks: save": ("operations_save", "{:,.0f}"),
 }
+COUNTED = [label for label, (key, _) in ROWS.items() if key.startswith(("descriptors", "operations"))]
+ROWS |= {f"before: {label}": (f"before_{ROWS[label][0]}", "{:,.0f}") for label in COUNTED}
+
+
+def counts(root: Path, ranks: list[int], prefix: str) -> tuple[dict[int, dict[str, float]], list[str]]:
+    """What is counted in runs with 2, 4 and 8 processes: for these numbers of ranks, and as lines of a table."""
+    found = {processes: run_counts.count(root, processes) for processes in (2, 4, 8)}
+    print(prefix, found, flush=True)
+    lines = [
+        f"| {prefix}{key.replace('_', ' ')} | " + " | ".join(str(f[key]) for f in found.values()) + " |"
+        for key in found[2]
+    ]
+    return {n: {prefix + key: value for key, value in run_counts.fit(found, n).items()} for n in ranks}, lines
+
+
+def in_background(flavor: str, ranks: int) -> tuple[dict[str, float], str]:
+    """A step during a save on so many ranks, and a sentence about it."""
+    run = [sys.executable, __file__, "--flavor", flavor, "--one", "background", str(ranks)]
+    found = report.child(run)
+    if "failed" in found:
+        return found, found["failed"]
+    return found, (
+        f"A training step of {found['quiet_s']:.2f} s that only launches operations takes {found['ratio']:.3f} times "
+        f"as long while {ranks} ranks save in the background (median of {found['steps']} steps each, A B B A; without "
+        f"the time for which other processes had the cores). The training thread waits {found['waits_s']:.2f} s for "
+        f"others; these use {found['others_cpu_s']:.2f} CPU seconds, of which the one that plans {found['cpu_s']:.2f}."
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 128, 512, 1024])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[8, 128, 512, 1024])
     parser.add_argument("--stock", type=int, nargs="*", default=[8, 128])
+    parser.add_argument("--background", type=int, default=64, help="number of ranks; 0: not measured")
+    parser.add_argument("--before", type=Path, help="another checkout, whose descriptors and file operations to count")
     parser.add_argument("--flavor", default="llama3_405b")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:  # in a separate process
-        kind, ranks, *rank = options.one
-        if kind == "boxes":
-            from titanlite.checkpoint.plan import Plan
-
-            print(json.dumps({"boxes": Plan(state_of(options.flavor, int(ranks), int(rank[0]))).boxes()}))
-        else:
-            print(json.dumps((measure if kind == "own" else measure_stock)(options.flavor, int(ranks))))
+        print(json.dumps(in_this_process(options.flavor, *options.one)))
         return
+    body: list[str] = []
     results: dict[str, Any] = {}
+    if options.background:
+        results["background"], sentence = in_background(options.flavor, options.background)
+        body += [sentence, ""]
+        print(sentence, flush=True)
+    counted, lines = counts(report.ROOT, options.ranks, "") if options.ranks else ({}, [])
+    if options.before and options.ranks:
+        before, more = counts(options.before.resolve(), options.ranks, "before_")
+        counted, lines = {n: counted[n] | before[n] for n in counted}, lines + more
     for ranks in options.ranks:
         run = [sys.executable, __file__, "--flavor", options.flavor, "--one"]
         found = report.child([*run, "own", str(ranks)])
         if ranks in options.stock:
             found |= {f"stock_{key}": value for key, value in report.child([*run, "stock", str(ranks)]).items()}
         found |= {key.replace("_bytes", "_mb"): value / 1e6 for key, value in found.items() if key.endswith("_bytes")}
-        results[str(ranks)] = found
+        results[str(ranks)] = found | counted[ranks]
         print(ranks, found, flush=True)
-    body = [
-        "| | " + " | ".join(f"{ranks:,} ranks" for ranks in options.ranks) + " |",
-        "|---" * (len(results) + 1) + "|",
-    ]
+    body += ["| | " + " | ".join(f"{ranks:,} ranks" for ranks in options.ranks) + " |"]
+    body += ["|---" * (len(options.ranks) + 1) + "|"]
     for label, (key, form) in ROWS.items():
-        cells = [form.format(found[key]) if key in found else "not measured" for found in results.values()]
+        cells = [form.format(f[key]) if key in f else "not measured" for n, f in results.items() if n != "background"]
         body.append(f"| {label} | " + " | ".join(cells) + " |")
+    body += ["", "Counted with 2, 4 and 8 processes, and continued as a line or parabola:", ""]
+    body += ["| | 2 processes | 4 processes | 8 processes |", "|---|---|---|---|", *lines]
     name = "many_ranks" + ("" if options.flavor == "llama3_405b" else f"_{options.flavor}")
-    report.write(name, f"Coordinating a save and a load of {options.flavor} on many ranks", body, results)
+    report.write(name, f"What many ranks cost each other, with {options.flavor}", body, results)
     report.exit_code(results)
+
+
+def in_this_process(flavor: str, kind: str, ranks: str, *rank: str) -> dict[str, Any]:
+    """One measurement."""
+    if kind == "boxes":
+        from titanlite.checkpoint.plan import Plan
+
+        return {"boxes": Plan(state_of(FLAVORS[flavor], int(ranks), int(rank[0]))).boxes()}
+    if kind == "background":
+        return background_save.measure(FLAVORS[flavor], int(ranks), rounds=3)
+    return (measure if kind == "own" else measure_stock)(flavor, int(ranks))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import report
 
 sys.path.insert(0, str(report.ROOT))
 
-from titanlite.config.schema import suggestion
+from titanlite.config.mistakes import suggestion
 
 UNCOUNTED = 20
 ONE_B = ["llama3_1b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"]
@@ -49,6 +49,7 @@ CASES: dict[str, list[str]] = {
     "1b, float8": [*ONE_B, "--float8.enabled"],
     "1b, by FSDP": [*ONE_B, "--parallel.reshard_after_forward=always"],
     "1b, by FSDP, kept": [*ONE_B, "--parallel.reshard_after_forward=never"],
+    "1b, documents": [*ONE_B, "--data.document_mask"],
     "1b, 8192": [*ONE_B, "--training.seq_len=8192", "--training.local_batch_size=1"],
     "3b": THREE_B,
     "3b, float8": [*THREE_B, "--float8.enabled"],
@@ -56,13 +57,17 @@ CASES: dict[str, list[str]] = {
     "8b, float8": [*EIGHT_B, "--float8.enabled"],
     "debug": ["debug", "--training.local_batch_size=8"],
     "debug, compiled": ["debug", "--training.local_batch_size=8", "--compile.enabled"],
+    "debug, documents": ["debug", "--training.local_batch_size=8", "--data.document_mask"],
     "debug, bf16": ["debug", "--training.local_batch_size=8", "--training.compute_dtype=bfloat16"],
     "256 wide, fp32": [*WIDTH_256, "--training.compute_dtype=float32"],
     "256 wide, bf16": [*WIDTH_256, "--training.compute_dtype=bfloat16"],
     "256 wide, bf16, compiled": [*WIDTH_256, "--training.compute_dtype=bfloat16", "--compile.enabled"],
     "25m": ["cpu_25m"],
+    "25m, documents": ["cpu_25m", "--data.document_mask"],
     "25m, 4 chunks": ["cpu_25m", "--loss.num_chunks=4"],
     "25m, compiled loss": ["cpu_25m", "--compile.loss"],
+    "25m, no step times": ["cpu_25m", "--metrics.step_times=false"],
+    "25m, guarded": ["cpu_25m", "--stability.action=skip", "--stability.threshold=1e9", "--stability.warmup_steps=0"],
     "124m": [
         "cpu_25m",
         "--model.dim=768",
@@ -91,6 +96,7 @@ SETS = {
         "1b, full",
         "1b, memory budget 0.5",
         "1b, float8",
+        "1b, documents",
         "1b, 8192",
     ],
     "3b": ["3b", "3b, float8"],
@@ -116,7 +122,7 @@ def child(arguments: list[str], steps: int) -> dict[str, Any]:
 
     from titanlite.distributed.process_group import device_name
     from titanlite.model.flops import flops_per_token, peak_tflops
-    from titanlite.observe.metrics import peak_memory_gib
+    from titanlite.observe.memory import peak_memory_gib
 
     subject = Titanlite(arguments)
     config, device = subject.config, subject.device

@@ -27,7 +27,7 @@ import report
 import torch
 from contestants import HuggingFace, Titanlite, configuration, make_batch, side_by_side, threads
 
-from titanlite.config.schema import suggestion
+from titanlite.config.mistakes import suggestion
 from titanlite.distributed import process_group
 
 SIZES = {  # arguments of train.py, steps of a turn, rounds of four turns in a process, processes

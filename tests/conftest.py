@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,24 @@ def cache(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
     os.environ["TITANLITE_CACHE"] = str(folder)
     return folder
+
+
+@pytest.fixture
+def section(tmp_path) -> Any:
+    """The `[data]` of a small text."""
+    from titanlite.config.schema import DataConfig
+
+    (tmp_path / "one.txt").write_text("x = 1\n" * 1000)
+    return DataConfig(path=str(tmp_path / "one.txt"), cache=str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(section) -> Path:
+    """The prepared folder of that text."""
+    from titanlite.data.tokenizer import Tokenizer
+    from titanlite.prepare.cache import prepare
+
+    return prepare(section, Tokenizer(), lambda text: None)
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gzip
 import hashlib
 import io
 import json
 import random
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,24 +24,25 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from model_builder import small_model
+from preparing import write_megatron
 
+from titanlite.checkpoint.divergence import read_record
 from titanlite.checkpoint.manifest import NAME, SEAL, RunMetadata
 from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read import load_states, read_step
 from titanlite.checkpoint.resume import require_compatible, training_changes
 from titanlite.checkpoint.retention import PROVEN, Retention, proven_step, steps_to_delete
 from titanlite.checkpoint.state import RandomState
+from titanlite.checkpoint.storage import RECORD as DIVERGED
 from titanlite.checkpoint.storage import write_step
 from titanlite.cli.checkpoint import list_run, show, verify
 from titanlite.config.load import load_config
 from titanlite.config.schema import CheckpointConfig, Config, ConfigError, RunConfig
 from titanlite.config.text import to_toml
-from titanlite.data.prepare import find_text
+from titanlite.data.manifest import read_manifest as read_prepared
 from titanlite.data.prepared import PreparedData
-from titanlite.data.shards import RECORD, unverified
-from titanlite.data.shards import read_manifest as read_prepared
-from titanlite.data.tokenise import read_texts, tokenise
 from titanlite.data.tokenizer import BUNDLED, Tokenizer
+from titanlite.data.verify import RECORD, unverified
 from titanlite.data.verify import verify as verify_data
 from titanlite.distributed.hang_diagnosis import Heartbeat, diagnose
 from titanlite.distributed.messages import read_heartbeat, read_message
@@ -50,8 +53,18 @@ from titanlite.formats.huggingface_tokenizer import to_files
 from titanlite.formats.load import load_model, tokenizer_of
 from titanlite.formats.safetensors_files import INDEX
 from titanlite.model.flavors import LlamaConfig, RopeScaling, resolve_flavor
-from titanlite.observe.metrics_file import truncate_after
+from titanlite.observe.metric_names import scalars
+from titanlite.observe.metrics_file import RowReader, truncate_after
 from titanlite.parallel.rules import check_layout
+from titanlite.prepare.build import Options as BuildOptions
+from titanlite.prepare.build import build
+from titanlite.prepare.plan import Settings, text_files
+from titanlite.prepare.sources import Source, find
+from titanlite.prepare.text_files import read_texts
+from titanlite.report.page import contents as report_contents
+from titanlite.report.page import page, trends_of
+from titanlite.report.read import read_run as read_for_report
+from titanlite.report.text import text_report
 
 RANKS = b"".join(BUNDLED.read_bytes().splitlines(keepends=True)[:270])  # all bytes, and 14 pairs
 LLAMA = LlamaConfig(8, 1, 2, 1, 12, 286, rope_scaling=RopeScaling(8.0, original_context=32))
@@ -60,6 +73,8 @@ SHAPE = LLAMA.to_json().encode()
 DATA = json.dumps({"name": "text", "bytes": 9, "fingerprint": "f" * 64}).encode()
 FILES = {"model.json": SHAPE, "data.json": DATA, "tokenizer.model": RANKS}
 CONFIG = dataclasses.asdict(Config())
+ROWS_OF_TEXT = b"".join(json.dumps({"text": f"row {i} \u00e9"}).encode() + b"\n" for i in range(30))
+IDS = np.arange(286, dtype="<u2").tobytes()
 TEXT = "def f(x):\n    return x  # 123\n" * 20
 
 
@@ -215,15 +230,30 @@ def _read_ranks(folder: Path, data: bytes) -> None:
     (folder / "ranks").write_bytes(data)
     tokenizer = Tokenizer(folder / "ranks")
     tokenizer.decode(tokenizer.encode(TEXT))
-    to_files(tokenizer, data, 16)
+    to_files(tokenizer, 16)
+
+
+def _json_of_others() -> list[bytes]:
+    """As GPT-2's: one step of pre-tokenisation, and words that are tokens are not kept whole; and with Qwen's NFC."""
+    main = json.loads(to_files(Tokenizer("", RANKS), 16)["tokenizer.json"])
+    main["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    main["model"]["ignore_merges"] = False
+    return [json.dumps(main | {"normalizer": normalizer}).encode() for normalizer in (None, {"type": "NFC"})]
+
+
+def _read_json(folder: Path, data: bytes) -> None:
+    (folder / "tokenizer.json").write_bytes(data)
+    tokenizer = Tokenizer(folder)
+    tokenizer.decode(tokenizer.encode(TEXT))
+    Tokenizer(folder, tokenizer.content)
+    to_files(tokenizer, 16)
 
 
 def _prepare_data(folder: Path) -> list[bytes]:
     """Prepared data in `folder/data`; returns its manifest."""
     for i in range(3):
         (folder / f"{i}.txt").write_text(TEXT)
-    files = sorted(folder.glob("*.txt"))
-    tokenise("text", folder, files, Tokenizer("", RANKS), folder / "data", lambda text: None)
+    _build(Source(str(folder), "*.txt"), folder / "data")
     return [(folder / "data/manifest.json").read_bytes()]
 
 
@@ -240,7 +270,8 @@ def read_data(folder: Path) -> None:
     prepared = PreparedData(folder, Tokenizer("", RANKS))
     for split in ("train", "validation"):
         tokens = prepared.tokens(split)
-        tokens.read(0, min(len(tokens), 1000))
+        count = min(len(tokens), 1000)
+        tokens.read(0, count), tokens.targets(0, count), tokens.document_starts(0, count)
 
 
 def _read_shard(folder: Path, data: bytes) -> None:
@@ -254,14 +285,45 @@ def _read_shard(folder: Path, data: bytes) -> None:
     _read_data(folder, "manifest.json", json.dumps(manifest).encode())
 
 
+def _read_starts(folder: Path, data: bytes) -> None:
+    """The starts of documents, whose number and hash in the manifest are made to fit."""
+    manifest = json.loads((folder / "data/manifest.json").read_text())
+    split = manifest["splits"]["train"]
+    (shard,) = split["shards"]
+    (folder / "data" / shard["starts"]["file"]).write_bytes(data)
+    shard["starts"]["sha256"] = hashlib.sha256(data).hexdigest()
+    split["documents"] = shard["documents"] = len(data) // 8
+    _read_data(folder, "manifest.json", json.dumps(manifest).encode())
+
+
 def _read_text(folder: Path, data: bytes) -> None:
     (folder / "text").write_bytes(data)
-    _, root, files = find_text(dataclasses.replace(Config().data, path=str(folder / "text")))
-    sum(map(len, read_texts(files)))
-    for path in (folder / "made").glob("*"):
-        path.unlink()
-    (folder / "made").exists() and (folder / "made").rmdir()
-    tokenise("text", root, files, Tokenizer("", RANKS), folder / "made", lambda text: None)
+    source = Source(str(folder / "text"))
+    with contextlib.suppress(ConfigError):
+        sum(map(len, read_texts(text_files(source, find(source)))))
+    _build(source, folder / "made")
+
+
+def _build(source: Source, made: Path, **settings: Any) -> None:
+    shutil.rmtree(made, ignore_errors=True)
+    how = BuildOptions(Settings(**settings), max_bad_rows=1e9)
+    build([(source, find(source))], Tokenizer("", RANKS), made, how, lambda text: None)
+
+
+def _read_source(name: str, folder: Path, data: bytes) -> None:
+    """A source of any kind, or the index of one."""
+    (folder / name).write_bytes(data)
+    path = folder / name
+    _build(Source(str(path.with_suffix(".bin") if path.suffix == ".idx" else path)), folder / "made")
+
+
+def _prepare_megatron(folder: Path, name: str) -> list[bytes]:
+    write_megatron(folder / "ids", [[1, 2, 3], [4, 5], [6] * 20])
+    return [(folder / name).read_bytes()]
+
+
+def _compressed(module: Any) -> bytes:
+    return module.compress(ROWS_OF_TEXT)
 
 
 def _use(config: Config) -> None:
@@ -281,13 +343,35 @@ def _read_arguments(folder: Path, data: bytes) -> None:
 
 def _read_metrics(folder: Path, data: bytes) -> None:
     (folder / "metrics.jsonl").write_bytes(data)
+    for row in RowReader(folder / "metrics.jsonl").read() or []:
+        scalars(row)
     truncate_after(folder / "metrics.jsonl", 3)
     assert len((folder / "metrics.jsonl").read_bytes()) <= len(data) + 1
+
+
+def _lines(objects: list[dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps(entry).encode() + b"\n" for entry in objects)
+
+
+def _read_report(name: str, folder: Path, data: bytes) -> None:
+    """A page and a text of the run: all that is read must fit into JSON and into a table."""
+    (folder / name).write_bytes(data)
+    run = read_for_report(folder)
+    contents = report_contents([run])
+    page(contents).encode()
+    text_report([run], trends_of([run])).encode()
 
 
 def _read_proven(folder: Path, data: bytes) -> None:
     (folder / PROVEN).write_bytes(data)
     assert 0 <= proven_step(folder) < 1 << 63
+
+
+def _read_record(folder: Path, data: bytes) -> None:
+    (folder / DIVERGED).write_bytes(data)
+    record = read_record(folder)
+    assert all(0 <= entry["first"] < entry["end"] for entry in record.rollbacks)
+    assert type(record.attempts) is type(record.newest) is int
 
 
 BEAT = Heartbeat(0, "node", 7, 1.5, 3, '"training" of step 4', 100.0, "comm.timeout_seconds", 200.0, 2, "train.py:9")
@@ -309,7 +393,15 @@ def _write(name: str, *samples: bytes) -> Callable[[Path], list[bytes]]:
 TOML = b'base = "base.toml"\n' + to_toml(Config(run=RunConfig("x"))).encode()
 SHORT = b'base = "base.toml"\n[training]\nsteps = 10\nseq_len = 64\n[optimizer]\nbetas = [0.9, 0.95]\n'
 ARGUMENTS = b"debug\n--training.steps=100\n--training.seq_len\n64\n--compile.enabled\n--optimizer.betas=[0.9, 0.95]"
+ROLLED_BACK = json.dumps({
+    "attempts": 2, "newest": 4, "config": "ab", "last": "step 5", "rollbacks": [
+        {"step": 5, "resumed": 4, "first": 32, "end": 40}, {"step": 9, "first": 72, "end": 80}
+]}).encode()  # fmt: skip
 ROWS = b"".join(json.dumps({"step": i, "loss": 2.5, "mfu": None}).encode() + b"\n" for i in range(6))
+LOGGED = [{"step": i, "loss": 9 / i, "tokens": 8 * i, "seconds": 0.5 * i, "time/data": 0.1} for i in range(1, 50)]
+HAPPENED = [{"time": 1e9, "step": i, "event": name, "text": name} for i, name in enumerate(("start", "save", "end"))]
+DRAWN = [{"step": i, "prompt": "def", "text": f" f({i})"} for i in range(3)]
+HAPPENED[0]["about"] = {"parameters": 5080, "device": "CPU", "layout": "one process"}
 HEARTBEATS = [json.dumps(dataclasses.asdict(dataclasses.replace(BEAT, diagnosis=d))).encode() for d in (
     {}, {"message": "rank 1: no progress", "frozen": [1]})]  # fmt: skip
 
@@ -357,6 +449,7 @@ READERS = {
         "text", functools.partial(_converted, "llama", "params.json"), functools.partial(_read_in, "params.json")
     ),
     "rank file": Reader("text", _write("ranks", RANKS), _read_ranks),
+    "data.tokenizer": Reader("text", lambda folder: _json_of_others(), _read_json),
     "prepared manifest": Reader("text", _prepare_data, lambda f, data: _read_data(f, "manifest.json", data)),
     "verified.json": Reader(
         "text",
@@ -364,11 +457,33 @@ READERS = {
         lambda f, data: _read_data(f, RECORD, data),
     ),
     "shard": Reader("bytes", lambda f: _prepare_data(f) and [(f / "data/train-00000.bin").read_bytes()], _read_shard),
+    "starts": Reader(
+        "bytes", lambda f: _prepare_data(f) and [(f / "data/train-00000.starts.bin").read_bytes()], _read_starts
+    ),
     "text": Reader("bytes", _write("text", TEXT.encode(), "é😀\r\n".encode() * 9), _read_text),
+    "JSON lines": Reader("text", _write("rows.jsonl", ROWS_OF_TEXT), functools.partial(_read_source, "rows.jsonl")),
+    "gzip": Reader(
+        "bytes", _write("rows.jsonl.gz", _compressed(gzip)), functools.partial(_read_source, "rows.jsonl.gz")
+    ),
+    "token ids": Reader("bytes", _write("ids.bin", IDS), functools.partial(_read_source, "ids.bin")),
+    "Megatron index": Reader(
+        "bytes", lambda f: _prepare_megatron(f, "ids.idx"), functools.partial(_read_source, "ids.idx")
+    ),
     "TOML": Reader("text", _write("run.toml", TOML, SHORT), _read_toml),
     "command line": Reader("text", _write("", ARGUMENTS), _read_arguments),
     "metrics.jsonl": Reader("text", _write("metrics.jsonl", ROWS), _read_metrics),
+    "report, metrics": Reader(
+        "text", _write("metrics.jsonl", ROWS, _lines(LOGGED)), functools.partial(_read_report, "metrics.jsonl")
+    ),
+    "report, events": Reader(
+        "text", _write("events.jsonl", _lines(HAPPENED)), functools.partial(_read_report, "events.jsonl")
+    ),
+    "report, samples": Reader(
+        "text", _write("samples.jsonl", _lines(DRAWN)), functools.partial(_read_report, "samples.jsonl")
+    ),
+    "report, config": Reader("text", _write("config.toml", TOML), functools.partial(_read_report, "config.toml")),
     PROVEN: Reader("bytes", _write(PROVEN, b"120"), _read_proven),
+    DIVERGED: Reader("text", _write(DIVERGED, ROLLED_BACK, b"{}"), _read_record),
     "heartbeat": Reader("text", _write("", *HEARTBEATS), _read_beat),
     "message": Reader("text", _write("", b'[null, [], ""]', b'["no such folder"]'), lambda f, data: read_message(data)),
     "DCP index": Reader(

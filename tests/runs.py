@@ -42,6 +42,24 @@ def train_until(step: int, arguments: list[str]) -> int:
         TrainStream.next_step = original
 
 
+def samples_of_a_run(arguments: list[str], stop_after: int) -> tuple[list[int], list[int]]:
+    """The numbers of the samples this rank trains on, and the exit code in a list."""
+    from titanlite.data.stream import Samples
+
+    seen: list[int] = []
+    original = Samples.pick
+
+    def pick(samples, sample):
+        seen.append(sample)
+        return original(samples, sample)
+
+    Samples.pick = pick
+    try:
+        return seen, [train_until(stop_after, arguments)]
+    finally:
+        Samples.pick = original
+
+
 def rows(folder: Path) -> list[dict]:
     """The objects of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

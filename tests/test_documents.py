@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import shlex
 from fractions import Fraction
 from pathlib import Path
 from unittest import mock
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from docs.draw_schedule import Task, bubble, draw, place_in_slots, rank_orders
+from titanlite.cli.main import main
 from titanlite.distributed.torch_private import pipeline_stage_class
 from titanlite.verify.ladder import ladder
 
@@ -26,6 +28,13 @@ def output_of(command: str) -> str:
     """What docs/parallelism.md shows as the output of a command."""
     (shown,) = re.findall(rf"```\n\$ {re.escape(command)}\n(.*?)```", PARALLELISM, re.DOTALL)
     return shown.strip()
+
+
+def test_the_picture_of_the_schedule_is_what_the_command_prints(capsys):
+    text = (DOCS / "schedules.md").read_text()
+    ((command, shown),) = re.findall(r"```\n\$ titanlite (schedule .*?)\n(.*?)```", text, re.DOTALL)
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out.strip() == shown.strip()
 
 
 def run_example(code: str) -> str:

@@ -32,9 +32,9 @@ def change_after_staging(folder: Path, mode: str) -> float:
     weight = torch.full((100, 100), float(dist.get_rank()))
     saver = AsyncSaver(mode, 0, CPU)
 
-    def write(state, group, failure):
+    def write(state, failure):
         assert mode == "disabled" or changed.wait(10)
-        write_step(folder, 1, state, {}, RunMetadata({}, {}, ""), group, failure)
+        write_step(folder, 1, state, {}, RunMetadata({}, {}, ""), failure)
 
     saver.save(lambda: {"model": {f"weight.{dist.get_rank()}": weight}}, write)
     saver.wait_for_staging()
@@ -161,7 +161,7 @@ def train_and_ask(arguments: list[str], folder: Path) -> int:
     looked = Checkpointer.wants_save
 
     def wants_save(self):
-        self._looked_at = 0.0  # it looks once a second, and these steps take milliseconds
+        self._file._looked_at = 0.0  # it looks once a second, and these steps take milliseconds
         return looked(self)
 
     Checkpointer.wants_save = wants_save
@@ -203,8 +203,8 @@ def fail_to_stage(folder: Path, mode: str) -> str:
     def copy(state, also_host, ready):
         raise MemoryError("no memory left")
 
-    def write(state, group, failure):
-        write_step(folder, 1, state, {}, RunMetadata({}, {}, ""), group, failure)
+    def write(state, failure):
+        write_step(folder, 1, state, {}, RunMetadata({}, {}, ""), failure)
 
     saver = AsyncSaver(mode, 0, CPU)
     if dist.get_rank() == 1:

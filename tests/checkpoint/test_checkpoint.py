@@ -16,8 +16,7 @@ import torch.distributed as dist
 from model_builder import EIGHT_LAYOUTS, EVEN, SMALL, build_stages, full
 from safetensors.torch import load_file
 
-import titanlite.checkpoint.storage as storage
-from titanlite.checkpoint import shard_file
+from titanlite.checkpoint import retention, shard_file
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.manifest_reader import read_manifest
@@ -25,6 +24,7 @@ from titanlite.checkpoint.read import find_step_folder, read_step
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError, list_steps, sweep, write_step
 from titanlite.config.schema import CheckpointConfig, ConfigError, OptimizerConfig
+from titanlite.data.stream import Batch
 from titanlite.formats.load import load_model, open_verified, tokenizer_of
 from titanlite.model.flavors import LlamaConfig
 from titanlite.optim.optimizer import build_optimizer
@@ -33,10 +33,10 @@ from titanlite.parallel.stages import Stages
 TOKENS = torch.randint(101, (2, 17), generator=torch.Generator().manual_seed(3))
 
 
-def build(parallel: dict, seed: int, llama: LlamaConfig) -> tuple[Stages, torch.optim.Optimizer, dict]:
-    """A model in some layout over all ranks, and its states."""
+def build(parallel: dict, seed: int, llama: LlamaConfig, name: str) -> tuple[Stages, torch.optim.Optimizer, dict]:
+    """A model in some layout over all ranks, and its states. `name`: of the optimizer."""
     stages = build_stages(parallel, seed, llama)
-    optimizer = build_optimizer(stages.model_parts, OptimizerConfig())
+    optimizer = build_optimizer(stages.model_parts, OptimizerConfig(name))
     states = {"model": ModelState(stages.model_parts), "optimizer": OptimizerState(stages.model_parts, optimizer)}
     return stages, optimizer, states
 
@@ -51,9 +51,9 @@ def everything(stages: Stages, optimizer: torch.optim.Optimizer) -> dict[str, to
     return whole
 
 
-def save_after_a_step(folder: Path, parallel: dict, llama: LlamaConfig) -> dict[str, torch.Tensor]:
-    stages, optimizer, states = build(parallel, 0, llama)
-    stages.forward_backward(TOKENS[:, :-1], TOKENS[:, 1:], torch.tensor(32))
+def save_after_a_step(folder: Path, parallel: dict, llama: LlamaConfig, name: str = "adamw") -> dict[str, torch.Tensor]:
+    stages, optimizer, states = build(parallel, 0, llama, name)
+    stages.forward_backward(Batch(TOKENS[:, :-1], TOKENS[:, 1:]), torch.tensor(32))
     optimizer.step()
     optimizer.zero_grad()
     state = {name: part.state_dict() for name, part in states.items()}
@@ -62,13 +62,15 @@ def save_after_a_step(folder: Path, parallel: dict, llama: LlamaConfig) -> dict[
     return everything(stages, optimizer)
 
 
-def load_into_other_weights(folder: Path, parallel: dict, llama: LlamaConfig) -> dict[str, torch.Tensor]:
-    stages, optimizer, states = build(parallel, 1, llama)
+def load_into_other_weights(
+    folder: Path, parallel: dict, llama: LlamaConfig, name: str = "adamw"
+) -> dict[str, torch.Tensor]:
+    stages, optimizer, states = build(parallel, 1, llama, name)
     loaded = {name: state.state_dict() for name, state in states.items()}
     read_step(folder / "step-1", read_manifest(folder / "step-1"), loaded)
     for name, state in states.items():
         state.load_state_dict(loaded[name])
-    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    assert optimizer.param_groups[-1]["betas"] == (0.9, 0.95)
     return everything(stages, optimizer)
 
 
@@ -114,6 +116,26 @@ def test_any_layout_loads_any_other_bit_by_bit(pool, tmp_path, llama, before, af
         assert torch.equal(found[name], saved[name]), name
 
 
+@pytest.mark.parametrize(
+    ("llama", "before", "after"),
+    [
+        (SMALL, {"dp_shard": 3}, {"dp_shard": 1}),
+        (TIED, {"dp_shard": 2, "tp": 2}, {"pp": 2}),
+        pytest.param(EVEN, {"pp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.slow),
+        pytest.param(EVEN, {"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_muon_is_loaded_into_any_layout_bit_by_bit(pool, tmp_path, llama, before, after):
+    ranks = pool.run(math.prod(before.values()), save_after_a_step, tmp_path, before, llama, "muon")
+    saved = of_all_ranks(ranks)
+    matrices = [name for name in saved if f"{name}.exp_avg" in saved and f"{name}.step" not in saved]
+    assert len(matrices) == 7 * llama.num_layers
+    assert all(saved[f"{name}.exp_avg"].any() for name in matrices)
+    found = of_all_ranks(pool.run(math.prod(after.values()), load_into_other_weights, tmp_path, after, llama, "muon"))
+    assert found.keys() == saved.keys()
+    assert not [name for name in saved if not torch.equal(found[name], saved[name])]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("before", EIGHT_LAYOUTS, ids=str)
 def test_each_of_eight_layouts_loads_each_bit_by_bit(pool, tmp_path, before):
@@ -153,11 +175,11 @@ def test_any_safetensors_tool_can_look_inside(pool, tmp_path):
 
 def entries_after_an_evaluation() -> tuple[int, int]:
     """How many tensors the optimizer's state has before and after weights are left gathered."""
-    stages, optimizer, states = build({"dp_shard": 2}, 0, SMALL)
-    stages.forward_backward(TOKENS[:, :-1], TOKENS[:, 1:], torch.tensor(32))
+    stages, optimizer, states = build({"dp_shard": 2}, 0, SMALL, "adamw")
+    stages.forward_backward(Batch(TOKENS[:, :-1], TOKENS[:, 1:]), torch.tensor(32))
     optimizer.step()
     before = len(states["optimizer"].state_dict())
-    stages.evaluate(TOKENS[:, :-1], TOKENS[:, 1:])
+    stages.evaluate(Batch(TOKENS[:, :-1], TOKENS[:, 1:]))
     return before, len(states["optimizer"].state_dict())
 
 
@@ -212,7 +234,7 @@ def test_leftovers_are_swept_and_nothing_else(tmp_path):
 def test_setting_aside_twice_loses_nothing(tmp_path):
     for name in ("step-5.damaged", "step-5.damaged-2", "step-5"):
         fake_step(tmp_path, 0, name)
-    assert storage.set_aside(tmp_path / "step-5", "damaged").name == "step-5.damaged-3"
+    assert retention.set_aside(tmp_path / "step-5", "damaged").name == "step-5.damaged-3"
     assert len(list(tmp_path.iterdir())) == 3
 
 

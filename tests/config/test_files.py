@@ -55,6 +55,20 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
         files.replace_file(tmp_path / "folder", b"")
 
 
+def test_a_file_that_another_process_replaces_meanwhile(tmp_path, monkeypatch):
+    path, rename = tmp_path / "a", Path.replace
+
+    def other_first(temporary: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", rename)
+        files.replace_file(path, b"of the other process", shared=True)
+        return rename(temporary, target)
+
+    monkeypatch.setattr(Path, "replace", other_first)
+    files.replace_file(path, b"of this one", shared=True)
+    assert path.read_bytes() == b"of this one"
+    assert os.listdir(tmp_path) == ["a"]
+
+
 def test_what_is_no_regular_file_or_too_long_is_not_read(tmp_path):
     """Without waiting for the writer of a pipe. `test_fuzz.py` tries the same on every reader."""
     (tmp_path / "file").write_bytes(b"12345")

@@ -72,6 +72,10 @@ def test_defaults_base_file_and_command_line_in_this_order(toml):
         (["--run.name=7"], "run.name", "7"),
         (["--optimizer.lr=.1"], "optimizer.lr", 0.1),
         (["--optimizer.lr=+1E-3"], "optimizer.lr", 1e-3),
+        (["--metrics.sinks=wandb, tensorboard,wandb"], "metrics.sinks", ("wandb", "tensorboard")),
+        (['--metrics.sinks=["mlflow"]'], "metrics.sinks", ("mlflow",)),
+        (["--metrics.sinks", "mlflow"], "metrics.sinks", ("mlflow",)),
+        (["--metrics.sinks="], "metrics.sinks", ()),
     ],
 )
 def test_command_line_forms(argv, key, value):
@@ -89,6 +93,16 @@ def test_a_switch_takes_true_and_false_of_toml(toml):
         assert load_config([toml(f"[compile]\nenabled = {text}\n")]).compile.enabled == value
 
 
+def test_a_list_of_names_in_a_file(toml):
+    config = load_config([toml('[metrics]\nsinks = ["tensorboard", "mlflow"]\n')])
+    assert config.metrics.sinks == ("tensorboard", "mlflow")
+    assert 'sinks = ["tensorboard", "mlflow"]\n' in to_toml(config)
+    assert load_config([toml(to_toml(config))]) == config
+    found = problems(toml('[metrics]\nsinks = ["tensorboard", "tensorflow", 3]\n'))
+    for problem, what in zip(found, ('sinks[2] = "tensorflow"', "sinks[3] = 3"), strict=True):
+        assert_mentions(problem, "run.toml:2", what, "tensorboard, wandb, mlflow")
+
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
@@ -101,6 +115,7 @@ def test_a_switch_takes_true_and_false_of_toml(toml):
         ("--compile.enabled=1", ('compile.enabled = "1"', "auto, true, false")),
         ("--compile.enabled=ture", ('compile.enabled = "ture"', "auto, true, false", "did you mean true?")),
         ("--optimizer.lr=nan", ("optimizer.lr = NaN", "number", "at least 0")),
+        ("--optimizer.agc_factor=0", ("optimizer.agc_factor = 0", "number", "at least 1e-06")),
         ("--optimizer.lr=inf", ("optimizer.lr = Infinity", "finite number")),
         ("--optimizer.betas=" + "[" * 100_000, ("optimizer.betas", "list of two numbers")),
         ("--run.seed=99999999999999999999", ("run.seed = 99999999999999999999", "integer", "at least 0", "at most 9223372036854775807")),
@@ -111,8 +126,13 @@ def test_a_switch_takes_true_and_false_of_toml(toml):
         ("--optimizer.betas=[0.9, 1.5]", ("optimizer.betas = [0.9, 1.5]", "list of two numbers", "at least 0", "at most 0.999999")),
         ("--schedule.name=cosin", ('schedule.name = "cosin"', "cosine, linear, wsd, constant", "did you mean cosine?")),
         ("--run.name=../x", ("run.name = '../x'", "folder name")),
+        ("--metrics.sinks=wandb,tensorbord", ('metrics.sinks[2] = "tensorbord"', "one of tensorboard, wandb, mlflow", "did you mean tensorboard?")),
+        ("--metrics.sinks", ("--metrics.sinks", "missing", "list of strings")),
+        ("--metrics.sinks=3", ('metrics.sinks[1] = "3"', "one of tensorboard, wandb, mlflow")),
+        ("--schedule.name", ("--schedule.name", "missing", "one of cosine")),
         ("--training.global_batch_size=7", ("training.global_batch_size = 7", "multiple of training.local_batch_size = 2")),
         ("--training.lr=3", ("--training.lr", "unknown key", "did you mean optimizer.lr?")),
+        ("--help=", ("--help", "unknown key help", "titanlite train --help")),
         ("--steps=3", ("--steps", "unknown key", "did you mean training.steps?")),
     ],
 )  # fmt: skip
@@ -236,10 +256,14 @@ def test_a_key_that_was_removed_is_accepted_where_it_did_nothing(tmp_path):
         load_config([str(path)])
 
 
-def test_thousands_of_unknown_keys_take_seconds():
-    options = [f"--compile.enabled{number}=1" for number in range(10_000)]
-    started = time.process_time()
-    with pytest.raises(ConfigError) as caught:
-        load_config(options)
-    assert len(caught.value.problems) == 10_000
-    assert time.process_time() - started < 6
+def test_thousands_of_unknown_keys_take_seconds_not_minutes():
+    """The time grows with their number, not with its square."""
+    seconds = []
+    for count in (1000, 10_000):
+        options = [f"--compile.enabled{number}=1" for number in range(count)]
+        started = time.process_time()
+        with pytest.raises(ConfigError) as caught:
+            load_config(options)
+        seconds.append(time.process_time() - started)
+        assert len(caught.value.problems) == count
+    assert seconds[1] < 30 * seconds[0]

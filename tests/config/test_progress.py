@@ -26,3 +26,32 @@ def test_a_short_job_shows_nothing(capsys):
         bar.update(10)
     assert time.monotonic() - started < 1
     assert capsys.readouterr().err == ""
+
+
+def test_a_job_of_unknown_size_says_every_minute_how_much_it_did(capsys):
+    with progress_bar(None, "reading") as bar:
+        bar.start_t -= 300
+        bar.last_print_t -= 300
+        bar.update(5_000_000)
+        assert capsys.readouterr().err == ""
+        bar.printed -= 61
+        bar.last_print_t -= 1
+        bar.update(1_000_000)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("reading: 6.00MB [05:")
+    assert "kB/s" in line
+
+
+def test_a_long_job_says_every_minute_how_far_it_is(capsys):
+    with progress_bar(10_000, "tokenising") as bar:
+        bar.start_t -= 300
+        bar.last_print_t -= 300
+        bar.update(100)
+        assert capsys.readouterr().err == ""
+        bar.printed -= 61
+        for _ in range(3):
+            bar.last_print_t -= 1
+            bar.update(100)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tokenising:   2%")
+    assert "[05:" in line  # and the time that is left, and the speed

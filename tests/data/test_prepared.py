@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from titanlite.config.schema import LAUNCHED, DataConfig
-from titanlite.data.prepare import prepare
-from titanlite.data.prepared import prepared_folder
+import json
+
+from messages import refused
+
+from titanlite.config.schema import LAUNCHED, DataConfig, SourceConfig
+from titanlite.data.prepared import PreparedData
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.prepare.cache import prepare
+from train import prepared_folders
 
 
 def test_a_process_of_the_launcher_looks_for_no_text(tmp_path, monkeypatch):
-    monkeypatch.setenv(LAUNCHED, str(tmp_path / "prepared"))
+    folders = [tmp_path / "a:b", tmp_path / "c"]
+    monkeypatch.setenv(LAUNCHED, json.dumps([str(folder) for folder in folders]))
     section = DataConfig(path=str(tmp_path / "there is no such text"))
-    assert prepared_folder(section, Tokenizer(), print) == tmp_path / "prepared"
+    assert prepared_folders(section, Tokenizer()) == folders
 
 
-def test_without_the_launcher_the_text_is_found(tmp_path, monkeypatch):
+def test_without_the_launcher_each_source_is_found(tmp_path, monkeypatch):
     monkeypatch.delenv(LAUNCHED, raising=False)
-    (tmp_path / "a.txt").write_text("one\n" * 100)
-    section = DataConfig(path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
-    assert prepared_folder(section, Tokenizer(), print) == prepare(section, Tokenizer(), print)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"{name}\n" * 100)
+    cache, paths = str(tmp_path / "cache"), [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+    folders = [prepare(DataConfig(path=path, cache=cache), Tokenizer(), print) for path in paths]
+    assert prepared_folders(DataConfig(path=paths[0], cache=cache), Tokenizer()) == folders[:1]
+    sources = tuple(SourceConfig(path) for path in paths)
+    assert prepared_folders(DataConfig(sources=sources, cache=cache), Tokenizer()) == folders
+
+
+def test_data_of_another_tokenizer_is_refused(folder):
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(Tokenizer().sha256, "0" * 64))
+    with refused(str(folder), "00000000", Tokenizer().sha256[:8], "data.tokenizer"):
+        PreparedData(folder, Tokenizer())

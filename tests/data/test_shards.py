@@ -1,143 +1,62 @@
-"""Shards: reads across them, the width of a token, and damage that is named."""
+"""Shards: reads across them, document starts, target masks, and the width of a token."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections.abc import Callable
+import itertools
 from pathlib import Path
 
 import numpy as np
-import pytest
-from messages import refused
 
-from titanlite.config.schema import DataConfig
-from titanlite.data import verify
-from titanlite.data.prepare import prepare
-from titanlite.data.prepared import PreparedData
-from titanlite.data.shards import Tokens, token_dtype
-from titanlite.data.tokenise import ShardWriter
-from titanlite.data.tokenizer import Tokenizer
-
-TOKENIZER = Tokenizer()
+from titanlite.data.manifest import token_dtype
+from titanlite.data.shards import Tokens
+from titanlite.prepare.shard_writer import ShardWriter
 
 
-def quiet(message: str) -> None:
-    pass
-
-
-@pytest.fixture
-def section(tmp_path) -> DataConfig:
-    path = tmp_path / "one.txt"
-    path.write_text("x = 1\n" * 1000)
-    return DataConfig(path=str(path), cache=str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def folder(section) -> Path:
-    return prepare(section, TOKENIZER, quiet)
-
-
-def zeros(shard: Path) -> None:
-    shard.write_bytes(bytes(shard.stat().st_size))
-
-
-def cut(shard: Path) -> None:
-    shard.write_bytes(shard.read_bytes()[:-1])
-
-
-@pytest.mark.parametrize(
-    ("damage", "problem"),
-    [(zeros, "its SHA-256 has changed"), (cut, "bytes, expected"), (Path.unlink, "No such file")],
-)
-def test_damaged_shards_are_named(section, folder, damage, problem):
-    damage(folder / "train-00000.bin")
-    with refused("train-00000.bin", problem, "delete the folder"):
-        prepare(section, TOKENIZER, quiet)
-
-
-def test_each_version_of_a_file_is_verified_once(section, folder, monkeypatch):
-    read = []
-    monkeypatch.setattr(verify, "_problem", lambda path, *rest: read.append(path.name))
-    prepare(section, TOKENIZER, quiet)
-    assert read == []
-    os.utime(folder / "train-00000.bin")
-    prepare(section, TOKENIZER, quiet)
-    prepare(section, TOKENIZER, quiet)
-    assert read == ["train-00000.bin"]
-    (folder / "verified.json").write_text("[")
-    prepare(section, TOKENIZER, quiet)
-    assert sorted(read) == ["train-00000.bin", "train-00000.bin", "validation-00000.bin"]
-
-
-def test_an_id_beyond_the_vocabulary_is_found(section, folder):
-    shard, manifest = folder / "train-00000.bin", folder / "manifest.json"
-    ids = np.fromfile(shard, "<u2")
-    ids[7] = TOKENIZER.size
-    before, after = hashlib.sha256(shard.read_bytes()).hexdigest(), hashlib.sha256(ids.tobytes()).hexdigest()
-    shard.write_bytes(ids.tobytes())
-    manifest.write_text(manifest.read_text().replace(before, after))
-    with refused("train-00000.bin", f"token id {TOKENIZER.size}", f"below {TOKENIZER.size}"):
-        prepare(section, TOKENIZER, quiet)
-
-
-def edits(manifest: dict) -> dict[str, Callable[[], object]]:
-    """Changes of a manifest after which it must be refused."""
-    split, shard = manifest["splits"]["train"], manifest["splits"]["train"]["shards"][0]
-    return {
-        "no splits": lambda: manifest.pop("splits"),
-        "no validation": lambda: manifest["splits"].pop("validation"),
-        "splits a list": lambda: manifest.update(splits=[]),
-        "shards a text": lambda: split.update(shards="train-00000.bin"),
-        "a shard elsewhere": lambda: shard.update(file="../train-00000.bin"),
-        "a shard of no name": lambda: shard.update(file=None),
-        "other tokens": lambda: shard.update(tokens=shard["tokens"] - 1),
-        "tokens below 0": lambda: (shard.update(tokens=-1), split.update(tokens=-1)),
-        "tokens no integer": lambda: (shard.update(tokens=1.0), split.update(tokens=1.0)),
-        "tokens beyond 64 bits": lambda: (shard.update(tokens=10**40), split.update(tokens=10**40)),
-        "no hash": lambda: shard.update(sha256=""),
-        "another format": lambda: manifest.update(format=99),
-        "another dtype": lambda: manifest.update(dtype="<u4"),
-        "no dtype": lambda: manifest.update(dtype="object"),
-        "a name that moves the cursor": lambda: manifest.update(name="\x1b[2J"),
-        "no tokenizer": lambda: manifest.update(tokenizer=None),
-        "another tokenizer": lambda: manifest["tokenizer"].update(sha256="0" * 64),
-    }
-
-
-EDITS = list(edits({"splits": {"train": {"shards": [{"tokens": 0}]}}}))
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_edited_manifest_is_refused(section, folder, edit):
-    path = folder / "manifest.json"
-    manifest = json.loads(path.read_text())
-    edits(manifest)[edit]()
-    path.write_text(json.dumps(manifest))
-    with refused(str(folder), "delete the folder"):
-        PreparedData(prepare(section, TOKENIZER, quiet), TOKENIZER)
-
-
-@pytest.mark.parametrize("text", ["{", "[" * 100_000, "5", "\udcff", ""])
-def test_what_is_no_manifest_is_refused(section, folder, text):
-    (folder / "manifest.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    with refused("manifest.json", "delete the folder"):
-        prepare(section, TOKENIZER, quiet)
+def written(folder: Path, documents: list[list[int]], masked: dict[int, list[bool]]) -> Tokens:
+    """Documents in shards of 7 tokens, which they may cross; the shards in `masked` get these target masks."""
+    ids = [i for document in documents for i in document]
+    starts = set(itertools.accumulate((len(document) for document in documents), initial=0))
+    shards = []
+    for number, begin in enumerate(range(0, len(ids), 7)):
+        writer = ShardWriter(folder, "train", number, token_dtype(70_000), masked=number in masked)
+        for i in range(begin, min(begin + 7, len(ids))):
+            if i in starts:
+                writer.begin_document()
+            writer.write(ids[i : i + 1], targets=masked[number][i - begin] if number in masked else True)
+        shards.append(writer.finish())
+    totals = {name: sum(shard[name] for shard in shards) for name in ("tokens", "documents")}
+    splits = {"train": {**totals, "shards": shards}}
+    return Tokens(folder, {"dtype": token_dtype(70_000).str, "splits": splits}, "train")
 
 
 def test_reads_cross_shards(tmp_path):
-    writer = ShardWriter(tmp_path, "train", token_dtype(70_000), shard_tokens=7)
     ids = list(range(69_970, 70_000))
-    writer.write(ids[:5])
-    writer.write(ids[5:])
-    split = writer.finish()
-    tokens = Tokens(tmp_path, {"dtype": token_dtype(70_000).str, "splits": {"train": split}}, "train")
+    tokens = written(tmp_path, [ids[:5], ids[5:]], {})
     assert len(tokens) == 30
-    assert [shard["tokens"] for shard in split["shards"]] == [7, 7, 7, 7, 2]
+    assert len(list(tmp_path.glob("train-*.starts.bin"))) == 5
     for start in range(30):
         for count in range(30 - start):
             assert tokens.read(start, count).tolist() == ids[start : start + count]
+    assert tokens.targets(0, 30) is None
+
+
+def test_document_starts_cross_shards(tmp_path):
+    lengths = [1, 6, 1, 16, 7, 2, 3]  # a shard that begins with a document, one without a start, one that ends there
+    tokens = written(tmp_path, [[1] * length for length in lengths], {})
+    expected = [sum(lengths[:i]) for i in range(len(lengths))]
+    assert tokens.documents == len(lengths)
+    for start in range(40):
+        for end in range(start, 40):
+            assert tokens.document_starts(start, end).tolist() == [i for i in expected if start <= i < end]
+
+
+def test_target_masks_cross_shards(tmp_path):
+    mask = np.random.default_rng(0).random(30) < 0.5
+    tokens = written(tmp_path, [[1] * 30], {1: mask[7:14].tolist(), 4: mask[28:].tolist()})
+    mask[:7] = mask[14:28] = True  # shards without a mask
+    for start in range(30):
+        for count in range(31 - start):
+            assert tokens.targets(start, count).tolist() == mask[start : start + count].tolist()
 
 
 def test_token_width():

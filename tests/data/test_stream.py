@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+import torch
 from messages import refused
+from text_in_memory import Documents
 
-from titanlite.data.stream import IGNORED, TrainStream, Windows, count_targets, permute, validation_batches
+from titanlite.config.schema import TrainingConfig
+from titanlite.data.stream import (
+    IGNORED,
+    Samples,
+    TrainStream,
+    Windows,
+    count_targets,
+    permute,
+    read_batch,
+    validation_batches,
+)
 
 
-class Row:
-    """Token ids 0, 1, 2, ... in place of shards."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def read(self, start: int, count: int):
-        assert start >= 0
-        assert start + count <= self.length
-        return np.arange(start, start + count)
+def windows(length: int, what: str = "training text") -> Windows:
+    return Windows(Documents([length]), 10, what)
 
 
 def stream(rank: int = 0, world: int = 1, local: int = 2, accumulation: int = 2, length: int = 1001, seed: int = 0):
-    windows = Windows(Row(length), 10, "training")
-    return TrainStream(windows, seed=seed, local_batch_size=local, accumulation=accumulation, rank=rank, world=world)
+    training = TrainingConfig(seq_len=10, local_batch_size=local, global_batch_size=local * accumulation * world)
+    return TrainStream(Samples({"": windows(length)}, seed), training, rank, world, document_mask=False)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 100, 1023, 4096])
@@ -44,10 +47,11 @@ def test_permute_mixes_and_depends_on_the_key():
 
 
 def test_labels_are_the_next_tokens():
-    tokens, labels = stream().next_step()[0]
+    tokens, labels, positions = stream().next_step()[0]
     assert tokens.shape == labels.shape == (2, 10)
     assert (labels == tokens + 1).all()
     assert (tokens[:, 0] % 10 == 0).all()
+    assert positions is None
 
 
 def starts(stream_, steps: int) -> list[list[int]]:
@@ -78,22 +82,63 @@ def test_state_is_the_number_of_samples():
     other = stream(rank=1, world=2, local=2, accumulation=1)
     other.load_state_dict(state)
     assert starts(other, 5) == [row[2:] for row in starts(one, 5)]
-    assert one.epochs == 1.4
+    assert one.epochs == {"": 1.4}
+    assert one.seconds > 0
+    one.load_state_dict(one.state_dict())
+    assert one.seconds == 0  # in a rollback: the abandoned steps are not logged
 
 
 def test_validation_covers_the_windows_once_and_pads_with_rows_without_targets():
-    windows = Windows(Row(231), 10, "validation")  # 23 windows
+    held_out = windows(231)  # 23 of them
     for world, batch_size in ((1, 5), (2, 4), (3, 3), (4, 8)):
-        shares = [list(validation_batches(windows, 0, batch_size, rank, world)) for rank in range(world)]
+        streams = [stream(rank, world, batch_size) for rank in range(world)]
+        shares = [list(validation_batches(held_out, 0, like)) for like in streams]
         assert len({len(share) for share in shares}) == 1
         batches = sum(shares, [])
         assert {batch.tokens.shape for batch in batches} == {(batch_size, 10)}
         seen = [int(t[0]) for b in batches for t, y in zip(b.tokens, b.labels, strict=True) if (y != IGNORED).any()]
         assert sorted(seen) == list(range(0, 230, 10))
         assert int(count_targets(batches)) == 230
-    assert int(count_targets(list(validation_batches(windows, 7, 4, 0, 1)))) == 70
+    assert int(count_targets(list(validation_batches(held_out, 7, stream(local=4))))) == 70
 
 
 def test_too_little_text_is_named():
-    with refused("training text", "10 tokens", "up to 9"):
-        Windows(Row(10), 10, "training")
+    with refused("training text of web", "10 tokens", "up to 9"):
+        windows(10, "training text of web")
+    with refused("validation text", "10 tokens", "up to 9", "validation.freq = 0"):
+        windows(10, "validation text")
+
+
+def test_positions_restart_at_documents_and_rows_and_no_target_is_of_another_document():
+    rows = Windows(Documents([7] * 15), 10, "training text")
+    batch = read_batch([(rows, 0), (rows, 1), (rows, 6), None], 10, document_mask=True)
+    begins = [{0, 7}, {0, 4}, {0, 3}, {0}]  # of the rows, which are at 0, 10 and 60 of the text
+    ignored = [{6}, {3}, {2, 9}, set(range(10))]
+    for labels, positions, begin, no_target in zip(batch.labels, batch.positions, begins, ignored, strict=True):
+        assert {i for i, position in enumerate(positions.tolist()) if position == 0} == begin
+        assert all(b in (0, a + 1) for a, b in itertools.pairwise(positions.tolist()))
+        assert {i for i, label in enumerate(labels.tolist()) if label == IGNORED} == no_target
+
+
+def test_a_token_that_may_not_be_a_target_is_no_label():
+    rows = Windows(Documents([50], masked=[0, 3, 20, 21]), 10, "training text")
+    labels = read_batch([(rows, 0), (rows, 1), (rows, 2)], 10, document_mask=False).labels
+    assert [(row == IGNORED).nonzero().flatten().tolist() for row in labels] == [[2], [9], [0]]
+
+
+class Sums:
+    """Rows that are made while training: any object with `count` and `fill`."""
+
+    count = 1000
+
+    def fill(self, index, ids, ignored, document_mask):
+        ids[:] = 1000 * index + np.arange(len(ids))
+        return np.empty(0, np.int64)
+
+
+def test_rows_that_are_no_text():
+    order = Samples({"sums": Sums()}, 5)
+    batch = TrainStream(order, TrainingConfig(seq_len=8, global_batch_size=4), 0, 1, document_mask=True).next_step()[0]
+    assert batch.tokens[:, 0].tolist() == [1000 * order.pick(i)[1] for i in range(4)]
+    assert (batch.labels == batch.tokens + 1).all()
+    assert (batch.positions == torch.arange(8)).all()

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
-from titanlite.distributed import hang_diagnosis
+import torch
+import torch.distributed as dist
+
+from titanlite.distributed import exchange, hang_diagnosis
 from titanlite.distributed.hang_diagnosis import SILENT, Diagnosis, Heartbeat, diagnose, locate
+from titanlite.observe.waits import timed
 
 FOLDER = Path("hang")
 
@@ -103,6 +110,24 @@ def test_the_line_in_this_repository_is_found():
     assert place.startswith("tests/distributed/test_hang_diagnosis.py:")
 
 
+def test_a_message_that_has_not_come_is_a_wait_for_other_ranks(monkeypatch):
+    """The wait itself is in C++, without a frame, so the innermost is that of exchange.py."""
+    found = []
+    work = SimpleNamespace(wait=lambda timeout: None)
+    monkeypatch.setattr(dist, "isend", lambda *arguments: found.append(locate(sys._getframe(1))) or work)
+    exchange._send(torch.zeros(3), 0, 1, timedelta(days=1))
+    assert [waiting for waiting, _, _ in found] == [2, 2]
+    assert found[0][1].startswith("titanlite/distributed/exchange.py:")
+
+
+def test_a_wait_that_is_timed_is_still_a_wait():
+    """`waits.py` adds a frame of this package around it, and the place is that of the caller."""
+    found = []
+    timed(lambda: found.append(locate(sys._getframe(1))), lambda: True, lambda: None)()
+    assert found[0][0] == 2
+    assert found[0][1].startswith("tests/distributed/test_hang_diagnosis.py:")
+
+
 def test_an_installed_package_knows_its_own_lines(monkeypatch):
     monkeypatch.setattr(hang_diagnosis, "PACKAGE", Path("/env/site-packages/titanlite"))
 
@@ -113,3 +138,13 @@ def test_an_installed_package_knows_its_own_lines(monkeypatch):
 
     assert place_of("/env/site-packages/titanlite/program/train.py") == "titanlite/program/train.py:2"
     assert place_of("/env/site-packages/other/file.py") == "/env/site-packages/other/file.py:2"
+
+
+def test_every_module_that_waits_for_a_message_counts_as_waiting():
+    package = Path(hang_diagnosis.__file__).parents[1]
+    waiting = [
+        path for path in package.rglob("*.py") if re.search(r"dist\.(isend|irecv|send|recv)\b", path.read_text())
+    ]
+    assert waiting
+    for path in waiting:
+        assert "titanlite." + ".".join(path.relative_to(package).with_suffix("").parts) in hang_diagnosis.WAITING

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
+from titanlite.distributed import process_group
+from titanlite.distributed.agreement import gather
 from titanlite.distributed.mesh import Mesh
 from titanlite.parallel.layout import AXES
 
@@ -33,3 +38,24 @@ def mesh_facts(degrees: dict[str, int]) -> tuple:
 )
 def test_mesh_axes_ranks_and_sums(pool, degrees, ranks, data, total):
     assert pool.run(4, mesh_facts, degrees)[3] == (ranks, data, total, data[1])
+
+
+def gloo_groups_of_a_gpu_run(folder: Path) -> tuple[int, list[int]]:
+    """How many groups of this process have gloo, joined as on CUDA. NCCL's place is taken by torch's fake group."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    init = dist.init_process_group
+
+    def without_nccl(backend: str, device_id: torch.device, **options) -> None:
+        init(backend.replace("nccl", "fake"), **options)
+
+    dist.init_process_group = without_nccl
+    process_group.join(torch.device("cuda", rank), 60, rank, size, dist.FileStore(str(folder / "store"), size))
+    Mesh("cpu", dict.fromkeys(AXES, 1) | {"dp_shard": 2, "tp": 2}, 77)
+    agreed = gather(rank)
+    return sum("gloo" in backend for backend, _ in _world.pg_map.values()), agreed
+
+
+def test_on_gpus_one_group_uses_gloo_and_no_axis_of_the_mesh(pool, tmp_path):
+    assert pool.run(4, gloo_groups_of_a_gpu_run, tmp_path) == [(1, [0, 1, 2, 3])] * 4

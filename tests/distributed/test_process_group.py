@@ -17,16 +17,10 @@ import torch.distributed as dist
 from messages import refused
 
 from titanlite.config.schema import LISTENER
-from titanlite.distributed import process_group
+from titanlite.distributed import process_group, rendezvous
+from titanlite.distributed.agreement import JoinError
 from titanlite.distributed.network import interface_towards
-from titanlite.distributed.process_group import (
-    JoinError,
-    backend,
-    device_type,
-    open_device,
-    start,
-    use_loopback,
-)
+from titanlite.distributed.process_group import device_type, open_device, start, use_loopback
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,11 +40,6 @@ def test_cuda_without_a_device_is_refused(monkeypatch):
         device_type("cuda")
 
 
-def test_nccl_comes_with_gloo_for_cpu_memory():
-    assert backend("cuda") == "cpu:gloo,cuda:nccl"
-    assert backend("cpu") == "gloo"
-
-
 @pytest.fixture
 def gpus(monkeypatch):
     """A machine with CUDA devices, as far as the process group asks. Returns the recorded calls."""
@@ -58,6 +47,8 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.update(device=device))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: calls.update(options, backend=backend))
+    monkeypatch.setattr(dist, "new_group", lambda **options: calls.update(host=options))
+    monkeypatch.setattr(process_group, "_host", None)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # remembered, and restored at the end
         monkeypatch.delenv(name)
@@ -68,7 +59,8 @@ def test_each_process_of_a_node_has_a_gpu_and_nccl_connects_at_once(gpus, monkey
     monkeypatch.setenv("LOCAL_RANK", "3")
     device = start("auto", 30, 5)
     assert device == gpus["device"] == gpus["device_id"] == torch.device("cuda", 3)
-    assert gpus["backend"] == "cpu:gloo,cuda:nccl"
+    assert gpus["backend"] == "nccl"
+    assert gpus["host"] == {"backend": "gloo", "timeout": timedelta(seconds=30)}
     assert gpus["timeout"] == timedelta(seconds=30)
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
@@ -93,7 +85,9 @@ print(counts[-1] - counts[19])
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no other C library is set")
-@pytest.mark.parametrize("name", ["", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
+@pytest.mark.parametrize(
+    "name", ["", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"))]
+)
 def test_freed_memory_is_used_again_unless_the_environment_says_otherwise(name):
     """Pages that the system gives out for twenty tensors of 40 MB, after twenty others: of at most 2 MB each."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
@@ -149,8 +143,8 @@ def meet(rank: int, world_size: int) -> str:
     if rank == 0:
         os.environ[LISTENER] = str(os.dup(launcher.fileno()))
     launcher.close()
-    process_group.JOIN = timedelta(seconds=1)
-    store = process_group._meet(rank, world_size)
+    rendezvous.JOIN = timedelta(seconds=1)
+    store = rendezvous.meet(rank, world_size)
     store.set("key", "value")
     return store.get("key").decode()
 

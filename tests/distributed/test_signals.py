@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.distributed.signals import Agreed, Requests
+from titanlite.distributed.signals import Agreed, FileRequest, Requests
 
 
 def ask(number: int) -> list[Agreed]:
-    """Agreements of a rank: nothing, a save wanted by rank 1, a failure of rank 0, a signal to rank 1, and after it."""
+    """Agreements of a rank: nothing, a save wanted by rank 1, a failure of rank 0, a profile wanted by rank 0, a signal
+    to rank 1, and after it."""
     requests, rank = Requests(), dist.get_rank()
     found = [requests.agree(), requests.agree(save=rank == 1), requests.agree(failed=rank == 0)]
+    found.append(requests.agree(profile=rank == 0))
     if rank == 1:
         os.kill(os.getpid(), number)
     found += [requests.agree(), requests.agree()]
@@ -24,8 +27,27 @@ def ask(number: int) -> list[Agreed]:
 def test_what_one_rank_wants_all_agree_on(pool):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         for found in pool.run(2, ask, number):
-            nothing, save, failed = Agreed(0, 0, 0), Agreed(0, 1, 0), Agreed(0, 0, 1)
-            assert found == [nothing, save, failed, Agreed(1, 0, 0), Agreed(1, 0, 0)]
+            stop = Agreed(1, 0, 0, 0)
+            assert found == [Agreed(0, 0, 0, 0), Agreed(0, 1, 0, 0), Agreed(0, 0, 1, 0), Agreed(0, 0, 0, 1), stop, stop]
+
+
+def look_for_file(path: Path) -> list[bool]:
+    """What this rank sees: at once, and twice a second later, with the file and without."""
+    request, rank, found = FileRequest(path), dist.get_rank(), []
+    for there, later in ((True, 0.0), (True, 2.0), (False, 2.0)):
+        if rank == 0 and there:
+            path.touch()
+        request._looked_at -= later
+        found.append(request.seen())
+        request.open = False
+    return [*found, path.exists()]
+
+
+def test_a_file_is_seen_by_rank_0_which_removes_it(pool, tmp_path):
+    """At most once a second."""
+    zero, one = pool.run(2, look_for_file, tmp_path / "SAVE")
+    assert zero == [False, True, False, False]
+    assert one[:3] == [False, False, False]
 
 
 def signal_twice(later: float) -> bool:

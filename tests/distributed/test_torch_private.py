@@ -55,9 +55,20 @@ def test_operators_on_lists_and_operators_by_name():
     assert float(torch_private.foreach_norm([torch.tensor([3.0, 4.0])], 2)[0]) == 5.0
     torch_private.foreach_copy_(a, [torch.zeros(2), torch.zeros(3)])
     assert not any(x.any() for x in a)
-    for name in ("REDUCE_SCATTER", "SHARD_ALL_TO_ALL", "SCALED_MM"):
+    for name in ("REDUCE_SCATTER", "WAIT_TENSOR", "SHARD_ALL_TO_ALL", "SCALED_MM"):
         assert isinstance(getattr(torch_private, name), torch._ops.OpOverload), name
-    assert all(isinstance(operator, torch._ops.OpOverload) for operator in torch_private.FUSED_ATTENTION)
+    kinds = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+    assert all(isinstance(operator, kinds) for operator in torch_private.FUSED_ATTENTION)
+
+
+def test_the_kernel_for_all_devices_is_called_past_one_for_a_device():
+    with torch.library._scoped_library("titanlite_test", "FRAGMENT") as library:
+        library.define("kind(Tensor x) -> Tensor")
+        library.impl("kind", lambda x: x + 1, "CompositeExplicitAutograd")
+        library.impl("kind", lambda x: x + 2, "CPU")
+        operator = torch.ops.titanlite_test.kind.default
+        assert operator(torch.zeros(1)) == 2
+        assert torch_private.call_kernel(operator, torch.zeros(1)) == 1
 
 
 def test_scaled_mm_multiplies_float8():

@@ -5,6 +5,7 @@ meant to, print the new ones: `pytest tests/e2e/test_golden.py -s`. The text and
 the numbers depend neither on the Python version nor (2.11 and 2.13 agree to six digits) on torch's.
 """
 
+import dataclasses
 import math
 
 import pytest
@@ -14,12 +15,13 @@ from runs import curve, train_run
 
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config
-from titanlite.data.prepare import prepare
-from titanlite.data.shards import Tokens, read_manifest
-from titanlite.data.stream import TrainStream, Windows
+from titanlite.data.manifest import read_manifest
+from titanlite.data.shards import Tokens
+from titanlite.data.stream import Samples, TrainStream, Windows
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import resolve_flavor
 from titanlite.model.llama import Llama
+from titanlite.prepare.cache import prepare
 
 GOLDEN = {  # step: (loss, gradient norm)
     1: (8.330174, 1.384981),
@@ -51,14 +53,14 @@ def bare_loop(config: Config) -> dict[int, tuple[float, float]]:
     training, tokenizer = config.training, Tokenizer()
     folder = prepare(config.data, tokenizer, lambda message: None)
     windows = Windows(Tokens(folder, read_manifest(folder), "train"), training.seq_len, "training")
-    size = training.global_batch_size
-    stream = TrainStream(windows, seed=config.run.seed, local_batch_size=size, accumulation=1, rank=0, world=1)
+    whole = dataclasses.replace(training, local_batch_size=training.global_batch_size)
+    stream = TrainStream(Samples({"": windows}, config.run.seed), whole, rank=0, world=1, document_mask=False)
     model = Llama(resolve_flavor(config.model, tokenizer.size), training.seq_len)
     model.init_weights(config.run.seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
     found, warmup = {}, config.schedule.warmup_steps
     for step in range(training.steps):
-        ((tokens, labels),) = stream.next_step()
+        ((tokens, labels, _),) = stream.next_step()
         loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()

@@ -16,10 +16,12 @@ from safetensors.torch import load_file
 from titanlite.checkpoint.async_save import AsyncSaver
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.storage import write_step
+from titanlite.data.stream import Batch
 from titanlite.data.to_device import prefetch
+from titanlite.model import block_mask
 from titanlite.model.attention import attention_kernel
 from titanlite.model.flavors import FLAVORS
-from titanlite.parallel.float8 import float8_linear
+from titanlite.parallel.float8 import Scaling, float8_linear
 from titanlite.verify.pool import Pool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -40,6 +42,17 @@ def test_bf16_on_the_gpu_follows_fp32_on_the_cpu(pool, arguments, tmp_path):
     assert all(row["mfu"] is None or 0 < row["mfu"] < 100 for row in rows(tmp_path / "gpu") if "mfu" in row)
 
 
+@pytest.mark.parametrize("options", [[], ["--data.document_mask", "--model.dim=64"]], ids=["", "documents"])
+def test_samples_during_training(pool, arguments, tmp_path, options):
+    """Texts at each validation, and the losses of a run without them, bit by bit."""
+    run = [*arguments, *options, "--run.device=cuda", "--debug.deterministic"]
+    prompts = ['--validation.prompts=["def ", "x"]', "--validation.prompt_tokens=8"]
+    assert pool.run(1, train_run, [*run, "--run.name=without"], timeout=120) == [0]
+    assert pool.run(1, train_run, [*run, *prompts, "--run.name=with"], timeout=120) == [0]
+    assert curve(tmp_path / "with") == curve(tmp_path / "without")
+    assert len((tmp_path / "with/samples.jsonl").read_text().splitlines()) == 6
+
+
 OPTIONS = [
     "recompute.mode=selective",
     "recompute.mode=full",
@@ -52,6 +65,25 @@ COMPILED = pytest.mark.parametrize("compiled", ["auto", "false"])
 needs_float8 = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no 8-bit products here"
 )
+
+
+DOCUMENTS = ["--data.document_mask", "--model.dim=64"]  # heads of 16 numbers, which FlexAttention supports
+
+
+def test_flex_attention_in_compiled_blocks_is_that_outside_of_them(pool, arguments, tmp_path):
+    """And both follow the mask that is a tensor, which an environment without a compiler gets."""
+    run = [*arguments, "--run.device=cuda", *DOCUMENTS]
+    assert pool.run(1, train_run, [*run, "--run.name=compiled", "--compile.enabled=true"], timeout=300) == [0]
+    assert pool.run(1, train_run, [*run, "--run.name=plain", "--compile.enabled=false"], timeout=300) == [0]
+    assert pool.run(1, train_with_a_tensor, [*run, "--run.name=tensor", "--compile.enabled=false"], timeout=300) == [0]
+    for step, values in curve(tmp_path / "tensor").items():
+        for name in ("compiled", "plain"):
+            assert curve(tmp_path / name)[step] == pytest.approx(values, rel=2e-2)
+
+
+def train_with_a_tensor(arguments: list[str]) -> int:
+    block_mask.SMALLEST_HEAD = 1000
+    return train_run(arguments)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -73,7 +105,7 @@ def test_products_in_8_bits_are_those_that_are_emulated():
         generator = torch.Generator("cuda").manual_seed(0)
         x = torch.randn(3, 50, 256, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
         weight = torch.randn(512, 256, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        out = float8_linear(x, weight, emulate)
+        out = float8_linear(x, weight, Scaling(emulate))
         out.square().sum().backward()
         found.append([out.detach(), x.grad, weight.grad])
     for hardware, emulated in zip(*found, strict=True):
@@ -139,6 +171,42 @@ def test_cpu_offload_follows_plain_training(pool, arguments, tmp_path):
         assert curve(tmp_path / "offloaded")[step] == pytest.approx(values, rel=1e-3)
 
 
+def test_optimizer_offload_is_plain_training(pool, arguments, tmp_path):
+    """Bit for bit, also when resumed: the update is computed on the GPU."""
+    run = [*arguments, "--run.device=cuda", "--debug.deterministic"]
+    assert pool.run(1, train_run, [*run, "--run.name=plain"], timeout=300) == [0]
+    run += ["--run.name=offloaded", "--parallel.optimizer_offload"]
+    assert pool.run(1, train_until, 3, run, timeout=300) == [75]
+    assert pool.run(1, train_run, run, timeout=300) == [0]
+    assert curve(tmp_path / "offloaded") == curve(tmp_path / "plain")
+
+
+@COMPILED
+@pytest.mark.parametrize("more", [[], DOCUMENTS], ids=["", "documents"])
+def test_two_deterministic_runs_are_equal_bit_for_bit(pool, arguments, tmp_path, compiled, more):
+    run = [*arguments, *more, "--run.device=cuda", f"--compile.enabled={compiled}", "--debug.deterministic"]
+    for name in ("a", "b"):
+        assert pool.run(1, train_run, [*run, f"--run.name={name}"], timeout=300) == [0]
+    assert curve(tmp_path / "a") == curve(tmp_path / "b")
+
+
+@COMPILED
+def test_activation_offload_changes_no_bit(pool, arguments, tmp_path, compiled):
+    run = [*arguments, "--run.device=cuda", f"--compile.enabled={compiled}", "--debug.deterministic"]
+    run += ["--recompute.mode=full"]
+    for name in ("true", "false"):
+        assert pool.run(1, train_run, [*run, f"--run.name={name}", f"--recompute.offload={name}"], timeout=300) == [0]
+    assert curve(tmp_path / "true") == curve(tmp_path / "false")
+
+
+def test_float16_follows_bfloat16(pool, arguments, tmp_path):
+    run = [*arguments, "--run.device=cuda", "--training.steps=30", "--optimizer.lr=1e-2"]
+    for dtype in ("bfloat16", "float16"):
+        more = [f"--run.name={dtype}", f"--training.compute_dtype={dtype}"]
+        assert pool.run(1, train_run, [*run, *more], timeout=300) == [0]
+    assert validation(tmp_path / "float16")[30] == pytest.approx(validation(tmp_path / "bfloat16")[30], rel=0.05)
+
+
 @COMPILED
 def test_resume_on_the_gpu(pool, arguments, tmp_path, compiled):
     run = [*arguments, "--run.device=cuda", f"--compile.enabled={compiled}"]
@@ -164,9 +232,9 @@ def change_after_staging(folder, mode: str) -> None:
     saver = AsyncSaver(mode, 0, weight.device)
     for step in (1, 2):
 
-        def write(state, group, failure, step=step):
+        def write(state, failure, step=step):
             assert mode == "disabled" or changed.wait(10)
-            write_step(folder, step, state, {}, RunMetadata({}, {}, ""), group, failure)
+            write_step(folder, step, state, {}, RunMetadata({}, {}, ""), failure)
 
         weight.fill_(float(step))
         saver.save(lambda: {"model": {"weight": weight}}, write)
@@ -202,13 +270,17 @@ def test_batches_that_are_copied_ahead_arrive_whole():
     work = torch.randn(4096, 4096, device=device)
     for side, products in ((512, 1), (2900, 0)):
         sums = []
-        batches = ((torch.full((side, side), i), torch.full((side, side), -i)) for i in range(20))
-        for tokens, labels in prefetch(batches, device):
+        batches = (Batch(torch.full((side, side), i), torch.full((side, side), -i)) for i in range(20))
+        for tokens, labels, _ in prefetch(batches, device):
             for _ in range(products):
                 work = work @ work / 64
             sums.append(torch.stack([tokens.sum(), labels.sum()]))
         assert torch.stack(sums).tolist() == [[i * side**2, -i * side**2] for i in range(20)]
     assert list(prefetch([], device)) == []
+
+
+GUARDED = ["--stability.action=rollback", "--stability.threshold=10", "--stability.warmup_steps=0"]
+GUARDED += ["--checkpoint.freq=5"]
 
 
 def run_that_may_not_wait(arguments: list[str]) -> int:
@@ -230,6 +302,7 @@ def run_that_may_not_wait(arguments: list[str]) -> int:
 
 
 @COMPILED
-def test_a_step_that_is_not_logged_does_not_wait_for_the_gpu(pool, arguments, compiled):
+@pytest.mark.parametrize("options", [[], DOCUMENTS, GUARDED], ids=["plain", "documents", "guarded"])
+def test_a_step_that_is_not_logged_does_not_wait_for_the_gpu(pool, arguments, compiled, options):
     quiet = ["--run.device=cuda", "--metrics.log_freq=5", "--validation.freq=0", f"--compile.enabled={compiled}"]
-    assert pool.run(1, run_that_may_not_wait, [*arguments, *quiet], timeout=300) == [0]
+    assert pool.run(1, run_that_may_not_wait, [*arguments, *quiet, *options], timeout=300) == [0]

@@ -31,7 +31,8 @@ def long_run(arguments):
     ]
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])  # rank 0 serves the store
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])  # rank 0 serves the store
 def test_a_frozen_process_is_named_and_killed(long_run, tmp_path, rank):
     process = start(long_run, NGPU="2")
     wait_for_step(tmp_path / "debug", 5, process)
@@ -90,7 +91,7 @@ def run_with(tmp_path, arguments, processes=2, **patch) -> tuple[int, str, float
     return result.returncode, result.stdout + result.stderr, time.time() - started.stat().st_mtime
 
 
-READS = {"module": "data.stream", "owner": "Windows", "method": "batch", "call": 7}  # of two processes in step 4
+READS = {"module": "data.stream", "owner": "Samples", "method": "pick", "call": 13}  # of two processes in step 4
 SAVES = {"module": "checkpoint.async_save", "owner": "AsyncSaver", "method": "save", "call": 1}
 VALIDATES = {"module": "parallel.stages", "owner": "Stages", "method": "evaluate", "call": 2}
 

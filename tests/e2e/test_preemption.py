@@ -23,7 +23,7 @@ from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read import verify_files
 from titanlite.checkpoint.storage import SaveError, list_steps, step_folder, write_step
-from titanlite.data.stream import TrainStream
+from titanlite.data.stream import Samples, TrainStream
 
 pytestmark = pytest.mark.slow
 
@@ -80,8 +80,8 @@ def save_into(folder: Path, limit: int, mode: str) -> list[str]:
         if step == 2 and limit:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-        def write(state, group, failure, step=step):
-            write_step(folder, step, state, {}, RunMetadata({}, {}, ""), group, failure)
+        def write(state, failure, step=step):
+            write_step(folder, step, state, {}, RunMetadata({}, {}, ""), failure)
 
         try:
             saver.save(lambda: big_state(dist.get_rank()), write)
@@ -129,8 +129,8 @@ def save_a_hundred_times(folder: Path) -> int:
     saver = AsyncSaver("async", 0, torch.device("cpu"))
     for step in range(1, 101):
 
-        def write(state, group, failure, step=step):
-            write_step(folder, step, state, {}, RunMetadata({}, {}, ""), group, failure)
+        def write(state, failure, step=step):
+            write_step(folder, step, state, {}, RunMetadata({}, {}, ""), failure)
 
         state = {"model": {f"weight.{dist.get_rank()}": torch.full((1000,), float(step))}}
         saver.save(lambda state=state: state, write)
@@ -158,13 +158,13 @@ def every_change() -> list[int]:
 
 def samples_of_one_step(arguments: list[str]) -> tuple[int, list[int]]:
     """Exit code, and the numbers of the samples that this rank reads in a run of one more step."""
-    seen, original = [], TrainStream.window_of
+    seen, original = [], Samples.pick
 
-    def window_of(stream, sample):
+    def pick(samples, sample):
         seen.append(sample)
-        return original(stream, sample)
+        return original(samples, sample)
 
-    TrainStream.window_of = window_of
+    Samples.pick = pick
     return train_until(1, arguments), seen
 
 

@@ -69,6 +69,7 @@ def test_the_launcher_restarts_as_often_as_it_may(saving_run, tmp_path, whole):
     assert curve(tmp_path / "debug") == whole
 
 
+@pytest.mark.slow
 def test_the_last_failure_is_the_run_s(saving_run, tmp_path):
     process = start(saving_run, NGPU="1", MAX_RESTARTS="1")
     for step in (3, 13):

@@ -13,7 +13,6 @@ from launches import ROOT, alive, environment, finish, start, wait_for_step, wor
 from messages import assert_mentions
 from runs import curve, train_run
 
-import train
 from titanlite.distributed.run_folder import lock
 
 
@@ -29,23 +28,11 @@ def slow_arguments(arguments):
     ]
 
 
-def train_with_little_memory(arguments: list[str]) -> int:
-    train.SAMPLE_BYTES = 100_000
-    return train_run(arguments)
-
-
-def test_a_large_model_is_not_loaded_for_a_sample(pool, arguments, tmp_path):
-    assert pool.run(1, train_with_little_memory, [*arguments, "--training.steps=1", "--run.sample_tokens=20"]) == [0]
-    log = (tmp_path / "debug/log.txt").read_text()
-    assert_mentions(log, "no sample", "GB of CPU memory", "0.0 GB", "next:")
-    assert "a sample (" not in log
-
-
 def test_trains_prints_a_sample_and_what_to_try_next(arguments, tmp_path):
     code, output = finish(start([*arguments, "--run.sample_tokens=20"], NGPU="2"))
     assert code == 0, output
     assert "step 6/6  loss" in output
-    assert "eta 0:00" in output
+    assert "eta 0:0" in output  # the last validation and save are still to come
     assert "a sample" in output
     assert f"titanlite generate {tmp_path}/debug" in output  # the command itself, or python -m titanlite
     assert "Traceback" not in output
@@ -80,6 +67,7 @@ def test_signal_to_the_launcher_saves_and_exits_75(pool, slow_arguments, tmp_pat
     assert sorted(curve(tmp_path / "debug")) == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_killed_run_goes_on_from_its_last_checkpoint_bit_identically(pool, slow_arguments, tmp_path):
     assert pool.run(2, train_run, [*slow_arguments, "--run.name=whole"]) == [0, 0]
     process = start(slow_arguments, NGPU="2")
@@ -114,6 +102,7 @@ def test_second_signal_leaves_at_once(endless_arguments, tmp_path):
     assert not any(alive(pid) for pid in (first, second))
 
 
+@pytest.mark.slow
 def test_a_signal_to_every_process_at_once_saves(slow_arguments, tmp_path):
     """As Slurm and systemd do it: each worker gets its own, and the one that the launcher passes on."""
     process = start(slow_arguments, NGPU="2")

@@ -66,11 +66,11 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 LAYOUTS = [  # from processes and layout to processes and layout; 101 ids, and 3 of 8 rows of wq on two: uneven shards
-    (1, {}, 2, {"dp_shard": 2}, "small", True),
+    pytest.param(1, {}, 2, {"dp_shard": 2}, "small", True, marks=pytest.mark.slow),
     (2, {"dp_shard": 2}, 1, {}, "small", False),
     (2, {"dp_shard": 2}, 2, {"tp": 2}, "even", True),
-    (2, {"tp": 2}, 2, {"pp": 2}, "even", True),
-    (2, {"dp_replicate": 2}, 2, {"dp_shard": 2}, "small", True),
+    pytest.param(2, {"tp": 2}, 2, {"pp": 2}, "even", True, marks=pytest.mark.slow),
+    pytest.param(2, {"dp_replicate": 2}, 2, {"dp_shard": 2}, "small", True, marks=pytest.mark.slow),
 ]
 
 

@@ -117,6 +117,13 @@ int renameat2(int at, const char *from, int to_at, const char *to, unsigned flag
 int renameat(int at, const char *from, int to_at, const char *to) { return renameat2(at, from, to_at, to, 0); }
 int rename(const char *from, const char *to) { return renameat2(AT_FDCWD, from, AT_FDCWD, to, 0); }
 
+int linkat(int at, const char *from, int to_at, const char *to, int flags) {
+    char full[PATH], other[PATH];
+    int watched = below(at, from, full) & below(to_at, to, other);
+    PERFORM(watched, "link", full, other, flags, syscall(SYS_linkat, at, from, to_at, to, flags));
+}
+int link(const char *from, const char *to) { return linkat(AT_FDCWD, from, AT_FDCWD, to, 0); }
+
 int mkdirat(int at, const char *path, mode_t mode) {
     char full[PATH];
     int watched = below(at, path, full);

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
-WRITING = ("open", "write", "mkdir", "rename", "fsync")
+WRITING = ("open", "write", "mkdir", "rename", "link", "fsync")
 INTERRUPTIBLE = ("open", "write", "truncate", "fsync")  # those that POSIX lets a signal interrupt
 KINDS: dict[str, tuple[int, tuple[str, ...]]] = {  # kind of fault -> what the call returns, and calls that can have it
     "ENOSPC": (errno.ENOSPC, WRITING),

@@ -35,8 +35,11 @@ BATCH = ["--model.ffn_dim=16", "--training.seq_len=32", "--training.global_batch
 REST = ["--schedule.name=constant", "--schedule.warmup_steps=2", "--validation.freq=0", "--run.sample_tokens=0"]
 SAVES = ["--checkpoint.freq=2", "--checkpoint.keep=1", "--compile.enabled=false", "--training.local_batch_size=2"]
 LINES = [f"def add_{i}(x):\n    y = x + {i * i % 97}\n    return y * {i % 7}\n\n\n" for i in range(600)]
-EMPTY: dict = {section: {} for section in ("training", "optimizer", "schedule", "float8")}  # a config
+EMPTY: dict = {
+    section: {} for section in ("training", "optimizer", "stability", "schedule", "float8", "ema")
+}  # a config
 DATA = b'{"name": "none", "bytes": 0, "fingerprint": ""}'
+RUN_FILES = ("log.txt", "metrics.jsonl", "events.jsonl", "config.toml", "report.html")
 
 
 def names(folder: Path) -> set[str]:
@@ -136,7 +139,7 @@ class Training(Scenario):
 
     def unrecovered(self) -> list[str]:
         last = range(self.steps + 1, self.steps + 3)
-        found = unexpected(self.out, ".lock", ".proven", "log.txt", "metrics.jsonl", "config.toml", "checkpoints")
+        found = unexpected(self.out, ".lock", ".proven", "log.txt", *RUN_FILES, "checkpoints")
         found += unexpected(self.checkpoints, *(f"step-{step}" for step in last)) + lost_steps(self.checkpoints, "")
         same = curve(self.out) == {step: row for step, row in self.curve.items() if step <= last[-1]}
         return found + ([] if same else ["other losses than those of an undisturbed run"])
@@ -205,7 +208,7 @@ class Preparing(Scenario):
     def unrecovered(self) -> list[str]:
         (name,) = {path.split("/")[0] for path in self.whole}
         found = [] if self.state() == self.whole else ["the data is not whole"]
-        found += unexpected(self.cache, name, f".{name}.lock")
+        found += unexpected(self.cache, name, *(lock for lock in [f".{name}.lock"] if (self.cache / lock).exists()))
         return found + unexpected(self.cache / name, "verified.json", *(path.split("/")[1] for path in self.whole))
 
 

@@ -97,6 +97,9 @@ class Disk:
             other, new, there = self.find(call.other)
             assert other is folder, "a rename into another folder is two changes, which this model does not have"
             folder.change({new: node, name: there if call.number & RENAME_EXCHANGE else None})
+        elif call.name == "link":
+            other, new, _ = self.find(call.other)
+            other.change({new: node})
         elif call.name == "fsync":
             node.sync()
 

@@ -54,12 +54,15 @@ def test_it_follows_the_definition_on_the_gpu(compiled, queries, keys, dtype, to
     assert_follows_definition("cuda", dtype, compiled, queries, keys, tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "heads"), [(torch.float32, 6), (torch.bfloat16, 2)])
-def test_heads_are_repeated_where_no_fused_kernel_shares_them(dtype, heads):
-    """On a CUDA device that need not exist: only in fp32."""
+@pytest.mark.parametrize(
+    ("dtype", "masked", "heads"), [(torch.float32, False, 6), (torch.bfloat16, False, 2), (torch.bfloat16, True, 6)]
+)
+def test_heads_are_repeated_where_no_fused_kernel_shares_them(dtype, masked, heads):
+    """On a CUDA device that need not exist: in fp32, and with a mask."""
     with FakeTensorMode():
         q, k = (torch.empty(2, n, 8, 16, dtype=dtype, device="cuda") for n in (6, 2))
-        assert share_heads(q, k).shape == (2, heads, 8, 16)
+        mask = torch.empty(2, 1, 8, 8, dtype=torch.bool, device="cuda") if masked else None
+        assert share_heads(q, k, mask).shape == (2, heads, 8, 16)
 
 
 def test_the_kernel_of_a_cpu():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,19 @@ def test_lines_wait_until_there_is_room(tmp_path, messages):
     assert file.path.read_text().split() == ["a" * 50, "b" * 80, "c", "d"]
     assert [record.levelname for record in messages] == ["WARNING", "INFO"]
     assert str(file.path) in messages[0].getMessage()
+
+
+def test_a_pipe_is_not_waited_for(tmp_path, messages):
+    file = LineFile(tmp_path / "lines")
+    os.mkfifo(file.path)
+    file.append("a")
+    reader = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK)
+    file.append("b" * 1_000_000)  # more than a pipe holds
+    os.close(reader)
+    file.path.unlink()
+    file.append("c")
+    assert file.path.read_text().split() == ["a", "b" * 1_000_000, "c"]
+    assert [record.levelname for record in messages] == ["WARNING", "INFO"]
 
 
 def test_only_so_many_lines_wait(tmp_path, messages, monkeypatch):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import time
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from runs import rows, train_run
 
-from titanlite.observe.metrics import Progress, duration
+from titanlite.observe.metrics import Metrics, Progress
 from titanlite.observe.metrics_file import truncate_after
 
 
@@ -22,22 +26,46 @@ def test_contract_of_metrics_jsonl(pool, arguments, tmp_path):
     steps = [row for row in found if "loss" in row]
     assert [row["step"] for row in steps] == [1, 4, 6]
     for row in steps:
-        assert list(row) == [
+        assert list(row)[:18] == [
             "step", "loss", "grad_norm", "lr", "tokens", "tps", "tps_global",
-            "tflops", "mfu", "memory_gib", "data_percent", "seconds",
+            "tflops", "mfu", "memory_gib", "data_percent", "seconds", "targets", "data_wait_percent",
+            "samples", "samples_per_second", "perplexity", "epochs/numbers",
         ]  # fmt: skip
+        assert ("step_seconds" in row) == (row["step"] > 1)  # the first step compiles
+        assert list(row)[-1] == "time"
         assert row["tokens"] == row["step"] * 8 * 64
         assert row["tps_global"] == pytest.approx(2 * row["tps"])
         assert row["mfu"] is None
         assert 0.05 < row["memory_gib"] < 24
         assert row["data_percent"] > 0
+        assert row["targets"] == 8 * 64
+        assert row["samples"] == row["step"] * 8
+        assert row["samples_per_second"] == pytest.approx(row["tps_global"] / 64)
+        assert row["perplexity"] == math.exp(row["loss"])
+        assert 100 * row["epochs/numbers"] == pytest.approx(row["data_percent"])
+        assert time.time() - 60 < row["time"] < time.time()
+        assert 0 < row["data_wait_percent"] < 100
     assert steps[0]["lr"] == pytest.approx(3e-3 / 2)
     assert steps[0]["seconds"] < steps[1]["seconds"] < steps[2]["seconds"]
     speed = (steps[2]["tokens"] - steps[1]["tokens"]) / (steps[2]["seconds"] - steps[1]["seconds"])
     assert steps[2]["tps_global"] == pytest.approx(speed)
     held_out = [row for row in found if "loss" not in row]
     assert [row["step"] for row in held_out] == [0, 3, 6]
-    assert {tuple(row) for row in held_out} == {("step", "validation/numbers/loss", "validation/numbers/bits_per_byte")}
+    keys = ("loss", "bits_per_byte", "perplexity")
+    assert {tuple(row) for row in held_out} == {("step", *(f"validation/numbers/{key}" for key in keys), "time")}
+    assert held_out[0]["validation/numbers/perplexity"] == math.exp(held_out[0]["validation/numbers/loss"])
+
+
+def test_what_json_has_no_number_for_is_null(monkeypatch):
+    """Everything else keeps its digits, for example the finite norm of a step whose loss is a spike."""
+    lines: list[str] = []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    row = {"step": 3, "loss": math.nan, "grad_norm": 0.1 + 0.2, "loss_z": -math.inf, "mfu": None}
+    Metrics.write(SimpleNamespace(file=SimpleNamespace(append=lines.append)), row)
+    (line,) = lines
+    found = json.loads(line, parse_constant=pytest.fail)
+    assert abs(found.pop("time") - time.time()) < 60
+    assert found == {"step": 3, "loss": None, "grad_norm": 0.1 + 0.2, "loss_z": None, "mfu": None}
 
 
 def test_lines_of_steps_that_were_not_saved_are_removed(tmp_path):
@@ -59,10 +87,6 @@ def test_progress_round_trips():
     progress.step, progress.tokens, progress.seconds = 7, 2**40 + 1, 1e9 + 0.123456
     other.load_state_dict(progress.state_dict())
     assert vars(other) == vars(progress)
-
-
-def test_durations():
-    assert [duration(s) for s in (0, 59.6, 65, 3599, 7384)] == ["0:00", "1:00", "1:05", "59:59", "2:03:04"]
 
 
 def reads_of_a_run(arguments: list[str]) -> dict[int, int]:
@@ -110,10 +134,15 @@ def reads_of_a_run(arguments: list[str]) -> dict[int, int]:
     return counts
 
 
-def test_a_step_that_is_not_logged_reads_one_flag_only(pool, arguments):
-    """The stop flag lives on the CPU; loss and norm are read in logged steps alone."""
+MEASURES = ["--ema.decay=0.9", "--metrics.noise_scale_freq=1"]
+MEASURES += ["--metrics.layer_norms_freq=4", "--metrics.activations_freq=4"]
+
+
+@pytest.mark.parametrize("more", [[], MEASURES], ids=["", "measured"])
+def test_a_step_that_is_not_logged_reads_nothing(pool, arguments, more):
+    """Loss and norm are read in logged steps alone. The requests of several ranks are read from CPU tensors."""
     quiet = ["--metrics.log_freq=4", "--validation.freq=0", "--checkpoint.freq=0", "--training.steps=9"]
-    counts = pool.run(1, reads_of_a_run, [*arguments, *quiet])[0]
+    counts = pool.run(1, reads_of_a_run, [*arguments, *quiet, *more])[0]
     unlogged = {step: count for step, count in counts.items() if step not in (1, 4, 8, 9)}
-    assert set(unlogged.values()) == {1}, counts
-    assert counts[4] > 1
+    assert set(unlogged.values()) == {0}, counts
+    assert counts[4] >= 1

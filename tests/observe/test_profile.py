@@ -1,23 +1,117 @@
-"""Traces of the profiler."""
+"""Traces of the profiler: by the schedule, on request, of chosen ranks, and what is beside them."""
 
 from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 
-from runs import train_run
+import pytest
+import torch.distributed as dist
+from runs import curve, train_run
+
+from titanlite.config.schema import ConfigError
+from titanlite.data.stream import TrainStream
+from titanlite.distributed.signals import FileRequest
+from titanlite.observe.profile import parse_ranks
+
+STEPS = ["--profiling.warmup_steps=1", "--profiling.active_steps=1"]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "traces").iterdir())
 
 
 def test_traces_are_written_for_each_rank(pool, arguments, tmp_path):
-    profiling = [
-        "--profiling.enabled",
-        "--profiling.freq=3",
-        "--profiling.warmup_steps=1",
-        "--profiling.active_steps=1",
+    scheduled = ["--profiling.enabled", "--profiling.freq=3", *STEPS]
+    assert pool.run(2, train_run, [*arguments, *scheduled]) == [0, 0]
+    stems = [f"step-{step}-rank-{rank}" for step in (3, 6) for rank in (0, 1)]
+    assert files(tmp_path / "debug") == [
+        f"{stem}{end}" for stem in stems for end in (".collectives.json", ".json.gz", ".txt")
     ]
-    assert pool.run(2, train_run, [*arguments, *profiling]) == [0, 0]
-    traces = sorted(path.name for path in (tmp_path / "debug/traces").iterdir())
-    assert traces == [f"step-{step}-rank-{rank}.json.gz" for step in (3, 6) for rank in (0, 1)]
-    with gzip.open(tmp_path / "debug/traces" / traces[0]) as file:
+    with gzip.open(tmp_path / "debug/traces/step-3-rank-0.json.gz") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert "aten::mm" in names
+    table, collectives = (tmp_path / "debug/traces/step-3-rank-0.txt").read_text().split("\n\n")
+    assert "aten::mm" in table
+    assert "gloo:" in collectives
+    whole, exposed = collectives.splitlines()[-1].split()[:2]
+    assert 0 < float(exposed) <= float(whole)
+
+
+def run_and_ask(arguments: list[str], folder: Path, step: int) -> int:
+    """A run in which the file PROFILE appears during a step."""
+    original, steps, seen = TrainStream.next_step, iter(range(1, 1000)), FileRequest.seen
+
+    def next_step(stream):
+        if next(steps) == step and dist.get_rank() == 0:
+            (folder / "PROFILE").touch()
+        return original(stream)
+
+    def look(request):
+        request._looked_at = 0.0  # it looks once a second, and these steps take milliseconds
+        return seen(request)
+
+    TrainStream.next_step, FileRequest.seen = next_step, look
+    try:
+        return train_run(arguments)
+    finally:
+        TrainStream.next_step, FileRequest.seen = original, seen
+
+
+@pytest.mark.parametrize("ranks", ["all", "1"])
+def test_a_file_requests_a_profile_which_changes_no_loss(pool, arguments, tmp_path, ranks):
+    assert pool.run(2, train_run, [*arguments, "--run.name=whole"]) == [0, 0]
+    asked = [*arguments, *STEPS, f"--profiling.ranks={ranks}"]
+    assert pool.run(2, run_and_ask, asked, tmp_path / "debug", 2) == [0, 0]
+    recorded = [0, 1] if ranks == "all" else [1]
+    assert {name.partition(".")[0] for name in files(tmp_path / "debug")} == {f"step-4-rank-{n}" for n in recorded}
+    assert not (tmp_path / "debug/PROFILE").exists()
+    assert curve(tmp_path / "debug") == curve(tmp_path / "whole")
+
+
+def test_a_recording_that_the_end_of_the_run_cuts_short_is_written(pool, arguments, tmp_path):
+    assert pool.run(1, run_and_ask, [*arguments, "--profiling.active_steps=50"], tmp_path / "debug", 2) == [0]
+    assert "step-6-rank-0.txt" in files(tmp_path / "debug")
+
+
+def run_and_ask_again(arguments: list[str], folder: Path) -> int:
+    """PROFILE appears in step 2 and, while that is recorded, in step 4."""
+    original = TrainStream.next_step
+
+    def next_step(stream):
+        if stream.samples == 3 * stream.training.global_batch_size and dist.get_rank() == 0:
+            (folder / "PROFILE").touch()
+        return original(stream)
+
+    TrainStream.next_step = next_step
+    try:
+        return run_and_ask(arguments, folder, 2)
+    finally:
+        TrainStream.next_step = original
+
+
+def test_a_recording_counts_its_own_steps_and_a_second_request_gets_an_answer(pool, arguments, tmp_path):
+    """Of four steps that it would record after the warmup, the run has three."""
+    asked = [*arguments, "--profiling.warmup_steps=1", "--profiling.active_steps=4", "--profiling.ranks=0"]
+    assert pool.run(2, run_and_ask_again, asked, tmp_path / "debug") == [0, 0]
+    text = (tmp_path / "debug/log.txt").read_text()
+    assert text.count("recording steps 4 to 7 on ranks 0") == 1
+    assert text.count("a recording is in progress") == 1
+    table = (tmp_path / "debug/traces/step-6-rank-0.txt").read_text().splitlines()
+    (calls,) = {line.split()[2] for line in table if line.split()[-1:] == ["aten::_log_softmax"]}
+    assert float(calls) == int(float(calls)) > 0
+
+
+def test_ranks():
+    assert parse_ranks("all", 3) == {0, 1, 2}
+    assert parse_ranks("0, 2", 3) == {0, 2}
+    for wrong in ("", "3", "-1", "0,", "both", "0 1"):
+        with pytest.raises(ConfigError, match=r"profiling.ranks = .*all, or ranks from 0 to 2"):
+            parse_ranks(wrong, 3)
+
+
+def test_a_wrong_rank_is_reported_before_the_first_step(pool, arguments, tmp_path):
+    with pytest.raises(AssertionError, match=r"profiling.ranks = '2': expected all, or ranks from 0 to 1"):
+        pool.run(2, train_run, [*arguments, "--profiling.ranks=2"])
+    assert not [row for row in (tmp_path / "debug/metrics.jsonl").read_text().splitlines() if '"loss"' in row]

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import math
+import time
+from types import SimpleNamespace
 
 import pytest
+import torch
+from messages import refused
 from runs import rows, train_run
+
+from titanlite.config.schema import ValidationConfig
+from titanlite.data.stream import Batch
+from titanlite.observe import validation
+from titanlite.observe.validation import Validator
 
 
 def test_bits_per_byte_follows_from_the_text(pool, arguments, tmp_path):
     """Over the whole held-out text: nats per token * tokens / ln 2 / bytes."""
     from titanlite.config.schema import DataConfig
-    from titanlite.data.prepare import prepare
-    from titanlite.data.shards import Tokens, read_manifest
+    from titanlite.data.manifest import read_manifest
+    from titanlite.data.shards import Tokens
     from titanlite.data.tokenizer import Tokenizer
+    from titanlite.prepare.cache import prepare
 
     assert pool.run(1, train_run, [*arguments, "--validation.samples=0", "--training.steps=1"]) == [0]
     row = next(row for row in rows(tmp_path / "debug") if row["step"] == 0)
@@ -26,3 +36,30 @@ def test_bits_per_byte_follows_from_the_text(pool, arguments, tmp_path):
     expected = row["validation/numbers/loss"] * count / math.log(2) / len(text.encode())
     assert row["validation/numbers/bits_per_byte"] == pytest.approx(expected, rel=1e-6)
     assert row["validation/numbers/loss"] == pytest.approx(math.log(4112), abs=0.1)
+
+
+def test_a_text_without_targets_is_refused(monkeypatch):
+    """For example, if the first sequences are all prompts."""
+    validator = object.__new__(Validator)
+    validator.config, validator.windows = ValidationConfig(freq=1, samples=4), {"web": None}
+    monkeypatch.setattr(Validator, "sums_over", lambda *arguments: (0.0, 0, 0))
+    with refused("validation text of web", "no targets in 4 sequences", "validation.samples"):
+        validator.maybe_run(1, True, lambda: False)
+
+
+def test_the_first_forward_is_timed_for_the_eta(monkeypatch):
+    """It compiles; later ones do not count."""
+    validator = object.__new__(Validator)
+    batch = Batch(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))
+    monkeypatch.setattr(validation, "validation_batches", lambda *arguments: [batch, batch])
+    seconds = iter([0.05, 0.2])
+    validator.config, validator.stream, validator.token_bytes = (
+        ValidationConfig(),
+        None,
+        torch.ones(1, dtype=torch.int64),
+    )
+    validator.evaluate = lambda batch: time.sleep(next(seconds)) or torch.zeros(())
+    validator.metrics = SimpleNamespace(device=torch.device("cpu"), compiling=0.0)
+    validator.mesh = SimpleNamespace(sum_counts=lambda count: count, sum_losses=lambda loss: loss)
+    assert validator.sums_over(None, lambda: False) == (0.0, 8, 8)
+    assert 0.05 <= validator.metrics.compiling < 0.2

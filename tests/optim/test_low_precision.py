@@ -58,3 +58,30 @@ def test_low_precision_learns_too(weights, moments):
     for parameter in model.parameters():
         assert parameter.dtype == weights
         assert {optimizer.state[parameter][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {moments}
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+def test_an_update_can_be_withheld_on_the_device(weights, moments):
+    """A step with `found_inf` = 1 changes no bit, in fp32 too; others are those of an optimizer without it."""
+    models = [regression(weights), regression(weights)]
+    plain, other = (LowPrecisionAdamW(m.parameters(), 1e-2, (0.9, 0.95), 1e-8, moments, 0.1) for m in models)
+    generator = torch.Generator().manual_seed(0)
+    for step, withheld in enumerate([0.0, 0.0, 1.0, 0.0, 1.0, 0.0]):
+        gradients = [torch.randn(p.shape, generator=generator).to(weights) for p in models[0].parameters()]
+        for p, gradient in zip(models[1].parameters(), gradients, strict=True):
+            p.grad = gradient * float("nan") if withheld else gradient.clone()
+        before = [t.clone() for p in models[1].parameters() for t in (p, *other.state[p].values())]
+        other.found_inf = torch.tensor(withheld)
+        other.step()
+        after = [t for p in models[1].parameters() for t in (p, *other.state[p].values())]
+        if withheld:
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), step
+            continue
+        for p, gradient in zip(models[0].parameters(), gradients, strict=True):
+            p.grad = gradient
+        plain.step()
+        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            tolerance = {"rtol": 1e-6, "atol": 1e-8} if weights == torch.float32 else {"rtol": 8e-3, "atol": 1e-4}
+            torch.testing.assert_close(a, b, **tolerance)
+            assert float(plain.state[a]["step"]) == float(other.state[b]["step"])

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from messages import refused
 
 from titanlite.config.load import load_config
 from titanlite.config.schema import CompileConfig, Config, TrainingConfig
@@ -19,6 +20,8 @@ from titanlite.parallel.layout import AXES
     ("given", "dim", "device", "native", "expected"),
     [
         ("auto", 128, "cuda", False, torch.bfloat16),
+        ("auto", 128, (8, 0), False, torch.bfloat16),
+        ("auto", 512, (7, 5), True, torch.float16),  # a T4 emulates bfloat16
         ("auto", 512, "cpu", True, torch.bfloat16),
         ("auto", 128, "cpu", True, torch.float32),  # its casts cost more than its products gain
         ("auto", 512, "cpu", False, torch.float32),
@@ -27,7 +30,10 @@ from titanlite.parallel.layout import AXES
         ("bfloat16", 128, "cpu", False, torch.bfloat16),
     ],
 )
-def test_dtype_of_computation(monkeypatch, given, dim, device, native, expected):
+def test_dtype_of_computation(monkeypatch, gpu, given, dim, device, native, expected):
+    if device != "cpu":
+        gpu(*([device] if isinstance(device, tuple) else []))
+        device = "cuda"
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native})
     config = Config(
@@ -35,6 +41,25 @@ def test_dtype_of_computation(monkeypatch, given, dim, device, native, expected)
     )
     resolved = resolve_auto(config, dim, dict.fromkeys(AXES, 1), device).training.compute_dtype
     assert getattr(torch, resolved) == expected
+
+
+def test_a_gpu_without_bfloat16_emulates_it_where_another_dtype_is_bfloat16(gpu):
+    gpu((7, 0))
+    resolved = resolve_auto(load_config(["debug", "--training.param_dtype=bfloat16"]), 128, {"pp": 1, "cp": 1}, "cuda")
+    assert resolved.training.compute_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("option", "word"),
+    [("optimizer.implementation=foreach", "implementation = foreach"), ("training.loss_scale=3", "loss_scale = 3")],
+)
+def test_the_rules_of_float16_hold_where_it_is_chosen(gpu, option, word):
+    config = load_config(["debug", f"--{option}"])
+    gpu((7, 5))
+    with refused("compute_dtype = auto is float16 on this GPU", word):
+        resolve_auto(config, 128, {"pp": 1, "cp": 1}, "cuda")
+    gpu((8, 0))
+    assert resolve_auto(config, 128, {"pp": 1, "cp": 1}, "cuda").training.compute_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("supported", [True, False])

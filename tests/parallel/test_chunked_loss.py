@@ -8,6 +8,7 @@ from allocations import Largest
 from model_builder import build_stages
 
 from titanlite.config.schema import LossConfig
+from titanlite.data.stream import Batch
 from titanlite.model.flavors import LlamaConfig
 
 WIDE = LlamaConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=16, vocab_size=8192)
@@ -21,11 +22,11 @@ def most_bytes(parallel: dict[str, int], num_chunks: int) -> int:
     stages = build_stages(parallel, 0, WIDE, LossConfig(num_chunks), seq_len=SHAPE[1], local_batch_size=SHAPE[0])
     tokens = torch.randint(WIDE.vocab_size, SHAPE)
     with Largest() as largest:
-        stages.forward_backward(tokens, tokens, torch.tensor(tokens.numel()))
+        stages.forward_backward(Batch(tokens, tokens), torch.tensor(tokens.numel()))
     return largest.most if hasattr(stages.model_parts[-1].output, "projection" if num_chunks > 1 else "weight") else 0
 
 
-@pytest.mark.parametrize("axis", PARTS)
+@pytest.mark.parametrize("axis", [*(pytest.param(a, marks=pytest.mark.slow) for a in ("dp_shard", "cp")), "tp", "pp"])
 def test_the_loss_takes_a_part_of_the_memory(pool, axis):
     whole, chunked = (max(pool.run(2, most_bytes, {axis: 2}, n)) for n in (1, 8))
     at_once = 4 * SHAPE[0] * SHAPE[1] * WIDE.vocab_size // PARTS[axis]

@@ -17,7 +17,7 @@ from titanlite.config.load import load_config
 from titanlite.config.schema import ConfigError, RecomputeConfig
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.auto import resolve_auto
-from titanlite.parallel.compile import apply_compile, missing_for_inductor
+from titanlite.parallel.compile import apply_compile, first_message, missing_for_inductor
 from titanlite.parallel.layout import AXES
 
 
@@ -128,3 +128,13 @@ def test_all_processes_compile_or_none(pool):
         assert resolved == "false"
         assert "no-such-program" in refused
         assert "compile.enabled = true needs a compiler: rank " in refused
+
+
+def message_of_a_rank() -> str:
+    rank = dist.get_rank()
+    return first_message(f"no compiler {rank}" if rank else "")
+
+
+def test_all_ranks_get_the_message_of_the_first_that_has_one(pool):
+    assert pool.run(3, message_of_a_rank) == ["rank 1: no compiler 1"] * 3
+    assert first_message("") == ""

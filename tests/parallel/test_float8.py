@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from messages import refused
 from model_builder import EVEN, build_stages, full, small_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titanlite.config.schema import Float8Config, RecomputeConfig
+from titanlite.data.stream import Batch
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.float8 import E4M3, E5M2, Float8Linear, apply_float8, float8_linear, quantize
+from titanlite.parallel.float8 import E4M3, E5M2, Float8Linear, Scaling, apply_float8, float8_linear, quantize
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,6 +37,11 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     smallest = 2 - 2 ** (exponent_bits - 1)  # exponent of the smallest normal number
     step = 2.0 ** (max(math.floor(math.log2(abs(value))), smallest) - mantissa_bits)
     return math.copysign(min(round(abs(value) / step) * step, largest), value)
+
+
+def by_rows(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """`reference` in e4m3 of each slice along `dim` of a matrix."""
+    return torch.stack([reference(row, E4M3) for row in x.unbind(1 - dim)], 1 - dim)
 
 
 def reference(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -64,7 +73,7 @@ def test_products_are_those_of_rounded_numbers(shape):
     x, weight = torch.randn(shape, generator=generator), torch.randn(64, 48, generator=generator) * 0.02
     gradient = torch.randn(*shape[:-1], 64, generator=generator) * 1e-5
     x.requires_grad_(), weight.requires_grad_()
-    out = float8_linear(x, weight, emulate=True)
+    out = float8_linear(x, weight, Scaling(emulate=True))
     out.backward(gradient)
     x8, w8, g8 = reference(x.detach(), E4M3), reference(weight.detach(), E4M3), reference(gradient, E5M2)
     expected = [x8 @ w8.T, g8 @ w8, g8.flatten(0, -2).T @ x8.flatten(0, -2)]
@@ -72,6 +81,56 @@ def test_products_are_those_of_rounded_numbers(shape):
         assert (found.double() - wanted).norm() <= 1e-6 * wanted.norm()
     # and they are not those of the numbers themselves
     assert (out.double() - x.double() @ weight.double().T).norm() > 1e-3 * out.norm()
+
+
+def test_products_with_a_scale_per_row_are_those_of_rounded_rows():
+    """Rows of very different sizes, which one scale for all of them would round to zero."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.logspace(-6, 0, 32)[:, None]
+    x, gradient = (torch.randn(32, n, generator=generator) * sizes for n in (48, 64))
+    weight = torch.randn(64, 48, generator=generator)
+    x.requires_grad_(), weight.requires_grad_()
+    out = float8_linear(x, weight, Scaling(emulate=True, rowwise=True))
+    out.backward(gradient)
+    out, x_, w_ = out.detach(), x.detach(), weight.detach()
+    expected = [by_rows(x_, 1) @ by_rows(w_, 1).T, by_rows(gradient, 1) @ by_rows(w_, 0)]
+    expected.append(by_rows(gradient, 0).T @ by_rows(x_, 0))
+    for found, wanted in zip([out, x.grad, weight.grad], expected, strict=True):
+        assert (found.double() - wanted).norm() <= 1e-6 * wanted.norm()
+    right = x_.double() @ w_.double().T
+    wrong = [float((y[0].double() - right[0]).norm() / right[0].norm())
+             for y in (out, float8_linear(x_, w_, Scaling(emulate=True)))]  # fmt: skip
+    assert wrong[0] < 0.05
+    assert wrong[1] > 0.5, "the row with the smallest numbers"
+
+
+def layer_on(kind: str, rowwise: bool, compiled: bool) -> list[torch.Tensor]:
+    """Output and both gradients of one layer, whole or divided over the processes; sizes differ between its parts."""
+    generator = torch.Generator().manual_seed(0)
+    layer: Any = torch.nn.Linear(64, 96, bias=False)
+    layer.__class__, layer.emulate, layer.rowwise = Float8Linear, True, rowwise
+    weight = torch.randn(96, 64, generator=generator) * torch.logspace(-2, 1, 96)[:, None]
+    x = torch.randn(2, 24, 64, generator=generator) * torch.logspace(-1, 2, 64)
+    gradient = torch.randn(2, 24, 96, generator=generator) * torch.logspace(-3, 0, 96)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = kind == "rows"
+    layer.weight = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0) if rows else Shard(1)]))
+    shared = distribute_tensor(x, mesh, [Replicate() if rows else Shard(2)]).requires_grad_()
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    out = call(shared).redistribute(placements=[Shard(2) if rows else Shard(1)])
+    out.backward(distribute_tensor(gradient, mesh, out.placements))
+    return [full(tensor).detach() for tensor in (out, shared.grad, layer.weight.grad)]
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns"])
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_a_layer_divided_by_tensor_parallel_has_the_scales_of_the_whole(pool, kind, rowwise):
+    """Equal to fp32's rounding: a scale of a part only would round nearly every number differently."""
+    (expected,) = pool.run(1, layer_on, kind, rowwise, False)
+    for compiled in (False, True) if kind == "rows" else (False,):
+        for ranks in pool.run(2, layer_on, kind, rowwise, compiled):
+            for found, wanted in zip(ranks, expected, strict=True):
+                assert (found - wanted).norm() <= 1e-6 * wanted.norm()
 
 
 def test_linear_layers_of_the_blocks_are_replaced_but_for_those_skipped(caplog):
@@ -122,7 +181,7 @@ def gradients_of(parallel: dict[str, Any], compute: str) -> dict[str, torch.Tens
     assert layers
     tokens = torch.randint(EVEN.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
     for last in (False, True):
-        stages.forward_backward(tokens[:, :-1], tokens[:, 1:], torch.tensor(32), last)
+        stages.forward_backward(Batch(tokens[:, :-1], tokens[:, 1:]), torch.tensor(32), last)
     return {name: full(parameter.grad) for name, parameter in stages.model_parts[0].named_parameters()}
 
 

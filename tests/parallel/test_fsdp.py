@@ -8,6 +8,7 @@ import torch.distributed as dist
 from model_builder import TOKENS, assert_same, build_stages, full, small_model
 from torch.distributed.tensor import DTensor
 
+from titanlite.data.stream import Batch
 from titanlite.optim.loss import cross_entropy_sum
 
 
@@ -16,7 +17,7 @@ def sharded_gradients(parallel: dict) -> tuple[dict, dict]:
     stages = build_stages(parallel)
     model, rank, size = stages.model_parts[0], dist.get_rank(), dist.get_world_size()
     tokens = TOKENS.repeat(2, 1)[rank : rank + 1]
-    stages.forward_backward(tokens[:, :-1], tokens[:, 1:], torch.tensor(11 * size))
+    stages.forward_backward(Batch(tokens[:, :-1], tokens[:, 1:]), torch.tensor(11 * size))
     assert all(isinstance(p, DTensor) == (size > 1) for p in model.parameters())
     weights = {name: full(p).detach() for name, p in model.named_parameters()}
     return weights, {name: full(p.grad) for name, p in model.named_parameters()}

@@ -10,6 +10,7 @@ import torch
 from model_builder import SMALL, build_stages, small_model
 
 from titanlite.config.schema import CompileConfig, LossConfig, RecomputeConfig
+from titanlite.data.stream import Batch
 from titanlite.optim.loss import cross_entropy_sum
 
 UNTIED = dataclasses.replace(SMALL, tied_embeddings=False)
@@ -25,7 +26,7 @@ def gradients_of(parallel: dict[str, Any], llama: Any, sections: list[Any], comp
     (model,) = stages.model_parts
     tokens = torch.randint(20, (4, 17), generator=torch.Generator().manual_seed(0))
     for i, rows in enumerate(tokens.split(2)):
-        stages.forward_backward(rows[:, :-1], rows[:, 1:], torch.tensor(64), last=i == 1)
+        stages.forward_backward(Batch(rows[:, :-1], rows[:, 1:]), torch.tensor(64), last=i == 1)
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
     assert {name: tuple(p.shape) for name, p in model.state_dict().items()} == {
         name: tuple(p.shape) for name, p in small_model(config=llama).state_dict().items()

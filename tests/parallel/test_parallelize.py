@@ -16,8 +16,9 @@ from titanlite.model.llama import Llama
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.fsdp import apply_fsdp, assign_shard
+from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.layout import AXES
+from titanlite.parallel.parallelize import assign_shard
 from titanlite.parallel.pipeline_parallel import split_into_stages
 from titanlite.parallel.tensor_parallel import apply_tp, loss_parallel_cross_entropy_sum
 from titanlite.verify.pool import WorkerError
@@ -65,7 +66,7 @@ def largest_difference(degrees: dict[str, int], order: str, mode: str) -> float:
         pytest.param({"tp": 2}, "tp ac compile fsdp", "selective", marks=pytest.mark.slow),  # likewise
         pytest.param({"tp": 2}, "compile ac tp fsdp", "full", marks=pytest.mark.slow),
         pytest.param({"tp": 2}, "compile tp fsdp ac", "selective", marks=pytest.mark.slow),
-        ({"dp_shard": 2}, "fsdp compile ac", "full"),
+        pytest.param({"dp_shard": 2}, "fsdp compile ac", "full", marks=pytest.mark.slow),
         pytest.param({"dp_shard": 2}, "fsdp ac compile", "selective", marks=pytest.mark.slow),
     ],
 )
@@ -77,7 +78,7 @@ def test_orders_that_give_the_gradients_of_the_plain_model(pool, degrees, order,
     ("degrees", "order", "error"),
     [
         ({"tp": 2}, "fsdp tp", "Cannot distribute a DTensor with device mesh"),
-        ({"tp": 2}, "tp ac compile fsdp", "tensors_saved_with_vc_check"),
+        pytest.param({"tp": 2}, "tp ac compile fsdp", "tensors_saved_with_vc_check", marks=pytest.mark.slow),
         ({"pp": 2}, "fsdp pp", "FSDP does not support deepcopy"),
     ],
 )

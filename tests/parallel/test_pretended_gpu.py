@@ -7,30 +7,44 @@ backward is not run, and gradients are made by hand.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import shutil
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from model_builder import SMALL
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from titanlite.config.schema import (
     Config,
+    DataConfig,
     Float8Config,
+    LossConfig,
+    OptimizerConfig,
     RecomputeConfig,
+    StabilityConfig,
     TrainingConfig,
 )
+from titanlite.data.stream import Batch
 from titanlite.distributed.mesh import Mesh
+from titanlite.model import block_mask
 from titanlite.model.llama import Llama
 from titanlite.optim.clip import clip_grad_norm
+from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.stability import Guard
+from titanlite.parallel import compile
 from titanlite.parallel.layout import AXES
 from titanlite.parallel.parallelize import split_and_parallelize
+from titanlite.parallel.pipeline_parallel import sum_shared_gradients
 from titanlite.parallel.stages import Stages
 
 GUARD = """
@@ -65,12 +79,20 @@ def to_gpu(model: nn.Module) -> None:
                 module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=GPU))
 
 
+def in_place_of_flex_attention(q, k, v, block_mask, enable_gqa):
+    """That needs a real device. Its mask is made on the pretended one."""
+    assert block_mask.kv_indices.device == block_mask.q_indices.device == q.device == GPU
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa)
+
+
 def one_step(guard: Path, config: Config, llama) -> None:
     """As in train.py, up to the backward, which fills `grad`. Then a validation."""
     ctypes.CDLL(str(guard))
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, enabled="false"))
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1), 60)
     mesh.device_type = "cuda"
+    compile.missing_for_inductor = lambda device_type: ""
+    block_mask._compiled = lambda: in_place_of_flex_attention
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
     parts = split_and_parallelize(model, config, mesh)
@@ -78,17 +100,22 @@ def one_step(guard: Path, config: Config, llama) -> None:
         to_gpu(parts[0])
         parts[0].reset_rope(GPU)
         stages, optimizer = Stages(parts, config, mesh, GPU), build_optimizer(parts, config.optimizer)
-        for _ in range(2):
+        for step in range(2):
             tokens = torch.zeros(2, config.training.seq_len, dtype=torch.long, device=GPU)
+            batch = Batch(tokens, tokens, tokens if config.data.document_mask else None)
             total = mesh.sum_counts(torch.ones((), dtype=torch.long, device=GPU))
-            loss = stages.runner.loss(parts[0](tokens), tokens) / total
+            with stages._ready(batch) as (_, _, packing):
+                loss = stages.runner.loss(parts[0](tokens, **packing), tokens) / total
             for parameter in parts[0].parameters():
                 parameter.grad = torch.empty_like(parameter)
-            norm = clip_grad_norm(parts, config.training.max_norm, GPU)
+            factor = config.optimizer.agc_factor if config.optimizer.clip == "agc" else 0.0
+            norm = clip_grad_norm(parts, config.training.max_norm, GPU, agc=factor)
+            if step == 1:
+                optimizer.found_inf = torch.ones((), device=GPU)
             optimizer.step()
             optimizer.zero_grad()
             moments = [state["exp_avg"] for state in optimizer.state.values()]
-            assert {value.device for value in (loss, norm, stages.evaluate(tokens, tokens), *moments)} == {GPU}
+            assert {value.device for value in (loss, norm, stages.evaluate(batch), *moments)} == {GPU}
             assert loss.dtype == norm.dtype == torch.float32
             with pytest.raises(DataDependentOutputException):
                 float(loss)
@@ -103,12 +130,65 @@ def one_step(guard: Path, config: Config, llama) -> None:
         ([RecomputeConfig(mode="full")], {}),
         ([RecomputeConfig(mode="selective")], {}),
         ([Float8Config(enabled=True, emulate=True)], {}),
+        ([OptimizerConfig("muon", clip="agc"), LossConfig(z_loss=1e-4)], {}),
+        ([DataConfig(document_mask=True)], {}),
+        ([DataConfig(document_mask=True)], {"dim": 64}),  # heads of 16 numbers, which FlexAttention supports
     ],
-    ids=["bf16", "fp32", "tied", "recomputed", "selective", "float8"],
+    ids=["bf16", "fp32", "tied", "recomputed", "selective", "float8", "muon", "documents", "blocks"],
 )
 def test_a_step_stays_on_the_gpu(pool, guard, sections, llama):
     given = {"training": TRAINING} | {type(one).__name__.removesuffix("Config").lower(): one for one in sections}
     pool.run(1, one_step, guard, Config(**given), dataclasses.replace(SMALL, **llama))
+
+
+def sum_an_offloaded_gradient(guard: Path) -> tuple[set[str], str]:
+    """The devices of what is sent and received, and of the result, for a gradient in CPU memory."""
+    ctypes.CDLL(str(guard))
+    sent: list[str] = []
+    with FakeTensorMode(), contextlib.ExitStack() as stack:
+        replaced = {"P2POp": lambda operation, tensor, *rest: sent.append(tensor.device.type)}
+        replaced |= {"batch_isend_irecv": lambda exchange: [], "get_global_rank": lambda group, rank: rank}
+        for name, function in replaced.items():
+            stack.enter_context(mock.patch.object(dist, name, function))
+        mesh = mock.Mock(device_type="cuda")
+        mesh.size.return_value, mesh.get_local_rank.return_value = 2, 0
+        gradient = torch.ones(3)
+        sum_shared_gradients([mock.Mock(grad=mock.Mock(to_local=lambda: gradient))], mesh)
+        return set(sent), gradient.device.type
+
+
+def test_an_offloaded_gradient_of_a_tied_embedding_is_sent_from_the_gpu(pool, guard):
+    """The axis of a pipeline has NCCL only, which sends no CPU tensor."""
+    assert pool.run(1, sum_an_offloaded_gradient, guard) == [({"cuda"}, "cpu")]
+
+
+def withhold_an_offloaded_update(guard: Path) -> None:
+    """In float16, with parameters in CPU memory: by the loss scale, then by the guard."""
+    ctypes.CDLL(str(guard))
+    with FakeTensorMode():
+        model = nn.Linear(3, 3)
+        optimizer = build_optimizer([model], OptimizerConfig())
+        scale = LossScale(TrainingConfig(), mock.Mock(), optimizer, GPU)
+        stream, mesh, empty = mock.Mock(begun=0, samples=2), mock.Mock(degrees={"tp": 1}), torch.empty
+        with mock.patch.object(torch, "empty", lambda *size, pin_memory=False, **keys: empty(*size, **keys)):
+            bad_steps = Guard(StabilityConfig("skip"), stream, optimizer, GPU, mesh)
+        for step in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            norm = scale.clip(lambda: torch.ones((), device=GPU))
+            assert optimizer.found_inf.device.type == "cpu"
+            with mock.patch.object(bad_steps, "_send") as send:
+                bad_steps.judge(step, torch.ones((), device=GPU), norm)
+            assert send.call_args.args[1].device == GPU
+            assert optimizer.found_inf.device.type == "cpu"
+            optimizer.step()
+            with pytest.raises(DataDependentOutputException):
+                scale.columns()  # reads, from tensors of one device
+
+
+def test_offloaded_parameters_get_the_decision_of_the_gpu(pool, guard):
+    """An optimizer would copy it too, but without waiting for the copy, and read it at once."""
+    pool.run(1, withhold_an_offloaded_update, guard)
 
 
 def a_mistake(guard: Path) -> None:

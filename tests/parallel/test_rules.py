@@ -71,33 +71,23 @@ def test_degrees_resolve_to_the_world_size(world_size, arguments, expected):
         (4, ["parallel.cp=4", "parallel.cp_method=ulysses"], ("parallel.cp = 4", "parallel.cp_method = ulysses", "model.num_kv_heads / parallel.tp = 2", "1 or 2", "all_gather")),
         (4, ["parallel.cp=2", "parallel.tp=2", "parallel.cp_method=ulysses"], ("parallel.cp = 2", "parallel.cp_method = ulysses", "model.num_kv_heads / parallel.tp = 1")),
         (2, ["parallel.cp=2", "parallel.cp_method=ring", "run.device=cpu"], ("parallel.cp_method = ring", "CUDA", "run.device = cpu", "all_gather", "ulysses")),
-        # pipeline parallel
-        (8, ["parallel.pp=8"], ("parallel.pp = 8", "1F1B", "at least 8 layers", "model.num_layers = 4", "1 or 2 or 4")),
-        (4, ["parallel.pp=4", "parallel.pp_schedule=DualPipeV"], ("parallel.pp = 4", "2 stages", "DualPipeV", "at least 8 layers", "model.num_layers = 4", "1 or 2")),
-        (2, ["parallel.pp=2", "parallel.pp_stages_per_process=2"], ("parallel.pp_stages_per_process = 2", "1F1B", " 1 ", "0")),
-        (2, ["parallel.pp=2", "parallel.pp_stages_per_process=1", "parallel.pp_schedule=ZBVZeroBubble"], ("parallel.pp_stages_per_process = 1", "ZBVZeroBubble", " 2 ")),
-        (2, ["parallel.pp=2", "parallel.pp_microbatch_size=4", "training.local_batch_size=6"], ("parallel.pp_microbatch_size = 4", "training.local_batch_size = 6", "2 or 3 or 6")),
-        (4, ["parallel.pp=4"], ("training.local_batch_size = 2", "2 microbatches", "parallel.pp_microbatch_size = 1", "parallel.pp_schedule = 1F1B", "4 stages", "4 or 6 or 8")),
-        (2, ["parallel.pp=2", "training.local_batch_size=3", "parallel.pp_schedule=DualPipeV"], ("training.local_batch_size = 3", "DualPipeV", "2 processes", "4 stages", "4 or 6 or 8")),
-        (4, ["parallel.pp=4", "training.local_batch_size=6", "parallel.pp_schedule=Interleaved1F1B", "model.num_layers=8"], ()),
-        (2, ["parallel.pp=2", "training.local_batch_size=3", "parallel.pp_schedule=Interleaved1F1B"], ()),
-        (2, ["parallel.pp=2", "parallel.pp_split=layer.2"], ("parallel.pp_split", "'layer.2'", "did you mean layers.2")),
-        (2, ["parallel.pp=2", "parallel.pp_split=layers.1, layers.2"], ("parallel.pp_split = 'layers.1, layers.2'", " 2", "expected 1")),
-        (4, ["parallel.pp=4", "training.local_batch_size=4", "parallel.pp_split=layers.2 layers.1 norm"], ("parallel.pp_split", "layers.2 layers.1 norm", "once", "order")),
-        (2, ["parallel.pp=2", "parallel.reduce_every_microbatch=false"], ("parallel.reduce_every_microbatch = false", "pipeline", "true")),
-        (2, ["parallel.pp=2", "parallel.pp_schedule=ZBVZeroBubble", "compile.enabled"], ("parallel.pp_schedule = ZBVZeroBubble", "compile.enabled = true", "GPipe, 1F1B, Interleaved1F1B, LoopedBFS")),
-        (2, ["parallel.pp=2", "parallel.pp_schedule=DualPipeV", "training.local_batch_size=4", "recompute.mode=selective"], ("parallel.pp_schedule = DualPipeV", "recompute.mode = selective", "recompute.mode = full", "GPipe, 1F1B")),
+        (2, ["parallel.cp=2", "parallel.cp_method=ring", "data.document_mask"], ("parallel.cp_method = ring", "data.document_mask = true", "all_gather or ulysses")),
         # sharding and recomputation
         (8, ["parallel.reshard_after_forward=2", "parallel.tp=2"], ('parallel.reshard_after_forward = "2"', "parallel.pp", "parallel.tp", "default, always or never")),
         (4, ["parallel.reshard_after_forward=3"], ('parallel.reshard_after_forward = "3"', "parallel.dp_shard x parallel.cp = 4", "allowed: 2")),
         (2, ["parallel.reshard_after_forward=2"], ('parallel.reshard_after_forward = "2"', "none", "default, always or never")),
         (2, ["parallel.reshard_after_forward=allways"], ('parallel.reshard_after_forward = "allways"', "default, always, never", "number", "did you mean always?")),
         # float8
-        (2, ["parallel.tp=2", "float8.enabled"], ("float8.enabled = true", "parallel.tp = 1")),
+        (2, ["parallel.tp=2", "float8.enabled"], ()),
         (1, ["float8.enabled", "float8.skip=layers"], ("float8.skip = 'layers'", "all linear layers", "float8.enabled = false")),
         (1, ["float8.enabled", "float8.skip=attention.wk, feed_foward.w1"], ("float8.skip", "feed_foward.w1", "attention.wq, attention.wk, attention.wv, attention.wo, feed_forward.w1, feed_forward.w2, feed_forward.w3", "did you mean feed_forward.w1?")),
+        # the noise scale
+        (12, ["metrics.noise_scale_freq=2"], ("metrics.noise_scale_freq = 2", "global_batch_size = 24", "local_batch_size = 2", "12 data-parallel", "at least 48")),
+        (6, ["metrics.noise_scale_freq=2"], ()),
+        (2, ["metrics.noise_scale_freq=2", "parallel.reduce_every_microbatch=false"], ("metrics.noise_scale_freq = 2", "parallel.reduce_every_microbatch = true")),
+        (1, ["metrics.noise_scale_freq=2", "parallel.reduce_every_microbatch=false"], ()),
+        (1, ["metrics.noise_scale_freq=2", "parallel.reduce_every_microbatch=false", "parallel.cpu_offload"], ("parallel.reduce_every_microbatch = true",)),
         (1, ["recompute.mode=memory_budget", "compile.enabled=auto"], ()),
-        (2, ["parallel.pp=2", "parallel.pp_schedule=ZBVZeroBubble", "recompute.mode=memory_budget", "compile.enabled=auto"], ("parallel.pp_schedule = ZBVZeroBubble", "recompute.mode = memory_budget", "GPipe, 1F1B, Interleaved1F1B, LoopedBFS")),
         (1, ["recompute.mode=memory_budget", "compile.enabled=false"], ("recompute.mode = memory_budget", "compile.enabled = auto or true", "compile.backend")),
     ],
 )  # fmt: skip
@@ -142,4 +132,26 @@ def test_keys_of_techniques_that_are_not_used_are_named():
     ]
     for note, parts in zip(found, expected, strict=True):
         assert_mentions(note, *parts)
+    for shape, keys in (("cosine", ["decay_steps", "milestones"]), ("wsd", ["milestones"]), ("step", ["decay_steps"])):
+        schedule = [f"schedule.name={shape}", "schedule.milestones=0.5 from step 9", "schedule.decay_steps=5"]
+        notes = " ".join(unused_settings(config(*schedule), dict.fromkeys(AXES, 1)))
+        assert [key for key in ("decay_steps", "milestones") if f"schedule.{key} = " in notes] == keys
     assert unused_settings(config("recompute.mode=full", "recompute.every=2"), dict.fromkeys(AXES, 2)) == []
+
+
+def test_only_keys_that_were_set_are_reported():
+    """A decay in steps makes the fraction 0."""
+    for shape, option in (("cosine", "schedule.decay_steps=5"), ("constant", "schedule.min_ratio=0.3")):
+        (note,) = unused_settings(config(f"schedule.name={shape}", option), dict.fromkeys(AXES, 1))
+        assert_mentions(note, option.replace("=", " = "), "schedule.name")
+    (note,) = unused_settings(config("ema.validate=false"), dict.fromkeys(AXES, 1))
+    assert_mentions(note, "ema.validate = False", "ema.decay = 0")
+
+
+def test_keys_of_stability_without_effect_are_reported():
+    given = ["--stability.window=64", "--stability.max_skips=3", "--stability.max_rollbacks=9"]
+    notes = unused_settings(load_config(["debug", *given, "--stability.action=skip"]), dict.fromkeys(AXES, 1))
+    assert [note for note in notes if "stability" in note] == [
+        "stability.window = 64 has no effect: stability.threshold = 0",
+        "stability.max_rollbacks = 9 has no effect: stability.action is not rollback",
+    ]

@@ -6,7 +6,25 @@ import pytest
 import torch
 from model_builder import EVEN, build_stages, full, small_model
 
+from titanlite.data.stream import IGNORED, Batch
 from titanlite.model.flavors import LlamaConfig
+
+
+def train_without_targets(parallel: dict) -> float:
+    """The loss; also requires that the gradients are zeros."""
+    stages = build_stages(parallel, llama=EVEN, local_batch_size=4)
+    tokens = torch.zeros(4, 16, dtype=torch.long)
+    loss = stages.forward_backward(Batch(tokens, torch.full_like(tokens, IGNORED)), torch.tensor(0))
+    assert all(not full(p.grad).any() for part in stages.model_parts for p in part.parameters())
+    return float(loss)
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"dp_shard": 1}, *(pytest.param({a: 2}, marks=pytest.mark.slow) for a in ("tp", "pp"))]
+)
+def test_a_step_without_targets_has_loss_0(pool, parallel):
+    """As with masks of targets, and a small batch."""
+    assert set(pool.run(2 if parallel != {"dp_shard": 1} else 1, train_without_targets, parallel)) == {0.0}
 
 
 def names_held(parallel: dict, llama: LlamaConfig) -> tuple[list[list[str]], list[int]]:
@@ -38,11 +56,11 @@ def evaluate_and_train(parallel: dict) -> list[float]:
     """Losses of this process: evaluation, a step, and both again; gradients are added to, and not by evaluation."""
     stages = build_stages(parallel, llama=EVEN, local_batch_size=4)
     tokens = torch.randint(104, (4, 17), generator=torch.Generator().manual_seed(1))
-    x, y = tokens[:, :-1], tokens[:, 1:]
+    batch = Batch(tokens[:, :-1], tokens[:, 1:])
     parameters = [p for part in stages.model_parts for p in part.parameters()]
     losses, gradients = [], []
     for _ in range(2):
-        losses += [float(stages.evaluate(x, y)) / 64, float(stages.forward_backward(x, y, torch.tensor(64)))]
+        losses += [float(stages.evaluate(batch)) / 64, float(stages.forward_backward(batch, torch.tensor(64)))]
         gradients.append([full(p.grad).clone() for p in parameters])
     assert all(torch.equal(2 * once, twice) for once, twice in zip(*gradients, strict=True))
     return losses

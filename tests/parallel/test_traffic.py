@@ -16,6 +16,8 @@ from model_builder import EVEN, build_stages
 from torch.distributed.tensor import DTensor, Partial, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite.data.stream import Batch
+
 B, S, D, K, DH = 2, 16, EVEN.dim, EVEN.num_kv_heads, EVEN.head_dim
 BYTES = 4  # fp32
 BLOCK = 2 * D * D + 2 * D * K * DH + 3 * D * EVEN.ffn_dim + 2 * D  # parameters
@@ -49,7 +51,7 @@ def sent(parallel: dict, num_layers: int, size: int) -> dict[str, int]:
     tokens = torch.randint(104, (B, S + 1), generator=torch.Generator().manual_seed(0))
     for _ in range(2):  # the first run of a pipeline sends additional messages
         with Traffic(size) as traffic:
-            stages.forward_backward(tokens[:, :-1], tokens[:, 1:], torch.tensor(B * S))
+            stages.forward_backward(Batch(tokens[:, :-1], tokens[:, 1:]), torch.tensor(B * S))
     return traffic.sent
 
 

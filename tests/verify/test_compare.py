@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from unittest import mock
 
@@ -117,6 +118,44 @@ def count_replicas_once_each(*arguments):
         return measure(*arguments)
 
 
+def forget_the_documents(*arguments):
+    """A causal mask over the whole sequence, with the right positions."""
+    from titanlite.model.llama import Llama
+
+    original = Llama.document_mask
+    with mock.patch.object(Llama, "document_mask", staticmethod(lambda d, *ends: original(torch.zeros_like(d), *ends))):
+        return measure(*arguments)
+
+
+def forget_the_positions_in_documents(*arguments):
+    """Context parallel whose ranks all compute RoPE at the positions of the first tokens."""
+    from titanlite.parallel.context_parallel import BatchSharder
+
+    original = BatchSharder.shard_batch
+
+    @contextlib.contextmanager
+    def shard(self, batch):
+        with original(self, batch) as part:
+            yield part._replace(positions=batch.positions[:, : part.tokens.shape[1]])
+
+    with mock.patch.object(BatchSharder, "shard_batch", shard):
+        return measure(*arguments)
+
+
+def number_documents_of_the_part(*arguments):
+    """Context parallel whose ranks make the mask from their part of the positions."""
+    from titanlite.parallel import context_parallel
+
+    original = context_parallel.document_masks
+
+    def masks(documents, mesh, build):
+        here = context_parallel.local_positions(documents.shape[1], mesh, "all_gather")
+        return original(documents[:, here].repeat_interleave(mesh.size(), dim=1), mesh, build)
+
+    with mock.patch.object(context_parallel, "document_masks", masks):
+        return measure(*arguments)
+
+
 def run(pool, function, layout: str, right: Path) -> dict:
     made, llama = case(layout)
     ranks = pool.run(made.processes, function, made.config, llama, right)
@@ -149,6 +188,36 @@ def test_wrong_layouts_fail(pool, right, function, layout, first):
     assert row[first] > 1e-4, row
 
 
+@pytest.fixture(scope="module")
+def documents_alone(pool, tmp_path_factory) -> Path:
+    """The reference with several documents in a sequence."""
+    path = tmp_path_factory.mktemp("reference") / "documents.pt"
+    made, llama = case("dp_shard=1,data.document_mask")
+    pool.run(1, reference, made.config, llama, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("function", "layout"),
+    [
+        (measure, "cp=2"),
+        (forget_the_documents, "dp_shard=1"),
+        (forget_the_positions_in_documents, "cp=2"),
+        pytest.param(number_documents_of_the_part, "cp=2", marks=pytest.mark.slow),
+        pytest.param(forget_the_positions_in_documents, "cp=2,cp_method=ulysses", marks=pytest.mark.slow),
+        *(
+            pytest.param(forget_the_documents, layout, marks=pytest.mark.slow)
+            for layout in ("tp=2", "cp=2", "cp=2,cp_method=ulysses", "pp=2")
+        ),
+    ],
+)
+def test_documents_that_are_not_as_if_alone_fail(pool, documents_alone, function, layout):
+    row = run(pool, function, f"{layout},data.document_mask", documents_alone)
+    assert row["passed"] == (function is measure), row
+    assert (row["gradient"] > 1e-4) == (function is not measure), row
+
+
+@pytest.mark.slow
 def test_bf16_does_not_hide_a_forgotten_reduction(pool, right):
     layout = "tp=2,training.compute_dtype=bfloat16"
     assert run(pool, measure, layout, right)["passed"]
@@ -164,6 +233,7 @@ def test_a_late_recompilation_fails(pool, right):
 
 
 def test_batches_have_uneven_targets():
-    counts = [int((labels >= 0).sum()) for labels in make_batch(0, 8, 32, 101).labels]
+    made, _ = case("dp_shard=2")
+    counts = [int((labels >= 0).sum()) for labels in make_batch(0, made.config, 101).labels]
     assert len(set(counts)) > 4
     assert max(counts) == 32

@@ -58,6 +58,7 @@ def test_the_config_brings_model_and_optimizer_but_no_layout():
         "--parallel.reduce_every_microbatch=false",
         "--recompute.mode=full",
         "--compile.enabled",
+        "--training.batch_ramp=16 from step 9",
     ]
     assert make_case([*SMALL, *other], "dp_shard=2", "cpu").config == made.config
     assert load_config(SMALL).optimizer.lr == made.config.optimizer.lr

@@ -2,8 +2,8 @@
 
 What it is: a save in two parts. Staging copies the state into host memory during the next forward and backward, which
 read parameters and optimizer state but do not change them; the loop waits for the copy before the optimizer step. Then
-a thread plans, writes and commits from the copy. It uses a separate process group, so that its collectives cannot mix
-with those of training. At most one save is in progress.
+a thread plans, writes and commits from the copy. Its messages have a separate tag, so that they cannot mix with those
+of training. At most one save is in progress.
     disabled       the loop waits until the save is complete; on CUDA the state is first copied to the host
     async          copies into new memory, which is freed after the save
     async_pinned   copies into memory that is kept for the next save, which is faster. The name is older than the copy
@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from titanlite.checkpoint.storage import SaveError
 from titanlite.distributed.watchdog import mark_phase
 
 logger = logging.getLogger("titanlite")
-Write = Callable[[State, Any, "Exception | None"], None]  # state, process group, the error if staging has failed
+Write = Callable[[State, "Exception | None"], None]  # state, the error if staging has failed
 MAX_RETRY_SECONDS = 30  # the longest pause between two attempts
 
 
@@ -43,9 +42,6 @@ class AsyncSaver:
             from titanlite.checkpoint.staging import Staging  # a save on the CPU that training waits for copies nothing
 
             self.staging = Staging(device, keep=mode == "async_pinned")
-        # A process with nothing to write waits long for one with much to write: the watchdog detects hangs, not this.
-        timeout = timedelta(days=1)
-        self.group: Any = dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
         self.waited = 0.0  # seconds that training has waited for the save in progress
         self._threads = ThreadPoolExecutor(1, "save")
         self._copying, self._staged = False, threading.Event()
@@ -53,7 +49,7 @@ class AsyncSaver:
         self._later: Future[None] | None = None
 
     def save(self, get_state: Callable[[], State], write: Write) -> None:
-        """Waits for the previous save, then calls `write(state, group, failure)`: in a thread if asynchronous."""
+        """Waits for the previous save, then calls `write(state, failure)`: in a thread if asynchronous."""
         started = time.monotonic()
         self.wait()
         self.waited, state = 0.0, get_state()
@@ -73,7 +69,7 @@ class AsyncSaver:
         if not self._copying:
             return
         started = time.monotonic()
-        mark_phase("copying the state")
+        mark_phase("waiting for the copy of the state")
         self._staged.wait()
         self._copying = False
         self.waited += time.monotonic() - started
@@ -98,6 +94,7 @@ class AsyncSaver:
             if future is not None:
                 future.result()
 
+    @torch.no_grad()  # with gradients, `DTensor.to_local` takes a call of Python for autograd
     def _save(self, state: State, write: Write, ready: Any) -> None:
         """Staging, then writing."""
         failure: Exception | None = None
@@ -115,7 +112,7 @@ class AsyncSaver:
     def _write(self, state: State, write: Write, failure: Exception | None) -> None:
         for attempt in range(self.retries + 1):
             try:
-                write(state, self.group, failure)
+                write(state, failure)
                 return
             except SaveError as error:  # raised on all processes, so all repeat the save or none does
                 if attempt == self.retries:

@@ -14,8 +14,8 @@ import torch
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.checkpoint.manifest_reader import read_file, read_manifest
 from titanlite.checkpoint.read import read_step, verify_files
-from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
+from titanlite.model.shape_file import from_json
 
 
 def load_model(folder: Path, device: torch.device, seq_len: int) -> Llama:
@@ -24,7 +24,7 @@ def load_model(folder: Path, device: torch.device, seq_len: int) -> Llama:
     if problems := verify_files(folder, manifest, [name for name in manifest.files if name.startswith("model")]):
         raise CorruptCheckpoint(problems)
     try:
-        config = LlamaConfig.from_json(read_file(folder, manifest, "model.json").decode())
+        config = from_json(read_file(folder, manifest, "model.json").decode())
     except CorruptCheckpoint:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -10,7 +10,6 @@ What it costs: the first step after a save waits for the device, to read its gra
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
@@ -23,15 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.checkpoint.async_save import AsyncSaver
-from titanlite.checkpoint.manifest import Manifest, RunMetadata
+from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.plan import State
-from titanlite.checkpoint.storage import list_steps, step_folder, sweep, write_step
+from titanlite.checkpoint.storage import RECORD, list_steps, step_folder, sweep, write_step
 from titanlite.config.schema import CheckpointConfig, ConfigError
-from titanlite.distributed.agreement import broadcast_from_rank0
+from titanlite.distributed.agreement import PATIENT, broadcast_from_rank0, gather
+from titanlite.distributed.signals import FileRequest
 from titanlite.distributed.watchdog import mark_phase
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.retention import Retention
+    from titanlite.optim.stability import Guard
 
 logger = logging.getLogger("titanlite")
 
@@ -56,11 +57,11 @@ class Checkpointer:
         self.config, self.states, self.extra_files, self.facts = config, states, extra_files, facts
         self.run_folder, self.folder = folder, folder / "checkpoints"
         self.saver = AsyncSaver(config.async_mode, config.retries, device)
-        self.group = self.saver.group  # has a long time-out; None for a single process
         self.newest = 0
         self.unproven = False  # the newest checkpoint; has not given a finite loss or gradient yet
-        self._resumed = 0  # the step that this process has resumed from, while that is unproven
-        self._saved_at = self._looked_at = time.monotonic()
+        self.resumed = 0  # the step that this process has resumed from, while that is unproven
+        self.guard: Guard | None = None  # of [stability]
+        self._saved_at, self._file = time.monotonic(), FileRequest(folder / "SAVE")
 
     def load(self) -> bool:
         """Resumes from the newest usable checkpoint of this run; returns False if it has none.
@@ -76,16 +77,14 @@ class Checkpointer:
         if dist.get_rank() == 0:
             sweep(self.folder)
         saved = broadcast_from_rank0(lambda: bool(list_steps(self.folder)) or any(self.folder.glob("step-*.*")))
-        if saved or self.config.load_step:
-            from titanlite.checkpoint.resume import newest_usable, set_aside_later  # only if there is something to read
+        if broadcast_from_rank0(lambda: (self.run_folder / RECORD).exists()):
+            from titanlite.checkpoint.divergence import apply_record
 
-            started = time.monotonic()
-            path, manifest = newest_usable(self.folder, self.config, self.retention, self.group)
-            self._restore(path, manifest, started)
-            self.newest = manifest.step
-            set_aside_later(self.folder, self.newest)
-            self.unproven = broadcast_from_rank0(lambda: self.retention.lower_proven(self.newest)) < self.newest
-            self._resumed = self.newest if self.unproven else 0
+            apply_record(self)
+        if saved or self.config.load_step:
+            from titanlite.checkpoint.resume import resume  # only if there is something to read
+
+            resume(self)
             return True
         weights = f"the weights of {self.config.initial_load}" if self.config.initial_load else "new weights"
         logger.info("no checkpoint in %s: starting with %s", self.folder, weights)
@@ -97,37 +96,13 @@ class Checkpointer:
 
         return Retention(self.folder)
 
-    def _restore(self, path: Path, manifest: Manifest, started: float) -> None:
-        """Replaces the state by that of a checkpoint, whose verification began at `started`."""
-        from titanlite.checkpoint.read import load_states, read_step
-        from titanlite.checkpoint.resume import require_compatible, training_changes
-
-        ours = self.facts.config, self.extra_files, self.config
-        broadcast_from_rank0(lambda: require_compatible(path, manifest, *ours))
-        verified = time.monotonic()
-        state = self._state()
-        read_step(path, manifest, state, self.group)
-        load_states(path, self.states, state)
-        logger.info(
-            f"resumed from {path} (saved by {manifest.degrees}): {manifest.size / 1e9:.3f} GB, "
-            f"verified in {verified - started:.2f} s, loaded in {time.monotonic() - verified:.2f} s"
-        )
-        if changed := training_changes(manifest.config, self.facts.config):
-            logger.info("changed since the checkpoint: %s", ", ".join(changed))
-
     def _state(self) -> State:
         return {name: part.state_dict() for name, part in self.states.items()}
 
     def wants_save(self) -> bool:
         """Whether this process requests a save: rank 0 does, when `freq_minutes` have passed or SAVE exists."""
-        now = time.monotonic()
-        if dist.get_rank() != 0 or now < self._looked_at + 1:  # at most once a second: network file systems are slow
-            return False
-        self._looked_at = now
-        with contextlib.suppress(OSError):
-            (self.run_folder / "SAVE").unlink()
-            return True
-        return 0 < self.config.freq_minutes * 60 <= now - self._saved_at
+        due = 0 < self.config.freq_minutes * 60 <= time.monotonic() - self._saved_at
+        return self._file.seen() or (due and dist.get_rank() == 0)
 
     def wait_for_staging(self) -> None:
         """Waits until a save in progress has copied the parameters and the optimizer state, which may then change."""
@@ -135,8 +110,8 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether an asynchronous save has failed on this process."""
-        return self.saver.failed
+        """Whether an asynchronous save has failed on this process, or it has read of a bad step."""
+        return self.saver.failed or (self.guard is not None and self.guard.noticed)
 
     def due(self, step: int, last: bool, asked: bool = False) -> bool:
         """Whether `maybe_save` would save after this step; `asked`: all ranks have agreed to a request."""
@@ -151,7 +126,7 @@ class Checkpointer:
         if not self.due(step, last, asked):
             return
         mark_phase("saving", on_host=True)
-        self.newest, self._saved_at = step, time.monotonic()
+        self.newest, self._saved_at, self._file.open = step, time.monotonic(), False
         loss = validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None
         facts = self.facts._replace(validation_loss=loss)
         self.unproven = loss is None
@@ -159,44 +134,46 @@ class Checkpointer:
         if last:
             self.close()
 
-    def require_finite(self, step: int, grad_norm: Tensor) -> None:
+    def require_finite(self, step: int, grad_norm: Tensor) -> bool:
         """Reads the gradient norm from the device. If it is finite, the newest checkpoint is proven.
 
         Otherwise completes the save in progress and raises NonFinite. All ranks call it together: the norm is that of
-        the whole gradient, and a NaN loss makes it NaN.
+        the whole gradient, and a NaN loss makes it NaN. With a guard, its verdict decides. Returns whether the state
+        was rolled back.
         """
-        if math.isfinite(norm := float(grad_norm)):
-            if self.unproven:
-                mark_phase("deleting old checkpoints")
-                self.unproven, self._resumed = False, 0
-                if dist.get_rank() == 0:
-                    self.saver.after_save(functools.partial(self.retention.prove, self.newest, self.config))
-            return
-        from titanlite.checkpoint.divergence import step_back
+        bad = self.guard.read_all() if self.guard else None
+        finite = math.isfinite(norm := float(grad_norm))
+        if bad is None and finite and self.unproven:
+            mark_phase("deleting old checkpoints")
+            self.unproven, self.resumed = False, 0
+            if dist.get_rank() == 0:
+                self.saver.after_save(functools.partial(self.retention.prove, self.newest, self.config))
+        scale = self.states.get("loss_scale")  # in float16
+        if bad is None and (finite or self.guard or (scale and scale.tolerates())):
+            return False  # if it is not finite, the update was withheld, so the weights are as before
+        from titanlite.checkpoint.divergence import react
 
-        self.close()
-        chosen = self.config.load_step > 0
-        advice = broadcast_from_rank0(lambda: step_back(self.folder, self._resumed, chosen))
-        raise NonFinite(f"step {step}: the gradient norm is {norm}: training has diverged; {advice}")
+        if why := react(self, step, str(bad or f"step {step}: the gradient norm is {norm}"), bad):
+            raise NonFinite(why)
+        return True
 
     def close(self) -> None:
         """Waits for the save in progress, on all ranks. Raises SaveError, or the process group's error."""
         self.saver.wait_for_staging()
         mark_phase("saving", on_host=True)
         self.saver.wait()
-        dist.barrier(self.group)  # rank 0 may still be deleting: a rank that exits earlier would end the run
+        gather(None, PATIENT)  # rank 0 may still be deleting: a rank that exits earlier would end the run
 
-    def _write(
-        self, step: int, facts: RunMetadata, started: float, state: State, group: Any, failure: Exception | None
-    ) -> None:
-        manifest = write_step(self.folder, step, state, self.extra_files, facts, group, failure)
+    def _write(self, step: int, facts: RunMetadata, started: float, state: State, failure: Exception | None) -> None:
+        manifest = write_step(self.folder, step, state, self.extra_files, facts, failure)
         if manifest is None:
             return
         seconds, size = time.monotonic() - started, manifest.size / 1e9
         waited = self.saver.waited if self.saver.background else seconds
         logger.info(
             f"saved {step_folder(self.folder, step)}: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s, "
-            f"training waited {waited:.3f} s"
+            f"training waited {waited:.3f} s",
+            extra={"event": "save", "step": step},
         )
         if not manifest.finite:
             logger.warning("step %d contains NaN or infinity: the run will not resume from it", step)

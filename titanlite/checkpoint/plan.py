@@ -104,8 +104,8 @@ class Plan:
 
 
 def _kind(name: str) -> str:
-    """Parameters have separate files, because most readers need nothing else."""
-    return "model" if name.startswith("model.") else "training"
+    """Parameters, and averaged ones (`optim/ema.py`), have separate files, because most readers need nothing else."""
+    return name.partition(".")[0] if name.startswith(("model.", "ema.")) else "training"
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from titanlite.checkpoint.shard_reader import ShardFile, digest_of
 from titanlite.checkpoint.state import RandomState
 from titanlite.checkpoint.storage import list_steps, reason, step_folder
 from titanlite.config.schema import ConfigError
-from titanlite.distributed.agreement import broadcast, on_all_ranks
+from titanlite.distributed.agreement import PATIENT, broadcast, on_all_ranks
 
 
 def find_step_folder(path: Path) -> Path:
@@ -74,15 +74,15 @@ def verify_files(
         return [found for found in threads.map(problem, wanted) if found]
 
 
-def verify_together(folder: Path, prefix: str = "", group: Any = None) -> Manifest:
+def verify_together(folder: Path, prefix: str = "") -> Manifest:
     """The manifest, if the files whose names begin with `prefix` match it. Each rank reads some of them.
 
     Raises on all ranks CorruptCheckpoint with the problems of all, or the error of a rank that fails for a reason
     outside the checkpoint.
     """
     path, deadline = folder / manifests.NAME, time.monotonic() + 10
-    text = on_all_ranks(lambda: read_text(path) if dist.get_rank() == 0 else "", group, CorruptCheckpoint)
-    text = broadcast(text, group)
+    text = on_all_ranks(lambda: read_text(path) if dist.get_rank() == 0 else "", PATIENT, CorruptCheckpoint)
+    text = broadcast(text, PATIENT)
 
     def verify() -> Manifest:
         while not os.path.exists(path) and time.monotonic() < deadline:  # a network file system may show it late
@@ -95,12 +95,12 @@ def verify_together(folder: Path, prefix: str = "", group: Any = None) -> Manife
             raise CorruptCheckpoint(problems)
         return manifest
 
-    manifest: Manifest = on_all_ranks(verify, group, CorruptCheckpoint)
+    manifest: Manifest = on_all_ranks(verify, PATIENT, CorruptCheckpoint)
     return manifest
 
 
-def read_step(folder: Path, manifest: Manifest, state: State, group: Any = None, alone: bool = False) -> None:
-    """Fills `state` in place from a checkpoint of any layout: all processes of `group` together, or this one `alone`.
+def read_step(folder: Path, manifest: Manifest, state: State, alone: bool = False) -> None:
+    """Fills `state` in place from a checkpoint of any layout: all processes together, or this one `alone`.
 
     Raises ConfigError, before anything is filled, if tensors do not fit; CorruptCheckpoint if files are damaged. An
     error of one process is raised on all.
@@ -116,8 +116,8 @@ def read_step(folder: Path, manifest: Manifest, state: State, group: Any = None,
         compare()
         fill()
     else:
-        on_all_ranks(compare, group)
-        on_all_ranks(fill, group, CorruptCheckpoint)
+        on_all_ranks(compare, PATIENT)
+        on_all_ranks(fill, PATIENT, CorruptCheckpoint)
 
 
 def require_matching_tensors(folder: Path, manifest: Manifest, state: State) -> None:
@@ -164,8 +164,9 @@ def _fill(folder: Path, manifest: Manifest, state: State) -> None:
 
 
 def load_states(folder: Path, states: dict[str, Any], state: dict[str, Any]) -> None:
-    """Passes each part its state. Raises CorruptCheckpoint if that of the random generators is invalid."""
-    for name, part in states.items():
+    """Passes each part in `state` its state. Raises CorruptCheckpoint if that of the random generators is invalid."""
+    for name in state:
+        part = states[name]
         try:
             part.load_state_dict(state[name])
         except (RuntimeError, ValueError, TypeError, OverflowError) as error:

@@ -99,3 +99,12 @@ def steps_to_delete(good: list[Manifest], keep: int, keep_every: int, keep_best:
     kept = {*steps[-keep:], *(-step for _, step in judged[:keep_best])}
     kept |= {step for step in steps if keep_every and step % keep_every == 0}
     return [step for step in steps if step not in kept]
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Renames a step folder to `step-N.<why>`: it no longer counts as a step, and its files are kept."""
+    for count in range(1, 1000):
+        aside = path.with_name(f"{path.name}.{why}" + (f"-{count}" if count > 1 else ""))
+        if not aside.exists():
+            return path.rename(aside)
+    raise ConfigError(f"{path}: 999 folders are named {path.name}.{why}; remove some")

@@ -69,7 +69,8 @@ class OptimizerState:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         for state in self.optimizer.state.values():
-            state["step"].zero_()
+            if "step" in state:
+                state["step"].zero_()
 
 
 class RandomState:

@@ -33,10 +33,10 @@ from titanlite.checkpoint.manifest import FileEntry, Manifest, RunMetadata, Tens
 from titanlite.checkpoint.plan import Plan, State, Table, shared_tensors, tensor_entries
 from titanlite.checkpoint.shard_file import Written, write_files
 from titanlite.config.files import make_folder, sync_folder, write_synced
-from titanlite.config.schema import ConfigError
-from titanlite.distributed.agreement import broadcast, gather_on_rank0
+from titanlite.distributed.agreement import PATIENT, broadcast, gather_on_rank0
 
 logger = logging.getLogger("titanlite")
+RECORD = "stability.json"  # in the run's folder: divergences and rollbacks (divergence.py)
 
 
 class SaveError(RuntimeError):
@@ -59,18 +59,17 @@ def write_step(
     state: State,
     extra_files: dict[str, bytes],
     facts: RunMetadata,
-    group: Any = None,
     failure: Exception | None = None,
 ) -> Manifest | None:
-    """Writes and commits a checkpoint of CPU tensors; all processes of `group` call it together.
+    """Writes and commits a checkpoint of CPU tensors; all processes call it together.
 
     Returns the manifest on rank 0. Raises SaveError on all processes, and leaves no new step folder, if one of them
     fails or passes a `failure`, an error that it had before.
     """
     save = _Save(folder, step, extra_files, facts)
     try:
-        save.name, save.shared = _together(lambda: save.plan_writes(state, failure), save.begin, group)
-        _together(save.write, save.commit, group)
+        save.name, save.shared = _together(lambda: save.plan_writes(state, failure), save.begin)
+        _together(save.write, save.commit)
     except SaveError as error:
         if not dist.is_initialized() or dist.get_rank() == 0:
             for rest in folder.glob(f"step-{step}.tmp-*"):
@@ -79,21 +78,23 @@ def write_step(
     return save.manifest
 
 
-def _together(own: Callable[[], Any], decide: Callable[[list[Any]], Any], group: Any) -> Any:
+def _together(own: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
     """What `decide` returns on rank 0, given the results of `own` on all ranks. If any raises, all raise SaveError."""
     value, decision, problem = None, None, ""
     try:
         value = own()
     except Exception as error:
         logger.debug("this process's part of the save failed", exc_info=True)
-        problem = (f"rank {dist.get_rank()}: " if group is not None else "") + reason(error)
-    if results := gather_on_rank0((value, problem), group):  # rank 0
+        problem = reason(error)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            problem = f"rank {dist.get_rank()}: {problem}"
+    if results := gather_on_rank0((value, problem), PATIENT):  # rank 0
         problem = next((problem for _, problem in results if problem), "")
         try:
             decision = None if problem else decide([value for value, _ in results])
         except Exception as error:
             problem = reason(error)
-    decision, problem = broadcast((decision, problem), group)
+    decision, problem = broadcast((decision, problem), PATIENT)
     if problem:
         raise SaveError(problem)
     return decision
@@ -167,15 +168,6 @@ def sweep(folder: Path) -> None:
     """Removes the folders of interrupted saves and deletions. One process calls it, while no process writes."""
     for path in (*folder.glob("step-*.tmp-*"), *folder.glob("step-*.deleted")):
         remove_folder(path)
-
-
-def set_aside(path: Path, why: str) -> Path:
-    """Renames a step folder to `step-N.<why>`: it no longer counts as a step, and its files are kept."""
-    for count in range(1, 1000):
-        aside = path.with_name(f"{path.name}.{why}" + (f"-{count}" if count > 1 else ""))
-        if not aside.exists():
-            return path.rename(aside)
-    raise ConfigError(f"{path}: 999 folders are named {path.name}.{why}; remove some")
 
 
 def remove_folder(path: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-import signal
 import sys
 from pathlib import Path
 
+from titanlite.cli.stops import stoppable
 from titanlite.config.schema import ConfigError
 from titanlite.formats.convert import DTYPES, Mismatch, convert
 from titanlite.formats.detect import READABLE
@@ -31,6 +31,9 @@ def run(argv: list[str]) -> int:
         "--dtype", default="", help=f"of the weights: {', '.join(DTYPES)}, for gguf q8_0; default: the source's"
     )
     parser.add_argument("--step", type=_step, help="which checkpoint of a run; default: the newest")
+    parser.add_argument(
+        "--weights", default="model", help="of a run: model (default), or ema for the averaged weights (ema.decay)"
+    )
     parser.add_argument("--shard-size", type=_size, default=0, help="largest file of a sharded format (5GB)")
     parser.add_argument("--full", action="store_true", help="also write optimizer and training state")
     parser.add_argument("--model", default="", help="flavor or model.json, for sources without the model's shape")
@@ -42,24 +45,16 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("--force", action="store_true", help="replace TARGET; convert NaN and infinity")
     options = vars(parser.parse_args(argv))
-    stops = (signal.SIGTERM, signal.SIGHUP)  # on these, partial output is removed
-    before = [signal.signal(number, _stop) for number in stops]
     try:
-        convert(**options, log=lambda text: print(text, file=sys.stderr, flush=True))
+        with stoppable():  # removes partial output
+            convert(**options, log=lambda text: print(text, file=sys.stderr, flush=True))
     except Mismatch as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return EXIT_MISMATCH
     except OSError as error:
         raise ConfigError(f"{error.filename or options['target']}: {error.strerror or error}") from None
-    finally:
-        for number, handler in zip(stops, before, strict=True):
-            signal.signal(number, handler)
     return 0
-
-
-def _stop(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 def _step(text: str) -> int:

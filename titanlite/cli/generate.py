@@ -18,7 +18,7 @@ def run(argv: list[str]) -> int:
     from titanlite.formats.load import load_model, open_verified, tokenizer_of
     from titanlite.model.generate import generate
 
-    full = open_verified(options.path, options.step, options.model)
+    full = open_verified(options.path, options.step, options.model, options.weights)
     cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device; allowed: auto, cpu")
@@ -64,8 +64,9 @@ def _options(argv: list[str]) -> argparse.Namespace:
         "path", type=Path, help="a run folder (its newest checkpoint), or any format that `convert` reads"
     )
     parser.add_argument("--step", type=at_least(int, 0), help="step of the checkpoint; default: the newest")
+    parser.add_argument("--weights", default="model", help="of a run: model, or ema for the averaged weights")
     parser.add_argument("--model", default="", help="flavor or model.json, for files without the model's shape")
-    parser.add_argument("--tokenizer", default="", help="rank file, for files without a tokenizer")
+    parser.add_argument("--tokenizer", default="", help="a tokenizer's file or folder, for checkpoints without one")
     parser.add_argument("--prompt", default="def", help="text to continue")
     parser.add_argument(
         "--max-new-tokens",

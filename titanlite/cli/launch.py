@@ -9,19 +9,25 @@ MAX_RESTARTS times, from its newest checkpoint.
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from titanlite.cli import processes
+from titanlite.cli.stops import stoppable
 from titanlite.config.load import load_config, program_folder
-from titanlite.config.schema import EXIT_CONFIG, EXIT_STOPPED, LAUNCHED, ConfigError
-from titanlite.data.prepare import Text, find_text, prepare
+from titanlite.config.schema import EXIT_CONFIG, EXIT_STOPPED, LAUNCHED, ConfigError, DataConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.observe.installed import require_installed
 from titanlite.parallel.layout import resolve_degrees
 from titanlite.parallel.rules import check_layout
+from titanlite.prepare.cache import find_text, prepare
+from titanlite.prepare.sources import Found
 
 DRIVERS = ("nvidiactl", "dxg", "kfd")  # of NVIDIA, on Linux and in WSL, and of AMD
 LOOPBACK = "127.0.0.1"
@@ -45,25 +51,30 @@ def launch(argv: list[str]) -> int:
     threads = _number("OMP_NUM_THREADS", max(1, usable_cores() // here))
     if nodes > 1 and not os.environ.get("MASTER_ADDR"):
         raise ConfigError(f"MASTER_ADDR is not set in the environment, and NNODES = {nodes}: expected node 0's address")
-    text: list[Text] = []
+    text: list[Found] = []  # of each source
     tokenizer: list[Tokenizer] = []
     llama: list[LlamaConfig] = []
     problems: list[str] = []
-    for check in (  # independent mistakes are reported together
-        lambda: text.append(find_text(config.data)),
+    checks: list[Callable[[], object]] = [functools.partial(_add_text, part, text) for part in config.data.parts()]
+    checks += [
+        lambda: require_installed(config.metrics.sinks),
         lambda: tokenizer.append(Tokenizer(config.data.tokenizer)),
         lambda: llama.append(resolve_flavor(config.model, tokenizer[0].size if tokenizer else 1)),
         lambda: (
             check_layout(config, llama[0], nodes * here) if llama else resolve_degrees(config.parallel, nodes * here)
         ),
-    ):
+    ]
+    for check in checks:  # independent mistakes are reported together
         try:
             check()
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    variables = {LAUNCHED: str(prepare(config.data, tokenizer[0], found=text[0])), "OMP_NUM_THREADS": str(threads)}
+    pairs = zip(config.data.parts(), text, strict=True)
+    with stoppable("stopped while the data was prepared; the same command goes on with what is missing"):
+        folders = [str(prepare(part, tokenizer[0], found=found)) for part, found in pairs]
+    variables = {LAUNCHED: json.dumps(folders), "OMP_NUM_THREADS": str(threads)}
     # Processes of one machine meet on its loopback interface, where no other machine can connect.
     address = os.environ["MASTER_ADDR"] if nodes > 1 else LOOPBACK
     signals = processes.Signals()
@@ -75,6 +86,10 @@ def launch(argv: list[str]) -> int:
             break
         print(f"restarting ({restart + 1} of {restarts})", file=sys.stderr)
     return code
+
+
+def _add_text(section: DataConfig, text: list[Found]) -> None:
+    text.append(find_text(section))
 
 
 def _number(name: str, default: int, low: int = 1, high: int = 1_000_000) -> int:

@@ -15,17 +15,32 @@ from collections.abc import Callable
 
 from titanlite.config.schema import EXIT_CONFIG, ConfigError
 
-COMMANDS = ("train", "config", "prepare", "verify", "generate", "convert", "checkpoint", "tokenizer", "eject")
+COMMANDS = (
+    "train",
+    "config",
+    "schedule",
+    "prepare",
+    "verify",
+    "generate",
+    "convert",
+    "checkpoint",
+    "report",
+    "tokenizer",
+    "eject",
+)
 USAGE = """usage: titanlite COMMAND ...
 
   train [CONFIG] [--section.key=value ...]       train (what ./run_train.sh calls); --help lists every key
   config [CONFIG] [--section.key=value ...]      check a configuration and print all its keys as TOML
-  prepare [CONFIG] [--section.key=value ...]     tokenise the text of a configuration into the cache
+  schedule [CONFIG] [--key=value ...] [--svg F]  draw the learning rate and the batch size of every step of a run
+  prepare SOURCE... --out FOLDER                 tokenise text, JSONL, Parquet and more; --inspect FOLDER verifies it
+  prepare [CONFIG] [--section.key=value ...]     tokenise the data of a configuration into the cache
   verify [CONFIG] [--quick] [--processes N]      show that every parallel layout computes what one process computes
   generate CHECKPOINT [--prompt TEXT]            sample text from a checkpoint of any format
   convert SOURCE TARGET [--to FORMAT]            write a checkpoint in another format and check the result
   checkpoint list|verify|show|diff|prune ...     list, check, show and delete checkpoints of a run
-  tokenizer train OUTPUT [--data-path PATH]      train a byte-pair encoding
+  report RUN... [--text] [--live] [--out FILE]   charts and findings of a run, or of several compared
+  tokenizer train|info|encode|decode ...         train a byte-pair encoding, describe one, use one
   eject FOLDER                                   copy train.py and the configs into a folder, to change them there
 
 `titanlite COMMAND --help` lists the options."""
@@ -53,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     try:
         if name not in COMMANDS:
-            from titanlite.config.schema import suggestion
+            from titanlite.config.mistakes import suggestion
 
             raise ConfigError([f"unknown command {name!r}{suggestion(name, list(COMMANDS))}", *USAGE.splitlines()])
         command: Callable[[list[str]], int] = importlib.import_module(f"titanlite.cli.{name}").run

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from typing import Any, NoReturn
 
-from titanlite.config.text import help_text
+from titanlite.config.help import help_text
+from titanlite.config.mistakes import suggestion
+from titanlite.config.schema import ConfigError
 
 
 def wants_help(argv: list[str]) -> bool:
@@ -31,3 +34,17 @@ def at_least(kind: Callable[[str], float], low: float, high: float = sys.float_i
         return value
 
     return convert
+
+
+class StrictParser(argparse.ArgumentParser):
+    """A parser whose errors are ConfigErrors, with the most similar option for one that does not exist."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            names = [name for action in self._actions for name in action.option_strings]
+            raise ConfigError([f"unknown option {word}{suggestion(word.partition('=')[0], names)}" for word in unknown])
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.load import load_config
-from titanlite.config.schema import ConfigError, suggestion
+from titanlite.config.mistakes import suggestion
+from titanlite.config.schema import ConfigError
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.verify.campaign import run_cases

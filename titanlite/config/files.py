@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from pathlib import Path
 
 # What flock fails with where a file system has no locks: Lustre without its option flock, NFS without its lock daemon
@@ -28,14 +29,17 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file under a temporary name, syncs and renames it, unless it has this content. Errors name the path."""
+def replace_file(path: Path, content: bytes, shared: bool = False) -> None:
+    """Writes a file under a temporary name, syncs and renames it, unless it has this content. Errors name the path.
+
+    `shared`: other processes may write it too, so each takes another temporary name, which it leaves if it is killed.
+    """
     try:
         if path.is_file() and path.read_bytes() == content:
             return
-        temporary = path.with_name(f".{path.name}.tmp")
+        temporary = path.with_name(f".{path.name}.tmp" + (f"-{secrets.token_hex(4)}" if shared else ""))
+        temporary.unlink(missing_ok=True)
         try:
-            temporary.unlink(missing_ok=True)  # of a process that was killed
             write_synced(temporary, content)
             temporary.replace(path)
         finally:

@@ -18,29 +18,21 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from titanlite.config.files import read_bounded
-from titanlite.config.schema import Config, ConfigError, sections, suggestion
+from titanlite.config.schema import Config, ConfigError, sections
 
 _hints = functools.cache(get_type_hints)
 REMOVED = {"checkpoint.trust_pickle": "pickles are read without being run"}
 FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
-# Settings that a checkpoint and the resumed run must share, unless `checkpoint.accept` names them
-ACCEPTABLE = (
-    "run.seed",
-    "data",
-    "training.seq_len",
-    "optimizer.lr",
-    "optimizer.betas",
-    "optimizer.eps",
-    "optimizer.weight_decay",
-    "optimizer.decayed",
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+TYPE_NAMES |= {tuple: "a list of two numbers", list: "a list of tables, which only a TOML file can contain"}
+# Keys that exclude each other. The value of a base file is dropped if a later file or the command line sets another one
+ALTERNATIVES = (
+    ("training.steps", "training.tokens", "training.epochs"),
+    ("schedule.warmup_steps", "schedule.warmup_tokens"),
+    ("schedule.decay_fraction", "schedule.decay_steps", "schedule.decay_tokens"),
+    ("data.path", "data.sources"),
+    ("data.path", "data.phases"),
 )
-TYPE_NAMES = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "a string",
-    tuple: "a list of two numbers",
-}
 
 
 def program_folder() -> Path:
@@ -58,60 +50,87 @@ def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
 
     Raises ConfigError with every problem in the file, its bases and the command line at once.
     """
-    problems: list[str] = []
     positional, overrides = _split(argv)
-    if len(positional) > 1:
-        problems.append(f"expected one config, found {len(positional)}: {', '.join(positional)}")
+    problems = [f"expected one config, found {len(positional)}: {', '.join(positional)}"] * (len(positional) > 1)
     path = _find(positional[0] if positional else "debug", configs, problems)
-    values: dict[str, dict[str, Any]] = {name: {} for name in sections()}
+    values, layer = dict[str, Any](), dict[str, Any]()
     if path is not None:
         _read(path, values, problems, [])
-        values["run"].setdefault("name", path.stem)
-    for name, text, origin in overrides:
-        _set_from_text(name, text, origin, values, problems)
+        values.setdefault("run.name", path.stem)
+    for name, text in overrides:
+        problems += _set_from_text(name, text, layer)
+    _merge(layer, "", values, problems)
     if problems:
         raise ConfigError(problems)
-    config = Config(**{name: cls(**values[name]) for name, cls in sections().items()})
+    for name in FILE_KEYS:
+        values[name] = absolute(values.get(name, ""))
+    if "data.sources" in values:
+        from titanlite.config.tables import resolve_sources
+
+        values["data.sources"] = resolve_sources(values["data.sources"], absolute)
+    config = _build(values)
     if problems := contradictions(config):
         raise ConfigError(problems)
-    # Absolute paths, so that the resolved config can be used from any folder.
-    for name in FILE_KEYS:
-        section, _, entry = name.partition(".")
-        if given := values[section].get(entry):
-            values[section][entry] = str(Path(given).absolute())
-    return Config(**{name: cls(**values[name]) for name, cls in sections().items()})
+    part = config.schedule
+    if any((config.training.tokens, part.warmup_tokens, part.decay_steps, part.decay_tokens, part.name == "step")):
+        from titanlite.config.budget import in_steps
+
+        config = in_steps(config)
+    return config
+
+
+def _build(values: dict[str, Any]) -> Config:
+    def entries(section: str) -> dict[str, Any]:
+        return {name.removeprefix(section): value for name, value in values.items() if name.startswith(section)}
+
+    return Config(**{name: cls(**entries(f"{name}.")) for name, cls in sections().items()})
+
+
+def absolute(path: str) -> str:
+    """The absolute path, so that the resolved config can be used from any folder."""
+    return str(Path(path).absolute()) if path not in ("", "python-stdlib") and not path.startswith("hf:") else path
+
+
+def _merge(layer: dict[str, Any], origin: str, values: dict[str, Any], problems: list[str]) -> None:
+    """Adds the values of a file, or of the command line, to those of the files before it."""
+    for group in ALTERNATIVES:
+        # 0 steps of warmup are a choice; so is a fraction of 0, but config.toml has it beside the number of steps.
+        zero = ("schedule.warmup_steps", *(() if origin else ("schedule.decay_fraction",)))
+        chosen = [name for name in group if layer.get(name) or (name in layer and name in zero)]
+        problems += [f"{origin}{' and '.join(chosen)}: expected only one of them"] * (len(chosen) > 1)
+        for name in group if chosen else ():
+            values.pop(name, None)
+    values |= layer
 
 
 def contradictions(config: Config) -> list[str]:
     """Problems of several keys together, or of a value beyond its declaration."""
-    problems = []
-    if config.training.global_batch_size % config.training.local_batch_size:
-        whole, local = config.training.global_batch_size, config.training.local_batch_size
-        nearest = " or ".join(str(n) for n in (whole // local * local, (whole // local + 1) * local) if n)
-        problems.append(
-            f"training.global_batch_size = {whole} is not a multiple of training.local_batch_size = {local}; "
-            f"nearest: {nearest}"
-        )
-    profiling = config.profiling
-    if profiling.warmup_steps + profiling.active_steps > profiling.freq:
-        problems.append(
-            f"profiling.warmup_steps + profiling.active_steps = {profiling.warmup_steps + profiling.active_steps} "
-            f"is more than profiling.freq = {profiling.freq}"
-        )
-    for accepted in config.checkpoint.accepted:
-        if accepted not in ACCEPTABLE:
-            near = suggestion(accepted, list(ACCEPTABLE))
-            problems.append(f"checkpoint.accept: {accepted}: expected some of {', '.join(ACCEPTABLE)}{near}")
+    problems: list[str] = []
+    if config.training.batch_ramp or config.training.global_batch_size % config.training.local_batch_size:
+        from titanlite.config.batch_sizes import size_problems
+
+        problems += size_problems(config.training)
+    freq, traced = config.profiling.freq, config.profiling.warmup_steps + config.profiling.active_steps
+    if traced > freq:
+        problems.append(f"profiling.warmup_steps + profiling.active_steps = {traced} exceeds profiling.freq = {freq}")
+    if config.data.sources or config.data.phases:
+        from titanlite.config.tables import data_problems
+
+        problems += data_problems(config.data, config.training)
+    if config.checkpoint.accept:
+        from titanlite.config.acceptable import accept_problems
+
+        problems += accept_problems(config.checkpoint)
     name = config.run.name
     if not name or Path(name).name != name or name.startswith(".") or not name.isprintable():
         problems.append(f"run.name = {name!r}: expected a plain folder name")
     return problems
 
 
-def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None, str]]]:
-    """Positional arguments, and (key, text or None, origin) for each option."""
+def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
+    """Positional arguments, and (key, text or None) for each option."""
     positional: list[str] = []
-    overrides: list[tuple[str, str | None, str]] = []
+    overrides: list[tuple[str, str | None]] = []
     rest = list(argv)
     while rest:
         word = rest.pop(0)
@@ -120,28 +139,20 @@ def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None, str]
             continue
         name, equals, text = word[2:].partition("=")
         words = _switch_words(name)
-        if equals:
-            overrides.append((name, text, f"--{name}"))
-        elif rest and not rest[0].startswith("--") and (not words or rest[0].lower() in words):
-            overrides.append((name, rest.pop(0), f"--{name}"))
-        elif words:
-            overrides.append((name, "true", f"--{name}"))
-        else:
-            overrides.append((name, None, f"--{name}"))
+        given = bool(rest) and not rest[0].startswith("--") and (not words or rest[0].lower() in words)
+        overrides.append((name, text if equals else rest.pop(0) if given else "true" if words else None))
     return positional, overrides
 
 
 def _find(name: str, configs: Path, problems: list[str]) -> Path | None:
     """The file of a CONFIG argument: a path, or a flavor in train_configs/."""
-    path = Path(name)
-    for candidate in (path, configs / f"{name}.toml"):
+    for candidate in (Path(name), configs / f"{name}.toml"):
         with contextlib.suppress(OSError):  # for example, a name too long for the file system
             if candidate.is_file():
                 return candidate
-    problems.append(
-        f"config {name!r}: no such file, and no such flavor in train_configs/{suggestion(name, flavors(configs))}; "
-        f"allowed: a path or one of {', '.join(flavors(configs))}"
-    )
+    from titanlite.config.mistakes import unknown_config
+
+    problems.append(unknown_config(name, flavors(configs)))
     return None
 
 
@@ -149,10 +160,9 @@ def flavors(configs: Path = CONFIGS) -> list[str]:
     return sorted(path.stem for path in configs.glob("*.toml"))
 
 
-def _read(path: Path, values: dict[str, dict[str, Any]], problems: list[str], chain: list[Path]) -> None:
+def _read(path: Path, values: dict[str, Any], problems: list[str], chain: list[Path]) -> None:
     """Adds the keys of a TOML file to `values`, those of its base files first."""
-    path = path.resolve()
-    if path in chain:
+    if (path := path.resolve()) in chain:
         problems.append(f"{path}: `base` leads back to the file itself: {' -> '.join(p.name for p in [*chain, path])}")
         return
     if sys.version_info >= (3, 11):
@@ -165,42 +175,37 @@ def _read(path: Path, values: dict[str, dict[str, Any]], problems: list[str], ch
     except (OSError, ValueError, RecursionError) as error:  # not TOML, or not UTF-8, or numbers and nesting without end
         problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
         return
+
+    def report(section: str, name: str, problem: str, word: str = "", allowed: Any = ()) -> None:
+        from titanlite.config.mistakes import suggestion, where
+
+        problems.append(f"{where(path, text, section, name)}: {problem}{suggestion(word, list(allowed))}")
+
     base = table.pop("base", None)
     if isinstance(base, str) and len(base) < 200 and (path.parent / base).is_file():
         _read(path.parent / base, values, problems, [*chain, path])
     elif base is not None:
-        near = suggestion(str(base), [p.name for p in path.parent.glob("*.toml")])
-        problems.append(f"{_where(path, text, '', 'base')}: base = {base!r}: expected the path of a TOML file{near}")
+        allowed = (file.name for file in path.parent.glob("*.toml"))
+        report("", "base", f"base = {base!r}: expected the path of a TOML file", str(base), allowed)
+    layer: dict[str, Any] = {}
     for section, entries in table.items():
-        if section not in values:
-            near = suggestion(section, list(values))
-            problems.append(f"{_where(path, text, section, '')}: unknown section [{section}]{near}")
+        if section not in sections():
+            report(section, "", f"unknown section [{section}]", section, sections())
         elif not isinstance(entries, dict):
-            problems.append(f"{_where(path, text, '', section)}: {section} is a section: write [{section}]")
+            report("", section, f"{section} is a section: write [{section}]")
         else:
             for name, value in entries.items():
-                _set(f"{section}.{name}", value, _where(path, text, section, name), values, problems)
-
-
-def _where(path: Path, text: str, section: str, name: str) -> str:
-    """`file:line` of a key, or of a section's header when `name` is empty."""
-    current = ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[\s*([\w-]+)\s*\]", line):
-            current = header[1]
-            if current == section and not name:
-                return f"{path}:{number}"
-        elif current == section and name and re.match(rf"""\s*["']?{re.escape(name)}["']?\s*=""", line):
-            return f"{path}:{number}"
-    return str(path)
+                for problem in _set(f"{section}.{name}", value, layer):
+                    report(*problem)
+    _merge(layer, f"{path}: ", values, problems)
 
 
 def type_of(name: str) -> type | None:
-    """The declared type of `section.key`, None if there is no such key. tuple[...] counts as tuple."""
+    """The declared type of `section.key`, None if there is no such key. Pairs are tuple, longer ones list."""
     section, _, entry = name.partition(".")
     cls = sections().get(section)
     declared = _hints(cls).get(entry) if cls else None
-    return getattr(declared, "__origin__", declared)
+    return list if declared and _meta(name)["items"] else getattr(declared, "__origin__", declared)
 
 
 def _meta(name: str) -> Any:
@@ -216,21 +221,20 @@ def _switch_words(name: str) -> tuple[str, ...]:
     return choices if "true" in choices else ("true", "false") if declared is bool else ()
 
 
-def _set_from_text(
-    name: str, text: str | None, origin: str, values: dict[str, dict[str, Any]], problems: list[str]
-) -> None:
-    """Sets a key from the command line's text, read as the declared type."""
+def _set_from_text(name: str, text: str | None, layer: dict[str, Any]) -> list[str]:
+    """Sets a key from the command line's text, read as the declared type. Returns problems."""
     declared = type_of(name)
     value: Any = text
-    if declared is not None and text is None:
-        problems.append(f"{origin}: a value is missing; expected {TYPE_NAMES[declared]}")
-        return
+    if declared and text is None:
+        strings = declared is list and _meta(name)["items"] is str
+        expected = "a list of strings" if strings else _convert(None, declared, _meta(name))[1]
+        return [f"--{name}: a value is missing; expected {expected}"]
     if declared is str and text is not None and text.lower() in _switch_words(name):
         value = text.lower()
-    elif declared is not None and declared is not str and text is not None:
+    elif declared not in (None, str, list) and text is not None:
         with contextlib.suppress(ValueError, RecursionError):  # otherwise it stays a string, which `_set` refuses
             value = _number(text) if declared in (int, float) else json.loads(text.lower())
-    _set(name, value, origin, values, problems)
+    return [problem if declared else f"--{name}: {problem}" for _, _, problem in _set(name, value, layer)]
 
 
 def _number(text: str) -> int | float | str:
@@ -238,35 +242,29 @@ def _number(text: str) -> int | float | str:
     return int(text) if re.fullmatch(r"\s*[+-]?[\d_]+\s*", text) else float(text)
 
 
-def _set(name: str, value: Any, origin: str, values: dict[str, dict[str, Any]], problems: list[str]) -> None:
-    """Checks one value against its declaration, and stores it or adds a problem."""
-    declared = type_of(name)
-    section, _, entry = name.partition(".")
+def _set(name: str, value: Any, layer: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Checks one value against its declaration, and stores it. Returns problems: section, key in it, message."""
+    declared, (section, _, entry) = type_of(name), name.partition(".")
     if name in REMOVED and value in (False, "false"):  # in the config.toml of an older run
-        return
+        return []
     if declared is None:
-        elsewhere = [k for k in all_keys() if k.partition(".")[2] == (entry or section)]
-        mistyped_section = entry and section not in sections()
-        near = suggestion(name, elsewhere) if mistyped_section else ""
-        if elsewhere and not near:
-            near = f"; did you mean {' or '.join(elsewhere)}?"
-        elif not elsewhere:
-            near = suggestion(name, all_keys(), 0.8)  # more than usual: keys of one section have its name in common
-        if name in sections():
-            near = f"; that is a section: set one of its keys, {', '.join(k for k in all_keys() if k.startswith(name))}"
-        near = f"; removed: {REMOVED[name]}" if name in REMOVED else near
-        problems.append(f"{origin}: unknown key {name}{near}")
-        return
+        from titanlite.config.mistakes import unknown_key
+
+        return [(section, entry, unknown_key(name, all_keys(), REMOVED))]
     meta = _meta(name)
+    if declared is list and (isinstance(value, list) or meta["items"] is str):
+        from titanlite.config.tables import read_list
+
+        layer[name], problems = read_list(name, value, meta, _convert)
+        return problems
     if isinstance(value, bool) and "true" in meta["choices"]:
         value = str(value).lower()  # TOML's true and false, of a key that also allows auto
-    value, expected = _convert(value, declared, meta)
-    if expected:
-        near = suggestion(value, list(meta["choices"])) if isinstance(value, str) and meta["choices"] else ""
-        where = "" if origin == f"--{name}" else f"{origin}: "
-        problems.append(f"{where}{name} = {json.dumps(value, default=str)[:200]}: expected {expected}{near}")
-    else:
-        values[section][entry] = value
+    layer[name], expected = _convert(value, declared, meta)
+    if not expected:
+        return []
+    from titanlite.config.mistakes import wrong_value
+
+    return [(section, entry, wrong_value(name, value, expected, meta["choices"]))]
 
 
 def _convert(value: Any, declared: type, meta: Any) -> tuple[Any, str]:
@@ -274,11 +272,9 @@ def _convert(value: Any, declared: type, meta: Any) -> tuple[Any, str]:
     expected = "one of " + ", ".join(map(str, meta["choices"])) if meta["choices"] else TYPE_NAMES[declared]
     parts = value if declared is tuple and isinstance(value, list) and len(value) == 2 else [value]
     number = declared in (float, tuple)
-    good = [
-        isinstance(p, (int, float) if number else declared) and (declared is bool or not isinstance(p, bool))
-        for p in parts
-    ]
-    if not all(good) or (declared is tuple and parts is not value):
+    kind = (int, float) if number else declared
+    good = all(isinstance(part, kind) and (declared is bool or not isinstance(part, bool)) for part in parts)
+    if not good or (declared is tuple and parts is not value):
         return value, expected
     if declared is str and any("\ud800" <= letter <= "\udfff" or letter == "\0" for letter in value):
         return value, "text in UTF-8, without NUL"

@@ -1,4 +1,4 @@
-"""Progress of long jobs: a tqdm bar on a terminal, a line per quarter elsewhere.
+"""Progress of long jobs: a tqdm bar on a terminal; elsewhere a line per quarter, and per minute.
 
 What it is: one style for preparing data, converting, comparing and verifying. It writes to stderr, so standard output
 stays a command's result. Jobs of less than a second show nothing.
@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from typing import Any
 
 
-def progress_bar(total: int, description: str, unit: str = "B") -> Any:
-    """A tqdm bar up to `total`, to be used in a `with`; any thread calls `update(n)` after every n units."""
+def progress_bar(total: int | None, description: str, unit: str = "B") -> Any:
+    """A tqdm bar up to `total`, to be used in a `with`; any thread calls `update(n)` after every n units.
+
+    None: a total that is not known, so that neither share nor remaining time are shown.
+    """
     from tqdm import tqdm
 
     class Bar(tqdm):
         monitor_interval = 0  # no thread that redraws a bar which does not advance
-        quarters = 0
+        quarters, printed = 0, time.monotonic()
 
         def update(self, n: float | None = 1) -> bool | None:
             with self.get_lock():
@@ -27,9 +31,11 @@ def progress_bar(total: int, description: str, unit: str = "B") -> Any:
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             if sys.stderr.isatty():
                 super().display(msg, pos)
-            elif (quarters := 4 * self.n // max(1, self.total)) > self.quarters:  # log files get lines, not redraws
-                self.quarters = quarters
-                print(self, file=sys.stderr)
+                return
+            quarters = 4 * self.n // self.total if self.total else 0
+            if quarters > self.quarters or time.monotonic() > self.printed + 60:
+                self.quarters, self.printed = quarters, time.monotonic()
+                print(self, file=sys.stderr)  # log files get lines, not redraws
 
         def close(self) -> None:
             if sys.stderr.isatty():  # clears the line

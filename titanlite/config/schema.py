@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 # Exit codes: wrong input; stopped by a signal after saving; ended by the watchdog because of a hang
@@ -40,27 +39,22 @@ class ConfigError(ValueError):
     """The user's input is wrong. Contains every problem found, one line each, cut where it is very long."""
 
     def __init__(self, problems: str | list[str]) -> None:
-        found = map(printable, [problems] if isinstance(problems, str) else problems)
+        found = (printable(text[:2001]) for text in ([problems] if isinstance(problems, str) else problems))
         self.problems = [text if len(text) < 2000 else text[:2000] + "..." for text in found]
         super().__init__("\n".join(self.problems))
 
 
-def suggestion(word: str, allowed: list[str], cutoff: float = 0.65) -> str:
-    """`; did you mean X?` for the most similar allowed word, "" if none is similar. Equally similar ones are all named.
-
-    `cutoff`: the similarity required, from 0 to 1 for the same word.
-    """
-    word = word[:199]  # SequenceMatcher treats longer ones differently
-    near = {other: SequenceMatcher(None, other, word).ratio() for other in get_close_matches(word, allowed, 9, cutoff)}
-    best = [other for other in allowed if other in near and near[other] == max(near.values())]
-    return f"; did you mean {' or '.join(best)}?" if best else ""
-
-
 def key(
-    default: Any, help: str, *, min: float | None = None, max: float | None = None, choices: tuple[Any, ...] = ()
+    default: Any,
+    help: str,
+    *,
+    min: float | None = None,
+    max: float | None = None,
+    choices: tuple[Any, ...] = (),
+    items: type | None = None,
 ) -> Any:
-    """A config key: default, help text and allowed values (bounds are inclusive)."""
-    return field(default=default, metadata={"help": help, "min": min, "max": max, "choices": choices})
+    """A config key: default, help, allowed values (bounds are inclusive); `items` of a list: str or a dataclass."""
+    return field(default=default, metadata={"help": help, "min": min, "max": max, "choices": choices, "items": items})
 
 
 @dataclass(frozen=True)
@@ -103,13 +97,55 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Training text. It is tokenised once, into a cache."""
+class SourceConfig:
+    """A source of training text."""
 
-    path: str = key("", "a text file or a folder of text files; empty: the Python standard library's source")
+    path: str = key("", "as data.path")
+    name: str = key("", "name in metrics and messages; empty: from the path")
+    weight: float = key(1.0, "share of the training samples, relative to the weights of the other sources", min=0)
+    pattern: str = key("", "glob pattern of the files to use; empty: data.pattern")
+    field: str = key("", "the field that contains the text; empty: data.field")
+    validation: str = key("", "path of the validation text; empty: a held-out part of this source")
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    """Weights of the sources from some step on."""
+
+    from_step: int = key(0, "the first step with these weights", min=0)
+    from_tokens: int = key(0, "instead of from_step: the number of training tokens before it", min=0)
+    weights: tuple[tuple[str, float], ...] = key((), "the weight of every source, as in { code = 0.2, web = 0.8 }")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Training data: sources, tokenizer, packing, and mixture. It is tokenised once."""
+
+    path: str = key("", "file, folder or hf:NAME of text, rows or ids, or a prepared folder; empty: python-stdlib")
     pattern: str = key("**/*", "glob pattern of the files to use from the folder")
-    tokenizer: str = key("", "a tiktoken rank file (Llama 3's tokenizer.model); empty: the bundled 4,096-token one")
+    field: str = key("text", "the field of JSONL and Parquet files that contains the text")
+    tokenizer: str = key("", "a tiktoken rank file, a tokenizer.json, or a folder with one; empty: the bundled file")
     cache: str = key("", "folder of prepared data; empty: $TITANLITE_CACHE, or ~/.cache/titanlite if that is not set")
+    packing: str = key(
+        "split",
+        "how documents fill sequences: split (one after the other, cut into sequences) or best_fit (documents that fit "
+        "are not cut; the rest of a sequence is padding)",
+        choices=("split", "best_fit"),
+    )
+    document_mask: bool = key(False, "attend only within a document, and restart positions at each document")
+    sources: tuple[SourceConfig, ...] = key((), "several sources, instead of data.path", items=SourceConfig)
+    phases: tuple[PhaseConfig, ...] = key((), "other weights of the sources, from given steps on", items=PhaseConfig)
+
+    def all_sources(self) -> list[SourceConfig]:
+        """The sources with the defaults of this section; without `sources` the one at `path`."""
+        sources, replace = self.sources or (SourceConfig(self.path),), dataclasses.replace
+        return [replace(s, pattern=s.pattern or self.pattern, field=s.field or self.field) for s in sources]
+
+    def parts(self) -> list[DataConfig]:
+        """For each source a section with it alone, and its path, pattern and field as those of the section."""
+        alone, sources = dataclasses.replace(self, phases=()), self.all_sources()
+        replace = dataclasses.replace
+        return [replace(alone, sources=(s,), path=s.path, pattern=s.pattern, field=s.field) for s in sources]
 
 
 @dataclass(frozen=True)
@@ -117,16 +153,21 @@ class TrainingConfig:
     """Number of steps, batch sizes and dtypes."""
 
     steps: int = key(1000, "optimizer steps of the whole run", min=1)
+    tokens: int = key(0, "instead of steps: tokens of the whole run, rounded up to whole steps", min=0)
+    epochs: float = key(0.0, "instead of steps: passes over a single source, rounded up to whole steps", min=0)
     seq_len: int = key(256, "tokens of one sequence", min=2, max=2**24)
     global_batch_size: int = key(16, "sequences per optimizer step, over all processes", min=1)
+    batch_ramp: str = key("", "other batch sizes later, as in `32 from step 101, 64 by 8 from 4e9 tokens`")
     local_batch_size: int = key(4, "sequences that a process computes before it accumulates gradients", min=1)
     max_norm: float = key(1.0, "gradients are clipped to this global norm; 0: measured, not clipped", min=0)
     compute_dtype: str = key(
         "auto",
-        "dtype of forward and backward; auto: bfloat16 on CUDA, and on CPUs with bfloat16 instructions if the model is "
-        "at least 256 wide; otherwise float32",
-        choices=("auto", "float32", "bfloat16"),
+        "dtype of forward and backward; auto: bfloat16 on CUDA (float16 on GPUs without it), and on CPUs with bfloat16 "
+        "instructions if the model is at least 256 wide; otherwise float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
     )
+    loss_scale: float = key(65536, "float16: the initial scale of the loss, a power of two", min=1, max=2**24)
+    loss_scale_growth: int = key(2000, "float16: the scale is doubled after so many steps without overflow", min=1)
     param_dtype: str = key(
         "float32",
         "dtype of parameters and gradients; bfloat16 saves 4 bytes per parameter and loses small updates",
@@ -139,9 +180,19 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW."""
+class GroupConfig:
+    """Parameters with other settings. A parameter belongs to the first group whose pattern fits."""
 
+    pattern: str = key("", "glob pattern of parameter names, as in layers.*.attention.w?.weight")
+    lr: float = key(-1.0, "peak learning rate; -1: optimizer.lr", min=-1)
+    weight_decay: float = key(-1.0, "weight decay; -1: by optimizer.weight_decay and optimizer.decayed", min=-1)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, or Muon for the matrices of the blocks and AdamW for the other parameters."""
+
+    name: str = key("adamw", "the optimizer", choices=("adamw", "muon"))
     lr: float = key(3e-4, "peak learning rate", min=0)
     betas: tuple[float, float] = key((0.9, 0.95), "decay of the first and of the second moment", min=0, max=0.999999)
     eps: float = key(1e-8, "added to the denominator", min=0)
@@ -153,16 +204,39 @@ class OptimizerConfig:
         "float32", "dtype of the moments; bfloat16 saves 4 bytes per parameter", choices=("float32", "bfloat16")
     )
     implementation: str = key("auto", "auto: fused", choices=("auto", "fused", "foreach", "for-loop"))
+    groups: tuple[GroupConfig, ...] = key((), "parameters with another learning rate or decay", items=GroupConfig)
+    muon_momentum: float = key(0.95, "muon: decay of the average of gradients", min=0, max=0.999999)
+    muon_scale: str = key("adamw", "muon: size of updates, AdamW's or Jordan's", choices=("adamw", "original"))
+    muon_dtype: str = key("auto", "muon: products; auto: bfloat16 on CUDA", choices=("auto", "float32", "bfloat16"))
+    clip: str = key("norm", "clip to training.max_norm, or agc: each unit by its weights", choices=("norm", "agc"))
+    agc_factor: float = key(0.01, "agc: largest norm of a unit's gradient divided by that of its weights", min=1e-6)
+
+
+@dataclass(frozen=True)
+class StabilityConfig:
+    """Bad steps: a loss or gradient that is not finite, or a spike. Updates are withheld on the device."""
+
+    action: str = key("stop", "end the run, skip the update, or roll back", choices=("stop", "skip", "rollback"))
+    threshold: float = key(0.0, "robust z-score from which a loss or gradient norm is a spike; 0: none is", min=0)
+    window: int = key(128, "steps whose losses and norms are compared with", min=16, max=65536)
+    warmup_steps: int = key(100, "first steps of the run, in which there are no spikes", min=0)
+    max_skips: int = key(16, "skip: end the run after this many steps in a row that are not finite", min=1)
+    max_rollbacks: int = key(3, "rollback: how often, in the whole run; each excludes its samples", min=1)
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     """Learning rate schedule: warmup, then a decay."""
 
-    name: str = key("cosine", "shape after the warmup", choices=("cosine", "linear", "wsd", "constant"))
+    name: str = key("cosine", "shape", choices=("cosine", "linear", "wsd", "constant", "inverse_sqrt", "step"))
     warmup_steps: int = key(100, "steps of linear warmup", min=0)
+    warmup_tokens: int = key(0, "instead of warmup_steps: tokens, rounded up to whole steps", min=0)
+    decay: str = key("linear", "wsd: shape of the decay at the end", choices=("linear", "sqrt", "cosine"))
     decay_fraction: float = key(0.1, "wsd: fraction of all steps, at the end, in which the rate decays", min=0, max=1)
-    min_ratio: float = key(0.1, "final rate as a fraction of the peak rate", min=0, max=1)
+    decay_steps: int = key(0, "wsd, instead of decay_fraction: steps", min=0)
+    decay_tokens: int = key(0, "wsd, instead of decay_fraction: tokens, rounded up to whole steps", min=0)
+    milestones: str = key("", "step: parts of the peak rate, as in `0.316 from step 801, 0.1 from 2e9 tokens`")
+    min_ratio: float = key(0.1, "lowest rate after the warmup, as a fraction of the peak rate", min=0, max=1)
 
 
 @dataclass(frozen=True)
@@ -182,6 +256,7 @@ class ParallelConfig:
     reduce_every_microbatch: bool = key(
         True, "sum gradients over processes after each local batch (less memory); false: once per step"
     )
+    optimizer_offload: bool = key(False, "keep the moments in CPU memory, and copy them to the GPU for the update")
     cpu_offload: bool = key(False, "keep parameters, gradients and moments in CPU memory; compute on the GPU")
     prefetch: int = key(0, "number of units to gather ahead; 0: FSDP2's default, one", min=0, max=64)
     async_tp: bool = key(
@@ -219,6 +294,7 @@ class RecomputeConfig:
         "memory_budget: the compiler keeps what fits into `budget`",
         choices=("none", "full", "selective", "memory_budget"),
     )
+    offload: bool = key(False, "full: keep the inputs of blocks in CPU memory until the backward")
     every: int = key(1, "full and selective: apply it to every n-th block only", min=1)
     budget: float = key(
         0.5, "memory_budget: fraction of the activations' memory to use; 1: recompute nothing", min=0, max=1
@@ -247,6 +323,7 @@ class Float8Config:
     skip: str = key(
         "", "linear layers that are not converted, by parts of their names, as in `attention.wk, layers.0.`"
     )
+    scaling: str = key("tensorwise", "one scale per tensor, or one per row", choices=("tensorwise", "rowwise"))
     emulate: bool = key(False, "compute the same numbers with fp32 products: slow, on any device")
 
     @property
@@ -256,8 +333,16 @@ class Float8Config:
 
 
 @dataclass(frozen=True)
+class EmaConfig:
+    """Exponential moving average of the weights, beside them."""
+
+    decay: float = key(0.0, "share of itself that the average keeps in a step, as 0.999; 0: none", min=0, max=0.999999)
+    validate: bool = key(True, "also report the validation loss of the averaged weights")
+
+
+@dataclass(frozen=True)
 class LossConfig:
-    """Cross entropy."""
+    """Cross entropy, optionally with z-loss."""
 
     num_chunks: int = key(
         1,
@@ -266,6 +351,7 @@ class LossConfig:
         min=1,
         max=65536,
     )
+    z_loss: float = key(0.0, "coefficient of the squared logarithm of the softmax's denominator (PaLM: 1e-4)", min=0)
 
 
 @dataclass(frozen=True)
@@ -289,7 +375,7 @@ class CheckpointConfig:
         "auto: resume if the run folder has a checkpoint; never: refuse a used folder",
         choices=("auto", "never"),
     )
-    load_step: int = key(0, "resume from this step; later checkpoints are renamed. 0: the newest", min=0)
+    load_step: int = key(0, "resume from this step (new run: of initial_load), renaming later ones; 0: newest", min=0)
     initial_load: str = key(
         "", "initial weights of a run without a checkpoint: a run folder, or any format that `convert` reads"
     )
@@ -303,27 +389,40 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Validation loss, on text that is not used for training."""
+    """Validation loss, on text that is not used for training, and samples of text."""
 
     freq: int = key(0, "validate every this many steps, before the first and after the last; 0: never", min=0)
-    samples: int = key(0, "sequences to validate on; 0: the whole validation split", min=0)
+    samples: int = key(0, "sequences of each source to validate on; 0: its whole validation split", min=0)
+    prompts: tuple[str, ...] = key((), 'the model continues them at each validation: ["def ", "import "]', items=str)
+    prompt_tokens: int = key(64, "tokens to continue each prompt by", min=1, max=8192)
+    prompt_temperature: float = key(0.7, "of sampling, from the 50 most likely tokens; 0: always the likeliest", min=0)
 
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """The console line and metrics.jsonl."""
+    """The console line and metrics.jsonl, and where else metrics go (docs/metrics.md)."""
 
+    sinks: tuple[str, ...] = key((), "also write metrics to", choices=("tensorboard", "wandb", "mlflow"), items=str)
+    project: str = key("", "W&B project, MLflow experiment; empty: their environment variable, or titanlite")
+    wandb_mode: str = key("auto", "auto: $WANDB_MODE, or offline", choices=("auto", "offline", "online"))
+    mlflow_uri: str = key("", "MLflow server; empty: $MLFLOW_TRACKING_URI, or the file mlflow.db in run.folder")
     log_freq: int = key(10, "log every this many steps, and the first and the last", min=1)
+    step_times: bool = key(True, "log where a step's time goes, the slowest rank, and more about memory")
+    noise_scale_freq: int = key(0, "measure the gradient noise scale every this many steps; 0: never", min=0)
+    layer_norms_freq: int = key(0, "norms of each layer's gradient, weights and update, every this many steps", min=0)
+    activations_freq: int = key(0, "statistics of each block's output and attention, every this many steps", min=0)
 
 
 @dataclass(frozen=True)
 class ProfilingConfig:
-    """Traces of the PyTorch profiler, for Perfetto or chrome://tracing."""
+    """Traces of the PyTorch profiler, for Perfetto or chrome://tracing. `touch <run folder>/PROFILE` requests one."""
 
-    enabled: bool = key(False, "write traces of some steps to the run folder")
+    enabled: bool = key(False, "write traces of some steps to the run folder, again and again")
     freq: int = key(100, "start a trace every this many steps", min=1)
     warmup_steps: int = key(2, "steps for which the profiler runs before it records", min=0)
     active_steps: int = key(2, "steps that the profiler records", min=1)
+    ranks: str = key("all", "ranks that record: all, or numbers with commas between them")
+    memory: bool = key(False, "also record every allocation of CUDA memory")
 
 
 @dataclass(frozen=True)
@@ -344,28 +443,40 @@ class CommConfig:
 
 
 @dataclass(frozen=True)
+class DebugConfig:
+    """Finding out why two runs differ."""
+
+    deterministic: bool = key(False, "two runs of a layout on the same devices are equal, bit for bit; slower on GPUs")
+
+
+@dataclass(frozen=True)
 class Config:
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    stability: StabilityConfig = StabilityConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     parallel: ParallelConfig = ParallelConfig()
     recompute: RecomputeConfig = RecomputeConfig()
     compile: CompileConfig = CompileConfig()
     float8: Float8Config = Float8Config()
+    ema: EmaConfig = EmaConfig()
     loss: LossConfig = LossConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     validation: ValidationConfig = ValidationConfig()
     metrics: MetricsConfig = MetricsConfig()
     profiling: ProfilingConfig = ProfilingConfig()
     comm: CommConfig = CommConfig()
+    debug: DebugConfig = DebugConfig()
 
 
 def portable(config: Config) -> str:
     """The settings that must be the same on every node: all but the paths of files."""
-    return repr(dataclasses.replace(config, data=DataConfig(), run=dataclasses.replace(config.run, folder="")))
+    sources = tuple(SourceConfig(name=source.name, weight=source.weight) for source in config.data.sources)
+    data = dataclasses.replace(config.data, path="", pattern="", field="", tokenizer="", cache="", sources=sources)
+    return repr(dataclasses.replace(config, data=data, run=dataclasses.replace(config.run, folder="")))
 
 
 @functools.cache

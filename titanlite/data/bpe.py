@@ -82,6 +82,10 @@ def _merge(word: list[int], pair: tuple[int, int], new: int) -> list[int]:
     return merged
 
 
+def rank_file(tokens: list[bytes]) -> bytes:
+    """The content of the rank file of these tokens, in their order."""
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
+
+
 def write_rank_file(tokens: list[bytes], path: Path) -> None:
-    lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
-    path.write_text("".join(lines))
+    path.write_bytes(rank_file(tokens))

@@ -1,45 +1,55 @@
-"""The prepared data of a run: where it is, and whether it fits the run's tokenizer.
-
-What it is: the launcher finds or makes the folder, once for all processes of a node, and passes its path to them. So
-the text itself, which may be a hundred thousand files, is looked for once per node.
-"""
+"""The prepared data of a run: its sources, and whether they fit the run's tokenizer."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
-from titanlite.config.schema import LAUNCHED, ConfigError, DataConfig
-from titanlite.data.shards import AGAIN, Tokens, read_manifest
+from titanlite.config.schema import ConfigError, DataConfig
+from titanlite.data.shards import Tokens
 from titanlite.data.tokenizer import Tokenizer
 
 
-def prepared_folder(section: DataConfig, tokenizer: Tokenizer, log: Callable[[str], None]) -> Path:
-    """The folder of prepared data for a config: from the launcher, or found or made by this process.
-
-    Raises ConfigError as `prepare` does.
-    """
-    if LAUNCHED in os.environ:
-        return Path(os.environ[LAUNCHED])
-    from titanlite.data.prepare import prepare  # without the launcher
-
-    return prepare(section, tokenizer, log)
+def load_sources(section: DataConfig, folders: list[Path], tokenizer: Tokenizer) -> list[PreparedData]:
+    """The data of each source, with its name and weight, in these folders. Raises what `PreparedData` does."""
+    pairs = zip(folders, section.all_sources(), strict=True)
+    return [PreparedData(folder, tokenizer, source.name, source.weight) for folder, source in pairs]
 
 
 class PreparedData:
-    """A folder that `prepare` made: its manifest, the tokenizer it was made with, and the tokens of its splits."""
+    """A folder that `prepare` made: its manifest, the tokenizer it was made with, and the tokens of its splits.
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError if the manifest cannot be read, or names another tokenizer."""
-        self.folder, self.tokenizer, self.manifest = folder, tokenizer, read_manifest(folder)
+    `prepare` has read the manifest and verified the files just before, in this process or in the launcher.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, name: str = "", weight: float = 1.0) -> None:
+        """`name`: "" is the manifest's. Raises ConfigError if the manifest names another tokenizer."""
+        self.folder, self.tokenizer, self.weight = folder, tokenizer, weight
+        self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
         if (found := self.manifest["tokenizer"]["sha256"]) != tokenizer.sha256:
             raise ConfigError(
-                f"{folder}: was prepared with a tokenizer of SHA-256 {found[:8]}, not {tokenizer.path}; {AGAIN}"
+                f"{folder}: was prepared with a tokenizer of SHA-256 {found[:8]}, not with {tokenizer.path} "
+                f"({tokenizer.sha256[:8]}); set data.tokenizer to the former, or prepare the data again"
             )
-        self.name: str = self.manifest["name"]
+        self.name: str = name or self.manifest["name"]
         self.fingerprint: str = self.manifest["fingerprint"]
 
     def tokens(self, split: str) -> Tokens:
         """The tokens of `train` or `validation`."""
         return Tokens(self.folder, self.manifest, split)
+
+
+def fingerprint_of(data: list[PreparedData]) -> str:
+    """The fingerprint of all sources together; that of a single one is its own."""
+    texts = [part.fingerprint for part in data]
+    return texts[0] if len(texts) == 1 else hashlib.sha256(" ".join(texts).encode()).hexdigest()
+
+
+def description(data: list[PreparedData]) -> bytes:
+    """The file data.json of a checkpoint: a source's manifest; of several sources also their names and weights."""
+    if len(data) == 1:
+        return (data[0].folder / "manifest.json").read_bytes()
+    entries = [{"name": part.name, "weight": part.weight, "manifest": part.manifest} for part in data]
+    return json.dumps({"sources": entries}).encode()

@@ -13,13 +13,15 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from titanlite.data.stream import Batch
+
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device. On CUDA it is copied from pinned memory, so the host does not wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def prefetch(batches: Iterable[tuple[Tensor, ...]], device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+def prefetch(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     """The batches on the device. On CUDA the next batch is copied while the device computes with this one.
 
     Copies run on a separate stream, and the computation waits only for its own batch. The first batch of a step is
@@ -30,16 +32,16 @@ def prefetch(batches: Iterable[tuple[Tensor, ...]], device: torch.device) -> Ite
         return
     copies = _copy_stream(device)
 
-    def start_copy(batch: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+    def start_copy(batch: Batch | None) -> Batch | None:
         with torch.cuda.stream(copies):
-            return None if batch is None else tuple(to_device(tensor, device) for tensor in batch)
+            return None if batch is None else batch.apply(lambda tensor: to_device(tensor, device))
 
     rest = iter(batches)
     coming = start_copy(next(rest, None))
     while coming is not None:
         here, computing = coming, torch.cuda.current_stream(device)
         computing.wait_stream(copies)
-        for tensor in here:
+        for tensor in (part for part in here if part is not None):
             tensor.record_stream(computing)  # its memory belongs to the stream of the copies: do not reuse it too soon
         coming = start_copy(next(rest, None))
         yield here

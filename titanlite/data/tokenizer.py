@@ -1,8 +1,9 @@
 """Text <-> token ids.
 
 What it is: tiktoken's byte-pair encoder with the tokens of a rank file, and Llama 3's special tokens after them: all
-256 if the file has Llama 3's 128,000 ranks (then ids are equal to Meta's), otherwise the first 16. Text is never
-encoded as a special token: `<|end_of_text|>` in a document is ordinary characters.
+256 if the file has Llama 3's 128,000 ranks (then ids are equal to Meta's), otherwise the first 16. Or with the tokens
+of a Hugging Face tokenizer.json. Text is never encoded as a special token: `<|end_of_text|>` in a document is ordinary
+characters.
 """
 
 from __future__ import annotations
@@ -26,40 +27,64 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# tiktoken's matcher recurses: it fails on about a million characters, and on long runs of one kind of character.
-MAX_PIECE, MAX_RUN = 400_000, 25_000
 
 
 class Tokenizer:
     """`encode` and `decode`. `size`: the number of ids; `special`: name -> id; `bos` and `eos` enclose a document."""
 
     def __init__(self, path: str | Path = "", content: bytes | None = None) -> None:
-        """Reads a rank file, or takes its `content`; "" is the bundled file. Raises ConfigError with the line."""
+        """Reads a file or folder, or takes a file's `content`; "" is the bundled file. Raises ConfigError."""
         self.path = Path(path or BUNDLED)
-        try:
-            content = read_bounded(self.path, MAX_RANK_FILE) if content is None else content
-        except OSError as error:
-            raise ConfigError(
-                f"data.tokenizer = {str(path)!r}: {error.strerror or error}; expected a tiktoken rank file"
-            ) from None
-        ranks = _parse(self.path, content)
-        self.sha256 = hashlib.sha256(content).hexdigest()
-        names = _special_names(256 if len(ranks) == LLAMA3_RANKS else 16)
-        self.special = special = {name: len(ranks) + i for i, name in enumerate(names)}
-        self.bos, self.eos = special["<|begin_of_text|>"], special["<|end_of_text|>"]
-        self.size = len(ranks) + len(special)
-        self._encoding = tiktoken.Encoding("titanlite", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
-        self.token_bytes = [0] * self.size  # bytes of text of each id; special tokens have none
-        for token, rank in ranks.items():
-            self.token_bytes[rank] = len(token)
+        content = self._read() if content is None else content
+        self.pattern, self.nfc, self.ids, self.unmade = PATTERN, False, list[int](), 0
+        if content.lstrip()[:1] == b"{":
+            from titanlite.data.tokenizer_json import convert  # imported only if used
+
+            found = convert(self.path, content, MAX_TOKEN)
+            self.tokens, self.special, self.bos, self.eos = found.tokens, found.special, found.bos, found.eos
+            self.pattern, self.nfc, self.ids, self.unmade = found.pattern, found.nfc, found.ids, found.unmade
+            self.ranks, self.files = found.ranks, found.files
+        else:
+            self.tokens = self.ranks = _parse(self.path, content)
+            names = _special_names(256 if len(self.ranks) == LLAMA3_RANKS else 16)
+            self.special = {name: len(self.ranks) + i for i, name in enumerate(names)}
+            self.bos, self.eos = self.special["<|begin_of_text|>"], self.special["<|end_of_text|>"]
+            self.files = {BUNDLED.name: content}  # with which a folder has this tokenizer
+        self.content = b"\0".join(self.files.values())
+        self.sha256 = hashlib.sha256(self.content).hexdigest()
+        pieces = rf"{self.pattern}|(?:(?!{self.pattern})[\s\S])+"  # tiktoken drops what nothing matches
+        self._encoding = tiktoken.Encoding("", pat_str=pieces, mergeable_ranks=self.ranks, special_tokens={})
+        self._bytes = {i: token for token, i in self.tokens.items()}
+        self.size = 1 + max(*self._bytes, *self.special.values())
+        self.token_bytes = [len(self._bytes.get(i, b"")) for i in range(self.size)]  # of text; special tokens have none
+        self._bytes |= {i: name.encode() for name, i in self.special.items()}
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without bos and eos. Lone surrogates become U+FFFD."""
-        return [i for piece in _pieces(text) for i in self._encoding.encode_ordinary(piece)]
+        from titanlite.data.pieces import pieces  # a run on prepared data encodes no text
+
+        ranks: list[int] = []
+        for piece in pieces(text, self.nfc):
+            ranks += self._encoding.encode_ordinary(piece)
+        return [self.ids[rank] for rank in ranks] if self.ids else ranks
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text. Bytes that are not UTF-8 become U+FFFD; ids of a padded vocabulary are dropped."""
-        return self._encoding.decode([i for i in ids if i < self.size], errors="replace")
+        return b"".join(self._bytes.get(i, b"") for i in ids).decode("utf-8", "replace")
+
+    def _read(self) -> bytes:
+        try:
+            if self.path.is_dir() or self.path.suffix == ".json":
+                from titanlite.data.tokenizer_json import find
+
+                self.path, content = find(self.path)
+                return content
+            return read_bounded(self.path, MAX_RANK_FILE)
+        except OSError as error:
+            raise ConfigError(
+                f"data.tokenizer = {str(self.path)!r}: {error.strerror or error}; expected a tiktoken rank file, "
+                "a tokenizer.json or a folder with one of them"
+            ) from None
 
 
 def _special_names(count: int) -> list[str]:
@@ -97,24 +122,3 @@ def _parse(path: Path, content: bytes) -> dict[bytes, int]:
             f"{path}: no token for {len(missing)} of the 256 bytes, the first 0x{missing[0]:02x}: not a rank file"
         )
     return ranks
-
-
-def _pieces(text: str) -> Iterable[str]:
-    """The text in pieces that tiktoken can encode."""
-    for start in range(0, len(text), MAX_PIECE):
-        piece = text[start : start + MAX_PIECE]
-        begin = 0
-        run = 1
-        for i in range(1, len(piece)) if _has_long_run(piece) else ():
-            run = run + 1 if piece[i].isspace() == piece[i - 1].isspace() else 1
-            if run > MAX_RUN:
-                yield piece[begin:i]
-                begin, run = i, 1
-        yield piece[begin:]
-
-
-def _has_long_run(piece: str) -> bool:
-    """A fast test: may there be more than MAX_RUN characters in a row all with, or all without, white space?"""
-    words = piece.split()
-    in_words = sum(map(len, words))
-    return max(map(len, words), default=0) > MAX_RUN or len(piece) - in_words > MAX_RUN

@@ -1,89 +1,79 @@
 """Agreement: small values exchanged between all ranks, so that all of them take the same branch.
 
 What it is: `gather` gives every rank the values of all, `broadcast` that of rank 0, and the other functions decide from
-these. What they decide is therefore the same everywhere: an error on one rank is an error on all, and no rank waits for
-one that has left. All ranks of the group call each function together.
-What it costs: two messages per rank to rank 0, and two broadcasts, of CPU tensors over gloo. Used while a run starts,
-loads and saves, never within a step.
-Values travel as JSON: `all_gather_object` would unpickle bytes that another process sent.
+these. So all ranks reach the same decision: an error on one rank is raised on all, and no rank waits for one that has
+exited. All ranks call each function together.
+What it costs: two messages from each rank to rank 0, and two to each rank along a tree, of CPU tensors over gloo. Used
+while a run starts, loads and saves, never by the training thread within a step.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from titanlite.config.schema import ConfigError
 
 PATH_ERRORS = (errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENAMETOOLONG)
 
 
+class JoinError(RuntimeError):
+    """Other nodes did not start in time, or cannot be reached."""
+
+
 class StorageError(RuntimeError):
     """Rank 0 could not read or write a file of the run; a full or failing disk may have recovered at a restart."""
 
 
-def gather(value: Any, group: Any = None) -> list[Any]:
+class Channel(NamedTuple):
+    """The tag of messages, and how long a rank waits for each; 0: as long as the process group.
+
+    Only one thread of a process may use a channel at a time: the main thread waits for a save before it uses PATIENT.
+    """
+
+    tag: int
+    timeout: timedelta
+
+
+TRAINING = Channel(1, timedelta(0))  # 0 is torch's default tag, and 3 that of `exchange.bitwise_or`
+# To prepare data, to save and to load takes some ranks much longer than others: the watchdog detects hangs, not this.
+PATIENT = Channel(2, timedelta(days=1))
+
+
+def gather(value: Any, channel: Channel = TRAINING) -> list[Any]:
     """The JSON value of every rank, in the order of ranks."""
-    return list(broadcast(gather_on_rank0(value, group), group))
+    return list(broadcast(gather_on_rank0(value, channel), channel))
 
 
-def gather_on_rank0(value: Any, group: Any = None) -> list[Any]:
-    """The JSON values of all ranks on rank 0 of the group, which receives them in turn; an empty list on the others."""
-    if _alone(group):
+def gather_on_rank0(value: Any, channel: Channel = TRAINING) -> list[Any]:
+    """The JSON values of all ranks on rank 0, which receives them in turn; an empty list on the others."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
-    if dist.get_rank(group) != 0:
-        content = _encode(value)
-        dist.send(torch.tensor([len(content)]), group=group, group_dst=0)
-        dist.send(content, group=group, group_dst=0)
-        return []
-    contents = []
-    for rank in range(1, dist.get_world_size(group)):
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, group=group, group_src=rank)
-        contents.append(torch.empty(int(length), dtype=torch.uint8))
-        dist.recv(contents[-1], group=group, group_src=rank)
-    return [value, *map(_decode, contents)]
+    from titanlite.distributed import exchange  # not imported by a run of one rank
+
+    return exchange.gather_on_rank0(value, *channel)
 
 
-def broadcast(value: Any, group: Any = None) -> Any:
+def broadcast(value: Any, channel: Channel = TRAINING) -> Any:
     """Rank 0's JSON value."""
-    if _alone(group):
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
-    first = dist.get_rank(group) == 0
-    content = _encode(value if first else None)
-    length = torch.tensor([len(content)])
-    dist.broadcast(length, group=group, group_src=0)
-    if not first:
-        content = torch.empty(int(length), dtype=torch.uint8)
-    dist.broadcast(content, group=group, group_src=0)
-    return _decode(content)
+    from titanlite.distributed import exchange  # not imported by a run of one rank
+
+    return exchange.broadcast(value, *channel)
 
 
-def _alone(group: Any) -> bool:
-    return not dist.is_initialized() or dist.get_world_size(group) == 1
-
-
-def _encode(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _decode(content: Tensor) -> Any:
-    from titanlite.distributed.messages import read_message  # a single rank has none
-
-    return read_message(content.numpy().tobytes())
-
-
-def on_all_ranks(work: Callable[[], Any], group: Any = None, expected: type[ConfigError] = ConfigError) -> Any:
+def on_all_ranks(
+    work: Callable[[], Any], channel: Channel = TRAINING, expected: type[ConfigError] = ConfigError
+) -> Any:
     """What `work` returns on this rank. If it raises on any rank, all raise, with the problems of all.
 
-    That is `expected` if no rank has another error, ConfigError if all errors are such, and otherwise RuntimeError, or
-    on the ranks that have it their own error.
+    The exception is `expected` if all errors are of that type, ConfigError if all are ConfigErrors, otherwise the
+    original error on the ranks where one was raised, and RuntimeError on the others.
     """
     result, unexpected, problems, kind = None, None, [], -1
     try:
@@ -93,7 +83,7 @@ def on_all_ranks(work: Callable[[], Any], group: Any = None, expected: type[Conf
     except Exception as error:
         rank = dist.get_rank() if dist.is_initialized() else 0
         problems, kind, unexpected = [f"rank {rank}: {type(error).__name__}: {str(error)[:200]}"], 2, error
-    everyone = gather((kind, problems), group)
+    everyone = gather((kind, problems), channel)
     if (worst := max(kind for kind, _ in everyone)) < 0:
         return result
     if unexpected is not None:
@@ -128,9 +118,9 @@ def broadcast_from_rank0(find: Callable[[], Any]) -> Any:
     return value
 
 
-def require_agreement(**facts: str) -> None:
+def require_agreement(channel: Channel = TRAINING, **facts: str) -> None:
     """Raises ConfigError on all ranks unless they all pass the same facts (name -> value or hash)."""
-    everyone = gather(facts)
+    everyone = gather(facts, channel)
     if problems := [
         f"rank {rank}: {name} differs from rank 0's; expected the same command, data, Python version, folder and kind "
         "of processor on all nodes"
@@ -139,11 +129,3 @@ def require_agreement(**facts: str) -> None:
         if other[name] != everyone[0][name]
     ]:
         raise ConfigError(problems)
-
-
-def first_message(text: str) -> str:
-    """The first rank's text that is not empty, with its rank; empty if no rank has one."""
-    everyone = gather(text)
-    if len(everyone) == 1:
-        return text
-    return next((f"rank {rank}: {message}" for rank, message in enumerate(everyone) if message), "")

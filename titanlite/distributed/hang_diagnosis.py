@@ -21,6 +21,9 @@ from typing import Any
 
 SILENT = 3.0  # seconds: a process without a heartbeat for longer may be frozen
 PACKAGE = Path(__file__).resolve().parents[1]
+# Modules that wait for other ranks. `wait` of a message adds no frame of torch
+TIMED = "titanlite.observe.waits"  # its frame is around each wait, within that of the function that waits
+WAITING = (TIMED, "torch.distributed", "titanlite.distributed.exchange", "titanlite.parallel.pipeline_parallel")
 DEBUGGERS = ("bdb", "pdb", "pydevd")
 
 
@@ -37,7 +40,7 @@ class Heartbeat:
     limit: float = math.inf  # how long the phase may stand still
     key: str = ""  # the config key of the limit
     still: float = 0.0  # how long it has stood still
-    waiting: int = 0  # where the main thread stands still; 0: in Python code, 1: in torch, 2: in torch.distributed
+    waiting: int = 0  # where the main thread stands still; 0: in Python code, 1: in torch, 2: for other ranks
     place: str = ""  # file:line in this repository, once it stands still
     silent: bool = False  # set by the reader
     diagnosis: dict[str, Any] = field(default_factory=dict)  # rank 0's `Diagnosis`, for all ranks to follow
@@ -99,9 +102,9 @@ def locate(frame: FrameType) -> tuple[int, str, bool]:
         modules.append(str(current.f_globals.get("__name__", "")))
         path = Path(current.f_code.co_filename)
         beside = path.is_relative_to(PACKAGE.parent) and "site-packages" not in path.parts  # train.py, in a clone
-        if beside or path.is_relative_to(PACKAGE):
+        if (beside or path.is_relative_to(PACKAGE)) and modules[-1] != TIMED:
             place = f"{path.relative_to(PACKAGE.parent)}:{line}"
             break
-    in_collective = any(module.startswith("torch.distributed") for module in modules)
+    in_collective = any(module.startswith(WAITING) for module in modules)
     debugged = any(module.partition(".")[0] in DEBUGGERS for module in modules)
     return 2 if in_collective else int(modules[0].startswith("torch")), place, debugged

@@ -1,6 +1,6 @@
 """Messages from other ranks: JSON; the fields of heartbeats are checked before they are used.
 
-What it is: what `agreement.py` gathers, and the heartbeats that `watchdog.py` reads from the store.
+What it is: what `exchange.py` receives, and the heartbeats that `watchdog.py` reads from the store.
 Why it is here: the network is trusted, but another version of titanlite or other software may answer at the address. An
 invalid heartbeat must not end the thread that watches for hangs.
 """

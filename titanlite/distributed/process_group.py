@@ -22,15 +22,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from titanlite.config.schema import EXIT_STOPPED, LAUNCHED, LISTENER, ConfigError
+from titanlite.config.schema import EXIT_STOPPED, LAUNCHED, ConfigError
 from titanlite.distributed.watchdog import mark_phase
 
+_host: Any = None  # see `host_group`
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
-JOIN = timedelta(minutes=15)  # how long the nodes wait for each other
-
-
-class JoinError(RuntimeError):
-    """Other nodes did not start in time, or cannot be reached."""
 
 
 def device_type(name: str) -> str:
@@ -44,21 +40,29 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def backend(type: str) -> str:
-    """The process group's backend. On CUDA, gloo is for CPU tensors: offloaded parameters, agreements."""
-    return "cpu:gloo,cuda:nccl" if type == "cuda" else "gloo"
+def host_group() -> Any:
+    """The one gloo group of all ranks for CPU tensors; None stands for the default group, which it is on the CPU.
+
+    On CUDA the default group has NCCL only. If it had gloo too, every axis of a mesh would get a gloo group with a
+    socket for each pair of its ranks, because `split_group` splits all backends (torch 2.11 and 2.13).
+    """
+    return _host
 
 
-def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
+def start(device_name: str, timeout_seconds: int, seed: int, deterministic: bool = False) -> torch.device:
     """Joins the process group (NCCL on CUDA, gloo on CPU) and returns this process's device.
 
     The launcher or torchrun define rank and world size in the environment; otherwise the world size is 1. A process
     group that is already initialised (see `join`) is kept. Every process gets the same seed: processes read different
     data, but draw the same random numbers. Raises JoinError if other nodes are missing.
     """
+    if deterministic:
+        from titanlite.distributed.deterministic import use_deterministic_operators
+
+        use_deterministic_operators()
     device = open_device(device_name)
     if not dist.is_initialized():
-        # Rank 0's store and each gloo group need a descriptor per rank, and the usual soft limit is 1,024.
+        # Rank 0's store and the gloo group need descriptors for each rank, and the usual soft limit is 1,024.
         resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
         rank, world_size, one_machine = 0, 1, True
         store: dist.Store | None = dist.HashStore()
@@ -67,7 +71,9 @@ def start(device_name: str, timeout_seconds: int, seed: int) -> torch.device:
             one_machine = world_size == int(os.environ.get("LOCAL_WORLD_SIZE", 0))
             store = None
             if LAUNCHED in os.environ:
-                store = _meet(rank, world_size)
+                from titanlite.distributed.rendezvous import meet  # not by a process that was started alone
+
+                store = meet(rank, world_size)
                 store.set_timeout(timedelta(seconds=timeout_seconds))
         if one_machine:
             use_loopback()
@@ -110,17 +116,19 @@ def keep_freed_memory() -> None:
 
 def join(device: torch.device, timeout_seconds: int, rank: int, world_size: int, store: dist.Store | None) -> None:
     """Joins the process group through `store`; None: as torchrun's environment says. With `device_id` on CUDA, so that
-    NCCL connects at once and splits subgroups.
+    NCCL connects at once and splits subgroups; messages between hosts get a gloo group.
 
     Training, `titanlite verify` and the tests join by this function.
     """
+    global _host
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # record collectives for the watchdog's report
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_seconds)}
     if device.type == "cuda":
         options["device_id"] = device
     if store is not None:
         options |= {"store": store, "rank": rank, "world_size": world_size}
-    dist.init_process_group(backend(device.type), **options)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
+    _host = dist.new_group(backend="gloo", timeout=options["timeout"]) if device.type == "cuda" else None
 
 
 def use_loopback() -> None:
@@ -128,24 +136,6 @@ def use_loopback() -> None:
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, loopback)
-
-
-def _meet(rank: int, world_size: int) -> dist.Store:
-    """The store that rank 0 serves, once all ranks have joined it. Raises JoinError after `JOIN`.
-
-    By default a TCPStore listens on all interfaces; rank 0 passes it the socket that the launcher has bound.
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    listener = int(os.environ[LISTENER]) if LISTENER in os.environ else None
-    try:
-        store = dist.TCPStore(address, port, world_size, rank == 0, JOIN, True, master_listen_fd=listener)
-        if rank == 0:  # all have joined: the constructor has waited for them
-            store.set("titanlite/joined", "")
-        store.wait(["titanlite/joined"], JOIN)
-    except RuntimeError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise JoinError(f"the processes did not find each other at {address}:{port}: {reason}") from None
-    return store
 
 
 def finish(code: int) -> NoReturn:

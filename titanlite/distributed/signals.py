@@ -1,7 +1,7 @@
-"""Signals and requests: collects local requests to stop, save or give up, and all-reduces them after each step.
+"""Signals and requests: collects local requests to stop, save or give up, and combines them after each step.
 
-What it is: a signal, the SAVE file, a clock or an error reaches a single process first. The all-reduce makes all
-processes take the same branch of the loop after the same step.
+What it is: a signal, the file SAVE or PROFILE, a clock or an error reaches a single process first. Combined, they make
+all processes take the same branch of the loop after the same step.
     SIGTERM, SIGINT, SIGUSR1    save and exit with code 75; a second signal, at least a second later, exits at once
     the launcher has exited     the same, because nothing would receive this run's exit code
 What it costs: one number per step over gloo, without a GPU synchronization.
@@ -9,14 +9,15 @@ What it costs: one number per step over gloo, without a GPU synchronization.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import time
+from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import LAUNCHED
@@ -30,6 +31,27 @@ class Agreed(NamedTuple):
     stop: bool
     save: bool
     failed: bool
+    profile: bool
+
+
+class FileRequest:
+    """A request by a file with this path (`touch outputs/debug/SAVE`). Rank 0 removes the file when it is seen."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._looked_at, self.open = path, time.monotonic(), False
+
+    def seen(self) -> bool:
+        """Whether the file was there since the last answer, which sets `open` to false: a step may be rolled back.
+
+        Looks at most once a second, because network file systems are slow.
+        """
+        now = time.monotonic()
+        if dist.get_rank() == 0 and now >= self._looked_at + 1:
+            self._looked_at = now
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+                self.open = True
+        return self.open
 
 
 class Requests:
@@ -56,17 +78,19 @@ class Requests:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def agree(self, save: bool = False, failed: bool = False) -> Agreed:
-        """The requests of all processes: one small all-reduce, which all call together."""
+    def agree(self, save: bool = False, failed: bool = False, profile: bool = False) -> Agreed:
+        """The requests of all processes, which all call this together."""
         orphaned = self._launcher is not None and os.getppid() != self._launcher
         stop = self.stop or bool(self._seen) or orphaned
-        requests = torch.tensor(stop | save << 1 | failed << 2)
+        bits = stop | save << 1 | failed << 2 | profile << 3
         if dist.get_world_size() > 1:
-            dist.all_reduce(requests, dist.ReduceOp.BOR)  # of a CPU tensor: by gloo, so it does not wait for the GPU
-        bits = int(requests)
-        agreed = Agreed(bool(bits & 1), bool(bits & 2), bool(bits & 4))
+            from titanlite.distributed.exchange import bitwise_or  # not imported by a run of one rank
+
+            bits = bitwise_or(bits)  # over gloo, so it does not wait for the GPU
+        agreed = Agreed(bool(bits & 1), bool(bits & 2), bool(bits & 4), bool(bits & 8))
         if agreed.stop and not self.stop:
-            logger.info("stop requested: saving, then exiting (a second signal exits at once)")
+            text = "stop requested: saving, then exiting (a second signal exits at once)"
+            logger.info(text, extra={"event": "signal"})
         self.stop = agreed.stop
         return agreed
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed.tensor  # registers the operators below
+import torch.nn.attention.flex_attention  # the same
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,9 +41,14 @@ foreach_sqrt = torch._foreach_sqrt
 # Checked: 2.11, 2.13, 2.15.
 scaled_mm = torch._scaled_mm
 
+# Recording of CUDA allocations, and its file for torch's memory viewer; torch documents these names, and no public ones
+# exist. Not run on a GPU yet.
+record_memory_history, dump_memory_history = torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot
+
 # Operators that tensor and context parallel run, by the names that a checkpoint policy sees. Functional collectives
 # have no public module. Checked: 2.11, 2.13, 2.15.
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 SHARD_ALL_TO_ALL = torch.ops._dtensor.shard_dim_alltoall.default
 SCALED_MM = torch.ops.aten._scaled_mm.default
 FUSED_ATTENTION = (
@@ -50,7 +56,13 @@ FUSED_ATTENTION = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,  # imported on 2.11 and 2.13
 )
+
+
+def call_kernel(operator: Any, *args: Any) -> Any:
+    """An operator's kernel for all devices. By `torch.library.get_kernel` it keeps the GIL. Checked: 2.11, 2.13."""
+    return operator._op_dk(torch.DispatchKey.CompositeExplicitAutograd, *args)
 
 
 def attention_backend(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> int:

@@ -34,15 +34,19 @@ from titanlite.distributed.torch_private import clone_default_store, flight_reco
 KEY = "titanlite/heartbeat/"
 PERIOD, TICK = 0.5, 0.25  # seconds between heartbeats, and between looks at the clock
 _running: Watchdog | None = None
+recorder: Callable[[str], None] | None = None  # also gets each mark: `observe/step_times.py`
 
 
-def mark_phase(name: str, in_step: bool = False, on_host: bool = False) -> None:
-    """Marks the start of a phase of the main loop, which lasts until the next mark. Does nothing without a watchdog.
+def mark_phase(name: str, in_step: bool = False, on_host: bool = False, times_only: bool = False) -> None:
+    """Marks the start of a phase of the main loop, which lasts until the next mark, for watchdog and `recorder`.
 
-    A phase that is part of a training step has the shorter time-out of steps. `on_host`: it does not wait for a GPU, so
-    CPU time means progress. All ranks must mark the same phases in the same order, because the diagnosis counts them.
+    A phase of a training step has the shorter time-out of steps. `on_host`: it does not wait for a GPU, so CPU time
+    means progress. All ranks must mark the same phases in the same order, because the diagnosis counts them, but for
+    those with `times_only`, which only the recorder gets.
     """
-    if _running is not None:
+    if recorder is not None:
+        recorder(name)
+    if _running is not None and not times_only:
         _running.phase(name, in_step, on_host)
 
 
@@ -61,7 +65,7 @@ class Watchdog:
         self._work = self._work_done()
         self._others = [rank for rank in range(self.world_size) if rank != self.rank] if self.rank == 0 else [0]
         if self._others:
-            from titanlite.distributed.messages import read_heartbeat  # a single rank has none to read
+            from titanlite.distributed.messages import read_heartbeat  # not imported by a run of one rank
 
             self._read = read_heartbeat
         self._heard: dict[int, tuple[Heartbeat, float]] = {}  # rank -> its newest heartbeat, and when it was received
@@ -87,8 +91,8 @@ class Watchdog:
 
     def close(self) -> None:
         """The loop is over on all ranks: what follows has no time-out."""
-        global _running
-        _running = None
+        global _running, recorder
+        _running = recorder = None
         dist.barrier()  # still watched: a rank that hangs on its way to this line is named
         self._closed.set()
         for thread in self._threads:

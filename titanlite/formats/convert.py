@@ -25,14 +25,17 @@ from torch import Tensor
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.files import make_folder
+from titanlite.config.mistakes import suggestion
 from titanlite.config.progress import progress_bar
-from titanlite.config.schema import ConfigError, printable, suggestion
+from titanlite.config.schema import ConfigError, printable
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer_json import JSON_FILES, RANK_FILE
 from titanlite.formats import gguf_file
 from titanlite.formats.check import compare_logits, compare_tensors
 from titanlite.formats.detect import open_full_state
 from titanlite.formats.export import Export
 from titanlite.formats.full_state import FullState, FullTensor
+from titanlite.formats.huggingface_tokenizer import files_of
 from titanlite.formats.load import mismatches, require_intact
 from titanlite.formats.output_path import lock_target, publish, remove, require_writable, temporary_path
 from titanlite.formats.targets import SHARDED, SUFFIXES, TARGETS, WITH_OTHERS, WITH_SCRATCH
@@ -63,6 +66,7 @@ def convert(
     *,
     dtype: str = "",
     step: int | None = None,
+    weights: str = "model",
     shard_size: int = 0,
     full: bool = False,
     model: str = "",
@@ -74,9 +78,9 @@ def convert(
 
     `to`: titanlite, dcp, safetensors, torch, llama, hf or gguf; empty: by the target's suffix. `dtype` of the weights:
     bf16, fp16, fp32 (for gguf also q8_0); empty: the source's. `step`: which of a run's checkpoints; None: the newest.
-    `shard_size`: bytes per file in formats with several; 0: 5 GB. `full`: also optimizer and training state. `model`:
-    a flavor or model.json, for sources without the model's shape. `force`: replace an existing target, convert NaN
-    and infinity.
+    `weights`: ema for the averaged weights of a run. `shard_size`: bytes per file in formats with several; 0: 5 GB.
+    `full`: also optimizer and training state. `model`: a flavor or model.json, for sources without the model's shape.
+    `force`: replace an existing target, convert NaN and infinity.
 
     Raises ConfigError for what cannot be done and CorruptCheckpoint for a damaged source, the target unchanged then.
     Raises Mismatch if the output differs from the source; the output stays, to be examined.
@@ -86,7 +90,7 @@ def convert(
     as_dtype, q8 = _dtype(dtype, to)
     if shard_size and (to not in SHARDED or (to == "safetensors" and target.suffix == ".safetensors")):
         raise ConfigError(f"--shard-size: {target.name} ({to}) is one file; allowed: {', '.join(SHARDED)}, in folders")
-    state = open_full_state(Path(source), step, model)
+    state = open_full_state(Path(source), step, model, weights)
     require_writable(state.path, target, force)
     export = Export(state, as_dtype, q8, full, shard_size)
     log(describe(state, full))
@@ -163,6 +167,8 @@ def _require_convertible(state: FullState, to: str, full: bool, force: bool) -> 
     """Raises ConfigError if the source cannot be written in that format, or is not finite."""
     if full and to not in WITH_OTHERS:
         raise ConfigError(f"--full: {to} holds a model only; allowed: {', '.join(WITH_OTHERS)}")
+    if full and state.about.averaged:
+        raise ConfigError("--full: training state belongs to the weights, not to their average; leave --weights out")
     if full and not state.others:
         raise ConfigError(f"--full: {state.path} holds a model only")
     if state.about.finite is False and not force:
@@ -177,10 +183,16 @@ def _require_convertible(state: FullState, to: str, full: bool, force: bool) -> 
             problems[8:] = [f"and {len(problems) - 8} more like these"]
         if problems:
             raise ConfigError(problems)
-    if to in ("hf", "gguf") and (ranks := state.about.tokenizer):
-        size, vocabulary = Tokenizer(state.path / "tokenizer.model", ranks).size, state.model.vocab_size
-        if size > vocabulary:
-            raise ConfigError(f"{state.path}: its tokenizer has {size} ids, and the model {vocabulary}")
+    if not (content := state.about.tokenizer):
+        return
+    if to == "llama" and RANK_FILE not in files_of(content):
+        logger.warning("%s: its tokenizer is a %s, which Meta's code does not read", state.path, JSON_FILES[0])
+    if to in ("hf", "gguf"):
+        tokenizer, vocabulary = Tokenizer(state.path, content), state.model.vocab_size
+        if tokenizer.size > vocabulary:
+            raise ConfigError(f"{state.path}: its tokenizer has {tokenizer.size} ids, and the model {vocabulary}")
+        if to == "gguf":
+            gguf_file.pre_tokenizer(tokenizer)
 
 
 def _require_finite(export: Export) -> None:
@@ -203,6 +215,7 @@ def describe(state: FullState, full: bool = False) -> str:
         f"step {about.step}" if about.step is not None else "",
         f"saved by {about.layout}" if about.layout else "",
         f"flavor {flavor}" if flavor else "",
+        "averaged weights" if about.averaged else "",
         f"{count} tensors, {state.nbytes(full) / 1e9:.3f} GB, {dtypes}",
         f"{about.model.num_parameters:,} parameters" if about.model else "the model's shape is not known",
         "with its tokenizer" if about.tokenizer else "no tokenizer",

@@ -19,29 +19,36 @@ from titanlite.checkpoint.manifest_reader import file_problems, read_file, read_
 from titanlite.checkpoint.read import find_step_folder
 from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.config.files import read_bounded
-from titanlite.config.schema import ConfigError, suggestion
-from titanlite.data.tokenizer import MAX_RANK_FILE
+from titanlite.config.mistakes import suggestion
+from titanlite.config.schema import ConfigError
+from titanlite.data.tokenizer_json import MAX_JSON_FILE
 from titanlite.formats import huggingface, meta, stock
 from titanlite.formats.full_state import ORIGIN, About, FullState, FullTensor, Record, same_numbers
+from titanlite.formats.huggingface_tokenizer import content_of, tokenizer_in
 from titanlite.formats.safetensors_files import INDEX, read_folder, read_header
 from titanlite.formats.torch_file import Tree, read_tree
 from titanlite.model.flavors import FLAVORS, LlamaConfig
+from titanlite.model.shape_file import from_json
 
 ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.")  # of the model's parameter names
 HUGGING_FACE = ("embed_tokens.", ".self_attn.", ".mlp.", "lm_head.")  # parts of their names that ours do not have
-TRAINING = ("optimizer.", "schedule.", "data.", "progress.", "random.")  # what else a titanlite run saves
+TRAINING = ("optimizer.", "schedule.", "data.", "progress.", "random.", "ema.", "noise_scale.")  # what else a run saves
+WEIGHTS = ("model", "ema")  # the two sets of weights that a run can save: its own, and their average
 READABLE = (
     "a run's or a step's folder, a stock DCP folder (.metadata), a Hugging Face folder (config.json), a folder with "
     "consolidated.00.pth and params.json, a .safetensors file or folder, or a file of torch.save"
 )
 
 
-def open_full_state(path: Path, step: int | None = None, model: str = "") -> FullState:
+def open_full_state(path: Path, step: int | None = None, model: str = "", weights: str = "model") -> FullState:
     """The checkpoint at `path`, of any format. `step` selects one of a run's checkpoints, None the newest.
 
-    `model`: a flavor or a model.json, for files without the model's shape. Raises CorruptCheckpoint if it is
-    incomplete, ConfigError if it is not a checkpoint, or of a format that is not read.
+    `model`: a flavor or a model.json, for files without the model's shape. `weights`: ema for the averaged weights of a
+    run. Raises CorruptCheckpoint if it is incomplete, ConfigError if it is not a checkpoint, of a format that is not
+    read, or without such weights.
     """
+    if weights not in WEIGHTS:
+        raise ConfigError(f"--weights {weights}{suggestion(weights, list(WEIGHTS))}; allowed: {', '.join(WEIGHTS)}")
     try:
         state = _open(path, step)
     except OSError as error:
@@ -50,6 +57,8 @@ def open_full_state(path: Path, step: int | None = None, model: str = "") -> Ful
         raise ConfigError(f"{path}: holds a tensor named {names[0][:100]!r}; expected printable names")
     if step is not None and state.about.format != "titanlite":
         raise ConfigError(f"--step {step}: {path} is not a run; leave --step out")
+    if weights == "ema":
+        state = _averaged(state)
     if model:
         state.about.model = read_model(model, state)
     output, embedding = (state.tensors.get(name) for name in ("output.weight", "tok_embeddings.weight"))
@@ -59,13 +68,25 @@ def open_full_state(path: Path, step: int | None = None, model: str = "") -> Ful
     return state
 
 
+def _averaged(state: FullState) -> FullState:
+    """The same checkpoint with the averaged weights as its tensors. Raises ConfigError if it has none."""
+    if state.about.format != "titanlite":
+        raise ConfigError(f"--weights ema: {state.path} is not a run; leave --weights out")
+    averages = {name.removeprefix("ema."): tensor for name, tensor in state.others.items() if name.startswith("ema.")}
+    tensors = {name: averages[name] for name in state.tensors if name in averages}  # without the count of steps
+    if not tensors:
+        raise ConfigError(f"--weights ema: {state.path} has no averaged weights; its run had ema.decay = 0")
+    about = dataclasses.replace(state.about, averaged=True)
+    return FullState(state.path, about, tensors)
+
+
 def read_model(model: str, state: FullState) -> LlamaConfig:
     """The shape of a flavor, with the vocabulary of the saved embedding, or of a model.json. Raises ConfigError."""
     if model in FLAVORS:
         rows = state.tensors["tok_embeddings.weight"].shape[0] if "tok_embeddings.weight" in state.tensors else 0
         return dataclasses.replace(FLAVORS[model], vocab_size=rows or FLAVORS[model].vocab_size)
     try:
-        return LlamaConfig.from_json(read_bounded(Path(model)).decode())
+        return from_json(read_bounded(Path(model)).decode())
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"--model {model}: neither a model.json ({error}) nor a flavor{suggestion(model, list(FLAVORS))}; "
@@ -138,7 +159,7 @@ def _open_step(path: Path, step: int | None) -> FullState:
     about = About(
         "titanlite",
         _model_of(folder / "model.json", small.get("model.json")),
-        small.get("tokenizer.model"),
+        content_of(small),
         manifest.step,
         length if type(length) is int else 0,
         layout or "one process",
@@ -154,7 +175,7 @@ def _model_of(path: Path, content: bytes | None) -> LlamaConfig | None:
     if content is None:
         return None
     try:
-        return LlamaConfig.from_json(content.decode())
+        return from_json(content.decode())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: {error}") from None
 
@@ -188,8 +209,8 @@ def _of_tree(path: Path, tree: Tree, records: list[Record]) -> FullState:
     _add_origin(about, json.dumps({name: tree.get(name) for name in ("step", "seq_len")}, default=str))
     tokenizer = tree.get("tokenizer")
     if isinstance(tokenizer, FullTensor) and (tokenizer.dtype, len(tokenizer.shape)) == (torch.uint8, 1):
-        if tokenizer.nbytes > MAX_RANK_FILE:
-            raise ConfigError(f"{path}: its tokenizer has {tokenizer.nbytes} bytes; at most {MAX_RANK_FILE} are read")
+        if tokenizer.nbytes > MAX_JSON_FILE:
+            raise ConfigError(f"{path}: its tokenizer has {tokenizer.nbytes} bytes; at most {MAX_JSON_FILE} are read")
         about.tokenizer = tokenizer.read().numpy().tobytes()
     state = _named(path, {name: value for name, value in flat.items() if isinstance(value, FullTensor)}, about)
     state.records = records
@@ -204,12 +225,11 @@ def _of_tree(path: Path, tree: Tree, records: list[Record]) -> FullState:
 
 
 def _beside(folder: Path, form: str) -> About:
-    """The contents of model.json, tokenizer.model and titanlite.json in a folder, if they exist."""
+    """The model's shape, the tokenizer, step and sequence length from the small files in a folder, if they exist."""
     content = {
-        name: read_bounded(folder / name) if (folder / name).is_file() else None
-        for name in ("model.json", "tokenizer.model", ORIGIN)
+        name: read_bounded(folder / name) if (folder / name).is_file() else None for name in ("model.json", ORIGIN)
     }
-    about = About(form, _model_of(folder / "model.json", content["model.json"]), content["tokenizer.model"])
+    about = About(form, _model_of(folder / "model.json", content["model.json"]), tokenizer_in(folder))
     _add_origin(about, (content[ORIGIN] or b"{}").decode("utf-8", "replace"))
     return about
 

@@ -152,7 +152,7 @@ class About:
 
     format: str
     model: LlamaConfig | None = None
-    tokenizer: bytes | None = None  # a tiktoken rank file
+    tokenizer: bytes | None = None  # `Tokenizer.content`
     step: int | None = None
     seq_len: int = 0
     layout: str = ""
@@ -160,6 +160,7 @@ class About:
     config: dict[str, dict[str, Any]] = field(default_factory=dict)  # the resolved configuration
     data: str = ""  # fingerprint of the prepared data
     files: dict[str, bytes] = field(default_factory=dict)  # small files of a step folder
+    averaged: bool = False  # whether the weights are the average of those of the run
 
 
 class Record(NamedTuple):

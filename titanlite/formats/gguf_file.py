@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from titanlite.config.schema import ConfigError
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.token_text import to_text
+from titanlite.data.tokenizer import PATTERN, Tokenizer
+from titanlite.data.tokenizer_json import GPT2_PATTERN
 from titanlite.formats.export import Export
 from titanlite.formats.full_state import About, FullState, FullTensor, Part
-from titanlite.formats.huggingface_tokenizer import merges_of, parse_ranks, to_text
+from titanlite.formats.huggingface_tokenizer import merge_list
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.model.llama import rope_frequencies
 
@@ -30,6 +32,12 @@ KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES = {name: dtype for dtype, name in KINDS.items()}
 BLOCK_Q8_0 = 32  # numbers with one scale
 FREQUENCIES = "rope_freqs.weight"
+# pattern -> llama.cpp's name for it, and whether llama.cpp keeps a word that is a token whole
+PRE_TOKENIZERS = {
+    PATTERN: ("llama-bpe", True),
+    PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"): ("qwen2", False),
+    GPT2_PATTERN: ("gpt-2", False),
+}
 
 
 def package() -> Any:
@@ -85,6 +93,21 @@ def _encoded(rows: Tensor, kind: str) -> np.ndarray:
 def _dequantized(data: np.ndarray) -> np.ndarray:
     gguf = package()
     return gguf.quants.dequantize(data, gguf.GGMLQuantizationType.Q8_0)
+
+
+def pre_tokenizer(tokenizer: Tokenizer) -> str:
+    """llama.cpp's name for the pattern. Raises ConfigError if it has none, or encodes otherwise under that name."""
+    name, keeps_words = PRE_TOKENIZERS.get(tokenizer.pattern, ("", False))
+    if not name:
+        raise ConfigError(
+            f"{tokenizer.path}: --to gguf: its pattern has no name there; allowed: those of GPT-2, Llama 3 and Qwen"
+        )
+    if tokenizer.unmade and keeps_words != (len(tokenizer.ranks) == len(tokenizer.tokens)):
+        raise ConfigError(
+            f"{tokenizer.path}: --to gguf: llama.cpp has ignore_merges = {keeps_words} for pattern {name}, and here "
+            f"{tokenizer.unmade} tokens encode otherwise then"
+        )
+    return name
 
 
 def write(path: Path, export: Export, length: int) -> None:
@@ -148,18 +171,20 @@ def _write_metadata(writer: Any, export: Export, length: int) -> None:
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
-    if not (ranks := state.about.tokenizer):
+    if not state.about.tokenizer:
         writer.add_tokenizer_model("none")
         return
-    tokenizer, tokens = Tokenizer(state.path, ranks), parse_ranks(ranks)
-    texts = [to_text(token) for token in tokens] + list(tokenizer.special)
-    kinds = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.CONTROL] * len(tokenizer.special)
-    unused = config.vocab_size - len(texts)
+    tokenizer = Tokenizer(state.path, state.about.tokenizer)
+    texts, kinds = [f"[PAD{i}]" for i in range(config.vocab_size)], [gguf.TokenType.UNUSED] * config.vocab_size
+    for token, i in tokenizer.tokens.items():
+        texts[i], kinds[i] = to_text(token), gguf.TokenType.NORMAL
+    for name, i in tokenizer.special.items():
+        texts[i], kinds[i] = name, gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list(texts + [f"[PAD{i}]" for i in range(unused)])
-    writer.add_token_types(kinds + [gguf.TokenType.UNUSED] * unused)
-    writer.add_token_merges([f"{to_text(a)} {to_text(b)}" for a, b in merges_of(tokens)])
+    writer.add_tokenizer_pre(pre_tokenizer(tokenizer))
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merge_list(tokenizer))
     writer.add_bos_token_id(tokenizer.bos)
     writer.add_eos_token_id(tokenizer.eos)
     writer.add_add_bos_token(True)

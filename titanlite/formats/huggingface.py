@@ -21,6 +21,7 @@ from titanlite.formats.full_state import About, FullState, FullTensor
 from titanlite.formats.huggingface_tokenizer import read_tokenizer
 from titanlite.formats.safetensors_files import read_folder
 from titanlite.model.flavors import LlamaConfig, RopeScaling
+from titanlite.model.shape_file import checked
 
 LAYER = {  # ours -> theirs
     "attention_norm": "input_layernorm",
@@ -125,7 +126,7 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
         rope_scaling=scaling,
         norm_eps=fields.get("rms_norm_eps", 1e-6),
     )
-    return config.checked()
+    return checked(config)
 
 
 def open_folder(folder: Path) -> FullState:

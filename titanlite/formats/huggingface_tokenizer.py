@@ -1,71 +1,92 @@
-"""tokenizer.json <-> tiktoken's rank file: the same byte-pair encoding in two formats.
+"""A tokenizer in the files of other software: tokenizer.json, and the lists of tokens and merges of a GGUF file.
 
-What it is: tiktoken stores tokens as bytes in the order they were learned, and merges the pair whose result has the
-lowest rank. Hugging Face's `tokenizers` stores tokens as text (a printable character per byte) and an ordered list of
-merges. Both encode alike if that list has every pair of tokens that makes a token. `ignore_merges` keeps a word that is
-a token whole, as tiktoken does.
+What it is: a tokenizer that was read from a tokenizer.json is written as it was; for one of a rank file, the list of
+merges is every pair of tokens that makes a token, by the rank of what it makes. `ignore_merges` keeps a word that is a
+token whole, as tiktoken does.
 What it costs: the merges are found by splitting every token at every byte: a second for 128,000 tokens.
 Reference: https://huggingface.co/docs/tokenizers
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.files import read_bounded
-from titanlite.data.bpe import PATTERN
-from titanlite.data.tokenizer import MAX_TOKEN, Tokenizer
+from titanlite.config.schema import ConfigError
+from titanlite.data.bpe import rank_file
+from titanlite.data.token_text import merges_of, to_text
+from titanlite.data.tokenizer import PATTERN, Tokenizer
+from titanlite.data.tokenizer_json import JSON_FILES, MAX_JSON_FILE, RANK_FILE
 
+IDENTITY = ("tokens", "ranks", "special", "bos", "eos", "pattern", "nfc", "ids")
 logger = logging.getLogger("titanlite")
-MAX_BYTES = 1 << 25  # of a tokenizer.json; Llama 3.3's has 17 MB
 
 
-def _byte_characters() -> dict[int, str]:
-    """A printable character for each byte: itself where it is one, else one of those from U+0100 on (GPT-2's map)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = (byte for byte in range(256) if byte not in printable)
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+def files_of(content: bytes) -> dict[str, bytes]:
+    """The files, by name, with which a folder has a tokenizer: `Tokenizer.files`, without reading them."""
+    main, _, config = content.partition(b"\0")
+    return {JSON_FILES[0]: main, JSON_FILES[1]: config or b"{}"} if main.lstrip()[:1] == b"{" else {RANK_FILE: content}
 
 
-CHARACTERS = _byte_characters()
-BYTES = {character: byte for byte, character in CHARACTERS.items()}
+def content_of(files: Mapping[str, bytes | None]) -> bytes | None:
+    """`Tokenizer.content` of the files of a folder, the inverse of `files_of`; None if they have none."""
+    main, config = (files.get(name) for name in JSON_FILES)
+    return files.get(RANK_FILE) if main is None else main + b"\0" + (config or b"{}")
 
 
-def parse_ranks(content: bytes) -> list[bytes]:
-    """The tokens of a rank file in order."""
-    return [base64.b64decode(line.split()[0]) for line in content.splitlines()]
+def tokenizer_in(folder: Path) -> bytes | None:
+    """`Tokenizer.content` of a folder with such files; None if it has none. Raises OSError."""
+    names = [name for name in (RANK_FILE, *JSON_FILES) if (folder / name).is_file()]
+    return content_of({name: read_bounded(folder / name, MAX_JSON_FILE) for name in names})
 
 
-def merges_of(tokens: list[bytes]) -> list[tuple[bytes, bytes]]:
-    """Every pair of tokens that makes a token, by the rank of what it makes: tiktoken merges any of them."""
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    merges = []
-    for token in tokens:
-        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
-        pairs = [pair for pair in cuts if pair[0] in ranks and pair[1] in ranks]
-        merges += sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-    return merges
+def to_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, bytes]:
+    """tokenizer.json and tokenizer_config.json that encode as `tokenizer`."""
+    main, config = _parsed(tokenizer) or (_main(tokenizer), _names(tokenizer))
+    config |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": seq_len,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    values = zip(JSON_FILES, (main, config), strict=True)
+    return {name: (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode() for name, value in values}
 
 
-def to_text(token: bytes) -> str:
-    """A token as `tokenizers` and llama.cpp write it: a printable character for each byte."""
-    return "".join(CHARACTERS[byte] for byte in token)
+def merge_list(tokenizer: Tokenizer) -> list[str]:
+    """Its merges in order, as `first second`."""
+    main, _ = _parsed(tokenizer) or (None, None)
+    if main is None:
+        return [f"{to_text(a)} {to_text(b)}" for a, b in merges_of(tokenizer.tokens)]
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in main["model"]["merges"]]
 
 
-def to_files(tokenizer: Tokenizer, content: bytes, seq_len: int) -> dict[str, bytes]:
-    """tokenizer.json and tokenizer_config.json that encode as `tokenizer`, whose rank file `content` is."""
-    tokens = parse_ranks(content)
-    special, bos, eos = tokenizer.special, "<|begin_of_text|>", "<|end_of_text|>"
+def _parsed(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The objects of its tokenizer.json and tokenizer_config.json; None if it was read from a rank file."""
+    if RANK_FILE in tokenizer.files:
+        return None
+    main, config = (json.loads(tokenizer.files[name]) for name in JSON_FILES)
+    return main, config
+
+
+def _names(tokenizer: Tokenizer) -> dict[str, Any]:
+    names = {i: name for name, i in tokenizer.special.items()}
+    return {"bos_token": names[tokenizer.bos], "eos_token": names[tokenizer.eos]}
+
+
+def _main(tokenizer: Tokenizer) -> dict[str, Any]:
+    """tokenizer.json of a rank file."""
+    special, tokens, bos = tokenizer.special, tokenizer.tokens, _names(tokenizer)["bos_token"]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     begin = {"SpecialToken": {"id": bos, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
     split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    main: dict[str, Any] = {
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -88,51 +109,23 @@ def to_files(tokenizer: Tokenizer, content: bytes, seq_len: int) -> dict[str, by
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,
-            "vocab": {to_text(token): i for i, token in enumerate(tokens)},
+            "vocab": {to_text(token): i for token, i in tokens.items()},
             "merges": [[to_text(a), to_text(b)] for a, b in merges_of(tokens)],
         },
     }
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": eos,
-        "model_max_length": seq_len,
-        "clean_up_tokenization_spaces": False,
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    dump = {"tokenizer.json": main, "tokenizer_config.json": config}
-    return {name: (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode() for name, value in dump.items()}
 
 
 def read_tokenizer(folder: Path) -> bytes | None:
-    """The rank file of a folder's tokenizer.json; None, with a warning, if it does not encode as Llama 3's does."""
-    path = folder / "tokenizer.json"
+    """The tokenizer of a folder's tokenizer.json; None, with a warning, if titanlite cannot encode as it does."""
+    if not (folder / JSON_FILES[0]).exists():
+        return None
     try:
-        main = json.loads(read_bounded(path, MAX_BYTES))
-        model = main["model"]
-        order = sorted(model["vocab"].items(), key=lambda item: item[1])
-        tokens = [bytes(BYTES[c] for c in text) for text, _ in order]
-        if any(len(text) > MAX_TOKEN for text, _ in order):
-            raise ValueError(f"a token of more than {MAX_TOKEN} bytes")
-        if [i for _, i in order] != list(range(len(order))) or len({*tokens}) < len(tokens):
-            raise ValueError("its ids are not 0, 1, 2, ... of different tokens")
-        pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
-        if pairs != [(to_text(a), to_text(b)) for a, b in merges_of(tokens)]:
-            raise ValueError("its merges do not follow the order of its tokens")
-        ranks = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens))
-        tokenizer = Tokenizer(path, ranks)
-        ours = json.loads(to_files(tokenizer, ranks, 0)["tokenizer.json"])
-        same = {key: main[key] == ours[key] for key in ("normalizer", "pre_tokenizer")}
-        same |= {key: model.get(key) == ours["model"][key] for key in ours["model"] if key not in ("vocab", "merges")}
-        if other := [key for key, equal in same.items() if not equal]:
-            raise ValueError(f"its {', '.join(other)} differs from Llama 3's")
-        added = {token["id"]: token["content"] for token in main["added_tokens"]}
-        names = {i: name for name, i in tokenizer.special.items()}
-        if any(added.get(i) != names[i] for i in (tokenizer.bos, tokenizer.eos)) or min(added) < len(tokens):
-            raise ValueError("its special tokens do not begin with <|begin_of_text|> and <|end_of_text|>")
-        return ranks
-    except FileNotFoundError:
+        found = Tokenizer(folder)
+        tokens = sorted(found.tokens, key=found.tokens.__getitem__)
+        ours = Tokenizer(folder, rank_file(tokens))
+    except ConfigError as error:
+        logger.warning("its tokenizer is not used: %s", error)
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        logger.warning("%s: not used (%s: %s)", path, type(error).__name__, str(error)[:200])
-        return None
+    # Written by `to_files`, or the same: what checkpoints have is the rank file.
+    same = all(getattr(found, name) == getattr(ours, name) for name in IDENTITY)
+    return ours.content if same else found.content

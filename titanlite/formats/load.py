@@ -24,11 +24,14 @@ from titanlite.checkpoint.plan import Part, local_parts
 from titanlite.checkpoint.read import find_step_folder, read_step, verify_files, verify_together
 from titanlite.checkpoint.state import ModelState
 from titanlite.checkpoint.storage import list_steps, step_folder
-from titanlite.config.schema import CheckpointConfig, ConfigError, suggestion
+from titanlite.config.mistakes import suggestion
+from titanlite.config.schema import CheckpointConfig, ConfigError
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.distributed.agreement import broadcast_from_rank0, on_all_ranks
+from titanlite.data.tokenizer_json import JSON_FILES, RANK_FILE
+from titanlite.distributed.agreement import PATIENT, broadcast_from_rank0, on_all_ranks
 from titanlite.formats.detect import is_step_folder, open_full_state
 from titanlite.formats.full_state import BLOCK, FullState, FullTensor, Record
+from titanlite.formats.huggingface_tokenizer import content_of
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 
@@ -59,7 +62,8 @@ def require_intact(
             raise CorruptCheckpoint(problems[:6])
     if full.about.format == "titanlite":
         manifest = read_manifest(full.path)
-        names = [name for name in manifest.files if everything or name.startswith("model")]
+        held = {part.file.name for tensor in full.tensors.values() for part in tensor.parts} | {"model.json"}
+        names = [name for name in manifest.files if everything or name in held]
         if problems := verify_files(full.path, manifest, names, progress):
             raise CorruptCheckpoint([*problems, _other_steps(full.path)])
 
@@ -75,72 +79,73 @@ def _within(record: Record, places: list[tuple[str, int]]) -> bool:
     return first < len(places) and places[first] < (str(record.file), record.begin + record.length)
 
 
-def open_verified(path: Path, step: int | None = None, model: str = "") -> FullState:
+def open_verified(path: Path, step: int | None = None, model: str = "", weights: str = "model") -> FullState:
     """A checkpoint of any format, its weights verified. Raises ConfigError or CorruptCheckpoint."""
-    full = open_full_state(path, step, model)
+    full = open_full_state(path, step, model, weights)
     require_intact(full)
     return full
 
 
 def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
-    """The checkpoint's tokenizer, or the rank file at `path`. Raises ConfigError if there is neither."""
+    """The checkpoint's tokenizer, or that at `path`. Raises ConfigError if there is neither."""
     if path:
         return Tokenizer(path)
     if full.about.tokenizer is None:
-        raise ConfigError(f"{full.path}: has no tokenizer that titanlite reads; name a rank file with --tokenizer")
-    return Tokenizer(full.path / "tokenizer.model", full.about.tokenizer)
+        raise ConfigError(
+            f"{full.path}: has no tokenizer that titanlite reads; name a tokenizer's file with --tokenizer"
+        )
+    return Tokenizer(full.path, full.about.tokenizer)
 
 
-def load_weights(
-    config: CheckpointConfig, model: ModelState, llama: LlamaConfig, tokenizer: Tokenizer, group: Any
-) -> None:
+def load_weights(config: CheckpointConfig, model: ModelState, llama: LlamaConfig, tokenizer: Tokenizer) -> None:
     """Replaces a new run's weights with those that `checkpoint.initial_load` names; all processes call it together.
 
     Raises ConfigError if they are damaged, not finite or not of the model's shape.
     """
     weights = model.state_dict()
-    path, content = Path(config.initial_load), tokenizer.path.read_bytes()
-    origin = read_weights(path, weights, llama, content, group)
+    origin = read_weights(Path(config.initial_load), weights, llama, tokenizer.content)
     logger.info("loading weights from %s", origin)
     model.load_state_dict(weights)
 
 
-def read_weights(
-    path: Path,
-    state: dict[str, Any],
-    model: LlamaConfig,
-    tokenizer: bytes,
-    group: Any = None,
-) -> Path:
+def read_weights(path: Path, state: dict[str, Any], model: LlamaConfig, tokenizer: bytes) -> Path:
     """Fills `state` (parameter name -> tensor or DTensor) from a checkpoint of any format, of a run from its newest.
 
-    All processes of `group` call it together, in any layout, and each reads its own rows; returns the path. Raises
-    ConfigError if the checkpoint is damaged, not finite or not of `model`'s shape.
+    All processes call it together, in any layout, and each reads its own rows; returns the path. Raises ConfigError if
+    the checkpoint is damaged, not finite or not of `model`'s shape.
     """
     if not broadcast_from_rank0(lambda: is_step_folder(path)):
-        full = on_all_ranks(lambda: open_full_state(path))
+        full = on_all_ranks(lambda: open_full_state(path), PATIENT)
         # Divided among the ranks of a node, because each node may have another copy.
         share = slice(int(os.environ.get("LOCAL_RANK", 0)), None, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        on_all_ranks(lambda: require_intact(full, share=share))
+        on_all_ranks(lambda: require_intact(full, share=share), PATIENT)
         _compare_tokenizers(path, full.about.tokenizer, tokenizer)
-        on_all_ranks(lambda: _fill(full, state, model))
+        on_all_ranks(lambda: _fill(full, state, model), PATIENT)
         return path
     # Rank 0 chooses for all: the run it belongs to may be saving another one now.
     folder = Path(broadcast_from_rank0(lambda: str(find_step_folder(path))))
     try:
-        manifest = verify_together(folder, "model", group)
+        manifest = verify_together(folder, "model")
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint([*error.problems, _other_steps(folder)]) from None
     if not manifest.finite:
         raise ConfigError(f"{folder}: holds NaN or infinity; choose another step")
-    if "tokenizer.model" in manifest.files:
-        _compare_tokenizers(folder, on_all_ranks(lambda: read_file(folder, manifest, "tokenizer.model")), tokenizer)
-    read_step(folder, manifest, {"model": state}, group)
+    names = [name for name in (RANK_FILE, *JSON_FILES) if name in manifest.files]
+    saved = content_of(on_all_ranks(lambda: {name: read_file(folder, manifest, name) for name in names}))
+    _compare_tokenizers(folder, saved, tokenizer)
+    read_step(folder, manifest, {"model": state})
     return folder
 
 
 def _compare_tokenizers(path: Path, saved: bytes | None, tokenizer: bytes) -> None:
-    if saved not in (None, tokenizer):
+    if saved is None or saved == tokenizer:
+        return
+    try:  # the same encoding can be in several files, with other special tokens
+        a, b = (Tokenizer(path, content) for content in (saved, tokenizer))
+        same = (a.tokens, a.ranks, a.pattern, a.nfc) == (b.tokens, b.ranks, b.pattern, b.nfc)
+    except ConfigError:
+        same = False
+    if not same:
         logger.warning("%s: was trained with another tokenizer; its embeddings belong to other tokens", path)
 
 
@@ -186,7 +191,7 @@ def fill(full: FullState, state: dict[str, Any]) -> None:
     if problems := mismatches(full, {name: tuple(tensor.shape) for name, tensor in state.items()}):
         raise ConfigError(problems)
     converted = {f"{full.tensors[name].dtype} -> {tensor.dtype}" for name, tensor in state.items()}
-    logger.info("%s: %d tensors, %s", full.path, len(state), ", ".join(sorted(converted)))
+    logger.debug("%s: %d tensors, %s", full.path, len(state), ", ".join(sorted(converted)))
     for part, _ in local_parts({"model": state}):
         _read_rows(full.tensors[part.name.removeprefix("model.")], part)
 

@@ -18,10 +18,11 @@ from typing import Any
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.files import read_bounded
 from titanlite.config.schema import ConfigError
-from titanlite.data.tokenizer import MAX_RANK_FILE
 from titanlite.formats.full_state import About, FullState, FullTensor, Part, same_numbers
+from titanlite.formats.huggingface_tokenizer import tokenizer_in
 from titanlite.formats.torch_file import read_tree
 from titanlite.model.flavors import LlamaConfig, RopeScaling
+from titanlite.model.shape_file import checked
 
 BY_COLUMNS = ("attention.wo.weight", "feed_forward.w2.weight")
 SMALL_DIMS = (2048, 3072)  # of Llama 3.2, whose RoPE scaling factor is 32 and not 8; params.json does not hold it
@@ -77,7 +78,7 @@ def from_params(fields: dict[str, Any], vocab_size: int, tied: bool) -> LlamaCon
         rope_scaling=scaling,
         norm_eps=fields.get("norm_eps", 1e-5),
     )
-    return config.checked()
+    return checked(config)
 
 
 def _joined(name: str, pieces: list[FullTensor], dim: int) -> FullTensor:
@@ -127,8 +128,6 @@ def open_folder(folder: Path) -> FullState:
         if isinstance(error, ConfigError):
             raise
         raise CorruptCheckpoint(f"{path}: not the parameters of a Llama ({type(error).__name__}: {error})") from None
-    tokenizer = folder / "tokenizer.model"
-    content = read_bounded(tokenizer, MAX_RANK_FILE) if tokenizer.is_file() else None
-    state = FullState(folder, About("llama", config, content, layout=f"{len(files)} files"), tensors)
+    state = FullState(folder, About("llama", config, tokenizer_in(folder), layout=f"{len(files)} files"), tensors)
     state.records = [record for of_file in records for record in of_file]
     return state

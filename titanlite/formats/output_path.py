@@ -27,7 +27,7 @@ logger = logging.getLogger("titanlite")
 AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2  # of linux/fcntl.h and linux/fs.h
 REPLACEABLE = re.compile(  # names of files that a conversion, or a run's checkpoint, consists of
     r"(model|training)-?.*\.safetensors|model\.safetensors\.index\.json|.*\.distcp|\.metadata|consolidated\.\d+\.pth"
-    r"|(manifest|config|generation_config|params|model|data|titanlite|tokenizer|tokenizer_config)\.json"
+    r"|(manifest|config|generation_config|params|model|data|excluded|titanlite|tokenizer|tokenizer_config)\.json"
     r"|special_tokens_map\.json|config\.toml|tokenizer\.model"
 )
 

@@ -34,7 +34,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.formats import gguf_file, huggingface, meta
 from titanlite.formats.export import Export, Outgoing
 from titanlite.formats.full_state import ORIGIN, FullState
-from titanlite.formats.huggingface_tokenizer import to_files
+from titanlite.formats.huggingface_tokenizer import files_of, to_files
 from titanlite.formats.output_path import temporary_path, write_small_files
 from titanlite.formats.safetensors_files import write_file
 from titanlite.formats.safetensors_files import write_folder as write_shards
@@ -56,7 +56,11 @@ def _length(state: FullState) -> int:
 
 def _shape_and_tokenizer(state: FullState) -> dict[str, bytes]:
     files = {"model.json": state.about.model.to_json().encode()} if state.about.model else {}
-    return files | ({"tokenizer.model": state.about.tokenizer} if state.about.tokenizer else {})
+    return files | _tokenizer(state)
+
+
+def _tokenizer(state: FullState) -> dict[str, bytes]:
+    return files_of(state.about.tokenizer) if state.about.tokenizer else {}
 
 
 def _json(value: dict[str, Any]) -> bytes:
@@ -176,7 +180,7 @@ def to_llama(path: Path, export: Export) -> None:
     with _mapped(path / "scratch", outgoing) as tensors:
         _torch_save(path / "consolidated.00.pth", tensors)
     files = {"params.json": _json(meta.to_params(state.model))}
-    write_small_files(path, files | ({"tokenizer.model": state.about.tokenizer} if state.about.tokenizer else {}))
+    write_small_files(path, files | _tokenizer(state))
 
 
 def to_huggingface(path: Path, export: Export) -> None:
@@ -189,10 +193,10 @@ def to_huggingface(path: Path, export: Export) -> None:
     write_shards(path, tensors, export.shard_size)
     bos = eos = None
     files: dict[str, bytes] = {}
-    if ranks := state.about.tokenizer:
-        tokenizer = Tokenizer(state.path, ranks)
+    if state.about.tokenizer:
+        tokenizer = Tokenizer(state.path, state.about.tokenizer)
         bos, eos = tokenizer.bos, tokenizer.eos
-        files = to_files(tokenizer, ranks, length)
+        files = to_files(tokenizer, length)
     dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
     files["config.json"] = _json(huggingface.to_config(state.model, length, dtype, bos, eos))
     files["generation_config.json"] = _json({"bos_token_id": bos, "eos_token_id": eos, "do_sample": False})

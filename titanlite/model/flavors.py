@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from titanlite.config.schema import ConfigError, ModelConfig
 
@@ -70,39 +69,8 @@ class LlamaConfig:
         return embeddings + self.num_layers * block + self.dim
 
     def to_json(self) -> str:
+        """The text of a model.json, which `shape_file.py` reads."""
         return json.dumps(asdict(self), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> LlamaConfig:
-        """Reads what `to_json` wrote. Raises ValueError, TypeError or KeyError for anything else."""
-        fields = json.loads(text)
-        scaling = fields.pop("rope_scaling")
-        config = cls(**fields, rope_scaling=RopeScaling(**scaling) if scaling else None)
-        return config.checked()
-
-    def checked(self) -> LlamaConfig:
-        """This config, whose values may come from any file. Raises ValueError if a model cannot have them."""
-        names = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
-        limits: dict[str, float] = {**dict.fromkeys(names, 1 << 24), "num_layers": 1 << 14}
-        values: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if scaling := self.rope_scaling:
-            values["original_context"], limits["original_context"] = scaling.original_context, 1 << 31
-        for name, value in values.items():
-            if type(value) is not int or not 0 < value < limits[name]:
-                raise ValueError(f"{name} = {value!r:.40}: expected an integer above 0 and below {limits[name]}")
-        reals: dict[str, Any] = {"rope_theta": self.rope_theta, "norm_eps": self.norm_eps}
-        if scaling:
-            reals |= {name: getattr(scaling, name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
-        for name, value in reals.items():
-            if type(value) not in (int, float) or not 0 < value < (1 if name == "norm_eps" else 1e12):
-                raise ValueError(
-                    f"{name} = {value!r:.40}: expected a number above 0 and below 1e12 (norm_eps: below 1)"
-                )
-        if scaling and scaling.low_freq_factor >= scaling.high_freq_factor:
-            raise ValueError(f"low_freq_factor = {scaling.low_freq_factor}: expected one below high_freq_factor")
-        if self.dim % self.num_heads or self.head_dim % 2 or self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.dim} over {self.num_heads} heads, {self.num_kv_heads} for keys and values")
-        return replace(self, rope_theta=float(self.rope_theta), tied_embeddings=bool(self.tied_embeddings))
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:

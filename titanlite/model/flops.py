@@ -1,8 +1,8 @@
 """FLOPs of a training step, and the peak of known devices: the two parts of MFU (model FLOPs utilisation).
 
 What it is: FLOPs per token by the formula of PaLM (arXiv 2204.02311, appendix B), and the dense bf16 peak of
-known devices. As in published tables, attention is counted without the saving of the causal mask, and recomputation is
-not counted. For a device that is not in the table MFU is not reported.
+known devices. As in published tables, attention is counted without the saving of the causal mask or of documents,
+and recomputation is not counted. For a device that is not in the table MFU is not reported.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ import math
 import re
 import zlib
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.model.attention import attention
+from titanlite.model.attention import attention, document_mask
 from titanlite.model.flavors import LlamaConfig
 
 
@@ -49,18 +49,19 @@ def rope_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.devi
 
 
 def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
-    """cos and sin of every angle at these positions (S,), fp32: (S, Dh / 2, 2)."""
-    angle = torch.outer(positions.float(), rope_frequencies(config, torch.float32, positions.device))
+    """cos and sin of every angle at these positions, fp32: (S,) -> (S, Dh / 2, 2), or (B, S) -> (B, S, Dh / 2, 2)."""
+    angle = positions.float()[..., None] * rope_frequencies(config, torch.float32, positions.device)
     return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
 
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotates neighbouring pairs of each head, in fp32. x: (B, S, heads, Dh), rope: (S or more, Dh / 2, 2).
+    """Rotates neighbouring pairs of each head, in fp32. x: (B, S, heads, Dh), rope: ([B,] S or more, Dh / 2, 2).
 
     In eager mode a pair is a complex number, multiplied by cos + i sin in one kernel; real arithmetic takes several. In
     a compiled graph it is real arithmetic, which the compiler fuses; it cannot fuse complex arithmetic.
     """
-    pairs, rope = x.float().unflatten(-1, (-1, 2)), rope[: x.shape[1], None]  # (B, S, heads, Dh / 2, 2), (S, 1, ...)
+    pairs = x.float().unflatten(-1, (-1, 2))  # (B, S, heads, Dh / 2, 2)
+    rope = rope[..., : x.shape[1], None, :, :]  # ([B,] S, 1, Dh / 2, 2)
     if torch.compiler.is_compiling():
         (a, b), (cos, sin) = pairs.unbind(-1), rope.unbind(-1)
         turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
@@ -84,10 +85,13 @@ def truncated_normal(weight: Tensor, std: float, cut: float, generator: torch.Ge
 class CausalAttention(nn.Module):
     """Each query attends to the keys up to its position. A module, so that `parallel/` can replace it."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (B, H, S, Dh), k and v (B, K, S, Dh) -> (B, H, S, Dh). A single query attends to all keys."""
-        causal = q.shape[2] > 1
-        return attention(q, k, v, causal=causal)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+        """q (B, H, S, Dh), k and v (B, K, S, Dh) -> (B, H, S, Dh). A single query attends to all keys.
+
+        `mask`: from `document_mask`, if each query attends only to the keys of its document.
+        """
+        causal = mask is None and q.shape[2] > 1
+        return attention(q, k, v, mask, causal)
 
 
 class Attention(nn.Module):
@@ -103,14 +107,14 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
         self.attend = CausalAttention()
 
-    def forward(self, x: Tensor, rope: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask: Any = None, cache: LayerCache | None = None) -> Tensor:
         # The number of heads is taken from the tensor, so the same code works on the heads of one tp rank.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, S, H or K, Dh)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, S, Dh)
         if cache is not None:
             k, v = cache.append(k, v)  # S grows to all positions so far
-        return self.wo(self.attend(q, k, v).transpose(1, 2).flatten(2))  # (B, S, D)
+        return self.wo(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))  # (B, S, D)
 
 
 class FeedForward(nn.Module):
@@ -136,8 +140,8 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, rope: Tensor, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, cache)
+    def forward(self, x: Tensor, rope: Tensor, mask: Any = None, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, mask, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -167,6 +171,7 @@ class Llama(nn.Module):
     """
 
     rope: Tensor
+    document_mask: Callable[[Tensor], Any] = staticmethod(document_mask)  # replaced by `parallel/`
 
     def __init__(self, config: LlamaConfig, seq_len: int) -> None:
         super().__init__()
@@ -182,12 +187,24 @@ class Llama(nn.Module):
         # Always computed, never saved: a table in a checkpoint would fix the sequence length.
         self.register_buffer("rope", rope_table(config, torch.arange(seq_len)), persistent=False)
 
-    def forward(self, tokens: Tensor, caches: list[LayerCache] | None = None, start: int = 0) -> Tensor:
-        """Logits (B, S, V) of `tokens` (B, S) at positions start, start + 1, ..."""
-        rope = self.rope[start:]
+    def forward(
+        self,
+        tokens: Tensor,
+        caches: list[LayerCache] | None = None,
+        start: int = 0,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, S, V) of `tokens` (B, S) at positions start, start + 1, ...
+
+        With several documents in a row: at `positions` (B, S), and attention only within a document; `documents` (B, S)
+        has the number of each token's document.
+        """
+        rope = self.rope[start:] if positions is None else rope_table(self.config, positions)
+        mask = None if documents is None else self.document_mask(documents)
         x = self.tok_embeddings(tokens)  # (B, S, D)
         for i, layer in enumerate(self.layers.values()):
-            x = layer(x, rope, caches[i] if caches else None)
+            x = layer(x, rope, mask, caches[i] if caches else None)
         return self.output(self.norm(x))
 
     @torch.no_grad()

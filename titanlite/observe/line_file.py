@@ -1,7 +1,7 @@
 """A text file of lines; while the disk is full, lines are kept in memory.
 
-What it is: metrics.jsonl and log.txt. A failed write is undone and tried again once. If that fails too, one
-warning is logged, and the line is written before the next one as soon as there is room. At most
+What it is: metrics.jsonl, log.txt, events.jsonl and samples.jsonl. A failed write is undone and tried again once. If
+that fails too, one warning is logged, and the line is written before the next one as soon as there is room. At most
 100,000 lines are kept, until the run ends; older ones are dropped. A kill may still cut the last line.
 Why it is here: a run must not end because a line about it cannot be written.
 """
@@ -9,6 +9,7 @@ Why it is here: a run must not end because a line about it cannot be written.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from pathlib import Path
@@ -47,9 +48,10 @@ class LineFile:
     def _write(self, content: bytes) -> None:
         end = self.path.stat().st_size if self.path.exists() else 0
         try:
-            with self.path.open("ab", buffering=0) as file:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # a pipe is an error, and not waited for
+            with open(os.open(self.path, flags, 0o666), "ab", buffering=0) as file:
                 while content:
-                    content = content[file.write(content) :]
+                    content = content[os.write(file.fileno(), content) :]
         except OSError:  # also of the closing, where a network file system reports a quota
             with contextlib.suppress(OSError):
                 os.truncate(self.path, end)  # a line that is cut off would damage the next one
@@ -57,14 +59,17 @@ class LineFile:
 
 
 class LineFileHandler(logging.Handler):
-    """Appends log records to a `LineFile`."""
+    """Appends log records to a `LineFile`, and to events.jsonl those with `extra={"event": name}`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.file = LineFile(path)
+        self.file, self.events = LineFile(path), LineFile(path.with_name("events.jsonl"))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self.file.append(self.format(record))
+            if hasattr(record, "event"):  # for `titanlite report`; a signal does not know its step
+                event = {name: value for name, value in vars(record).items() if name in ("event", "step", "about")}
+                self.events.append(json.dumps({"time": record.created, **event, "text": record.getMessage()}))
         except Exception:  # a message that cannot be formatted
             self.handleError(record)

@@ -1,6 +1,7 @@
 """Logging: the ranks in LOG_RANK (default 0) print all messages, the others only warnings.
 
-What it is: the set-up of Python's logger `titanlite`. Rank 0 also writes every message to log.txt in the run's folder.
+What it is: the set-up of Python's logger `titanlite`. Rank 0 also writes every message to log.txt in the run's folder,
+with those for developers (debug level), which the console shows with LOG_LEVEL=debug.
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ def setup_logging(rank: int) -> None:
     logger.propagate = False
     # DTensor warns that gloo has no all-to-all and that it gathers instead; that is expected here.
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
+    level = logging.DEBUG if os.environ.get("LOG_LEVEL", "").lower() == "debug" else logging.INFO
     console = logging.StreamHandler(sys.stdout)
     console.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
-    console.setLevel(logging.INFO if str(rank) in shown else logging.WARNING)
+    if sys.stdout.isatty():
+        from titanlite.observe.console import TableFormatter  # a file gets plain lines, which scripts read
+
+        console.setFormatter(TableFormatter(prefix))
+    console.setLevel(level if str(rank) in shown else logging.WARNING)
     logger.addHandler(console)
 
 

@@ -1,34 +1,36 @@
-"""Loss, speed and memory: the lines on the console and in metrics.jsonl.
+"""Loss, speed and memory: the rows of metrics.jsonl, and what the console shows of them (`console.py`).
 
-What it is: the metrics of the logged steps, written by rank 0. Between logged steps (and those that validate or save)
-nothing is read from the device, so the host does not wait for it. Units: loss in nats per token; tps in tokens per
-second and device, tps_global of all devices; tflops per device by the formula of `model/flops.py`; mfu in percent of
-the device's dense bf16 peak, null if that is not known; memory_gib is the peak of rank 0; tokens and seconds count from
-the run's first step and continue after a resume.
+What it is: the metrics of the logged steps, written by rank 0; docs/metrics.md explains each. Between logged steps (and
+those that validate or save) nothing is read from the device, so the host does not wait for it. tflops follow the
+formula of `model/flops.py`; tokens, samples and seconds count from the run's first step and continue after a resume.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
-import resource
-import sys
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.config.schema import MetricsConfig, TrainingConfig
+from titanlite.config.schema import CheckpointConfig, MetricsConfig, TrainingConfig, ValidationConfig
+from titanlite.data.stream import TrainStream
+from titanlite.distributed import watchdog
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.model.flavors import LlamaConfig
-from titanlite.model.flops import flops_per_token, peak_tflops
 from titanlite.observe.line_file import LineFile
+
+if TYPE_CHECKING:
+    from titanlite.observe.eta import Eta
 
 logger = logging.getLogger("titanlite")
 
@@ -49,17 +51,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Workload:
-    """Constants of the run from which metrics are computed."""
+    """Constants of the run from which metrics and the remaining time are computed."""
 
-    total_steps: int
-    tokens_per_step: int  # of all ranks
-    flops_per_token: int
-    peak_tflops: float | None  # dense bf16 peak of one device; None if it is not known
-
-    @classmethod
-    def of(cls, training: TrainingConfig, llama: LlamaConfig, device_name: str) -> Workload:
-        tokens, flops = training.global_batch_size * training.seq_len, flops_per_token(llama, training.seq_len)
-        return cls(training.steps, tokens, flops, peak_tflops(device_name))
+    training: TrainingConfig
+    validation: ValidationConfig
+    checkpoint: CheckpointConfig
+    llama: LlamaConfig
+    device_name: str
 
 
 class Metrics:
@@ -73,46 +71,74 @@ class Metrics:
         Raises ConfigError, on all ranks, if the file cannot be written.
         """
         self.config, self.device, self.progress, self.workload = config, device, progress, workload
+        self.more: list[Callable[[], dict[str, Any]]] = []  # called by all ranks: further columns of a logged step
         self.file = LineFile(folder / "metrics.jsonl")
         broadcast_from_rank0(self._drop_later_lines)
-        self.start()
+        self.pauses: list[tuple[int, float]] = []  # since the last log: after which step, and seconds
+        self.compiling = 0.0  # seconds of the first evaluation of this process
+        self._last = time.monotonic()
 
     def _drop_later_lines(self) -> None:
         if self.file.path.exists():
-            from titanlite.observe.metrics_file import truncate_after  # a new run has no such file
+            from titanlite.observe.metrics_file import drop_later_lines  # a new run has no such file
 
-            truncate_after(self.file.path, self.progress.step or -1)
+            drop_later_lines(self.file.path.parent, self.progress.step or -1)
+
+    @functools.cached_property
+    def eta(self) -> Eta:
+        from titanlite.observe.eta import Eta  # what the first step does not need is imported at the first log
+
+        return Eta(self.workload.training.steps, self.workload.validation, self.workload.checkpoint)
 
     def start(self) -> None:
         """Starts the timing of the next steps."""
         self._last = time.monotonic()
-        self._steps, self._since = 0, self.progress.seconds
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        watchdog.mark_phase("start of timing", times_only=True)
+        self._tokens, self._since = self.progress.tokens, self.progress.seconds
+
+    def end_pause(self) -> None:
+        """Call it after the validation before the first step: the ETA expects more of them. See `paused` for others."""
+        now = time.monotonic()
+        self.pauses.append((self.progress.step, now - self._last))
+        self._last = now
 
     def _tick(self) -> None:
         """Adds the time since the last call to the training time."""
         now = time.monotonic()
         self.progress.seconds, self._last = self.progress.seconds + now - self._last, now
 
-    def count_step(self) -> None:
-        """Call it after each step."""
+    def count_step(self, tokens: int) -> None:
+        """Call it after each step, with the tokens that it had over all ranks."""
         self._tick()
-        self.progress.tokens += self.workload.tokens_per_step
-        self._steps += 1
+        self.progress.tokens += tokens
 
     def due(self, last: bool) -> bool:
         """Whether the current step is logged."""
         return self.progress.step % self.config.log_freq == 0 or self.progress.step == 1 or last
 
-    def log(self, loss: Tensor, grad_norm: Tensor, lr: float, epochs: float) -> None:
-        """Logs the current step. `loss` is that of all ranks. Reads both from the device, so the host waits for it."""
-        progress, work = self.progress, self.workload
-        values = torch.stack([loss.float(), grad_norm.float()]).tolist()
+    def log(self, loss: Tensor, grad_norm: Tensor, num_targets: Tensor, lr: float, data: TrainStream) -> None:
+        """Logs the current step. `loss` is that of all ranks. Reads from the device, so the host waits for it."""
+        from titanlite.model.flops import flops_per_token, peak_tflops  # not used before the end of the first step
+        from titanlite.observe.console import step_line
+        from titanlite.observe.memory import peak_memory_gib
+
+        progress, work, epochs = self.progress, self.workload, data.epochs
+        if self.config.step_times and watchdog.recorder is None:
+            from titanlite.observe.step_times import StepTimes
+
+            self.more.append(StepTimes(self.device).columns)
+        values = torch.stack([loss.double(), grad_norm.double(), num_targets.double()]).tolist()
         self._tick()
-        elapsed, steps = progress.seconds - self._since, self._steps
-        self.start()
-        per_second = steps * work.tokens_per_step / elapsed
-        tps = per_second / dist.get_world_size()
-        tflops = tps * work.flops_per_token / 1e12
+        elapsed = progress.seconds - self._since
+        tokens = progress.tokens - self._tokens
+        waited, data.seconds = data.seconds, 0.0
+        self._begin_window()
+        tps = tokens / elapsed / dist.get_world_size()
+        tflops = tps * flops_per_token(work.llama, work.training.seq_len) / 1e12
+        peak = peak_tflops(work.device_name)
         row = {
             "step": progress.step,
             "loss": values[0],
@@ -120,31 +146,44 @@ class Metrics:
             "lr": lr,
             "tokens": progress.tokens,
             "tps": tps,
-            "tps_global": per_second,
+            "tps_global": tokens / elapsed,
             "tflops": tflops,
-            "mfu": 100 * tflops / work.peak_tflops if work.peak_tflops else None,
+            "mfu": 100 * tflops / peak if peak else None,
             "memory_gib": peak_memory_gib(self.device),
-            "data_percent": 100 * epochs,
+            "data_percent": 100 * max(epochs.values()),
             "seconds": progress.seconds,
+            "targets": round(values[2]),
+            "data_wait_percent": 100 * waited / elapsed,
+            "samples": data.samples,
+            "samples_per_second": tokens / elapsed / work.training.seq_len,
+            "perplexity": math.exp(values[0]) if values[0] < 700 else math.inf,
         }
+        row |= {f"epochs/{name}": passes for name, passes in epochs.items()}
+        for columns in self.more:
+            row |= columns()
         self.write(row)
-        remaining = (work.total_steps - progress.step) * elapsed / steps
-        mfu = f"{row['mfu']:.1f}%" if work.peak_tflops else "n/a"
-        logger.info(
-            f"{self._position()}  loss {values[0]:.4f}  grad_norm {values[1]:.3f}  lr {lr:.2e}  tps {tps:,.0f}  "
-            f"tflops {tflops:.3g}  mfu {mfu}  memory {row['memory_gib']:.2f}GiB  data {100 * epochs:.1f}%  "
-            f"eta {duration(remaining)}"
-        )
+        samples = data.samples_after(work.training.steps - progress.step) - data.samples
+        self.eta.add_window(elapsed, tokens, self.pauses, self.compiling)
+        self.pauses = []
+        row |= {"steps": work.training.steps, "eta": self.eta.remaining(progress.step, samples * work.training.seq_len)}
+        logger.info(step_line(self._position(), row), extra={"row": row})
 
     def _position(self) -> str:
-        total = self.workload.total_steps
+        total = self.workload.training.steps
         return f"step {self.progress.step:>{len(str(total))}}/{total}"
 
-    def validation(self, name: str, loss: float, bits_per_byte: float) -> None:
-        """Writes the result of a validation after the current step."""
-        prefix = f"validation/{name}"
-        self.write({"step": self.progress.step, f"{prefix}/loss": loss, f"{prefix}/bits_per_byte": bits_per_byte})
-        logger.info(f"{self._position()}  {prefix}  loss {loss:.4f}  bits_per_byte {bits_per_byte:.4f}")
+    def validation(self, results: dict[str, dict[str, float]], mean: float) -> None:
+        """Writes the results of a validation after the current step, name -> metrics, and their mean loss."""
+        row: dict[str, Any] = {"step": self.progress.step}
+        for name, values in results.items():
+            row |= {f"validation/{name}/{key}": value for key, value in values.items()}
+            self.log_validation(name, values)
+        self.write(row | ({"validation/loss": mean} if len(results) > 1 else {}))
+
+    def log_validation(self, name: str, values: dict[str, float]) -> None:
+        shown = "  ".join(f"{key} {value:.4f}" for key, value in values.items())
+        found = (self.progress.step, self.workload.training.steps, name, values)
+        logger.info(f"{self._position()}  validation/{name}  {shown}", extra={"validation": found})
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -152,25 +191,12 @@ class Metrics:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._tick()
+        watchdog.mark_phase("pause", times_only=True)
         yield
-        self._last = time.monotonic()
+        self.end_pause()
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends one JSON object; floats keep every digit, so two runs can be compared bit by bit."""
+        """Appends one JSON object. Floats keep all digits, to compare runs bit by bit; NaN and infinity become null."""
         if dist.get_rank() == 0:
-            self.file.append(json.dumps(row))
-
-
-def duration(seconds: float) -> str:
-    """1:05 for 65 seconds, 2:03:04 beyond an hour."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """The peak memory so far: reserved by the allocator on CUDA, resident in this process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+            row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+            self.file.append(json.dumps(row | {"time": time.time()}))

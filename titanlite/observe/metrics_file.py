@@ -1,6 +1,6 @@
-"""metrics.jsonl of an earlier attempt: a resumed run removes the lines after its step.
+"""metrics.jsonl and samples.jsonl as files: lines that a resumed run removes, and a reader that follows a growing file.
 
-What it costs: the file is read once, line by line, when the run starts in a folder that has one.
+What it costs: the files are read once, line by line, when the run starts in a folder that has them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,26 @@ import contextlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from titanlite.config.files import replace_file
 from titanlite.config.schema import ConfigError
 
 LONGEST = 1 << 20  # bytes of a line; what is longer is damaged
+SAMPLES = "samples.jsonl"  # of `samples.py`
+RUN_ID = "sinks_id"  # of `sinks.py`: the run's name in W&B and MLflow, the same after each resume
+
+
+def drop_later_lines(folder: Path, step: int) -> None:
+    """Keeps the lines up to `step` of a run's metrics.jsonl and, if it has one, of its samples.jsonl.
+
+    Below 0 none: the run begins again, and is another one in W&B and MLflow.
+    """
+    if step < 0:
+        (folder / RUN_ID).unlink(missing_ok=True)
+    truncate_after(folder / "metrics.jsonl", step)
+    if (folder / SAMPLES).exists():
+        truncate_after(folder / SAMPLES, step)
 
 
 def truncate_after(path: Path, step: int) -> None:
@@ -37,3 +52,33 @@ def truncate_after(path: Path, step: int) -> None:
         file.seek(0)
         kept = file.read(end)
     replace_file(path, kept + b"".join(later))
+
+
+class RowReader:
+    """Reads the rows of a metrics file in order while another thread appends to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.position = path, 0  # bytes that were read
+        self._last = b""  # the line before the position
+
+    def read(self, most: int = 1000) -> list[dict[str, Any]] | None:
+        """The next rows, at most `most`; [] if there is none yet; None: lines that were read were removed since.
+
+        Lines are removed by a rollback. The last one that was read is then absent or another one: it has its time.
+        """
+        rows: list[dict[str, Any]] = []
+        if not self.path.exists():
+            return None if self.position else rows
+        with self.path.open("rb") as file:
+            file.seek(self.position - len(self._last))
+            if file.read(len(self._last)) != self._last:
+                return None
+            while len(rows) < most and (line := file.readline(LONGEST)):
+                if not line.endswith(b"\n") and len(line) < LONGEST:
+                    break  # it is being written
+                self.position += len(line)
+                self._last = line
+                with contextlib.suppress(ValueError, RecursionError):  # a damaged line has no number of a step either
+                    if isinstance(row := json.loads(line), dict) and isinstance(row.get("step"), int):
+                        rows.append(row)
+        return rows

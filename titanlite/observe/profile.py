@@ -1,44 +1,112 @@
-"""Traces of a few steps with the PyTorch profiler.
+"""Profiles of a few steps with the PyTorch profiler.
 
-What it is: every `freq` steps, after a warmup, `active_steps` steps are recorded on each process and written to
-`traces/step-N-rank-R.json.gz`, for https://ui.perfetto.dev or chrome://tracing.
-What it costs: nothing between recordings; a recorded step is slower.
+What it is: by the schedule of [profiling], or when a file named PROFILE appears in the run's folder, the processes in
+`profiling.ranks` record some steps, after warmup steps that are not kept. Each writes into `traces/`, with N the last
+recorded step:
+
+    step-N-rank-R.json.gz            the trace, for https://ui.perfetto.dev or chrome://tracing
+    step-N-rank-R.txt                the kernels that took most time, and communication that was not hidden
+    step-N-rank-R.collectives.json   the last collectives, where torch's flight recorder keeps them
+    step-N-rank-R.memory.pickle      on CUDA, with `profiling.memory`: every allocation, for torch's memory viewer
+
+What it costs: nothing between recordings; a recorded step is slower, and a trace has megabytes per step.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from titanlite.config.schema import ProfilingConfig
+from titanlite.config.schema import ConfigError, ProfilingConfig
+from titanlite.distributed.torch_private import dump_memory_history, flight_recorder, record_memory_history
 from titanlite.distributed.watchdog import mark_phase
+from titanlite.observe.hottest import summary
 from titanlite.observe.metrics import Progress
 
 logger = logging.getLogger("titanlite")
 
 
-@contextlib.contextmanager
-def profiler(config: ProfilingConfig, folder: Path, rank: int, progress: Progress) -> Iterator[Callable[[], None]]:
-    """A context manager that yields a function to call after each step."""
-    folder.mkdir(parents=True, exist_ok=True)
+class Profiler:
+    """Records steps on this process if it is one of `profiling.ranks`."""
 
-    def write(trace: profile) -> None:
-        path = folder / f"step-{progress.step}-rank-{rank}.json.gz"
-        trace.export_chrome_trace(str(path))
-        logger.info("wrote trace %s", path)
+    def __init__(self, config: ProfilingConfig, folder: Path, progress: Progress) -> None:
+        """All processes construct it after the same step. Raises ConfigError if `profiling.ranks` names no ranks."""
+        self.config, self.folder, self.rank, self.progress = config, folder, dist.get_rank(), progress
+        self.records = self.rank in parse_ranks(config.ranks, dist.get_world_size())
+        self.memory = config.memory and torch.cuda.is_available()
+        self._trace: profile | None = None  # on the ranks that record
+        self._left = 0  # steps until the recording ends
 
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    waits = config.freq - config.warmup_steps - config.active_steps
-    plan = schedule(wait=waits, warmup=config.warmup_steps, active=config.active_steps)
-    with profile(activities=activities, schedule=plan, on_trace_ready=write, record_shapes=True) as trace:
+    def after_step(self, requested: bool, last: bool) -> None:
+        """All processes call it after each step, with the same request; `last`: no step follows, so a recording ends.
 
-        def step() -> None:
-            mark_phase("profiling")
-            trace.step()
+        What a recording has is written also if the end of the run cuts it short.
+        """
+        mark_phase("profiling")
+        if self._left:
+            if requested:
+                logger.info("PROFILE: a recording is in progress")
+            if self._trace is not None:
+                self._trace.step()
+            self._left -= 1
+            if self._left == 0 or last:
+                self._stop()
+        elif requested and last:
+            logger.info("PROFILE: no step follows that could be recorded")
+        if not self._left and not last:
+            self._maybe_start(requested)
 
-        yield step
+    def _maybe_start(self, requested: bool) -> None:
+        steps = self.config.warmup_steps + self.config.active_steps
+        if not requested and not (self.config.enabled and (self.progress.step + steps) % self.config.freq == 0):
+            return
+        first = self.progress.step + self.config.warmup_steps + 1
+        logger.info("recording steps %d to %d on ranks %s", first, self.progress.step + steps, self.config.ranks)
+        self._left = steps
+        if not self.records:
+            return
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+        plan = schedule(wait=0, warmup=self.config.warmup_steps, active=self.config.active_steps, repeat=1)
+        self._trace = profile(activities=activities, schedule=plan, on_trace_ready=self._write, record_shapes=True)
+        if self.memory:
+            record_memory_history(max_entries=100_000)
+        self._trace.start()
+
+    def _stop(self) -> None:
+        """Ends the recording, which writes its files."""
+        if self._trace is not None:
+            self._trace.stop()
+            self._trace = None
+            if self.memory:
+                record_memory_history(enabled=None)
+        self._left = 0
+
+    def _write(self, trace: profile) -> None:
+        """Writes the files of a recording. An error costs the recording, not the run."""
+        stem = self.folder / f"step-{self.progress.step}-rank-{self.rank}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(f"{stem}.json.gz")
+            Path(f"{stem}.txt").write_text(summary(trace.events(), self.config.active_steps - self._left))
+            Path(f"{stem}.collectives.json").write_text(flight_recorder())
+            if self.memory:
+                dump_memory_history(f"{stem}.memory.pickle")
+        except Exception as error:  # of the disk, or of torch: other ranks wait for this one
+            logger.warning("no trace of step %d: %s", self.progress.step, error)
+            return
+        logger.info("wrote the trace %s.json.gz, and a summary %s.txt", stem, stem.name)
+
+
+def parse_ranks(text: str, world_size: int) -> set[int]:
+    """The ranks in `profiling.ranks`: all, or numbers with commas between them. Raises ConfigError."""
+    if text == "all":
+        return set(range(world_size))
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) < world_size for word in words):
+        allowed = f"all, or ranks from 0 to {world_size - 1} with commas between them"
+        raise ConfigError(f"profiling.ranks = {text!r}: expected {allowed}")
+    return {int(word) for word in words}

@@ -12,8 +12,9 @@ What it costs: each process reads its gradients once, and a second time to scale
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -21,18 +22,35 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from titanlite.config.schema import OptimizerConfig, TrainingConfig
 from titanlite.distributed.torch_private import foreach_norm
 from titanlite.distributed.watchdog import mark_phase
 
 ROW = 1024
 
 
+def build_clip(
+    stages: Any, optimizer: Any, training: TrainingConfig, options: OptimizerConfig, device: Any, states: dict[str, Any]
+) -> Callable[[], Tensor]:
+    """`clip_grad_norm` for a run. In float16 it also scales the loss, and adds the scale to `states`."""
+    agc = options.agc_factor if options.clip == "agc" else 0.0
+    clip = functools.partial(clip_grad_norm, stages.model_parts, training.max_norm, device, stages.shared_params, agc)
+    if training.compute_dtype != "float16":
+        return clip
+    from titanlite.optim.loss_scale import LossScale
+
+    states["loss_scale"] = loss_scale = LossScale(training, stages, optimizer, device)
+    return functools.partial(loss_scale.clip, clip)
+
+
 @torch.no_grad()
-def clip_grad_norm(parts: list[Any], max_norm: float, device: torch.device, twice: Collection[Tensor] = ()) -> Tensor:
+def clip_grad_norm(
+    parts: list[Any], max_norm: float, device: torch.device, twice: Collection[Tensor] = (), agc: float = 0.0
+) -> Tensor:
     """Scales the parts' gradients in place (not if `max_norm` is 0) and returns their global norm before the scaling.
 
     The norm is an fp32 scalar that stays on the device: reading it waits for the device, so the caller decides when.
-    `twice`: parameters that two pipeline stages hold.
+    `twice`: parameters that two pipeline stages hold; `agc`: if not 0, the factor of `agc.py`, instead of `max_norm`.
     """
     mark_phase("update", in_step=True)
     parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
@@ -46,7 +64,11 @@ def clip_grad_norm(parts: list[Any], max_norm: float, device: torch.device, twic
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
     norm = total.sqrt().float()
-    if max_norm > 0:
+    if agc:
+        from titanlite.optim.agc import clip_units
+
+        clip_units(parts, agc)
+    elif max_norm > 0:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
     return norm
 

@@ -1,25 +1,20 @@
-"""Cross entropy, summed over tokens; optionally with the output projection, for one chunk of tokens at a time.
+"""Cross entropy, summed over tokens.
 
 What it is: the *sum* of the loss over the local targets. The caller divides it by the *global* number of targets of the
 optimizer step (all local batches of all data-parallel ranks), and gradients are summed over processes.
 Why it is here: the result must not depend on how the batch is divided. The mean over ranks or local batches of their
-mean losses equals the mean over all targets only if all have equally many targets. In training they have equally many,
-because the windows of the text are always full. Counts differ where labels are ignored: in the last batch of
-validation, where a rank may have rows without targets. The sum divided by the global count is exact in both cases, over
-ranks and over gradient accumulation.
-What it costs: at its peak three times 4 B S V bytes: the logits in fp32, their log-softmax and the gradient.
-`chunked_cross_entropy_sum` with n chunks needs 1/n of that: for 1/n of the tokens at a time, it computes the logits,
-their loss and its gradients, and frees the logits. The loss is a sum, so the backward only multiplies these gradients
-by the factor that it receives, and nothing is computed twice. The gradients of the hidden states and of the projection
-are kept until the backward.
+mean losses equals the mean over all targets only if all have equally many targets. Counts differ where labels are
+ignored: at the ends of documents with `data.document_mask`, in the padding of packed rows, in prompts, and in the last
+batch of validation. The sum divided by the global count is exact in all cases, over ranks and over gradient
+accumulation.
+What it costs: at its peak three times 4 B S V bytes: the logits in fp32, their log-softmax and the gradient;
+`chunked.py` needs a part of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,49 +24,3 @@ SummedLoss = Callable[[Tensor, Tensor], Tensor]  # logits (B, S, V), labels (B, 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Scalar fp32: sum of -log p(label). logits (B, S, V), labels (B, S); a label of -100 is ignored."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
-
-
-def chunked_cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int, loss: SummedLoss
-) -> Tensor:
-    """`loss(hidden @ weight.T, labels)` without holding all logits at once.
-
-    hidden (B, S, D), weight (V, D), labels (B, S); `loss` must be a sum over tokens.
-    """
-    if torch.is_grad_enabled():
-        result: Tensor = _Chunked.apply(hidden, weight, labels, num_chunks, loss)
-        return result
-    parts = zip(_token_chunks(hidden, num_chunks), _token_chunks(labels, num_chunks), strict=True)
-    return torch.stack([loss(F.linear(x, weight), y) for x, y in parts]).sum()
-
-
-def _token_chunks(values: Tensor, num_chunks: int) -> tuple[Tensor, ...]:
-    """(B, S, ...) -> at most `num_chunks` tensors (1, tokens, ...)."""
-    return values.flatten(0, 1)[None].chunk(num_chunks, dim=1)
-
-
-class _Chunked(torch.autograd.Function):
-    """Computes the gradients in the forward; the backward multiplies them by the incoming factor."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int, loss: SummedLoss) -> Tensor:
-        total = torch.zeros((), device=hidden.device)
-        to_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        to_weight = torch.zeros_like(weight, dtype=torch.float32)  # a sum in bfloat16 would be rounded after each chunk
-        projection = weight.detach().requires_grad_()
-        chunks = (_token_chunks(values, num_chunks) for values in (hidden.detach(), labels, to_hidden))
-        for x, y, gradient in zip(*chunks, strict=True):
-            with torch.enable_grad():
-                x.requires_grad_()
-                value = loss(F.linear(x, projection), y)
-                x_gradient, weight_gradient = torch.autograd.grad(value, (x, projection))
-            total += value.detach()
-            gradient.copy_(x_gradient)
-            to_weight += weight_gradient
-        ctx.save_for_backward(to_hidden, to_weight.to(weight.dtype))
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> Any:
-        to_hidden, to_weight = ctx.saved_tensors
-        return to_hidden * factor, to_weight * factor, None, None, None

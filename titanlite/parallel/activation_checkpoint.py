@@ -52,6 +52,10 @@ def apply_ac(model: Any, config: RecomputeConfig) -> None:
     for name, block in model.layers.items():
         if int(name) % config.every == 0:
             block.forward = functools.partial(checkpoint, block.forward, **options)
+            if config.offload:
+                from titanlite.parallel.activation_offload import offload_input
+
+                block.forward = offload_input(block.forward)
 
 
 def _selective_contexts() -> Any:

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 
 import torch
 
-from titanlite.config.schema import WIDE, Config, ConfigError
-from titanlite.distributed.agreement import first_message, require_agreement
+from titanlite.config.schema import WIDE, Config
+from titanlite.distributed.agreement import require_agreement
 from titanlite.distributed.torch_private import mkldnn_has_bfloat16
 from titanlite.parallel.rules import reason_not_compiled
 
@@ -28,11 +28,15 @@ logger = logging.getLogger("titanlite")
 def resolve_auto(config: Config, dim: int, degrees: Mapping[str, int], device_type: str) -> Config:
     """The config for a model of width `dim` with both replaced; all ranks call it together and get the same.
 
-    Raises ConfigError on all ranks if they would compute in different dtypes, or if a compiler is required and some
-    rank has none.
+    Raises ConfigError on all ranks if they would compute in different dtypes, if float16 is chosen and does not fit
+    the other settings, or if a compiler is required and some rank has none.
     """
     compute = compute_dtype(config, dim, device_type)
     require_agreement(compute_dtype=compute)
+    if config.training.compute_dtype != compute == "float16":  # otherwise `check_layout` has applied its rules
+        from titanlite.parallel.precision_rules import require_float16
+
+        require_float16(config)
     reason = _resolve_compile(config, dim, degrees, device_type)
     if config.compile.enabled == "auto" and reason:
         logger.info("compile.enabled = auto: blocks are not compiled: %s", reason)
@@ -47,10 +51,13 @@ def compute_dtype(config: Config, dim: int, device_type: str) -> str:
     """The dtype of forward and backward.
 
     `auto` is bfloat16 on CUDA, and on a CPU with bfloat16 instructions, where matrix products then take half the time;
-    but not for a narrow model on a CPU, whose casts cost more than that saves (benchmarks/levers.py).
+    but not for a narrow model on a CPU, whose casts cost more than that saves (benchmarks/levers.py). GPUs below
+    compute capability 8.0 only emulate bfloat16; there it is float16, unless another dtype of the config is bfloat16.
     """
     if config.training.compute_dtype != "auto":
         return config.training.compute_dtype
+    if device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        return "float16" if config.training.param_dtype == config.training.reduce_dtype == "float32" else "bfloat16"
     return "bfloat16" if device_type == "cuda" or (dim >= WIDE and cpu_has_bfloat16()) else "float32"
 
 
@@ -67,15 +74,7 @@ def _resolve_compile(config: Config, dim: int, degrees: Mapping[str, int], devic
     reason = reason_not_compiled(config, degrees, dim, device_type)
     if config.compile.backend != "inductor" or (reason and not config.compile.loss):
         return reason  # no compiler is needed
-    from titanlite.parallel.compile import missing_for_inductor
+    from titanlite.parallel.compile import missing_compiler
 
-    missing = first_message(missing_for_inductor(device_type))
-    required = {  # setting -> (alternative that needs no compiler, whether the setting is used)
-        "compile.enabled = true": ("compile.enabled = false", config.compile.enabled == "true"),
-        "recompute.mode = memory_budget": ("another recompute.mode", config.recompute.mode == "memory_budget"),
-        "compile.loss = true": ("compile.loss = false", config.compile.loss),
-    }
-    for setting, (otherwise, is_set) in required.items():
-        if missing and is_set:
-            raise ConfigError(f"{setting} needs a compiler: {missing}; expected one, or {otherwise}")
+    missing = missing_compiler(config, device_type)  # raises an error also if only the loss is compiled
     return reason or missing

@@ -2,7 +2,7 @@
 
 What it is: logits are V numbers for each token, by far the largest tensor of a step. Here the model returns hidden
 states, and the loss computes the output projection and the cross entropy of one chunk of tokens after the other
-(`optim/loss.py`), so the logits of only one chunk exist at a time. Parameters keep their names and their modules.
+(`optim/chunked.py`), so the logits of only one chunk exist at a time. Parameters keep their names and their modules.
 What it costs: nothing is computed twice. Memory: 1/num_chunks of the logits, their log-softmax and gradient, and one
 fp32 gradient of the output weight. Under tensor parallel the hidden states (B, S, D) are all-gathered, as they are for
 an output layer. The last FSDP unit keeps its weights gathered after the forward, since the loss uses them.
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from titanlite.optim.loss import SummedLoss, chunked_cross_entropy_sum
+from titanlite.optim.chunked import chunked_cross_entropy_sum
+from titanlite.optim.loss import SummedLoss
 
 
 class WeightHolder(nn.Module):

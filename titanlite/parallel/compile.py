@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from titanlite.config.schema import RecomputeConfig
+from titanlite.config.schema import Config, ConfigError, RecomputeConfig
+from titanlite.distributed.agreement import gather
 from titanlite.distributed.torch_private import (
     OVERLAP_TENSOR_PARALLEL,
     has_triton_package,
@@ -49,9 +50,34 @@ def missing_for_inductor(device_type: str) -> str:
     return f"{program} finds no Python.h (Debian and Ubuntu: apt install python3-dev)" if done.returncode else ""
 
 
+def missing_compiler(config: Config, device_type: str) -> str:
+    """What inductor misses on some rank; empty if it can compile. All ranks call it together.
+
+    Raises ConfigError on all ranks if a setting requires it.
+    """
+    missing = first_message(missing_for_inductor(device_type))
+    required = {  # setting -> (alternative that needs no compiler, whether the setting is used)
+        "compile.enabled = true": ("compile.enabled = false", config.compile.enabled == "true"),
+        "recompute.mode = memory_budget": ("another recompute.mode", config.recompute.mode == "memory_budget"),
+        "compile.loss = true": ("compile.loss = false", config.compile.loss),
+    }
+    for setting, (otherwise, is_set) in required.items():
+        if missing and is_set:
+            raise ConfigError(f"{setting} needs a compiler: {missing}; expected one, or {otherwise}")
+    return missing
+
+
 def apply_compile(model: Any, backend: str, recompute: RecomputeConfig, async_tp: bool = False) -> None:
     """Replaces each block's forward by its compiled version; with `fullgraph` a graph break is an error."""
     options = OVERLAP_TENSOR_PARALLEL if async_tp else None  # inductor's
     set_activation_memory_budget(recompute.budget if recompute.mode == "memory_budget" else 1.0)
     for block in model.layers.values():
         block.forward = torch.compile(block.forward, backend=backend, options=options, fullgraph=True)
+
+
+def first_message(text: str) -> str:
+    """The first rank's text that is not empty, with its rank; empty if no rank has one."""
+    everyone = gather(text)
+    if len(everyone) == 1:
+        return text
+    return next((f"rank {rank}: {message}" for rank, message in enumerate(everyone) if message), "")

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from titanlite.config.schema import ConfigError
+from titanlite.data.stream import Batch
 from titanlite.distributed.torch_private import set_ring_rotation
 from titanlite.model.attention import attention
 
@@ -52,11 +53,16 @@ HEAD_SHARD, SEQUENCE_SHARD = Shard(1), Shard(2)  # of a tensor (B, heads, S, Dh)
 
 def local_positions(seq_len: int, mesh: DeviceMesh, method: str) -> Tensor:
     """The positions of a sequence that this rank holds, int64 (S/cp,)."""
-    rank, size = mesh.get_local_rank(), mesh.size()
+    size, positions = mesh.size(), torch.arange(seq_len)
     if method == "ulysses":
-        return torch.arange(seq_len).chunk(size)[rank]
-    chunks = torch.arange(seq_len).chunk(2 * size)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+        return positions.chunk(size)[mesh.get_local_rank()]
+    return torch.cat([positions.chunk(2 * size)[index] for index in own_chunks(mesh)])
+
+
+def own_chunks(mesh: DeviceMesh) -> tuple[int, int]:
+    """Which of the 2 cp chunks of a sequence this rank holds: one of each half."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    return rank, 2 * size - 1 - rank
 
 
 def apply_cp(model: Any, mesh: DeviceMesh, method: str) -> None:
@@ -71,6 +77,7 @@ def apply_cp(model: Any, mesh: DeviceMesh, method: str) -> None:
         attend = functools.partial(ulysses_attention, mesh=mesh)
         if method == "all_gather":
             attend = functools.partial(all_gather_attention, mesh=mesh, masks=chunk_masks(model.seq_len, mesh))
+            model.document_mask = functools.partial(document_masks, mesh=mesh, build=model.document_mask)
     for block in model.layers.values():
         block.attention.attend.forward = attend
 
@@ -84,19 +91,19 @@ class BatchSharder:
         self.positions = local_positions(model_parts[0].seq_len, mesh, method).to(device)
 
     @contextlib.contextmanager
-    def shard_batch(self, tokens: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's part (B, S/cp) of tokens and labels (B, S); attention works within this scope only."""
+    def shard_batch(self, batch: Batch) -> Iterator[Batch]:
+        """This rank's part (B, S/cp) of a batch (B, S); attention works within this scope only."""
         if self.method == "ring":
             from torch.distributed.tensor.experimental import context_parallel
 
             # Tokens, labels and tables are cut in place; the tables are restored at the end.
-            buffers = [tokens, labels, *(part.rope for part in self.model_parts)]
+            buffers = [batch.tokens, batch.labels, *(part.rope for part in self.model_parts)]
             dims = [1, 1, *(0 for _ in self.model_parts)]
-            not_restored = {tokens, labels}
+            not_restored = {batch.tokens, batch.labels}
             with context_parallel(self.mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=not_restored):
-                yield tokens, labels
+                yield batch
         else:
-            yield tokens[:, self.positions], labels[:, self.positions]
+            yield batch.apply(lambda tensor: tensor[:, self.positions])
 
 
 def chunk_masks(seq_len: int, mesh: DeviceMesh) -> list[CausalBias]:
@@ -105,17 +112,25 @@ def chunk_masks(seq_len: int, mesh: DeviceMesh) -> list[CausalBias]:
     A kernel that supports such a mask needs no tensor for it. They are made here, outside of the compiled blocks,
     because the compiler cannot make them.
     """
-    rank, size = mesh.get_local_rank(), mesh.size()
-    chunk = seq_len // (2 * size)
-    return [causal_lower_right(chunk, (index + 1) * chunk) for index in (rank, 2 * size - 1 - rank)]
+    chunk = seq_len // (2 * mesh.size())
+    return [causal_lower_right(chunk, (index + 1) * chunk) for index in own_chunks(mesh)]
 
 
-def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, masks: list[CausalBias]) -> Tensor:
+def document_masks(documents: Tensor, mesh: DeviceMesh, build: Callable[[Tensor, int, int], Any]) -> list[Any]:
+    """The same for sequences of several documents (B, S), by `build`: each query attends to its document only."""
+    chunk = documents.shape[1] // (2 * mesh.size())
+    return [build(documents, index * chunk, (index + 1) * chunk) for index in own_chunks(mesh)]
+
+
+def all_gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Any, mesh: DeviceMesh, masks: list[CausalBias]
+) -> Tensor:
     """Causal attention of the queries of this rank's head and tail chunk.
 
-    q (B, H, S/cp, Dh), k and v (B, K, S/cp, Dh) -> (B, H, S/cp, Dh).
+    q (B, H, S/cp, Dh), k and v (B, K, S/cp, Dh) -> (B, H, S/cp, Dh). `documents`: the masks of `document_masks`, which
+    replace `masks`; or None.
     """
-    rank, size = mesh.get_local_rank(), mesh.size()
+    size = mesh.size()
     both = torch.stack((k, v))  # (2, B, K, S/cp, Dh): one all-gather for both
     gathered = DTensor.from_local(both, mesh, [Shard(3)]).redistribute(placements=[Replicate()])
     # Each rank attends with its queries only, so its gradient of the keys is one term of a sum: Partial.
@@ -123,24 +138,24 @@ def all_gather_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh, mask
     chunks = gathered.to_local(grad_placements=[Partial()]).chunk(2 * size, dim=3)
     order = [2 * i if i < size else 2 * (2 * size - 1 - i) + 1 for i in range(2 * size)]
     outputs = []
-    for chunk, index, mask in zip(q.chunk(2, dim=2), (rank, 2 * size - 1 - rank), masks, strict=True):
+    for chunk, index, mask in zip(q.chunk(2, dim=2), own_chunks(mesh), documents or masks, strict=True):
         keys, values = torch.cat([chunks[i] for i in order[: index + 1]], dim=3)  # each (B, K, (index + 1) S/2cp, Dh)
         outputs.append(attention(chunk, keys, values, mask))
     return torch.cat(outputs, dim=2)
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh) -> Tensor:
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, mesh: DeviceMesh) -> Tensor:
     """Causal attention of H/cp heads over the whole sequence; shapes as in `all_gather_attention`."""
 
     def exchange(x: Tensor, source: Shard, target: Shard) -> Tensor:
         return DTensor.from_local(x, mesh, [source]).redistribute(placements=[target]).to_local()
 
     q, k, v = (exchange(x, SEQUENCE_SHARD, HEAD_SHARD) for x in (q, k, v))  # (B, H/cp or K/cp, S, Dh)
-    out = attention(q, k, v, causal=True)
+    out = attention(q, k, v, mask, causal=mask is None)
     return exchange(out, HEAD_SHARD, SEQUENCE_SHARD)  # (B, H, S/cp, Dh)
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
     """Plain attention, which `context_parallel` turns into a ring; keys and values are repeated for each query head."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     return attention(q, k, v, causal=True)

@@ -34,10 +34,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.config.schema import ParallelConfig
 from titanlite.distributed.mesh import Mesh
@@ -49,11 +47,6 @@ def fsdp_units(model: Any) -> list[list[nn.Module]]:
     here = [[end] if any(True for _ in end.parameters()) else [] for end in ends]
     first, norm, output = here if here else ([], [], [])
     return [unit for unit in (first, *([block] for block in model.layers.values()), norm + output) if unit]
-
-
-def needs_fsdp(config: ParallelConfig) -> bool:
-    """Whether there are other ranks, or a key asks to offload parameters to CPU memory, to free or to keep them."""
-    return dist.get_world_size() > 1 or config.cpu_offload or config.reshard_after_forward != "default"
 
 
 def apply_fsdp(model: Any, config: ParallelConfig, mesh: Mesh, compute: torch.dtype, reduce: torch.dtype) -> None:
@@ -101,16 +94,3 @@ def _prefetch(units: list[Any], depth: int) -> None:
         for i, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + depth])
             unit.set_modules_to_backward_prefetch(units[max(0, i - depth) : i][::-1])
-
-
-def set_gradient_reduction(model: nn.Module, last: bool, config: ParallelConfig) -> None:
-    """Sets whether the next backward reduces gradients over ranks or accumulates them locally."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last or config.reduce_every_microbatch)
-
-
-def assign_shard(parameter: Tensor, full: Tensor) -> None:
-    """Copies this rank's part of a full tensor into a parameter. Every rank has the same `full`: no communication."""
-    if isinstance(parameter, DTensor):
-        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(full)

@@ -54,3 +54,13 @@ def nearest(wanted: int, fits: Callable[[int], bool], limit: int) -> str:
     """The three numbers from 1 to `limit` nearest to `wanted` that fit, in words; empty if none does."""
     fitting = sorted((n for n in range(1, limit + 1) if fits(n)), key=lambda n: (abs(n - wanted), n))[:3]
     return " or ".join(str(n) for n in sorted(fitting))
+
+
+def multiples(value: int, of: int) -> str:
+    """The multiples of `of` nearest to `value`, in words."""
+    below = value // of * of
+    return " or ".join(str(n) for n in (below, below + of) if n > 0)
+
+
+def world(degrees: dict[str, int]) -> int:
+    return math.prod(degrees.values())

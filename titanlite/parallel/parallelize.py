@@ -21,11 +21,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, ParallelConfig
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.watchdog import mark_phase
-from titanlite.parallel.fsdp import apply_fsdp, assign_shard, needs_fsdp
 
 
 def build_model_parts(model: Any, config: Config, mesh: Mesh, device: torch.device) -> list[Any]:
@@ -62,7 +64,7 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
     if config.float8.enabled:
         from titanlite.parallel.float8 import apply_float8
 
-        apply_float8(model, config.float8, mesh.device_type)
+        apply_float8(model, config.float8, mesh.device_type, mesh["tp"].size())
     if config.loss.num_chunks > 1:
         from titanlite.parallel.chunked_loss import defer_output
 
@@ -71,6 +73,11 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
         from titanlite.parallel.tensor_parallel import apply_tp
 
         apply_tp(model, mesh["tp"], config.parallel.async_tp)
+    if config.data.document_mask and mesh.device_type == "cuda":
+        from titanlite.model.block_mask import apply_block_mask
+        from titanlite.parallel.compile import missing_for_inductor
+
+        apply_block_mask(model, missing_for_inductor(mesh.device_type))
     if mesh["cp"].size() > 1:
         from titanlite.parallel.context_parallel import apply_cp
 
@@ -91,8 +98,22 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
     training = config.training
     compute, reduce = getattr(torch, training.compute_dtype), getattr(torch, training.reduce_dtype)
     if needs_fsdp(config.parallel):
+        from titanlite.parallel.fsdp import apply_fsdp
+
         apply_fsdp(model, config.parallel, mesh, compute, reduce)
     elif training.compute_dtype != training.param_dtype:
         from titanlite.parallel.mixed_precision import apply_mixed_precision
 
         apply_mixed_precision(model, compute)
+
+
+def needs_fsdp(config: ParallelConfig) -> bool:
+    """Whether there are other ranks, or a key asks to offload parameters to CPU memory, to free or to keep them."""
+    return dist.get_world_size() > 1 or config.cpu_offload or config.reshard_after_forward != "default"
+
+
+def assign_shard(parameter: Tensor, full: Tensor) -> None:
+    """Copies this rank's part of a full tensor into a parameter. Every rank has the same `full`: no communication."""
+    if isinstance(parameter, DTensor):
+        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(full)

@@ -28,6 +28,7 @@ stage: both hold a copy, and the gradients of the copies are summed before the u
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import logging
 from collections.abc import Callable
@@ -42,6 +43,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from titanlite.config.schema import V_SHAPED, Config, ParallelConfig
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import pipeline_stage_class
+from titanlite.distributed.watchdog import mark_phase
 from titanlite.optim.loss import SummedLoss
 from titanlite.parallel.chunked_loss import WeightHolder
 
@@ -159,7 +161,7 @@ class Pipeline:
         self.has_first, self.has_last = 0 in indices, total - 1 in indices
         self.loss, self.num_targets = loss, torch.ones((), device=device)
 
-        def build() -> Any:
+        def build(times: bool) -> Any:
             built = [
                 pipeline_stage_class()(
                     stage,
@@ -172,6 +174,8 @@ class Pipeline:
                 )
                 for stage, index in zip(stages, indices, strict=True)
             ]
+            for stage in built if times else ():
+                mark_chunks(stage)
             cls: Any = get_schedule_class(schedule)
             one_stage = schedule in ("GPipe", "1F1B")
             # Losses are sums over a global count: gradients must not be divided by the number of microbatches.
@@ -184,26 +188,40 @@ class Pipeline:
 
         # Two schedules, because one cannot do both: in torch 2.11 a stage whose first batch is evaluated cannot train
         # (pytorch#162822), and in 2.13 a stage drops accumulated gradients at each change.
-        self.training, self.evaluation = build(), build()
+        self.training, self.evaluation = build(times=True), build(times=False)
 
     def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
         return self.loss(output, labels) / self.num_targets
 
-    def _run(self, run: Callable[..., Any], tokens: Tensor, labels: Tensor, num_targets: Tensor) -> Tensor:
+    def _run(
+        self, run: Callable[..., Any], tokens: Tensor, labels: Tensor, num_targets: Tensor, packing: dict[str, Tensor]
+    ) -> Tensor:
         self.num_targets = num_targets
         losses: list[Tensor] = []
         # contiguous: a stage of torch 2.11 checks strides
         inputs, target = [tokens.contiguous()] * self.has_first, labels if self.has_last else None
-        run(*inputs, target=target, losses=losses, return_outputs=False)
+        # the packing goes to every stage, divided into microbatches like the tokens
+        run(*inputs, target=target, losses=losses, return_outputs=False, **packing)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=num_targets.device)
 
-    def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor) -> Tensor:
+    def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **packing: Tensor) -> Tensor:
         """Adds to the gradients; returns the loss on the rank with the last stage, zero on the others."""
-        return self._run(self.training.step, tokens, labels, num_targets)
+        return self._run(self.training.step, tokens, labels, num_targets, packing)
 
-    def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def evaluate(self, tokens: Tensor, labels: Tensor, **packing: Tensor) -> Tensor:
         """The summed loss on the rank with the last stage, zero on the others."""
-        return self._run(self.evaluation.eval, tokens, labels, torch.ones_like(self.num_targets))
+        return self._run(self.evaluation.eval, tokens, labels, torch.ones_like(self.num_targets), packing)
+
+
+def mark_chunks(stage: Any) -> None:
+    """Makes a stage mark each forward and backward of a microbatch, which ranks run in different orders."""
+    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+        setattr(stage, name, functools.partial(_mark_and_call, name.partition("_")[0], getattr(stage, name)))
+
+
+def _mark_and_call(phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    mark_phase(phase, times_only=True)
+    return method(*args, **kwargs)
 
 
 def shared_params(stages: list[Any]) -> list[Tensor]:
@@ -223,9 +241,9 @@ def sum_shared_gradients(params: list[Tensor], mesh: DeviceMesh) -> None:
         gradients[0] += gradients[1]
         gradients[1].copy_(gradients[0])
     elif gradients:
-        other, group = torch.empty_like(gradients[0]), mesh.get_group()
-        peer = dist.get_global_rank(group, mesh.size() - 1 - mesh.get_local_rank())
-        exchange = [dist.P2POp(dist.isend, gradients[0], peer, group), dist.P2POp(dist.irecv, other, peer, group)]
+        own, group = gradients[0].to(mesh.device_type), mesh.get_group()  # NCCL sends no offloaded gradient
+        other, peer = torch.empty_like(own), dist.get_global_rank(group, mesh.size() - 1 - mesh.get_local_rank())
+        exchange = [dist.P2POp(dist.isend, own, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
-        gradients[0] += other
+        gradients[0] += other.to(gradients[0].device)

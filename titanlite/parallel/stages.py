@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from titanlite.config.schema import Config
+from titanlite.data.stream import Batch
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.watchdog import mark_phase
 from titanlite.optim.loss import SummedLoss, cross_entropy_sum
-from titanlite.parallel.fsdp import set_gradient_reduction
 
 Scope = contextlib.AbstractContextManager[Any]
 
@@ -30,17 +31,18 @@ class WholeModel:
     def __init__(self, model: Any, loss: SummedLoss) -> None:
         self.model, self.loss = model, loss
 
-    def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor) -> Tensor:
-        loss = self.loss(self.model(tokens), labels) / num_targets
+    def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **packing: Tensor) -> Tensor:
+        loss = self.loss(self.model(tokens, **packing), labels) / num_targets
+        mark_phase("backward", times_only=True)
         loss.backward()
         return loss.detach()
 
-    def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(self.model(tokens), labels)
+    def evaluate(self, tokens: Tensor, labels: Tensor, **packing: Tensor) -> Tensor:
+        return self.loss(self.model(tokens, **packing), labels)
 
 
 class Stages:
-    """Computes the loss of tokens and labels, both (B, S) and equal on all ranks along pp, cp and tp.
+    """Computes the loss of batches that are equal on all ranks along pp, cp and tp.
 
     Each rank computes its part of the loss; `Mesh.sum_losses` adds the parts.
     """
@@ -48,7 +50,7 @@ class Stages:
     def __init__(self, model_parts: list[Any], config: Config, mesh: Mesh, device: torch.device) -> None:
         """`model_parts` are parallelised and have their weights; `config` comes from `resolve_auto`."""
         self.model_parts, self.config, self.mesh = model_parts, config.parallel, mesh
-        self.shard_batch: Callable[[Tensor, Tensor], Scope] = _whole_batch
+        self.shard_batch: Callable[[Batch], Scope] = contextlib.nullcontext  # every rank computes whole sequences
         if mesh["cp"].size() > 1:
             from titanlite.parallel.context_parallel import BatchSharder
 
@@ -60,44 +62,48 @@ class Stages:
             self.loss_scope = loss_parallel  # within it, log-softmax and its gradient work on a sharded vocabulary
         self.runner: Any = WholeModel(model_parts[0], _build_loss(model_parts, config, mesh))
         self.shared_params: list[Tensor] = []  # parameters that two pipeline stages hold: a tied embedding
+        self.sum_shared: Callable[[], None] = lambda: None  # adds up the gradients of their copies
         if mesh["pp"].size() > 1:
-            from titanlite.parallel.pipeline_parallel import build_pipeline, shared_params
+            from titanlite.parallel.pipeline_parallel import build_pipeline, shared_params, sum_shared_gradients
 
             self.runner = build_pipeline(model_parts, self.runner.loss, config, mesh, device)
             self.shared_params = shared_params(model_parts)
+            self.sum_shared = functools.partial(sum_shared_gradients, self.shared_params, mesh["pp"])
 
     @contextlib.contextmanager
-    def _ready(self, tokens: Tensor, labels: Tensor) -> Any:
-        """The context of a forward and backward; yields this rank's part of the batch."""
-        with self.loss_scope(), self.shard_batch(tokens, labels) as part:
-            yield part
+    def _ready(self, batch: Batch) -> Any:
+        """The context of a forward and backward; yields this rank's part of the batch.
 
-    def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor, last: bool = True) -> Tensor:
+        The last item, for the model: with `data.document_mask` the positions of this rank's tokens, and the number of
+        each token's document in the whole sequences.
+        """
+        with self.loss_scope(), self.shard_batch(batch) as (tokens, labels, positions):
+            packing = {}
+            if batch.positions is not None:
+                packing = {"positions": positions, "documents": (batch.positions == 0).cumsum(dim=1)}
+            yield tokens, labels, packing
+
+    def forward_backward(self, batch: Batch, num_targets: Tensor, last: bool = True) -> Tensor:
         """Adds to the gradients; returns this rank's part of the summed loss over the step's global target count.
 
         `last`: no other local batch of this step follows.
         """
         mark_phase("forward and backward", in_step=True)
         for part in self.model_parts:
-            set_gradient_reduction(part, last, self.config)
-        with self._ready(tokens, labels) as (x, y):
-            loss: Tensor = self.runner.forward_backward(x, y, num_targets)
-        if last and self.shared_params:
-            from titanlite.parallel.pipeline_parallel import sum_shared_gradients
-
-            sum_shared_gradients(self.shared_params, self.mesh["pp"])
+            if isinstance(part, FSDPModule):  # reduces gradients over ranks now, or accumulates them locally
+                part.set_requires_gradient_sync(last or self.config.reduce_every_microbatch)
+        num_targets = num_targets.clamp(min=1)  # a step may have none; then its loss is 0
+        with self._ready(batch) as (tokens, labels, packing):
+            loss: Tensor = self.runner.forward_backward(tokens, labels, num_targets, **packing)
+        if last:
+            self.sum_shared()
         return loss
 
-    def evaluate(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor:
         """This rank's part of the summed loss of a batch."""
-        with torch.no_grad(), self._ready(tokens, labels) as (x, y):
-            loss: Tensor = self.runner.evaluate(x, y)
+        with torch.no_grad(), self._ready(batch) as (tokens, labels, packing):
+            loss: Tensor = self.runner.evaluate(tokens, labels, **packing)
         return loss
-
-
-def _whole_batch(tokens: Tensor, labels: Tensor) -> Scope:
-    """Every rank computes with whole sequences."""
-    return contextlib.nullcontext((tokens, labels))
 
 
 def _build_loss(model_parts: list[Any], config: Config, mesh: Mesh) -> SummedLoss:
@@ -107,6 +113,10 @@ def _build_loss(model_parts: list[Any], config: Config, mesh: Mesh) -> SummedLos
         from titanlite.parallel.tensor_parallel import loss_parallel_cross_entropy_sum
 
         loss = functools.partial(loss_parallel_cross_entropy_sum, mesh=mesh["tp"])
+    if config.loss.z_loss:
+        from titanlite.optim.z_loss import with_z_loss
+
+        loss = with_z_loss(loss, config.loss.z_loss, mesh["tp"])
     if config.compile.loss:
         # Not dynamic, so a smaller last chunk gets a second graph: torch 2.13 cannot compile a sharded vocabulary for
         # dynamic sizes.

@@ -60,8 +60,8 @@ def block_plan() -> dict[str, Any]:
     """Module of a block -> how it is parallelised. The block's input and output are (B, S/tp, D)."""
     return {
         "attention_norm": SequenceParallel(),
-        "attention": PrepareModuleInput(  # x, rope, cache
-            input_layouts=(SEQUENCE_SHARD, None, None), desired_input_layouts=(REPLICATED, None, None)
+        "attention": PrepareModuleInput(  # x, rope, mask, cache
+            input_layouts=(SEQUENCE_SHARD, None, None, None), desired_input_layouts=(REPLICATED, None, None, None)
         ),
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),

@@ -1,0 +1,40 @@
+"""Shapes from files: read back as they were written, and refused if no model can have them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from titanlite.model.flavors import FLAVORS, LlamaConfig, RopeScaling
+from titanlite.model.shape_file import from_json
+
+IMPOSSIBLE = ["x", 0, -1, None, 10**400, float("inf"), float("nan"), [], {}, True, 1e308]
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(LlamaConfig) if f.name != "tied_embeddings"])
+@pytest.mark.parametrize("value", IMPOSSIBLE, ids=lambda value: f"{value!r:.12}")
+def test_what_no_model_can_have_is_refused(field, value):
+    if field == "rope_scaling" and not value:
+        return  # none
+    fields = json.loads(FLAVORS["llama3_1b"].to_json()) | {field: value}
+    with pytest.raises((ValueError, TypeError)):
+        from_json(json.dumps(fields))
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(RopeScaling)])
+@pytest.mark.parametrize("value", IMPOSSIBLE, ids=lambda value: f"{value!r:.12}")
+def test_impossible_scaling_is_refused(field, value):
+    fields = json.loads(FLAVORS["llama3_1b"].to_json())
+    fields["rope_scaling"][field] = value
+    with pytest.raises(ValueError, match=field):
+        from_json(json.dumps(fields))
+
+
+def test_a_config_is_read_back():
+    for config in FLAVORS.values():
+        if config.vocab_size:
+            assert from_json(config.to_json()) == config
+    with pytest.raises(ValueError, match="num_layers"):
+        from_json(dataclasses.replace(FLAVORS["llama3_1b"], num_layers=2**20).to_json())

@@ -1,0 +1,46 @@
+"""The reader that follows metrics.jsonl while it grows."""
+
+from __future__ import annotations
+
+import json
+
+from titanlite.observe.metrics_file import RowReader
+
+
+def line(step: int, **more) -> str:
+    return json.dumps({"step": step, **more}) + "\n"
+
+
+def test_rows_are_read_once_they_are_complete(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    reader = RowReader(path)
+    assert reader.read() == []
+    path.write_text(line(1) + '{"step": 2, "lo')
+    assert reader.read() == [{"step": 1}]
+    assert reader.read() == []
+    with path.open("a") as file:
+        file.write('ss": 0.5}\n' + line(3) + line(4))
+    assert reader.read(most=2) == [{"step": 2, "loss": 0.5}, {"step": 3}]
+    assert reader.read() == [{"step": 4}]
+
+
+def test_damaged_lines_are_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("[1]\n" + line(1) + "{{\n" + '{"step": "x"}\n' + "[" * 100_000 + "\n" + line(2))
+    assert RowReader(path).read() == [{"step": 1}, {"step": 2}]
+
+
+def test_lines_that_were_removed_are_noticed(tmp_path):
+    """Even if as many were written since, and whether the file is shortened, replaced or deleted."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line(1, time=1.5) + line(2, time=2.5))
+    reader = RowReader(path)
+    assert len(reader.read()) == 2
+    path.write_text(line(1, time=1.5) + line(2, time=9.5))
+    assert reader.read() is None
+    reader = RowReader(path)
+    assert len(reader.read()) == 2
+    path.write_text(line(1, time=1.5))
+    assert reader.read() is None
+    path.unlink()
+    assert reader.read() is None

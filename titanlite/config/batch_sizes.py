@@ -1,0 +1,145 @@
+"""The batch size of each step: which samples a step has if `training.batch_ramp` changes it.
+
+What it is: the entries of the ramp as segments, each from a step and a sample on with one batch size. The size of a
+step is a function of the config and of the number of samples used before it. `64 from 4e9 tokens` begins with the first
+step that starts at that number of tokens or later. `64 by 8 from 4e9 tokens` divides the way there from the size before
+into equal parts (Megatron-LM's `--rampup-batch-size`; GPT-3, arXiv 2005.14165, grew its batch linearly in tokens).
+Why it is here: early in training the gradient noise is small compared with the gradient, and a small batch makes the
+same progress with fewer tokens (arXiv 1812.06162). The data state stays one integer: no step number is needed.
+What it costs: a binary search per step. Imported only if the config has a ramp, a budget in tokens or a phase of the
+data, or if a size does not fit.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from titanlite.config.changes import Change, read_changes
+from titanlite.config.schema import ConfigError, PhaseConfig, TrainingConfig
+
+EXAMPLE = "32 from step 101, 64 by 8 from 4e9 tokens"
+MAX_SIZES = 10_000  # of one entry
+
+
+class Segment(NamedTuple):
+    """Steps with one batch size."""
+
+    step: int  # the first of them; the run's first is 1
+    sample: int  # the number of samples before it
+    size: int  # sequences per step
+    begin: int  # the number of samples before a step from which it has this size; at most `sample`
+
+
+@functools.lru_cache(maxsize=8)
+def segments(training: TrainingConfig) -> tuple[Segment, ...]:
+    """The segments of a run from its first step on. Raises ConfigError for a ramp that is wrong."""
+    found = [Segment(1, 0, training.global_batch_size, 0)]
+    for change in _changes(training):
+        begin = found[-1]
+        _append(found, change, training.seq_len)
+        if found[-1] == begin:
+            raise ConfigError(
+                f"training.batch_ramp = {training.batch_ramp!r}: size {change.value:g} does not begin after size "
+                f"{begin.size}, which begins with step {begin.step}; expected sizes in order, a step apart or more"
+            )
+    return tuple(found)
+
+
+def _changes(training: TrainingConfig) -> list[Change]:
+    """The entries of the ramp. Raises ConfigError for those that are wrong."""
+    key, before, problems = f"training.batch_ramp = {training.batch_ramp!r}", training.global_batch_size, []
+    entries = read_changes("training.batch_ramp", training.batch_ramp, EXAMPLE, True) if training.batch_ramp else []
+    for entry in entries:
+        size, increment = entry.value, entry.increment
+        if not size or not size.is_integer() or not increment.is_integer():
+            problems.append(f"{key}: size {size:g} by {increment:g}: expected whole numbers of sequences")
+        elif increment and (size <= before or (size - before) % increment):
+            what = f"does not lead from {before:g} to {size:g}; expected a divisor of their difference"
+            problems.append(f"{key}: an increment of {increment:g} {what}")
+        elif increment and (size - before) // increment > MAX_SIZES:
+            problems.append(f"{key}: more than {MAX_SIZES} sizes up to {size:g}; expected a larger increment")
+        before = int(size)
+    if problems:
+        raise ConfigError(problems)
+    return entries
+
+
+def _append(found: list[Segment], change: Change, seq_len: int) -> None:
+    """Adds the segments of an entry; parts too short for a step are left out."""
+    begin, end, increment = found[-1], int(change.value), int(change.increment)
+    sizes = [*range(begin.size + increment, end, increment), end] if increment else [end]
+    for number, size in enumerate(sizes, 1):
+        last, threshold = found[-1], 0
+        if change.step:
+            step = begin.step + _up((change.step - begin.step) * number, len(sizes))
+        else:
+            before = begin.sample * seq_len
+            tokens = before * len(sizes) + (change.tokens - before) * number  # times the number of sizes
+            threshold = _up(tokens, len(sizes) * seq_len)
+            step = last.step + _up(threshold - last.sample, last.size)
+        if step > last.step:
+            sample = last.sample + (step - last.step) * last.size
+            found.append(Segment(step, sample, size, threshold or sample))
+        elif last is not begin:
+            found[-1] = last._replace(size=size, begin=threshold or last.begin)
+
+
+def _up(number: int, divisor: int) -> int:
+    """The quotient, rounded up."""
+    return -(-number // divisor)
+
+
+def samples_after(training: TrainingConfig, samples: int, steps: int) -> int:
+    """The number of samples used `steps` steps after the first `samples` of the run."""
+    parts = segments(training)
+    first = bisect.bisect_right(parts, samples, key=lambda part: part.begin) - 1
+    for part, following in itertools.pairwise(parts[first:]):
+        taken = min(steps, _up(max(0, following.begin - samples), part.size))
+        samples, steps = samples + taken * part.size, steps - taken
+        if not steps:
+            return samples
+    return samples + steps * parts[-1].size
+
+
+def steps_for(training: TrainingConfig, samples: int) -> int:
+    """The number of steps after which at least `samples` samples have been used."""
+    part = [part for part in segments(training) if part.sample < samples or part.step == 1][-1]
+    return part.step - 1 + max(0, _up(samples - part.sample, part.size))
+
+
+def steps_for_tokens(training: TrainingConfig, tokens: int) -> int:
+    """The number of steps after which at least `tokens` tokens have been used."""
+    return steps_for(training, _up(tokens, training.seq_len))
+
+
+def first_sample(phase: PhaseConfig, training: TrainingConfig) -> int:
+    """The number of the first sample with the weights of a phase."""
+    by_steps = samples_after(training, 0, max(0, phase.from_step - 1))
+    return by_steps if phase.from_step else _up(phase.from_tokens, training.seq_len)
+
+
+def size_problems(training: TrainingConfig, readers: int = 0) -> Iterator[str]:
+    """Mistakes in the ramp, and batch sizes that cannot be divided into local batches over the data-parallel ranks.
+
+    `readers`: the number of these; 0 if it is not known yet.
+    """
+    local, portion = training.local_batch_size, training.local_batch_size * max(1, readers)
+    over = f" times {readers} data-parallel processes ({portion})" if readers else ""
+    also = ", or another local batch size" if readers else ""
+    try:
+        sizes = [part.size for part in segments(training)]
+    except ConfigError as error:
+        yield from error.problems
+        sizes = [training.global_batch_size]
+    wrong = [size for size in sizes if size % portion]
+    for size in wrong[:1]:
+        key = "training.global_batch_size =" if size is sizes[0] else "training.batch_ramp: the size"
+        more = f" (and {len(wrong) - 1} later sizes)" if len(wrong) > 1 else ""
+        near = " or ".join(str(n) for n in (size // portion * portion, (size // portion + 1) * portion) if n)
+        yield (
+            f"{key} {size}{more} is not a multiple of training.local_batch_size = {local}{over}; nearest: {near}{also}"
+        )

@@ -1,0 +1,52 @@
+"""Values that change during a run, as text: `16 from step 101, 64 by 8 from 4e9 tokens`.
+
+What it is: the reader of `training.batch_ramp` and `schedule.milestones`. Imported only if one of them is set.
+Why it is here: such a list is one key with one line, which can also be set on the command line.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import NamedTuple
+
+from titanlite.config.schema import ConfigError
+
+NUMBER = r"(?:\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,3})?)"
+ENTRY = re.compile(rf"({NUMBER})(?: +by +({NUMBER}))? +from +(?:step +({NUMBER})|({NUMBER}) +tokens)")
+MOST = 1 << 62
+
+
+class Change(NamedTuple):
+    """A value from some step on."""
+
+    value: float
+    increment: float  # the value is reached in parts of this size; 0: at once
+    step: int  # the first step with it, at least 2; 0 if it is given in tokens
+    tokens: int  # the number of training tokens before it, more than 0; 0 if it is given as a step
+
+
+def read_changes(key: str, text: str, example: str, increments: bool = False) -> list[Change]:
+    """The entries of the text, which is the value of `key`. Raises ConfigError with every entry that is wrong."""
+    problems, found = [], list[Change]()
+    for entry in text.split(","):
+        match = ENTRY.fullmatch(entry.strip())
+        value, increment, step, tokens = (float(number or 0) for number in match.groups()) if match else (0.0,) * 4
+        whole = step.is_integer() and tokens.is_integer() and max(value, increment, step, tokens) < MOST
+        if not match or not whole or (match[2] and not (increments and increment)):
+            problems.append(f"{key} = {text!r}: found {entry.strip()!r}; expected entries as in `{example}`")
+        elif step < 2 and not tokens:
+            problems.append(
+                f"{key} = {text!r}: {entry.strip()!r} is not after the first step; expected step 2 or later"
+            )
+        else:
+            found.append(Change(value, increment, int(step), int(tokens)))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def milestones(text: str) -> tuple[Change, ...]:
+    """The entries of `schedule.milestones`. Cached: it is read in each step."""
+    return tuple(read_changes("schedule.milestones", text, "0.316 from step 8001, 0.1 from 2e9 tokens"))

@@ -1,0 +1,57 @@
+"""A text in pieces that tiktoken can encode.
+
+Why it is here: tiktoken's matcher recurses. It fails on about a million characters, and on long runs of one kind.
+What it costs: nothing to speak of. A text is cut at a space after another character, where all patterns cut too, so
+the ids stay the same; only in a run of more than 25,000 characters without white space, or of white space, is it cut
+anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+MAX_PIECE, MAX_RUN = 400_000, 25_000
+
+
+def pieces(text: str, normalise: bool = False) -> Iterator[str]:
+    """The pieces in order; normalised to NFC before the text is cut, if asked for."""
+    if normalise:
+        from titanlite.data.nfc import nfc  # imported only if used
+
+        text = nfc(text)
+    start = 0
+    while start < len(text):
+        end = _end(text, start)
+        yield from _short_runs(text[start:end])
+        start = end
+
+
+def _end(text: str, start: int) -> int:
+    """Where the piece from `start` on ends: before the last space that follows another character, if there is one."""
+    if (most := start + MAX_PIECE) >= len(text):
+        return len(text)
+    cut = text.rfind(" ", start + 1, most)
+    while cut > 0 and text[cut - 1].isspace():
+        cut = text.rfind(" ", start + 1, cut)
+    return cut if cut > 0 else most
+
+
+def _short_runs(piece: str) -> Iterator[str]:
+    begin = 0
+    run = 1
+    for i in range(1, len(piece)) if _has_long_run(piece) else ():
+        run = run + 1 if piece[i].isspace() == piece[i - 1].isspace() else 1
+        if run > MAX_RUN:
+            yield piece[begin:i]
+            begin, run = i, 1
+    yield piece[begin:]
+
+
+def _has_long_run(piece: str) -> bool:
+    """A fast test: may there be more than MAX_RUN characters in a row all with, or all without, white space?
+
+    Such a run covers one of the blocks that begin at the multiples of half its length.
+    """
+    half = MAX_RUN // 2
+    blocks = (piece[start : start + half] for start in range(0, len(piece) - half + 1, half))
+    return any(block.isspace() or block.split(None, 1) == [block] for block in blocks)

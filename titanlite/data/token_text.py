@@ -1,0 +1,40 @@
+"""Tokens as text: how `tokenizers` and llama.cpp write bytes.
+
+What it is: GPT-2's map of the 256 bytes to printable characters, and the list of merges in which these formats keep an
+encoding that tiktoken stores as the ranks of its tokens.
+Reference: github.com/openai/gpt-2, src/encoder.py
+"""
+
+from __future__ import annotations
+
+
+def _byte_characters() -> dict[int, str]:
+    """A printable character for each byte: itself where it is one, else one of those from U+0100 on (GPT-2's map)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+CHARACTERS = _byte_characters()
+_NO_BYTE = dict.fromkeys(range(256), "\uffff")  # cannot be encoded as Latin-1
+BYTES = _NO_BYTE | {ord(character): chr(byte) for byte, character in CHARACTERS.items()}
+
+
+def to_text(token: bytes) -> str:
+    """A token as `tokenizers` and llama.cpp write it: a printable character for each byte."""
+    return "".join(CHARACTERS[byte] for byte in token)
+
+
+def to_bytes(text: str) -> bytes:
+    """The inverse. Raises UnicodeEncodeError if a character stands for no byte."""
+    return text.translate(BYTES).encode("latin-1")
+
+
+def merges_of(tokens: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Every pair of tokens that makes a token, by the rank of what it makes: tiktoken merges any of them."""
+    merges = []
+    for token in tokens:
+        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+        pairs = [pair for pair in cuts if pair[0] in tokens and pair[1] in tokens]
+        merges += sorted(pairs, key=lambda pair: (tokens[pair[0]], tokens[pair[1]]))
+    return merges

@@ -1,0 +1,78 @@
+"""Waits for other ranks: where communication is not hidden behind computation.
+
+What it is: `time_waits` puts two calls around each wait of this process for a collective or a message:
+    `Work.wait`            FSDP, messages of a pipeline, and the collectives of `torch.distributed`
+    `wait_tensor`          functional collectives, which DTensor uses; an operator in C++, also called by compiled
+                           blocks. It gets a kernel in Python that calls the former one
+On CUDA waiting means that the stream of the computation waits for another stream. There also:
+    `Stream.wait_event`    FSDP communicates in its own streams
+    collectives            those that are not asynchronous run in the stream of the computation, without a wait
+    `shard_dim_alltoall`   of Ulysses, an operator that waits in C++
+`Stream.wait_stream`, with which `to_device.py` waits for batches, is not among them.
+Why it is here: torch has no hook for it, and a profiler slows the steps that it records.
+What it costs: two marks (`step_times.py`) per wait, and for `wait_tensor` a call from C++ to Python.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
+
+from titanlite.distributed.torch_private import SHARD_ALL_TO_ALL, WAIT_TENSOR, call_kernel
+
+COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_tensor")
+_libraries: list[Any] = []  # kernels are removed with the library that registered them
+
+
+def time_waits(begin: Callable[[], bool], end: Callable[[], None], device: torch.device) -> None:
+    """Calls `begin` before each wait of this process from now on, and `end` after it if `begin` returned true."""
+    work: Any = Work
+    work.wait = timed(work.wait, begin, end)
+    time_operator(WAIT_TENSOR, begin, end, device)
+    if device.type == "cuda":
+        time_operator(SHARD_ALL_TO_ALL, begin, end, device)
+        time_streams(torch.cuda.Stream, begin, end)
+        for name in COLLECTIVES:
+            setattr(dist, name, timed(getattr(dist, name), begin, end))
+
+
+def timed(function: Callable[..., Any], begin: Callable[[], bool], end: Callable[[], None]) -> Callable[..., Any]:
+    """The function between `begin` and `end`."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not begin():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            end()
+
+    return call
+
+
+def time_operator(operator: Any, begin: Callable[[], bool], end: Callable[[], None], device: torch.device) -> None:
+    """Registers a kernel for tensors of this device that calls the one before between `begin` and `end`."""
+    key = device.type.upper()
+    kernel = timed(functools.partial(call_kernel, operator), begin, end)
+    _libraries.append(library := torch.library.Library(operator.namespace, "IMPL"))
+    library.impl(operator, kernel, key)
+
+
+def time_streams(stream: Any, begin: Callable[[], bool], end: Callable[[], None]) -> None:
+    """Times when the current stream waits for an event. `stream`: the class; its `wait_stream` calls `wait_event`."""
+    original = stream.wait_event
+    current = timed(original, begin, end)
+
+    def wait_event(self: Any, event: Any) -> None:
+        (current if self == torch.cuda.current_stream(self.device) else original)(self, event)
+
+    def wait_stream(self: Any, other: Any) -> None:
+        original(self, other.record_event())
+
+    stream.wait_event, stream.wait_stream = wait_event, wait_stream

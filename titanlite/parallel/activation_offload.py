@@ -1,0 +1,68 @@
+"""`recompute.offload`: the inputs of recomputed blocks in CPU memory until the backward.
+
+What it is: with `recompute.mode = full` a block keeps only its input, (B, S, D), for the backward. Here that is copied
+to pinned CPU memory in the forward, and back when the backward reaches the block, so that no block's activations stay
+on the GPU between them. It uses the hooks with which autograd saves tensors, as torch's `save_on_cpu` does; but only
+for the block's input, which leaves weights and the RoPE table where they are, and without making the host wait.
+Why it is here: the inputs of all blocks are what remains of the activations with `full`, and grow with depth and
+sequence.
+What it costs: b B S D bytes per block, local batch and direction (b per number). The copy to the CPU has a separate
+stream, so it overlaps with the block's computation; the copy back is in the stream of the computation and delays it.
+docs/precision.md compares that with the computation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Kept = tuple[Tensor, Any]  # a copy in CPU memory, and on CUDA the event at which it is complete
+
+
+def offload_input(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that `checkpoint` recomputes, with its first argument in CPU memory until then."""
+    return functools.partial(_call, forward)
+
+
+def _call(forward: Callable[..., Any], x: Tensor, *arguments: Any, **options: Any) -> Any:
+    address, device = x.data_ptr(), x.device  # not `x`: the hooks live until the backward, and would keep it
+
+    def pack(tensor: Tensor) -> Any:
+        return to_cpu(tensor) if tensor.data_ptr() == address else tensor
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else to_device(packed, device)
+
+    # What the block itself saves is handled by hooks of `checkpoint`, which are inside of these.
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return forward(x, *arguments, **options)
+
+
+def to_cpu(tensor: Tensor) -> Kept:
+    """Starts a copy to CPU memory; the tensor may be freed at once."""
+    kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    if not tensor.is_cuda:
+        return kept.copy_(tensor), None
+    stream = _copy_stream(tensor.device)
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(stream):
+        kept.copy_(tensor, non_blocking=True)
+    tensor.record_stream(stream)  # its memory is not used again before the copy is complete
+    return kept, stream.record_event()
+
+
+def to_device(kept: Kept, device: torch.device) -> Tensor:
+    """The tensor on the device again; the host does not wait."""
+    copy, complete = kept
+    if complete is not None:
+        torch.cuda.current_stream(device).wait_event(complete)
+    return copy.to(device, non_blocking=True)
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
