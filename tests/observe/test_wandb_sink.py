@@ -37,7 +37,7 @@ class Server:
         self.options = options
         return self
 
-    def finish(self):
+    def finish(self, exit_code):
         self.finished = True
 
 
@@ -46,7 +46,7 @@ def test_an_online_run_continues_after_the_last_step_of_the_server(tmp_path, mon
     from titanlite.observe import wandb_sink
 
     server = Server()
-    library = SimpleNamespace(Settings=wandb.Settings, init=server, login=lambda prompt: True)
+    library = SimpleNamespace(Settings=wandb.Settings, init=server, login=lambda prompt: True, teardown=lambda: None)
     monkeypatch.setattr(wandb_sink, "wandb", library)
     config = MetricsConfig(wandb_mode="online", project="p")
     sink = wandb_sink.WandbSink(config, tmp_path, "f" * 16, Provenance("debug", "", {}, {}))

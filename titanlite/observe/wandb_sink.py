@@ -39,8 +39,7 @@ class WandbSink:
     def open(self) -> defaultdict[str, int]:
         """Begins the run, or resumes it. Returns the last step that W&B has."""
         if self.run is not None:  # an earlier attempt, after which sending has failed
-            unfinished, self.run = self.run, None
-            unfinished.finish()
+            self.close(False)
         if self.mode == "offline":
             for path in self.folder.glob(f"wandb/offline-run-*-{self.run_id}"):
                 shutil.rmtree(path)
@@ -81,6 +80,7 @@ class WandbSink:
             self.run.log({**values, "_timestamp": time}, step=step)
 
     def close(self, failed: bool) -> None:
-        """Ends the run, and waits until it is uploaded."""
-        self.run.finish(exit_code=int(failed))
-        self.run = None
+        """Ends the run, and waits until it is uploaded or its file is complete."""
+        ending, self.run = self.run, None  # also if this fails: the next attempt begins a new one
+        ending.finish(exit_code=int(failed))
+        wandb.teardown()  # finish() returns before W&B's process has written the end of the file
