@@ -139,7 +139,7 @@ class Training(Scenario):
 
     def unrecovered(self) -> list[str]:
         last = range(self.steps + 1, self.steps + 3)
-        found = unexpected(self.out, ".lock", ".proven", "log.txt", *RUN_FILES, "checkpoints")
+        found = unexpected(self.out, ".lock", ".proven", *RUN_FILES, "checkpoints")
         found += unexpected(self.checkpoints, *(f"step-{step}" for step in last)) + lost_steps(self.checkpoints, "")
         same = curve(self.out) == {step: row for step, row in self.curve.items() if step <= last[-1]}
         return found + ([] if same else ["other losses than those of an undisturbed run"])
