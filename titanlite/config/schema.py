@@ -89,10 +89,7 @@ class ModelConfig:
         choices=("flavor", "tied", "untied"),
     )
     vocab_size: int = key(
-        0,
-        "number of token ids, at least the tokenizer's; 0: the flavor's, or else the tokenizer's",
-        min=0,
-        max=2**24,
+        0, "number of token ids, at least the tokenizer's; 0: the flavor's, or else the tokenizer's", min=0, max=2**24
     )
 
 

@@ -1,8 +1,8 @@
 """Loss, speed and memory: the rows of metrics.jsonl, and what the console shows of them (`console.py`).
 
 What it is: the metrics of the logged steps, written by rank 0; docs/metrics.md explains each. Between logged steps (and
-those that validate or save) nothing is read from the device, so the host does not wait for it. tflops follow the
-formula of `model/flops.py`; tokens, samples and seconds count from the run's first step and continue after a resume.
+those that validate or save) nothing is read from the device, so the host does not wait for it. Tokens, samples and
+seconds count from the run's first step and continue after a resume.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ class Metrics:
 
     def log(self, loss: Tensor, grad_norm: Tensor, num_targets: Tensor, lr: float, data: TrainStream) -> None:
         """Logs the current step. `loss` is that of all ranks. Reads from the device, so the host waits for it."""
-        from titanlite.model.flops import flops_per_token, peak_tflops  # not used before the end of the first step
-        from titanlite.observe.console import step_line
+        from titanlite.observe.console import step_line  # not used before the end of the first step
         from titanlite.observe.memory import peak_memory_gib
+        from titanlite.observe.speed import speed_columns
 
         progress, work, epochs = self.progress, self.workload, data.epochs
         if self.config.step_times and watchdog.recorder is None:
@@ -132,23 +132,16 @@ class Metrics:
             self.more.append(StepTimes(self.device).columns)
         values = torch.stack([loss.double(), grad_norm.double(), num_targets.double()]).tolist()
         self._tick()
-        elapsed = progress.seconds - self._since
-        tokens = progress.tokens - self._tokens
+        elapsed, tokens = progress.seconds - self._since, progress.tokens - self._tokens
         waited, data.seconds = data.seconds, 0.0
         self._begin_window()
-        tps = tokens / elapsed / dist.get_world_size()
-        tflops = tps * flops_per_token(work.llama, work.training.seq_len) / 1e12
-        peak = peak_tflops(work.device_name)
         row = {
             "step": progress.step,
             "loss": values[0],
             "grad_norm": values[1],
             "lr": lr,
             "tokens": progress.tokens,
-            "tps": tps,
-            "tps_global": tokens / elapsed,
-            "tflops": tflops,
-            "mfu": 100 * tflops / peak if peak else None,
+            **speed_columns(tokens, elapsed, work.llama, work.training.seq_len, work.device_name),
             "memory_gib": peak_memory_gib(self.device),
             "data_percent": 100 * max(epochs.values()),
             "seconds": progress.seconds,

@@ -6,6 +6,8 @@ delete values: a step that is trained again after a kill or a rollback keeps its
 What it costs: one request per second at most, with up to a thousand values.
 
 The run is found by a tag, not by MLflow's id, which would be lost if the process ended before the id was written down.
+If MLFLOW_RUN_ID names a run of this server, as under `titanlite.launch` within a run of MLflow, it is the parent: the
+run is created in its experiment, and MLflow shows it below its parent.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from titanlite.config.schema import MetricsConfig
@@ -33,7 +36,7 @@ from titanlite.observe.provenance import Provenance
 
 logger = logging.getLogger("titanlite")
 MOST, MOST_PARAMETERS, LONGEST = 1000, 100, 6000  # MLflow's limits for a request, and for the text of a parameter
-TAG = "titanlite.run"
+TAG, PARENT = "titanlite.run", "mlflow.parentRunId"
 
 
 class MlflowSink:
@@ -49,19 +52,36 @@ class MlflowSink:
     def open(self) -> defaultdict[str, int]:
         """Finds the run or creates it. Returns the last step of each metric that it has."""
         self.client = MlflowClient(self.uri)
-        experiment = self.client.get_experiment_by_name(self.experiment)
-        place = experiment.experiment_id if experiment else self._create_experiment()
+        parent = self._parent()
+        place = parent.info.experiment_id if parent else self._experiment()
+        tags = {TAG: self.tag} | ({PARENT: parent.info.run_id} if parent else {})
         found = self.client.search_runs([place], f"tags.`{TAG}` = '{self.tag}'", max_results=1)
-        run = found[0] if found else self.client.create_run(place, run_name=self.origin.name, tags={TAG: self.tag})
+        run = found[0] if found else self.client.create_run(place, run_name=self.origin.name, tags=tags)
         self.run: str = run.info.run_id
         if found:
             self.client.update_run(self.run, status="RUNNING")
+            if parent:  # the run may have been started below another one before
+                self.client.set_tag(self.run, PARENT, parent.info.run_id)
         self._attach(run.data.params)
         return defaultdict(lambda: -1, {metric.key: metric.step for metric in run.data.to_proto().metrics})
 
-    def _create_experiment(self) -> str:
+    def _parent(self) -> Run | None:
+        """The run that MLFLOW_RUN_ID names; None without one, or if it is on another server."""
+        name = os.environ.get("MLFLOW_RUN_ID")
+        try:
+            return self.client.get_run(name) if name else None
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            logger.warning("metrics.sinks: mlflow: %s has no run %s, which MLFLOW_RUN_ID names", self.uri, name)
+            return None
+
+    def _experiment(self) -> str:
+        """The id of the experiment, which is created if there is none of this name."""
+        if found := self.client.get_experiment_by_name(self.experiment):
+            return str(found.experiment_id)
         # A server decides where files are; without a server MLflow would put them into the working folder.
-        return self.client.create_experiment(self.experiment, artifact_location=self.artifacts)
+        return str(self.client.create_experiment(self.experiment, artifact_location=self.artifacts))
 
     def _attach(self, known: dict[str, str]) -> None:
         """Settings, code version and environment. A parameter cannot change later; the file config.toml can."""
