@@ -101,6 +101,8 @@ def test_wrong_input_raises_all_its_problems(tmp_path):
         titanlite.launch("debug", {"training.step ": 3})
     with refused("data.sources", "TOML"):
         titanlite.launch("debug", {"data": {"sources": [{"path": "x"}]}})
+    with refused("training.steps = None", "leave the key out"):
+        titanlite.launch("debug", {"training.steps": None})
     for wrong in (0, True, "2"):
         with refused(f"processes = {wrong!r}", "integer from 1"):
             titanlite.launch("debug", processes=wrong)

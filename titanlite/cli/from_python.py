@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.cli.processes import RANK_VARIABLES
-from titanlite.config.load import load_config
+from titanlite.config.load import load_config, program_folder
 from titanlite.config.schema import EXIT_CONFIG, EXIT_STOPPED, LAUNCHED, LISTENER, ConfigError
 from titanlite.observe.metrics_file import RowReader
 
 # Set by a launcher of the caller, for the caller's own processes
 OTHERS = (*RANK_VARIABLES, "NNODES", "NODE_RANK", "GROUP_RANK", "NGPU", LAUNCHED, LISTENER, "TORCHELASTIC_RUN_ID")
-CHILD = "import sys; from titanlite.cli.from_python import child; sys.exit(child(sys.argv[1:]))"
-PACKAGES = Path(__file__).resolve().parents[2]
+# The first entry of sys.path is the working folder otherwise; a clone that is not installed is found here
+CHILD = "import sys; sys.path[0] = sys.argv[1]; from titanlite.cli.from_python import child; sys.exit(child())"
 PERIOD = 0.5  # seconds between the child's looks at its parent
 
 
@@ -72,15 +72,17 @@ def launch(
     Raises ConfigError for wrong input that is found before training processes start. What they find is printed, and
     the exit code is 2.
     """
-    argv = [os.fspath(config), *(f"--{key}={_text(value)}" for key, value in _keys(overrides or {}, ""))]
+    values = dict(_keys(overrides or {}, ""))
+    if missing := [key for key, value in values.items() if value is None]:
+        raise ConfigError([f"{key} = None: expected a value; leave the key out for its default" for key in missing])
+    argv = [os.fspath(config), *(f"--{key}={_text(value)}" for key, value in values.items())]
     run = load_config(argv).run  # raises the errors of the configuration without starting a process
     if processes is not None and (isinstance(processes, bool) or not isinstance(processes, int) or processes < 1):
         raise ConfigError(f"processes = {processes!r}: expected an integer from 1")
     variables = {name: value for name, value in os.environ.items() if name not in OTHERS} | _mlflow_parent()
     variables |= {"NGPU": str(processes)} if processes else {}
-    # In a clone, the folder of the package is the working folder of most callers, but it need not be.
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"))))
-    code, problems = _call(argv, variables | dict(env or {}), timeout)
+    variables |= {name: str(value) for name, value in (env or {}).items()}
+    code, problems = _call(argv, variables, timeout)
     if problems:
         raise ConfigError(problems)
     folder = Path(run.folder, run.name).absolute()
@@ -118,7 +120,7 @@ def _mlflow_parent() -> dict[str, str]:
 def _call(argv: list[str], variables: dict[str, str], timeout: float | None) -> tuple[int, list[str]]:
     """Runs the child to its end. The exit code, and the problems of the input."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as problems:
-        command = [sys.executable, "-c", CHILD, str(os.getpid()), str(problems.fileno()), *argv]
+        command = [sys.executable, "-c", CHILD, str(program_folder()), str(os.getpid()), str(problems.fileno()), *argv]
         # In another session, so that Ctrl-C reaches only the caller, which forwards it.
         process = subprocess.Popen(
             command,
@@ -169,12 +171,15 @@ def _last_values(path: Path) -> dict[str, Any]:
     return values
 
 
-def child(arguments: list[str]) -> int:
-    """The child: `titanlite train`. `arguments`: the caller's process, a file for problems of the input, the run's."""
+def child() -> int:
+    """The child: `titanlite train`. Its arguments are a folder, the caller's process, a file, and those of the run.
+
+    Problems of the input are written to the file.
+    """
     from titanlite.cli.launch import launch as train
     from titanlite.cli.main import limit_spinning
 
-    caller, file_number, *argv = arguments
+    caller, file_number, *argv = sys.argv[2:]
     threading.Thread(target=_follow, args=(int(caller),), daemon=True).start()
     limit_spinning()
     problems: list[str] = []
