@@ -20,19 +20,21 @@ from typing import Any
 import report
 
 STEPS = {"debug": 800, "cpu_25m": 500}
+WARMUP = {"debug": 30 / 800, "cpu_25m": 100 / 500}  # of the steps
 RATES = {
     "debug": {"adamw": (1.5e-3, 3e-3, 6e-3), "muon": (3e-3, 6e-3, 1.2e-2)},
     "cpu_25m": {"adamw": (5e-4, 1e-3, 2e-3), "muon": (1e-3, 2e-3, 4e-3)},
 }
 
 
-def train(config: str, name: str, rate: float, steps: int, seed: int) -> dict[str, Any]:
+def train(config: str, name: str, rate: float, steps: int, warmup: int, seed: int) -> dict[str, Any]:
     """Validation loss after the last step, and seconds of a step; {"failed": reason} if the run fails."""
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "optimizer.name": name,
             "optimizer.lr": rate,
             "training.steps": steps,
+            "schedule.warmup_steps": warmup,
             "run.folder": folder,
             "run.name": "run",
             "run.seed": seed,
@@ -61,12 +63,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=42)
     options = parser.parse_args()
     steps = options.steps or STEPS[options.config]
+    warmup = round(WARMUP[options.config] * steps)
     rates = {name: sorted(getattr(options, name) or found) for name, found in RATES[options.config].items()}
     results: dict[str, Any] = {}
     body = ["| optimizer | learning rate | validation loss | seconds per step |", "|---|---|---|---|"]
     for name in rates:
         for rate in rates[name]:
-            results[f"{name} {rate:g}"] = one = train(options.config, name, rate, steps, options.seed)
+            results[f"{name} {rate:g}"] = one = train(options.config, name, rate, steps, warmup, options.seed)
             found = one.get("failed") or f"{one['loss']:.4f} | {one['seconds per step']:.3f}"
             body.append(f"| {name} | {rate:g} | {found} |")
             print(body[-1], flush=True)
@@ -78,7 +81,7 @@ def main() -> None:
         body.append(f"- best of {name}: {losses[best]:.4f} with learning rate {best:g}{edge}")
         print(body[-1], flush=True)
     tokens = next((one["tokens"] for one in results.values() if "tokens" in one), 0)
-    body.append(f"- {options.config}, {steps} steps, {tokens:,} tokens, seed {options.seed}")
+    body.append(f"- {options.config}, {steps} steps ({warmup} of warmup), {tokens:,} tokens, seed {options.seed}")
     report.write(f"optimizers_{options.config}", "Optimizers", body, results)
     report.exit_code(results)
 
