@@ -401,6 +401,9 @@ ROWS = b"".join(json.dumps({"step": i, "loss": 2.5, "mfu": None}).encode() + b"\
 LOGGED = [{"step": i, "loss": 9 / i, "tokens": 8 * i, "seconds": 0.5 * i, "time/data": 0.1} for i in range(1, 50)]
 HAPPENED = [{"time": 1e9, "step": i, "event": name, "text": name} for i, name in enumerate(("start", "save", "end"))]
 DRAWN = [{"step": i, "prompt": "def", "text": f" f({i})"} for i in range(3)]
+EVALUATED = [
+    {"step": i, "weights": w, "evaluate/a/acc": 0.5, "evaluate/a/acc_stderr": 0.1} for i, w in ((2, "ema"), (4, ""))
+]
 HAPPENED[0]["about"] = {"parameters": 5080, "device": "CPU", "layout": "one process"}
 HEARTBEATS = [json.dumps(dataclasses.asdict(dataclasses.replace(BEAT, diagnosis=d))).encode() for d in (
     {}, {"message": "rank 1: no progress", "frozen": [1]})]  # fmt: skip
@@ -474,6 +477,11 @@ READERS = {
     "metrics.jsonl": Reader("text", _write("metrics.jsonl", ROWS), _read_metrics),
     "report, metrics": Reader(
         "text", _write("metrics.jsonl", ROWS, _lines(LOGGED)), functools.partial(_read_report, "metrics.jsonl")
+    ),
+    "report, evaluations": Reader(
+        "text",
+        _write("evaluations.jsonl", _lines(EVALUATED)),
+        functools.partial(_read_report, "evaluations.jsonl"),
     ),
     "report, events": Reader(
         "text", _write("events.jsonl", _lines(HAPPENED)), functools.partial(_read_report, "events.jsonl")

@@ -24,6 +24,7 @@ COMMANDS = (
     "generate",
     "convert",
     "checkpoint",
+    "evaluate",
     "report",
     "tokenizer",
     "eject",
@@ -39,6 +40,7 @@ USAGE = """usage: titanlite COMMAND ...
   generate CHECKPOINT [--prompt TEXT]            sample text from a checkpoint of any format
   convert SOURCE TARGET [--to FORMAT]            write a checkpoint in another format and check the result
   checkpoint list|verify|show|diff|prune ...     list, check, show and delete checkpoints of a run
+  evaluate CHECKPOINT [--tasks A,B] [--perplexity DATA]  tasks of lm-eval, and loss and perplexity on a text
   report RUN... [--text] [--live] [--out FILE]   charts and findings of a run, or of several compared
   tokenizer train|info|encode|decode ...         train a byte-pair encoding, describe one, use one
   eject FOLDER                                   copy train.py and the configs into a folder, to change them there

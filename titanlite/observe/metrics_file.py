@@ -16,16 +16,18 @@ from titanlite.config.schema import ConfigError
 
 LONGEST = 1 << 20  # bytes of a line; what is longer is damaged
 SAMPLES = "samples.jsonl"  # of `samples.py`
+EVALUATIONS = "evaluations.jsonl"  # of `titanlite evaluate`
 RUN_ID = "sinks_id"  # of `sinks.py`: the run's name in W&B and MLflow, the same after each resume
 
 
 def drop_later_lines(folder: Path, step: int) -> None:
     """Keeps the lines up to `step` of a run's metrics.jsonl and, if it has one, of its samples.jsonl.
 
-    Below 0 none: the run begins again, and is another one in W&B and MLflow.
+    Below 0 none: the run begins again, is another one in W&B and MLflow, and has not been evaluated.
     """
     if step < 0:
-        (folder / RUN_ID).unlink(missing_ok=True)
+        for name in (RUN_ID, EVALUATIONS):
+            (folder / name).unlink(missing_ok=True)
     truncate_after(folder / "metrics.jsonl", step)
     if (folder / SAMPLES).exists():
         truncate_after(folder / SAMPLES, step)

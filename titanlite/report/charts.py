@@ -20,6 +20,7 @@ from titanlite.report.thin import extremes, means, numbers
 BYTES = 600_000  # of all points, at about 15 bytes each
 MOST_POINTS, LEAST_POINTS = 1000, 60  # of a series
 MOST_LINES = 8  # of a chart of layers
+MOST_EVALUATIONS = 60  # metrics of all tasks
 SPLIT = ("data", "forward", "backward", "communication", "optimizer", "other")  # time/..., from the bottom up
 
 
@@ -105,7 +106,7 @@ CHARTS = (
         "as the guard of [stability] saw it",
     ),
 )
-SECTIONS = ("Loss", "Optimisation", "Speed", "Memory", "Data", "Layers")
+SECTIONS = ("Loss", "Evaluation", "Optimisation", "Speed", "Memory", "Data", "Layers")
 LAYERS = {
     "gradient_norm": "Gradient norm of each layer",
     "weight_norm": "Weight norm of each layer",
@@ -120,6 +121,7 @@ LAYERS = {
 def charts(runs: list[Run], trends: list[Trend]) -> list[dict[str, Any]]:
     """The charts that have data, in the order in which they are shown."""
     wanted = [_loss_chart(runs), *_validation_charts(runs), *CHARTS, *_data_charts(runs), *_layer_charts(runs)]
+    wanted += _evaluation_charts(runs)
     chosen = [chart for chart in wanted if not chart.single or len(runs) == 1]
     if all("mfu" in run.columns for run in runs):
         chosen = [chart for chart in chosen if chart.title != "TFLOPS per device"]  # the same curve
@@ -192,6 +194,24 @@ def _validation_charts(runs: list[Run]) -> list[Chart]:
     if any(line.column in run.columns for run in runs for line in averaged):
         found.append(Chart("Loss", "Validation of averaged weights", "nats per token", plain + averaged))
     return found
+
+
+def evaluation_columns(runs: list[Run]) -> dict[str, str]:
+    """Column -> label, of the metrics of `titanlite evaluate`, without their standard errors and numbers of tokens."""
+    found = [re.fullmatch(r"evaluate(_ema)?/(.+)/(.+)", name) for run in runs for name in run.columns]
+    chosen = [match for match in found if match and not match[3].endswith("_stderr") and match[3] != "tokens"]
+    labels = {match[0]: f"{match[2]}, {match[3]}" + (" (averaged weights)" * bool(match[1])) for match in chosen}
+    return dict(list(labels.items())[:MOST_EVALUATIONS])
+
+
+def _evaluation_charts(runs: list[Run]) -> list[Chart]:
+    """A chart for each metric that some run has of several steps, with a line for each task."""
+    groups: dict[str, list[Line]] = {}
+    for name, label in evaluation_columns(runs).items():
+        if any(len(run.column(name).steps) > 1 for run in runs):
+            task, _, metric = label.partition(", ")
+            groups.setdefault(metric, []).append(Line(name, task, "points"))
+    return [Chart("Evaluation", metric, "", tuple(lines[:MOST_LINES])) for metric, lines in groups.items()]
 
 
 def _data_charts(runs: list[Run]) -> list[Chart]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from titanlite.config.schema import Config
 from titanlite.observe.console import duration
-from titanlite.report.charts import validation_sets
+from titanlite.report.charts import evaluation_columns, validation_sets
 from titanlite.report.fit import THRESHOLD, Trend
 from titanlite.report.read import Run, finite
 
@@ -26,7 +26,7 @@ def table(run: Run) -> list[tuple[str, str]]:
     """The final table: name and value of what is known."""
     about = next((event.about for event in reversed(run.events) if event.name == "start"), {})
     rows = [("state", state(run)), ("steps", _steps(run)), ("tokens", _last(run, "tokens", short))]
-    rows += [("training loss", _training_loss(run)), *_validation(run)]
+    rows += [("training loss", _training_loss(run)), *_validation(run), *_evaluations(run)]
     rows += [
         ("tokens per second", _median(run, "tps_global", "{:,.0f}")),
         ("TFLOPS per device", _median(run, "tflops", "{:.3g}")),
@@ -100,6 +100,16 @@ def _validation(run: Run) -> list[tuple[str, str]]:
             rows.append((f"best validation loss{label}", f"{column.values[best]:.4f} at step {column.steps[best]:,}"))
             rows.append((f"perplexity{label}", f"{math.exp(min(last, 700)):,.2f}"))
         rows.append((f"bits per byte{label}", _last(run, f"{prefix}/bits_per_byte", "{:.4f}".format)))
+    return rows
+
+
+def _evaluations(run: Run) -> list[tuple[str, str]]:
+    """The newest result of each metric of `titanlite evaluate`, with its standard error and step."""
+    rows = []
+    for name, label in evaluation_columns([run]).items():
+        column, error = run.columns[name], run.column(f"{name}_stderr").values
+        shown = f"{column.values[-1]:.4f}" + (f" ± {error[-1]:.4f}" if len(error) else "")
+        rows.append((label, f"{shown} at step {column.steps[-1]:,}"))
     return rows
 
 
