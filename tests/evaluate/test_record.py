@@ -22,11 +22,11 @@ def test_the_report_has_the_newest_results_and_curves(whole_run, tmp_path):
     assert run.notes == ["evaluations.jsonl: 1 damaged line was skipped"]
     page = contents([run])
     table = {row[0]: row[1] for row in page["table"]}
-    assert table["sums, acc"] == "0.7500 ± 0.1000 at step 6"
-    assert table["sums, acc (averaged weights)"] == "1.0000 at step 6"
-    assert table["text, loss"] == "2.5000 at step 6"
+    assert table["evaluated: sums, acc"] == "0.7500 ± 0.1000 at step 6"
+    assert table["evaluated: sums, acc (averaged weights)"] == "1.0000 at step 6"
+    assert table["evaluated: text, loss"] == "2.5000 at step 6"
     assert not {name for name in table if "f1" in name or ("tokens" in name and "text" in name)}
     (chart,) = [chart for chart in page["charts"] if chart["section"] == "Evaluation"]
     assert chart["title"] == "acc"
     assert [(line["label"], line["x"], line["y"]) for line in chart["series"]] == [("sums", [3, 6], [0.25, 0.75])]
-    assert "sums, acc" in text_report([run], trends_of([run]))
+    assert "evaluated: sums, acc" in text_report([run], trends_of([run]))

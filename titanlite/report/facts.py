@@ -109,7 +109,7 @@ def _evaluations(run: Run) -> list[tuple[str, str]]:
     for name, label in evaluation_columns([run]).items():
         column, error = run.columns[name], run.column(f"{name}_stderr").values
         shown = f"{column.values[-1]:.4f}" + (f" ± {error[-1]:.4f}" if len(error) else "")
-        rows.append((label, f"{shown} at step {column.steps[-1]:,}"))
+        rows.append((f"evaluated: {label}", f"{shown} at step {column.steps[-1]:,}"))
     return rows
 
 
