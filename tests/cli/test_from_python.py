@@ -57,7 +57,7 @@ def wait_for_step(folder: Path, step: int) -> None:
 def test_a_run_from_a_thread(overrides, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("LOG_RANK", "0")
     results = []
-    thread = threading.Thread(target=lambda: results.append(titanlite.launch("debug", overrides, processes=2)))
+    thread = threading.Thread(target=lambda: results.append(titanlite.launch("debug", overrides)))
     thread.start()
     thread.join(180)
     (result,) = results
@@ -65,7 +65,7 @@ def test_a_run_from_a_thread(overrides, tmp_path, capfd, monkeypatch):
     last = [row for row in rows(result.folder) if "loss" in row][-1]
     del last["time"]  # the validation after it has another one
     assert last.items() <= result.metrics.items()
-    assert "CPU x 2" in capfd.readouterr().out
+    assert "CPU x 1" in capfd.readouterr().out
     assert not running(tmp_path)
 
 

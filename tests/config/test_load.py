@@ -259,7 +259,7 @@ def test_a_key_that_was_removed_is_accepted_where_it_did_nothing(tmp_path):
 def test_thousands_of_unknown_keys_take_seconds_not_minutes():
     """The time grows with their number, not with its square."""
     seconds = []
-    for count in (1000, 10_000):
+    for count in (500, 5000):
         options = [f"--compile.enabled{number}=1" for number in range(count)]
         started = time.process_time()
         with pytest.raises(ConfigError) as caught:

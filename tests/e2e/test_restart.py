@@ -83,13 +83,6 @@ def test_the_last_failure_is_the_run_s(saving_run, tmp_path):
     assert output.count("restarting") == 1
 
 
-def test_a_mistake_is_not_restarted(saving_run, tmp_path):
-    (tmp_path / "debug").write_text("")  # no folder: only the processes find out
-    code, output = finish(start(saving_run, NGPU="1", MAX_RESTARTS="3"))
-    assert code == 2, output
-    assert "restarting" not in output
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
 def test_two_nodes_restart_together(saving_run, tmp_path, whole, node):

@@ -140,11 +140,13 @@ def test_a_folder_that_another_run_holds_is_one_error(arguments, tmp_path):
 
 
 def test_folder_that_cannot_be_written_is_one_error(arguments, tmp_path):
-    (tmp_path / "file").write_text("")
-    code, output = finish(start([*arguments, f"--run.folder={tmp_path}/file"]))
+    """Only the processes find out, and the launcher does not start them again."""
+    (tmp_path / "debug").write_text("")
+    code, output = finish(start(arguments, MAX_RESTARTS="3"))
     assert code == 2, output
     assert output.count("error:") == 1
-    assert "run.folder, run.name" in output
+    assert_mentions(output, "run.folder, run.name", f"{tmp_path}/debug")
+    assert "restarting" not in output
 
 
 def test_a_closed_console_stops_nothing(arguments, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,8 @@ from sink_readers import as_mlflow, expected, float32, mlflow_server, read_mlflo
 
 from titanlite.verify.pool import WorkerError
 
-pytest.importorskip("tensorboard")
-pytest.importorskip("wandb")
-pytest.importorskip("mlflow")
-
-pytestmark = pytest.mark.slow
+MISSING = [name for name in ("tensorboard", "wandb", "mlflow") if find_spec(name) is None]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}")]
 
 # The same in a step that is trained again from the same state; the others are speeds and times
 REPEATED = ("loss_metrics/global_avg_loss", "perplexity", "grad_norm", "lr", "n_tokens_seen", "samples", "targets")

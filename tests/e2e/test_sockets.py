@@ -86,7 +86,7 @@ def test_a_run_on_one_machine_listens_on_its_loopback_interface_only(arguments, 
     seen = watch(process, lambda: len(steps(folder)) > 6)
     os.kill(workers(process)[-1], signal.SIGKILL)
     first = len(steps(folder))
-    again = watch(process, lambda: len(steps(folder)) > first + 20)
+    again = watch(process, lambda: len(steps(folder)) > first + 2)
     process.send_signal(signal.SIGTERM)
     code, output = finish(process)
     assert code == 75, output

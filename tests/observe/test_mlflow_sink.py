@@ -6,12 +6,13 @@ import itertools
 import logging
 import socket
 import time
+from importlib.util import find_spec
 
 import pytest
 from runs import rows, train_run
 from sink_readers import as_mlflow, expected, read_mlflow
 
-pytest.importorskip("mlflow")
+pytestmark = pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed")  # slow to import
 
 
 @pytest.mark.slow
@@ -61,7 +62,9 @@ def impatient_run(arguments: list[str]) -> tuple[int, list[str], float]:
     return code, warnings, max(b - a for a, b in itertools.pairwise(begun[1:]))
 
 
-@pytest.mark.parametrize("accepts", [False, True], ids=["refuses", "never answers"])
+@pytest.mark.parametrize(
+    "accepts", [pytest.param(False, marks=pytest.mark.slow, id="refuses"), pytest.param(True, id="never answers")]
+)
 def test_a_server_that_fails_delays_no_step(pool, arguments, tmp_path, accepts):
     with socket.create_server(("127.0.0.1", 0)) as server:
         uri = f"http://127.0.0.1:{server.getsockname()[1]}"

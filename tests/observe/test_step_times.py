@@ -60,7 +60,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = ("cp2", "tp2, compiled")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=pytest.mark.slow if layout in SLOW else []) for layout in LAYOUTS]
+)
 def test_phases_add_up_to_the_time_of_the_run(pool, arguments, tmp_path, layout):
     """Compared with the columns `seconds` and `tps_global`, which another clock measures. It stands still in pauses."""
     more = ["--training.steps=13", "--metrics.log_freq=4", "--checkpoint.freq=5", "--validation.freq=6"]
@@ -141,13 +146,13 @@ def test_each_phase_gets_its_own_time(pool, arguments, tmp_path):
 @pytest.mark.parametrize(
     ("layout", "rank", "phase"),
     [
-        ("dp2", 1, "forward"),
         ("dp2", 0, "optimizer"),
-        ("dp2", 1, "data"),
-        ("tp2", 1, "forward"),
-        ("tp2, compiled", 1, "optimizer"),
-        ("cp2", 0, "forward"),
         ("pp2", 1, "forward"),
+        pytest.param("dp2", 1, "forward", marks=pytest.mark.slow),
+        pytest.param("dp2", 1, "data", marks=pytest.mark.slow),
+        pytest.param("tp2", 1, "forward", marks=pytest.mark.slow),
+        pytest.param("tp2, compiled", 1, "optimizer", marks=pytest.mark.slow),
+        pytest.param("cp2", 0, "forward", marks=pytest.mark.slow),
     ],
 )
 def test_a_slow_rank_is_named(pool, arguments, tmp_path, layout, rank, phase):

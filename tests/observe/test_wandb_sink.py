@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from titanlite.config.schema import MetricsConfig
 from titanlite.observe.metric_names import Scalars
 from titanlite.observe.provenance import Provenance
 
-wandb = pytest.importorskip("wandb")
+pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")  # slow to import
 
 
 def test_a_run_is_read_back(pool, arguments, tmp_path):
@@ -43,6 +44,8 @@ class Server:
 
 def test_an_online_run_continues_after_the_last_step_of_the_server(tmp_path, monkeypatch):
     """Not tried with a real server."""
+    import wandb
+
     from titanlite.observe import wandb_sink
 
     server = Server()
