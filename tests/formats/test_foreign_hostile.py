@@ -97,7 +97,7 @@ def refused(folder: Path, *names: str) -> str:
     assert not CANARY.exists()
     assert time.monotonic() - started < 20
     assert memory()[0] - before[0] < 500_000
-    assert memory()[1] < 1 << 20 or memory()[1] == before[1]
+    assert memory()[1] <= max(1 << 20, before[1], memory()[0])  # Linux counts a process from the size of its parent
     assert len(caught.value.problems) == 1
     assert str(folder) in str(caught.value)
     assert "Traceback" not in str(caught.value)
@@ -343,11 +343,23 @@ def test_places_and_shapes_that_cannot_be(folder, spoil, message):
     assert message in refused(folder)
 
 
-def zipped(program: bytes, values: bytes = b"\x00" * 48, compression: int = zipfile.ZIP_STORED, **more: bytes) -> bytes:
+def zipped(program: bytes, values: bytes = b"\x00" * 48, **more: bytes) -> bytes:
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", compression) as archive:
+    with zipfile.ZipFile(buffer, "w") as archive:
         for name, content in {"data.pkl": program, "data/0": values, **more}.items():
             archive.writestr(f"archive/{name}", content)
+    return buffer.getvalue()
+
+
+def bomb(files: dict[str, bytes], name: str, byte: bytes) -> bytes:
+    """A zip file with 256 MiB of one byte, which this process never holds."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for other, content in files.items():
+            archive.writestr(f"archive/{other}", content)
+        with archive.open(f"archive/{name}", "w") as file:
+            for _ in range(256):
+                file.write(byte * 2**20)
     return buffer.getvalue()
 
 
@@ -390,8 +402,8 @@ PAYLOADS: dict[str, bytes | Callable[[], bytes]] = {
     "negative strides": zipped(tensor_program(layout=b"K\x00(K\x04K\x03t(J\xff\xff\xff\xffK\x01t")),
     "offset beyond the storage": zipped(tensor_program(layout=b"J\xff\xff\xff\x7f(K\x04K\x03t(K\x03K\x01t")),
     "too little storage": zipped(tensor_program(), b"\x00" * 44),
-    "a zip bomb": lambda: zipped(tensor_program(), b"\x00" * 2**28, zipfile.ZIP_DEFLATED),  # half a second each
-    "a zip bomb as the pickle": lambda: zipped(b"N" * 2**28, compression=zipfile.ZIP_DEFLATED),
+    "a zip bomb": lambda: bomb({"data.pkl": tensor_program()}, "data/0", b"\x00"),  # half a second each
+    "a zip bomb as the pickle": lambda: bomb({"data/0": b"\x00" * 48}, "data.pkl", b"N"),
     "big-endian": zipped(tensor_program(), byteorder=b"big"),
     "no storage": zipped(
         tensor_program(storage=texts("storage") + named("torch", "FloatStorage") + texts("9", "c") + b"N")

@@ -60,7 +60,7 @@ LAYOUTS = {
 }
 
 
-SLOW = ("cp2", "tp2, compiled")
+SLOW = ("tp2", "cp2", "tp2, compiled")
 
 
 @pytest.mark.parametrize(
