@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import random
+import resource
 import socket
 import subprocess
 import sys
@@ -34,10 +35,11 @@ def test_auto_is_cuda_where_there_is_one(monkeypatch, name, available, expected)
     assert device_type(name) == expected
 
 
-def test_cuda_without_a_device_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with refused("run.device = cuda", "no CUDA device", "auto", "cpu"):
-        device_type("cuda")
+@pytest.mark.parametrize(("name", "module"), [("cuda", torch.cuda), ("mps", torch.backends.mps)])
+def test_a_device_that_torch_does_not_find_is_refused(monkeypatch, name, module):
+    monkeypatch.setattr(module, "is_available", lambda: False)
+    with refused(f"run.device = {name}", "no such device", "auto", "cpu"):
+        device_type(name)
 
 
 @pytest.fixture
@@ -63,6 +65,16 @@ def test_each_process_of_a_node_has_a_gpu_and_nccl_connects_at_once(gpus, monkey
     assert gpus["host"] == {"backend": "gloo", "timeout": timedelta(seconds=30)}
     assert gpus["timeout"] == timedelta(seconds=30)
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize(("soft", "hard", "expected"), [(1024, 4096, 4096), (256, resource.RLIM_INFINITY, 10_240)])
+def test_the_limit_of_descriptors_is_raised(gpus, monkeypatch, soft, hard, expected):
+    """macOS has an unlimited hard limit, and refuses an unlimited soft limit."""
+    raised = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: raised.append((what, *limits)))
+    start("auto", 30, 5)
+    assert raised == [(resource.RLIMIT_NOFILE, expected, hard)]
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

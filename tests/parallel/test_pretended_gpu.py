@@ -1,4 +1,4 @@
-"""A step on a CUDA device that does not exist: every operation has its tensors there, and the host reads none of them.
+"""A step on a GPU that does not exist: every operation has its tensors there, and the host reads none of them.
 
 Tensors are torch's fake ones, which have device, dtype and shape and no numbers: an operation on tensors of two devices
 is an error, and so is reading a number, for which the host would wait. Autograd's engine needs the real device, so the
@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +23,8 @@ import torch.nn.functional as F
 from model_builder import SMALL
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from titanlite.config.schema import (
     Config,
@@ -46,23 +49,25 @@ from titanlite.parallel.layout import AXES
 from titanlite.parallel.parallelize import split_and_parallelize
 from titanlite.parallel.pipeline_parallel import sum_shared_gradients
 from titanlite.parallel.stages import Stages
+from titanlite.verify.pool import WorkerError
 
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
+C10_REGISTER_GUARD_IMPL(MPS, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::MPS>)
 """
-GPU = torch.device("cuda", 0)
+GPU, APPLE = torch.device("cuda", 0), torch.device("mps", 0)
 TRAINING = TrainingConfig(seq_len=16, local_batch_size=2, compute_dtype="bfloat16")
 
 pytestmark = [
-    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA's own"),
+    pytest.mark.skipif(torch.version.cuda is not None or sys.platform == "darwin", reason="this torch has its own"),
     pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler"),
 ]
 
 
 @pytest.fixture(scope="module")
 def guard(tmp_path_factory) -> Path:
-    """A library that lets a torch without CUDA switch to a CUDA device, which does nothing."""
+    """A library that lets a torch without GPUs switch to one, which does nothing."""
     folder, package = tmp_path_factory.mktemp("guard"), Path(torch.__file__).parent
     (folder / "guard.cpp").write_text(GUARD)
     options = ["-shared", "-fPIC", "-std=c++20", f"-I{package}/include", f"-L{package}/lib"]
@@ -71,12 +76,23 @@ def guard(tmp_path_factory) -> Path:
     return folder / "guard.so"
 
 
-def to_gpu(model: nn.Module) -> None:
+class NoFloat64(TorchDispatchMode):
+    """Makes a tensor of float64 on Apple's GPU an error, as it is there."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "mps" and tensor.dtype == torch.float64:
+                raise TypeError(f"{function} gives float64, which mps does not support")
+        return result
+
+
+def to_gpu(model: nn.Module, device: torch.device) -> None:
     """Gives parameters that are on the meta device memory on the GPU, fake memory."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=GPU))
+                module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device=device))
 
 
 def in_place_of_flex_attention(q, k, v, block_mask, enable_gqa):
@@ -85,37 +101,45 @@ def in_place_of_flex_attention(q, k, v, block_mask, enable_gqa):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa)
 
 
-def one_step(guard: Path, config: Config, llama) -> None:
+def in_place_of_apples_attention(q, k, v, mask=None, is_causal=False, enable_gqa=False):
+    """What torch computes there while gradients are required; a build for Linux cannot choose it."""
+    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, 0.0, is_causal, enable_gqa=enable_gqa)[0]
+
+
+def one_step(guard: Path, config: Config, llama, device: torch.device = GPU) -> None:
     """As in train.py, up to the backward, which fills `grad`. Then a validation."""
     ctypes.CDLL(str(guard))
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, enabled="false"))
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1), 60)
-    mesh.device_type = "cuda"
+    mesh.device_type = device.type
     compile.missing_for_inductor = lambda device_type: ""
     block_mask._compiled = lambda: in_place_of_flex_attention
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
     parts = split_and_parallelize(model, config, mesh)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        to_gpu(parts[0])
-        parts[0].reset_rope(GPU)
-        stages, optimizer = Stages(parts, config, mesh, GPU), build_optimizer(parts, config.optimizer)
+    with FakeTensorMode(allow_non_fake_inputs=True), NoFloat64(), contextlib.ExitStack() as stack:
+        if device == APPLE:
+            name = "scaled_dot_product_attention"
+            stack.enter_context(mock.patch.object(F, name, in_place_of_apples_attention))
+        to_gpu(parts[0], device)
+        parts[0].reset_rope(device)
+        stages, optimizer = Stages(parts, config, mesh, device), build_optimizer(parts, config.optimizer)
         for step in range(2):
-            tokens = torch.zeros(2, config.training.seq_len, dtype=torch.long, device=GPU)
+            tokens = torch.zeros(2, config.training.seq_len, dtype=torch.long, device=device)
             batch = Batch(tokens, tokens, tokens if config.data.document_mask else None)
-            total = mesh.sum_counts(torch.ones((), dtype=torch.long, device=GPU))
+            total = mesh.sum_counts(torch.ones((), dtype=torch.long, device=device))
             with stages._ready(batch) as (_, _, packing):
                 loss = stages.runner.loss(parts[0](tokens, **packing), tokens) / total
             for parameter in parts[0].parameters():
                 parameter.grad = torch.empty_like(parameter)
             factor = config.optimizer.agc_factor if config.optimizer.clip == "agc" else 0.0
-            norm = clip_grad_norm(parts, config.training.max_norm, GPU, agc=factor)
-            if step == 1:
-                optimizer.found_inf = torch.ones((), device=GPU)
+            norm = clip_grad_norm(parts, config.training.max_norm, device, agc=factor)
+            if step == 1 and device == GPU:
+                optimizer.found_inf = torch.ones((), device=device)
             optimizer.step()
             optimizer.zero_grad()
             moments = [state["exp_avg"] for state in optimizer.state.values()]
-            assert {value.device for value in (loss, norm, stages.evaluate(batch), *moments)} == {GPU}
+            assert {value.device for value in (loss, norm, stages.evaluate(batch), *moments)} == {device}
             assert loss.dtype == norm.dtype == torch.float32
             with pytest.raises(DataDependentOutputException):
                 float(loss)
@@ -139,6 +163,36 @@ def one_step(guard: Path, config: Config, llama) -> None:
 def test_a_step_stays_on_the_gpu(pool, guard, sections, llama):
     given = {"training": TRAINING} | {type(one).__name__.removesuffix("Config").lower(): one for one in sections}
     pool.run(1, one_step, guard, Config(**given), dataclasses.replace(SMALL, **llama))
+
+
+@pytest.mark.parametrize(
+    ("section", "llama"),
+    [
+        (RecomputeConfig(), {}),
+        (RecomputeConfig(mode="full"), {"tied_embeddings": True}),
+        (DataConfig(document_mask=True), {}),
+        (OptimizerConfig(clip="agc"), {}),
+        (LossConfig(z_loss=1e-4), {}),
+    ],
+    ids=["plain", "recomputed, tied", "documents", "agc", "z-loss"],
+)
+def test_a_step_on_apples_gpu_needs_no_float64(pool, guard, section, llama):
+    training = dataclasses.replace(TRAINING, compute_dtype="float32")
+    config = Config(**{"training": training, type(section).__name__.removesuffix("Config").lower(): section})
+    pool.run(1, one_step, guard, config, dataclasses.replace(SMALL, **llama), APPLE)
+
+
+def float64_on(guard: Path, device: torch.device) -> None:
+    ctypes.CDLL(str(guard))
+    with FakeTensorMode(), NoFloat64():
+        torch.ones(3, device=device).double()
+
+
+def test_float64_on_apples_gpu_is_an_error(pool, guard):
+    """What the test above relies on."""
+    pool.run(1, float64_on, guard, GPU)
+    with pytest.raises(WorkerError, match="mps does not support"):
+        pool.run(1, float64_on, guard, APPLE)
 
 
 def sum_an_offloaded_gradient(guard: Path) -> tuple[set[str], str]:

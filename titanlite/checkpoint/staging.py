@@ -45,8 +45,8 @@ class Staging:
         for part, values in state.items():
             copies[part] = {}
             for name, value in values.items():
-                if not _on_gpu(value) and not also_host:
-                    copies[part][name] = value
+                if value.device.type == "mps" or not (_on_gpu(value) or also_host):
+                    copies[part][name] = value.cpu()  # the same tensor if it is there already
                     continue
                 copy = copies[part][name] = self._memory(f"{part}.{name}", value)
                 source, target = (_bytes(tensor) for tensor in (value, copy))

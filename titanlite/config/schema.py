@@ -64,7 +64,7 @@ class RunConfig:
     name: str = key("", "name of the run's folder; empty: the config file's name")
     folder: str = key("outputs", "folder that holds the run folders")
     seed: int = key(42, "seed of the initial weights and of the order of the data", min=0, max=2**63 - 1)
-    device: str = key("auto", "where to compute; auto: CUDA if there is any", choices=("auto", "cpu", "cuda"))
+    device: str = key("auto", "where to compute; auto: CUDA if there is any", choices=("auto", "cpu", "cuda", "mps"))
     sample_tokens: int = key(0, "tokens of sample text to print when training ends; 0: none", min=0)
     sample_prompt: str = key("def", "prompt of the sample text")
 

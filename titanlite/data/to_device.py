@@ -1,6 +1,6 @@
 """Copies batches to the device while it computes.
 
-What it is: on CUDA, copies from pinned memory on a separate stream; on CPU nothing is copied.
+What it is: on CUDA, copies from pinned memory on a separate stream; on the CPU nothing is copied.
 Why it is here: the host waits for no copy, and a batch is copied while the device computes with the one before.
 What it costs: one batch of token ids more in device memory.
 """
@@ -18,7 +18,7 @@ from titanlite.data.stream import Batch
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device. On CUDA it is copied from pinned memory, so the host does not wait."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def prefetch(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
@@ -28,7 +28,7 @@ def prefetch(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     copied while the device still computes the step before, unless that step was logged: then the host has waited.
     """
     if device.type != "cuda":
-        yield from batches
+        yield from (batch.apply(lambda tensor: tensor.to(device)) for batch in batches)
         return
     copies = _copy_stream(device)
 

@@ -31,6 +31,11 @@ DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these read different seq
 LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp")  # ranks along these hold different parts of the loss
 
 
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of long sums on a device: float64, which Apple's GPUs do not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 class Mesh:
     """The grid of ranks. `mesh["tp"]` and `mesh["dp_replicate", "dp_shard_cp"]` are submeshes with this rank.
 
@@ -42,6 +47,7 @@ class Mesh:
     def __init__(self, device_type: str, degrees: Mapping[str, int], timeout_seconds: int) -> None:
         """`degrees`: axis -> size, outermost first; their product is the world size."""
         self.device_type, self.degrees = device_type, dict(degrees)
+        device_type = "cpu" if device_type == "mps" else device_type  # torch has no mesh for it: it is for one process
         sizes = {"pp": degrees["pp"], "dp_replicate": degrees["dp_replicate"]}
         sizes |= {"dp_shard_cp": degrees["dp_shard"] * degrees["cp"], "tp": degrees["tp"]}
         self._weights, self._tokens = (

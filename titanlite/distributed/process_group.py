@@ -30,14 +30,14 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def device_type(name: str) -> str:
-    """Resolves `run.device` to cuda or cpu. Raises ConfigError for cuda if torch finds no CUDA device."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device = cuda: torch finds no CUDA device; allowed: auto, cpu")
+    """Resolves `run.device` to cuda, mps or cpu. Raises ConfigError for a device that torch does not find."""
+    if (name == "cuda" and not torch.cuda.is_available()) or (name == "mps" and not torch.backends.mps.is_available()):
+        raise ConfigError(f"run.device = {name}: torch finds no such device; allowed: auto, cpu")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else {"mps": "Apple GPU"}.get(device.type, "CPU")
 
 
 def host_group() -> Any:
@@ -62,8 +62,10 @@ def start(device_name: str, timeout_seconds: int, seed: int, deterministic: bool
         use_deterministic_operators()
     device = open_device(device_name)
     if not dist.is_initialized():
-        # Rank 0's store and the gloo group need descriptors for each rank, and the usual soft limit is 1,024.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+        # Rank 0's store and the gloo group need descriptors for each rank, and the usual soft limit is 1,024. On macOS
+        # the hard limit is unlimited, which it refuses as a soft limit; it accepts 10,240.
+        soft, cap = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 10_240) if cap == resource.RLIM_INFINITY else cap, cap))
         rank, world_size, one_machine = 0, 1, True
         store: dist.Store | None = dist.HashStore()
         if "RANK" in os.environ:
@@ -89,10 +91,10 @@ def start(device_name: str, timeout_seconds: int, seed: int, deterministic: bool
 
 
 def open_device(name: str) -> torch.device:
-    """The device of this process: the CPU, or the CUDA device whose index is its rank on the node."""
-    if device_type(name) == "cpu":
+    """The device of this process: the CPU, Apple's GPU, or the CUDA device whose index is its rank on the node."""
+    if (kind := device_type(name)) != "cuda":
         keep_freed_memory()
-        return torch.device("cpu")
+        return torch.device(kind)
     # Segments that can grow waste less memory between tensors of changing sizes. Read when CUDA allocates first.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

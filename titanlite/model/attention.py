@@ -61,5 +61,6 @@ def attention_kernel(config: Any, seq_len: int, dtype: torch.dtype, device: torc
     q, k = (torch.empty(1, heads, seq_len, config.head_dim, dtype=dtype, device=device, requires_grad=True)
             for heads in (config.num_heads, config.num_kv_heads))  # fmt: skip
     k = share_heads(q, k)
-    choice = attention_backend(q, k, k, enable_gqa=q.shape[1] != k.shape[1])
-    return SDPBackend(choice).name.removesuffix("_ATTENTION").lower()
+    shared = q.shape[1] != k.shape[1]
+    choice = SDPBackend.MATH if device.type == "mps" else SDPBackend(attention_backend(q, k, k, enable_gqa=shared))
+    return choice.name.removesuffix("_ATTENTION").lower()

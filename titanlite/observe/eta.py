@@ -29,10 +29,7 @@ class Eta:
         self.windows: deque[tuple[float, int]] = deque()  # seconds and tokens
         self.seconds, self.tokens = 0.0, 0  # their sums
         self.pauses = {kind: deque[float](maxlen=8) for kind in (VALIDATION, SAVE, BOTH)}
-        self._first_window, self._first_validation = (
-            True,
-            True,
-        )  # still waiting for the second window / the first validation
+        self._first_window = self._first_validation = True  # waits for the second window, for the first validation
 
     def add_window(
         self, seconds: float, tokens: int, pauses: Iterable[tuple[int, float]] = (), compiling: float = 0.0

@@ -130,7 +130,7 @@ class Metrics:
             from titanlite.observe.step_times import StepTimes
 
             self.more.append(StepTimes(self.device).columns)
-        values = torch.stack([loss.double(), grad_norm.double(), num_targets.double()]).tolist()
+        values = [value.item() for value in (loss, grad_norm, num_targets)]
         self._tick()
         elapsed, tokens = progress.seconds - self._since, progress.tokens - self._tokens
         waited, data.seconds = data.seconds, 0.0
@@ -145,7 +145,7 @@ class Metrics:
             "memory_gib": peak_memory_gib(self.device),
             "data_percent": 100 * max(epochs.values()),
             "seconds": progress.seconds,
-            "targets": round(values[2]),
+            "targets": values[2],
             "data_wait_percent": 100 * waited / elapsed,
             "samples": data.samples,
             "samples_per_second": tokens / elapsed / work.training.seq_len,
@@ -181,8 +181,8 @@ class Metrics:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """A context for validation and saving, whose time does not count as training time."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         self._tick()
         watchdog.mark_phase("pause", times_only=True)
         yield

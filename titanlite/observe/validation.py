@@ -21,7 +21,7 @@ from titanlite.config.schema import ConfigError, ValidationConfig
 from titanlite.data.prepared import PreparedData
 from titanlite.data.stream import IGNORED, Batch, TrainStream, Windows, validation_batches
 from titanlite.data.to_device import to_device
-from titanlite.distributed.mesh import Mesh
+from titanlite.distributed.mesh import Mesh, sum_dtype
 from titanlite.distributed.watchdog import mark_phase
 from titanlite.observe.metrics import Metrics
 
@@ -77,7 +77,7 @@ class Validator:
     def sums_over(self, windows: Windows, stop: Callable[[], bool]) -> tuple[float, int, int] | None:
         """Over all ranks: the summed loss of a text, its targets, and the bytes that they encode; None: `stop`."""
         device = self.metrics.device
-        loss = torch.zeros((), dtype=torch.float64, device=device)
+        loss = torch.zeros((), dtype=sum_dtype(device), device=device)
         counts = torch.zeros(2, dtype=torch.int64)
         for batch in validation_batches(windows, self.config.samples, self.stream):
             mark_phase("validation")

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.config.schema import OptimizerConfig, TrainingConfig
+from titanlite.distributed.mesh import sum_dtype
 from titanlite.distributed.torch_private import foreach_norm
 from titanlite.distributed.watchdog import mark_phase
 
@@ -54,7 +55,7 @@ def clip_grad_norm(
     """
     mark_phase("update", in_step=True)
     parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=sum_dtype(device), device=device)
     held: dict[int, list[Tensor]] = {}  # gradients by the number of processes that hold them
     for parameter in parameters:
         local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -69,12 +70,12 @@ def clip_grad_norm(
 
         clip_units(parts, agc)
     elif max_norm > 0:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=device.type != "mps")
     return norm
 
 
 def _square(gradients: list[Tensor]) -> Tensor:
-    """The float64 sum of all squares."""
+    """The sum of all squares, in float64 where the device has it."""
     if gradients[0].device.type == "cpu":
         # fp32 sums within rows of ROW numbers, a float64 sum over rows: an error of 1e-9, without the float64 copy of
         # the whole gradient that torch would make. Gradients that do not divide into rows are copied; most are small.
@@ -86,7 +87,8 @@ def _square(gradients: list[Tensor]) -> Tensor:
                 rows = flat.view(flat.numel() // ROW, ROW)
                 norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).double())
         return torch.cat(norms).square().sum()
-    return torch.stack(foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()  # in few kernels
+    dtype = sum_dtype(gradients[0].device)
+    return torch.stack(foreach_norm(gradients, 2, dtype=dtype)).square().sum()  # in few kernels
 
 
 def _replication(parameter: Tensor) -> int:

@@ -58,7 +58,8 @@ def compute_dtype(config: Config, dim: int, device_type: str) -> str:
         return config.training.compute_dtype
     if device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
         return "float16" if config.training.param_dtype == config.training.reduce_dtype == "float32" else "bfloat16"
-    return "bfloat16" if device_type == "cuda" or (dim >= WIDE and cpu_has_bfloat16()) else "float32"
+    faster = device_type == "cuda" or (device_type == "cpu" and dim >= WIDE and cpu_has_bfloat16())
+    return "bfloat16" if faster else "float32"
 
 
 def cpu_has_bfloat16() -> bool:

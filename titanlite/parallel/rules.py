@@ -52,6 +52,10 @@ def check_layout(config: Config, llama: LlamaConfig, world_size: int) -> dict[st
 
         checks.append(group_problems)
     offload = config.parallel.optimizer_offload or config.recompute.offload
+    if config.run.device == "mps":
+        from titanlite.parallel.apple_rules import apple_problems
+
+        checks.append(apple_problems)
     if config.float8.enabled or config.training.compute_dtype == "float16" or offload:
         from titanlite.parallel.precision_rules import precision_problems
 
@@ -73,7 +77,7 @@ def _batch(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Itera
 def _compiler(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
     """`memory_budget` and `async_tp` need torch.compile."""
     compile = config.compile
-    device = "cpu" if config.run.device == "cpu" else "cuda"
+    device = "cuda" if config.run.device == "auto" else config.run.device
     why = reason_not_compiled(config, degrees, llama.dim, device)
     inductor = not why and config.compile.backend == "inductor" and device == "cuda"
     if config.parallel.async_tp and not (degrees["tp"] > 1 and inductor):
@@ -97,8 +101,8 @@ def reason_not_compiled(config: Config, degrees: Mapping[str, int], dim: int, de
         return ""
     if device_type == "cpu" and dim < WIDE:
         return f"the model is less than {WIDE} wide, on a CPU"
-    if device_type == "cpu" and sys.platform != "linux":
-        return "compiling for a CPU has been tried on Linux only"
+    if device_type != "cuda" and sys.platform != "linux":
+        return "compiling has been tried on Linux only"
     if degrees["pp"] > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
         return f"{parallel.pp_schedule} computes a block's two gradients in separate calls"
     if degrees["cp"] > 1 and parallel.cp_method == "ring":
@@ -108,59 +112,43 @@ def reason_not_compiled(config: Config, degrees: Mapping[str, int], dim: int, de
 
 def unused_settings(config: Config, degrees: dict[str, int]) -> list[str]:
     """A message for each key that differs from its default although its technique is not used."""
-    shape, end = config.schedule.name, "steps" if config.schedule.decay_steps else "fraction"  # the latter is then 0
-    techniques = {  # reason that its keys have no effect -> (whether it is used, its keys)
-        "parallel.pp = 1": (degrees["pp"] > 1, [f"parallel.{n}" for n in vars(config.parallel) if n.startswith("pp_")]),
-        "parallel.cp = 1": (degrees["cp"] > 1, ["parallel.cp_method"]),
-        f"recompute.mode = {config.recompute.mode}": (
-            config.recompute.mode in ("full", "selective"),
-            ["recompute.every"],
-        ),
-        "schedule.name is not wsd": (shape == "wsd", ["schedule.decay", f"schedule.decay_{end}"]),
-        "schedule.name = constant": (shape != "constant", ["schedule.min_ratio"]),
-        "ema.decay = 0": (config.ema.decay > 0, ["ema.validate"]),
-        "validation.freq = 0": (config.validation.freq > 0, ["validation.prompts"]),
-        "schedule.name is not step": (shape == "step", ["schedule.milestones"]),
-        "moments or parameters are bfloat16": (
-            config.optimizer.state_dtype == config.training.param_dtype == "float32",
-            ["optimizer.implementation"],
-        ),
-        "one process does not use FSDP": (
-            math.prod(degrees.values()) > 1
-            or config.parallel.cpu_offload
-            or config.parallel.reshard_after_forward != "default",
-            ["parallel.prefetch", "parallel.reduce_every_microbatch", "training.reduce_dtype"],
-        ),
-        "optimizer.name = adamw": (
-            config.optimizer.name == "muon",
-            [f"optimizer.{name}" for name in vars(config.optimizer) if name.startswith("muon_")],
-        ),
-        "optimizer.clip = norm": (config.optimizer.clip == "agc", ["optimizer.agc_factor"]),
-        "optimizer.clip = agc": (config.optimizer.clip == "norm", ["training.max_norm"]),
-        f"training.compute_dtype = {config.training.compute_dtype}": (
-            config.training.compute_dtype == "float16",
-            ["training.loss_scale", "training.loss_scale_growth"],
-        ),
-        "float8.enabled = false": (config.float8.enabled, ["float8.skip", "float8.scaling", "float8.emulate"]),
-        "recompute.mode is not memory_budget": (config.recompute.mode == "memory_budget", ["recompute.budget"]),
-        "metrics.sinks has neither wandb nor mlflow": (
-            bool({"wandb", "mlflow"} & set(config.metrics.sinks)),
-            ["metrics.project", "metrics.wandb_mode", "metrics.mlflow_uri"],
-        ),
-        "validation.prompts is empty": (
-            bool(config.validation.prompts),
-            ["validation.prompt_tokens", "validation.prompt_temperature"],
-        ),
-        "stability.threshold = 0": (config.stability.threshold > 0, ["stability.window", "stability.warmup_steps"]),
-        "stability.action is not skip": (config.stability.action == "skip", ["stability.max_skips"]),
-        "stability.action is not rollback": (config.stability.action == "rollback", ["stability.max_rollbacks"]),
-    }
+    parallel, training, optimizer, stability = config.parallel, config.training, config.optimizer, config.stability
+    recompute, shape, dtype = config.recompute, config.schedule.name, training.compute_dtype
+    end = "steps" if config.schedule.decay_steps else "fraction"  # the latter is then 0
+    fsdp = math.prod(degrees.values()) > 1 or parallel.cpu_offload or parallel.reshard_after_forward != "default"
+    fp32_state = optimizer.state_dtype == training.param_dtype == "float32"
+    of_pp = " ".join(name for name in vars(parallel) if name.startswith("pp_"))
+    of_muon = " ".join(name for name in vars(optimizer) if name.startswith("muon_"))
+    servers = bool({"wandb", "mlflow"} & set(config.metrics.sinks))
+    techniques = [  # reason that its keys have no effect, whether it is used, section and names of the keys
+        ("parallel.pp = 1", degrees["pp"] > 1, "parallel", of_pp),
+        ("parallel.cp = 1", degrees["cp"] > 1, "parallel", "cp_method"),
+        (f"recompute.mode = {recompute.mode}", recompute.mode in ("full", "selective"), "recompute", "every"),
+        ("recompute.mode is not memory_budget", recompute.mode == "memory_budget", "recompute", "budget"),
+        ("one process does not use FSDP", fsdp, "parallel", "prefetch reduce_every_microbatch"),
+        ("one process does not use FSDP", fsdp, "training", "reduce_dtype"),
+        (f"training.compute_dtype = {dtype}", dtype == "float16", "training", "loss_scale loss_scale_growth"),
+        ("float8.enabled = false", config.float8.enabled, "float8", "skip scaling emulate"),
+        ("schedule.name is not wsd", shape == "wsd", "schedule", f"decay decay_{end}"),
+        ("schedule.name is not step", shape == "step", "schedule", "milestones"),
+        ("schedule.name = constant", shape != "constant", "schedule", "min_ratio"),
+        ("moments or parameters are bfloat16", fp32_state, "optimizer", "implementation"),
+        ("optimizer.name = adamw", optimizer.name == "muon", "optimizer", of_muon),
+        ("optimizer.clip = norm", optimizer.clip == "agc", "optimizer", "agc_factor"),
+        ("optimizer.clip = agc", optimizer.clip == "norm", "training", "max_norm"),
+        ("stability.threshold = 0", stability.threshold > 0, "stability", "window warmup_steps"),
+        ("stability.action is not skip", stability.action == "skip", "stability", "max_skips"),
+        ("stability.action is not rollback", stability.action == "rollback", "stability", "max_rollbacks"),
+        ("ema.decay = 0", config.ema.decay > 0, "ema", "validate"),
+        ("validation.freq = 0", config.validation.freq > 0, "validation", "prompts"),
+        ("validation.prompts is empty", config.validation.prompts, "validation", "prompt_tokens prompt_temperature"),
+        ("metrics.sinks has neither wandb nor mlflow", servers, "metrics", "project wandb_mode mlflow_uri"),
+    ]
     default = Config()
     notes = []
-    for why, (used, keys) in techniques.items():
-        for key in keys if not used else ():
-            section, _, name = key.partition(".")
+    for why, used, section, names in techniques:
+        for name in names.split() if not used else ():
             value = getattr(getattr(config, section), name)
             if value != getattr(getattr(default, section), name):
-                notes.append(f"{key} = {value} has no effect: {why}")
+                notes.append(f"{section}.{name} = {value} has no effect: {why}")
     return notes

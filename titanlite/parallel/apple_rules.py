@@ -1,0 +1,49 @@
+"""What `run.device = mps`, the GPU of an Apple computer, supports. Imported only for that device.
+
+What it is: one process, computing in fp32, with the settings in the table below. In 16 bits, attention with a causal
+mask lets tokens see later ones in some releases of torch, without an error (pytorch#195910); in others the fused AdamW
+does not withhold an update that it is asked to withhold (pytorch#186360). Other settings need float64, which the device
+does not have, or CUDA, or have not been tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from titanlite.config.schema import Config
+from titanlite.model.flavors import LlamaConfig
+
+ALLOWED = {
+    "training.compute_dtype": ("auto", "float32"),
+    "training.param_dtype": ("float32",),
+    "optimizer.state_dtype": ("float32",),
+    "optimizer.name": ("adamw",),
+    "optimizer.implementation": ("auto", "fused", "for-loop"),
+    "float8.enabled": (False,),
+    "compile.enabled": ("auto", "false"),
+    "compile.loss": (False,),
+    "loss.num_chunks": (1,),
+    "recompute.mode": ("none", "full", "selective"),
+    "recompute.offload": (False,),
+    "parallel.cpu_offload": (False,),
+    "parallel.optimizer_offload": (False,),
+    "parallel.reshard_after_forward": ("default",),
+    "stability.action": ("stop",),
+    "stability.threshold": (0,),
+    "metrics.noise_scale_freq": (0,),
+    "metrics.layer_norms_freq": (0,),
+    "metrics.activations_freq": (0,),
+}
+
+
+def apple_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
+    """One process, in float32, with the plain techniques."""
+    if (processes := math.prod(degrees.values())) > 1:
+        yield f"run.device = mps with {processes} processes: torch cannot connect Apple's GPUs; expected NGPU=1"
+    for key, allowed in ALLOWED.items():
+        section, _, name = key.partition(".")
+        found = getattr(getattr(config, section), name)
+        if found not in allowed:
+            expected = " or ".join(str(value).lower() for value in allowed)
+            yield f"{key} = {str(found).lower()} is not supported with run.device = mps; expected {expected}"
