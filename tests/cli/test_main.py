@@ -64,7 +64,7 @@ def test_threads_spin_less_unless_the_environment_says_otherwise(monkeypatch):
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     limit_spinning()
-    assert os.environ["GOMP_SPINCOUNT"] == "2000"
+    assert os.environ["GOMP_SPINCOUNT"] == "1500"
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     limit_spinning()
     assert os.environ["GOMP_SPINCOUNT"] == "7"

@@ -55,7 +55,7 @@ def limit_spinning() -> None:
     cores, threads spin while the one that they wait for does not run. The number is a compromise: see docs/gpu.md.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = "2000"
+        os.environ["GOMP_SPINCOUNT"] = "1500"
 
 
 def main(argv: list[str] | None = None) -> int:
