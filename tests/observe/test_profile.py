@@ -59,7 +59,7 @@ def run_and_ask(arguments: list[str], folder: Path, step: int) -> int:
         TrainStream.next_step, FileRequest.seen = original, seen
 
 
-@pytest.mark.parametrize("ranks", ["all", "1"])
+@pytest.mark.parametrize("ranks", ["all", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_file_requests_a_profile_which_changes_no_loss(pool, arguments, tmp_path, ranks):
     assert pool.run(2, train_run, [*arguments, "--run.name=whole"]) == [0, 0]
     asked = [*arguments, *STEPS, f"--profiling.ranks={ranks}"]
