@@ -23,7 +23,7 @@ STEPS = {"debug": 800, "cpu_25m": 500}
 WARMUP = {"debug": 30 / 800, "cpu_25m": 100 / 500}  # of the steps
 RATES = {
     "debug": {"adamw": (1.5e-3, 3e-3, 6e-3), "muon": (3e-3, 6e-3, 1.2e-2)},
-    "cpu_25m": {"adamw": (5e-4, 1e-3, 2e-3), "muon": (1e-3, 2e-3, 4e-3)},
+    "cpu_25m": {"adamw": (1e-3, 2e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3)},
 }
 
 
