@@ -44,7 +44,7 @@ def problems(*options: str, processes: int = 1) -> list[str]:
 
 @pytest.mark.parametrize("key", ALLOWED)
 def test_what_is_not_supported_is_refused_by_name(key):
-    """Each rule refuses something, and with the default of the key there is no message."""
+    """One key has a value that is refused; the defaults of the others are accepted."""
     (message,) = problems(f"--{key}={REFUSED[key]}")
     assert_mentions(message, f"{key} = {REFUSED[key]}", "run.device = mps", "expected")
 

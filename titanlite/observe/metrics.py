@@ -26,6 +26,7 @@ from titanlite.config.schema import CheckpointConfig, MetricsConfig, TrainingCon
 from titanlite.data.stream import TrainStream
 from titanlite.distributed import watchdog
 from titanlite.distributed.agreement import broadcast_from_rank0
+from titanlite.distributed.mesh import sum_dtype
 from titanlite.model.flavors import LlamaConfig
 from titanlite.observe.line_file import LineFile
 
@@ -130,7 +131,7 @@ class Metrics:
             from titanlite.observe.step_times import StepTimes
 
             self.more.append(StepTimes(self.device).columns)
-        values = [value.item() for value in (loss, grad_norm, num_targets)]
+        values = torch.stack([value.to(sum_dtype(self.device)) for value in (loss, grad_norm, num_targets)]).tolist()
         self._tick()
         elapsed, tokens = progress.seconds - self._since, progress.tokens - self._tokens
         waited, data.seconds = data.seconds, 0.0
@@ -145,7 +146,7 @@ class Metrics:
             "memory_gib": peak_memory_gib(self.device),
             "data_percent": 100 * max(epochs.values()),
             "seconds": progress.seconds,
-            "targets": values[2],
+            "targets": round(values[2]),
             "data_wait_percent": 100 * waited / elapsed,
             "samples": data.samples,
             "samples_per_second": tokens / elapsed / work.training.seq_len,

@@ -75,7 +75,7 @@ def clip_grad_norm(
 
 
 def _square(gradients: list[Tensor]) -> Tensor:
-    """The sum of all squares, in float64 where the device has it."""
+    """The sum of all squares, in float64 where the device has it; on GPUs in few kernels."""
     if gradients[0].device.type == "cpu":
         # fp32 sums within rows of ROW numbers, a float64 sum over rows: an error of 1e-9, without the float64 copy of
         # the whole gradient that torch would make. Gradients that do not divide into rows are copied; most are small.
@@ -87,8 +87,7 @@ def _square(gradients: list[Tensor]) -> Tensor:
                 rows = flat.view(flat.numel() // ROW, ROW)
                 norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).double())
         return torch.cat(norms).square().sum()
-    dtype = sum_dtype(gradients[0].device)
-    return torch.stack(foreach_norm(gradients, 2, dtype=dtype)).square().sum()  # in few kernels
+    return torch.stack(foreach_norm(gradients, 2, dtype=sum_dtype(gradients[0].device))).square().sum()
 
 
 def _replication(parameter: Tensor) -> int:

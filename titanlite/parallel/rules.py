@@ -51,11 +51,11 @@ def check_layout(config: Config, llama: LlamaConfig, world_size: int) -> dict[st
         from titanlite.optim.group_rules import group_problems
 
         checks.append(group_problems)
-    offload = config.parallel.optimizer_offload or config.recompute.offload
     if config.run.device == "mps":
         from titanlite.parallel.apple_rules import apple_problems
 
         checks.append(apple_problems)
+    offload = config.parallel.optimizer_offload or config.recompute.offload
     if config.float8.enabled or config.training.compute_dtype == "float16" or offload:
         from titanlite.parallel.precision_rules import precision_problems
 
@@ -93,7 +93,7 @@ def _compiler(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> It
 
 
 def reason_not_compiled(config: Config, degrees: Mapping[str, int], dim: int, device_type: str) -> str:
-    """Why the blocks of a model of width `dim` are not compiled on a device (cuda, cpu); empty if they are."""
+    """Why the blocks of a model of width `dim` are not compiled on a device (cuda, cpu, mps); empty if they are."""
     compile, parallel = config.compile, config.parallel
     if compile.enabled != "auto":
         return "" if compile.enabled == "true" else "compile.enabled = false"
