@@ -163,7 +163,7 @@ class TrainingConfig:
         "instructions if the model is at least 256 wide; otherwise float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    loss_scale: float = key(65536, "float16: the initial scale of the loss, a power of two", min=1, max=2**24)
+    loss_scale: float = key(65536.0, "float16: the initial scale of the loss, a power of two", min=1, max=2**24)
     loss_scale_growth: int = key(2000, "float16: the scale is doubled after so many steps without overflow", min=1)
     param_dtype: str = key(
         "float32",

@@ -44,7 +44,7 @@ class LossScale:
 
     def reset(self) -> None:
         """Back to the state at the beginning of a run."""
-        self.scale = torch.tensor(self.first, device=self.device)
+        self.scale = torch.tensor(self.first, dtype=torch.float32, device=self.device)
         self.good_steps, self.skipped = (torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(2))
         self.tolerated = torch.zeros((), dtype=torch.bool, device=self.device)  # an overflow, and the scale was lowered
 
