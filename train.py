@@ -157,11 +157,13 @@ def main(config: Config) -> int:
             logs, saves = metrics.due(last), checkpoint.due(progress.step, last, agreed.save)
             validates = validator.due(progress.step, finished)
             read = logs or saves or validates or checkpoint.unproven or agreed.failed
-            if read and checkpoint.require_finite(progress.step, grad_norm):
-                metrics.start()  # rolled back
-                continue
+            if read:
+                loss = mesh.sum_losses(loss)
+                if checkpoint.require_finite(progress.step, grad_norm, loss):
+                    metrics.start()  # rolled back
+                    continue
             if logs:
-                metrics.log(mesh.sum_losses(loss), grad_norm, num_targets, lr, stream)
+                metrics.log(loss, grad_norm, num_targets, lr, stream)
             if agreed.failed:
                 checkpoint.close()  # raises the error of the save
             if saves or validates:

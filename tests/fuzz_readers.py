@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import io
 import json
+import math
 import random
 import shutil
 import zipfile
@@ -31,7 +32,7 @@ from titanlite.checkpoint.manifest import NAME, SEAL, RunMetadata
 from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read import load_states, read_step
 from titanlite.checkpoint.resume import require_compatible, training_changes
-from titanlite.checkpoint.retention import PROVEN, Retention, proven_step, steps_to_delete
+from titanlite.checkpoint.retention import PROVEN, Retention, read_proof, steps_to_delete
 from titanlite.checkpoint.state import RandomState
 from titanlite.checkpoint.storage import RECORD as DIVERGED
 from titanlite.checkpoint.storage import write_step
@@ -362,9 +363,15 @@ def _read_report(name: str, folder: Path, data: bytes) -> None:
     text_report([run], trends_of([run])).encode()
 
 
+PROOF = b'{"step": 120, "plausible": 110, "loss": 2.5, "validation_loss": null}'
+
+
 def _read_proven(folder: Path, data: bytes) -> None:
     (folder / PROVEN).write_bytes(data)
-    assert 0 <= proven_step(folder) < 1 << 63
+    proof = read_proof(folder)
+    assert 0 <= proof.step < 1 << 62
+    assert 0 <= proof.plausible < 1 << 62
+    assert proof.loss is None or math.isfinite(proof.loss)
 
 
 def _read_record(folder: Path, data: bytes) -> None:
@@ -490,7 +497,7 @@ READERS = {
         "text", _write("samples.jsonl", _lines(DRAWN)), functools.partial(_read_report, "samples.jsonl")
     ),
     "report, config": Reader("text", _write("config.toml", TOML), functools.partial(_read_report, "config.toml")),
-    PROVEN: Reader("bytes", _write(PROVEN, b"120"), _read_proven),
+    PROVEN: Reader("bytes", _write(PROVEN, PROOF), _read_proven),
     DIVERGED: Reader("text", _write(DIVERGED, ROLLED_BACK, b"{}"), _read_record),
     "heartbeat": Reader("text", _write("", *HEARTBEATS), _read_beat),
     "message": Reader("text", _write("", b'[null, [], ""]', b'["no such folder"]'), lambda f, data: read_message(data)),

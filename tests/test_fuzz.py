@@ -17,7 +17,7 @@ from fuzz_readers import RANKS, READERS, SHAPE, TOML, Reader, read_any, read_dat
 
 from titanlite.checkpoint import manifest_reader, retention
 from titanlite.checkpoint.divergence import read_record
-from titanlite.checkpoint.retention import PROVEN, proven_step
+from titanlite.checkpoint.retention import PROVEN, read_proof
 from titanlite.checkpoint.storage import RECORD as DIVERGED
 from titanlite.config import load
 from titanlite.config.load import load_config
@@ -70,7 +70,7 @@ PLANTED = {  # reader -> a check that is taken away
     "manifest, sealed": (manifest_reader, "_require", lambda condition, what: None),
     "TOML": (load, "_convert", lambda value, declared, meta: (value, "")),
     "safetensors header": (safetensors_files, "SafetensorError", KeyboardInterrupt),
-    ".proven": (retention, "read_bounded", lambda path, most: path.read_bytes()),
+    ".proven": (retention, "_is_valid", lambda proof: True),
 }
 
 
@@ -126,7 +126,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {  # wha
         lambda f: read_model(str(f / "x"), NOTHING),
     ),
     "metrics.jsonl": (lambda f: (f / "x").write_bytes(b""), lambda f: truncate_after(f / "x", 3)),
-    ".proven": (lambda f: (f / PROVEN).write_bytes(b"3"), proven_step),
+    ".proven": (lambda f: (f / PROVEN).write_bytes(b"3"), read_proof),
     DIVERGED: (lambda f: (f / DIVERGED).write_bytes(b"{}"), read_record),
     "log.txt": (lambda f: (f / "x").write_bytes(b""), lambda f: log_to_file(f / "x")),
 }

@@ -286,7 +286,7 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(pool, arguments
     assert f"renamed to {folder}.damaged" in log
     assert "resumed from" in log.split("renamed to")[1]
     assert "step-2 (saved by one process)" in log
-    assert list_steps(folder.parent) == [2, 3]
+    assert list_steps(folder.parent) == [1, 2, 3]
     after = curve(tmp_path / "debug")
     assert {step: pytest.approx(row, rel=1e-5) for step, row in before.items()} == after
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from runs import train_run
 
 from titanlite.checkpoint.manifest import Manifest, RunMetadata
-from titanlite.checkpoint.retention import Retention, steps_to_delete
+from titanlite.checkpoint.retention import PROVEN, Proof, Retention, judge, read_proof, steps_to_delete
 from titanlite.checkpoint.storage import list_steps, write_step
 
 
@@ -46,6 +47,54 @@ def test_the_rule(rule, steps):
 def test_there_is_always_one():
     assert left({5: None}, 1, 0, 0) == [5]
     assert steps_to_delete([], 1, 0, 0) == []
+
+
+def test_the_last_plausible_one_stays():
+    assert left({5: None, 6: None, 7: None}, 1, 0, 0, 5) == [5, 7]
+    assert left({5: None, 6: None}, 1, 0, 0, 4) == [6]  # deleted by somebody
+
+
+def test_what_is_far_above_the_last_plausible_loss_is_not_plausible(caplog):
+    record = Proof()
+    history = [  # step, training loss, validation loss, the plausible step afterwards
+        (10, 8.0, None, 10),  # the first one is compared with nothing
+        (20, 8.9, None, 20),
+        (30, 3.0, 3.2, 30),
+        (40, 3.1, 9.5, 30),  # a validation loss counts rather than a training loss
+        (50, 9.0, None, 30),
+        (60, math.nan, None, 30),
+        (70, 9.0, 3.3, 70),  # has come down
+    ]
+    for step, loss, validation_loss, plausible in history:
+        record = judge(record, step, loss, validation_loss)
+        assert (record.step, record.plausible) == (step, plausible)
+    assert (record.loss, record.validation_loss) == (9.0, 3.3)
+    warnings = [text for text in caplog.messages if "may be useless" in text]
+    assert warnings == [
+        "the checkpoint of step 40 may be useless: its validation loss is 9.5, and was 3.2 at step 30, which is kept "
+        "until the loss is near it again"
+    ]
+
+
+def test_the_record_is_read_as_it_was_written(tmp_path):
+    folder = Retention(tmp_path / "checkpoints")
+    assert read_proof(tmp_path) == Proof()
+    folder.write(Proof(20, 10, 2.5, 2.75))
+    assert read_proof(tmp_path) == Proof(20, 10, 2.5, 2.75)
+    folder.go_back(15)
+    assert read_proof(tmp_path) == Proof(15, 10, 2.5, 2.75)
+    folder.go_back(5)  # the user may know better
+    assert read_proof(tmp_path) == Proof(5, 5)
+    (tmp_path / PROVEN).write_text("7")  # of an older version
+    assert read_proof(tmp_path) == Proof(7, 7)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "x", "-3", "[1]", '{"step": -1}', '{"steps": 1}', '{"step": 1.5}', '{"loss": "2"}', "[" * 900]
+)
+def test_a_damaged_record_counts_as_none(tmp_path, content):
+    (tmp_path / PROVEN).write_text(content)
+    assert read_proof(tmp_path) == Proof()
 
 
 def write_some(folder: Path) -> list[int]:

@@ -104,9 +104,16 @@ def test_prune_keeps_by_the_rule_and_respects_a_run(run_folder, capsys, monkeypa
 
 def test_prune_keeps_the_newest_proven_one(run_folder, capsys):
     """Training has not gone on from the newer ones: they may be what it diverged with."""
-    (run_folder / ".proven").write_text("2")
+    (run_folder / ".proven").write_text("2")  # as older versions wrote it
     assert main(["checkpoint", "prune", str(run_folder), "--keep", "1"]) == 0
     assert ": 2, 4" in capsys.readouterr().out
+
+
+def test_prune_keeps_the_last_plausible_one(run_folder, capsys):
+    """The newer ones are proven, but their losses are far above its own."""
+    (run_folder / ".proven").write_text('{"step": 4, "plausible": 1, "loss": 2.5, "validation_loss": null}')
+    assert main(["checkpoint", "prune", str(run_folder), "--keep", "1"]) == 0
+    assert ": 1, 4" in capsys.readouterr().out
 
 
 def test_a_link_to_a_checkpoint_is_deleted_and_not_what_it_leads_to(tmp_path):

@@ -3,9 +3,10 @@
 What it is: decides when to save and load; `storage.py` writes and `read.py` reads. A run whose folder holds checkpoints
 resumes from the newest complete one; a damaged one is reported, renamed and skipped. A save is due every `freq` steps
 or `freq_minutes`, at the end, after a signal, and when a file named SAVE appears in the run's folder.
-A checkpoint is proven when the gradient norm of a later step, or the validation loss at its own step, is finite. A bad
-step can leave finite weights whose next loss is NaN, so older checkpoints are deleted only once the newest is proven.
-What it costs: the first step after a save waits for the device, to read its gradient norm.
+A checkpoint is proven when the gradient norm of a later step is finite. A bad step can leave finite weights whose next
+gradient is NaN, also where their validation loss is finite, so older checkpoints are deleted only once the newest is
+proven; and the last plausible one never is (`retention.py`).
+What it costs: the first step after a save, or a load, waits for the device, to read its gradient norm and loss.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Checkpointer:
         self.run_folder, self.folder = folder, folder / "checkpoints"
         self.saver = AsyncSaver(config.async_mode, config.retries, device)
         self.newest = 0
-        self.unproven = False  # the newest checkpoint; has not given a finite loss or gradient yet
+        self.unproven = False  # the newest checkpoint; in this process it has not given a finite gradient yet
         self.resumed = 0  # the step that this process has resumed from, while that is unproven
         self.guard: Guard | None = None  # of [stability]
         self._saved_at, self._file = time.monotonic(), FileRequest(folder / "SAVE")
@@ -119,7 +120,7 @@ class Checkpointer:
         return step != self.newest and (last or asked or regular)
 
     def maybe_save(self, step: int, last: bool, asked: bool = False, validation_loss: float | None = None) -> None:
-        """Saves if it is due, and deletes old checkpoints if this one is proven. All ranks call it together.
+        """Saves if it is due. All ranks call it together.
 
         Waits for the save after the last step, and for every save if saving is not asynchronous. Raises SaveError.
         """
@@ -129,17 +130,17 @@ class Checkpointer:
         self.newest, self._saved_at, self._file.open = step, time.monotonic(), False
         loss = validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None
         facts = self.facts._replace(validation_loss=loss)
-        self.unproven = loss is None
+        self.unproven = True
         self.saver.save(self._state, functools.partial(self._write, step, facts, time.monotonic()))
         if last:
             self.close()
 
-    def require_finite(self, step: int, grad_norm: Tensor) -> bool:
+    def require_finite(self, step: int, grad_norm: Tensor, loss: Tensor) -> bool:
         """Reads the gradient norm from the device. If it is finite, the newest checkpoint is proven.
 
         Otherwise completes the save in progress and raises NonFinite. All ranks call it together: the norm is that of
-        the whole gradient, and a NaN loss makes it NaN. With a guard, its verdict decides. Returns whether the state
-        was rolled back.
+        the whole gradient, and a NaN loss makes it NaN. With a guard, its verdict decides. `loss`: of this step, over
+        all ranks. Returns whether the state was rolled back.
         """
         bad = self.guard.read_all() if self.guard else None
         finite = math.isfinite(norm := float(grad_norm))
@@ -147,7 +148,8 @@ class Checkpointer:
             mark_phase("deleting old checkpoints")
             self.unproven, self.resumed = False, 0
             if dist.get_rank() == 0:
-                self.saver.after_save(functools.partial(self.retention.prove, self.newest, self.config))
+                prove = functools.partial(self.retention.prove, self.newest, float(loss), self.config)
+                self.saver.after_save(prove)
         scale = self.states.get("loss_scale")  # in float16
         if bad is None and (finite or self.guard or (scale and scale.tolerates())):
             return False  # if it is not finite, the update was withheld, so the weights are as before
@@ -178,5 +180,3 @@ class Checkpointer:
         if not manifest.finite:
             logger.warning("step %d contains NaN or infinity: the run will not resume from it", step)
         self.retention.add(manifest)
-        if facts.validation_loss is not None:
-            self.retention.prove(step, self.config)

@@ -59,9 +59,9 @@ def resume(run: Any) -> None:
     if changed := training_changes(manifest.config, config):
         logger.info("changed since the checkpoint: %s", ", ".join(changed))
     set_aside_later(run.folder, manifest.step)
-    run.newest = manifest.step
-    run.unproven = broadcast_from_rank0(lambda: run.retention.lower_proven(run.newest)) < run.newest
-    run.resumed = run.newest if run.unproven else 0
+    broadcast_from_rank0(lambda: run.retention.go_back(manifest.step))
+    run.newest = run.resumed = manifest.step
+    run.unproven = True  # also if it was proven: if this process diverges at once, something is wrong with it
 
 
 def exclude_samples(run: Any, ranges: list[Range]) -> None:

@@ -5,6 +5,9 @@ every `keep_every`-th step, and the `keep_best` with the lowest validation loss;
 Only complete and finite checkpoints count, and only these are deleted: a damaged checkpoint, or one that contains NaN,
 never displaces a good one and is never deleted unnoticed. The run applies the rule when the newest one is proven (see
 `manager.py`); `prune` also keeps the newest proven one.
+Why a finite loss is not enough: RMSNorm makes a finite loss of weights of any size, so weights that one bad step has
+made useless can be saved, and can train on. A checkpoint is plausible if its loss is at most MARGIN above that of the
+newest plausible one before it; this one is kept as well, beside the rule, until a newer one is plausible.
 What it costs: each manifest is read once; file sizes are looked up after each save.
 """
 
@@ -12,7 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
+import math
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titanlite.checkpoint.manifest import Manifest
@@ -22,15 +28,38 @@ from titanlite.config.schema import CheckpointConfig, ConfigError
 
 logger = logging.getLogger("titanlite")
 
-PROVEN = ".proven"  # in the run's folder: the newest step whose checkpoint has given a finite loss or gradient
+PROVEN = ".proven"  # in the run's folder: a `Proof` as JSON
+MARGIN = 1.0  # nats: a perplexity that is e times as high
 
 
-def proven_step(run_folder: Path) -> int:
-    """The newest proven step; 0 if none is known."""
+@dataclass(frozen=True)
+class Proof:
+    """What a run knows about the quality of its checkpoints: the content of `.proven`."""
+
+    step: int = 0  # the newest proven step: a later step had a finite gradient; 0: none is known
+    plausible: int = 0  # the newest proven step whose loss was not far above those before; 0: none is known
+    loss: float | None = None  # of that one: the training loss of the step after it
+    validation_loss: float | None = None  # of that one, if it was validated
+
+
+def read_proof(run_folder: Path) -> Proof:
+    """The record in a run's folder; an empty one if there is none, or if it is damaged."""
     try:
-        return max(0, int(read_bounded(run_folder / PROVEN, 18)))
-    except (OSError, ValueError):
-        return 0
+        content = json.loads(read_bounded(run_folder / PROVEN, 1000))
+        proof = Proof(content, content) if type(content) is int else Proof(**content)  # older versions: the step alone
+        if _is_valid(proof):
+            return proof
+    except (OSError, ValueError, TypeError, RecursionError):
+        pass
+    return Proof()
+
+
+def _is_valid(proof: Proof) -> bool:
+    steps = (proof.step, proof.plausible)
+    losses = [loss for loss in (proof.loss, proof.validation_loss) if loss is not None]
+    return all(type(step) is int and 0 <= step < 1 << 62 for step in steps) and all(
+        type(loss) is float and math.isfinite(loss) for loss in losses
+    )
 
 
 def delete_step(folder: Path, step: int) -> None:
@@ -69,20 +98,27 @@ class Retention:
         found = (self.read(step) for step in list_steps(self.folder))
         return [m for m in found if m and m.finite and not file_problems(step_folder(self.folder, m.step), m.files)]
 
-    def lower_proven(self, step: int) -> int:
-        """Lowers the mark to `step`, from which the run continues, and returns it: later steps were abandoned."""
-        proven = min(step, proven_step(self.folder.parent))
-        self._mark(proven)
-        return proven
+    def go_back(self, step: int) -> None:
+        """Forgets what is known about later steps than the one from which the run continues."""
+        proof = read_proof(self.folder.parent)
+        if proof.plausible > step:  # what the user went back to is what later ones are compared with
+            proof = Proof(step, step)
+        self.write(dataclasses.replace(proof, step=min(step, proof.step)))
 
-    def _mark(self, step: int) -> None:
-        with contextlib.suppress(OSError):  # without the mark, a checkpoint counts as unproven
-            replace_file(self.folder.parent / PROVEN, str(step).encode())
+    def write(self, proof: Proof) -> None:
+        with contextlib.suppress(OSError):  # without the record, a checkpoint counts as unproven
+            replace_file(self.folder.parent / PROVEN, json.dumps(asdict(proof)).encode())
 
-    def prove(self, step: int, config: CheckpointConfig) -> None:
-        """Marks the newest checkpoint as proven, and deletes what the rule does not keep."""
-        self._mark(step)
-        rule = config.keep, config.keep_every, config.keep_best
+    def prove(self, step: int, loss: float, config: CheckpointConfig) -> None:
+        """Records that the newest checkpoint is proven, and deletes what the rule does not keep.
+
+        `loss`: the training loss of the step after it. A validation loss at its own step counts instead.
+        """
+        manifest = self.read(step)
+        validation_loss = manifest.validation_loss if manifest else None
+        proof = judge(read_proof(self.folder.parent), step, loss, validation_loss)
+        self.write(proof)
+        rule = config.keep, config.keep_every, config.keep_best, proof.plausible
         try:
             for old in steps_to_delete(self.good(), *rule) if config.keep else []:
                 delete_step(self.folder, old)
@@ -90,13 +126,29 @@ class Retention:
             logger.warning("an old checkpoint in %s could not be deleted: %s", self.folder, error)
 
 
-def steps_to_delete(good: list[Manifest], keep: int, keep_every: int, keep_best: int) -> list[int]:
-    """The steps that the rule does not keep; `good` is ascending. keep = 0 keeps all."""
+def judge(before: Proof, step: int, loss: float, validation_loss: float | None) -> Proof:
+    """The record after `step` is proven; `before`: the record until then. Warns if its loss is far above the last."""
+    now, reference, name = loss, before.loss, "the training loss after it"
+    if validation_loss is not None and before.validation_loss is not None:
+        now, reference, name = validation_loss, before.validation_loss, "its validation loss"
+    if reference is None or now <= reference + MARGIN:
+        return Proof(step, step, loss, validation_loss)
+    if before.step == before.plausible:  # the first one; the same holds for later ones until the loss has come down
+        logger.warning(
+            "the checkpoint of step %d may be useless: %s is %.4g, and was %.4g at step %d, which is kept until the "
+            "loss is near it again",
+            *(step, name, now, reference, before.plausible),
+        )
+    return dataclasses.replace(before, step=step)
+
+
+def steps_to_delete(good: list[Manifest], keep: int, keep_every: int, keep_best: int, plausible: int = 0) -> list[int]:
+    """The steps that the rule does not keep; `good` is ascending. keep = 0 keeps all; `plausible`: a step to keep."""
     steps = [manifest.step for manifest in good]
     if not keep:
         return []
     judged = sorted((m.validation_loss, -m.step) for m in good if m.validation_loss is not None)
-    kept = {*steps[-keep:], *(-step for _, step in judged[:keep_best])}
+    kept = {plausible, *steps[-keep:], *(-step for _, step in judged[:keep_best])}
     kept |= {step for step in steps if keep_every and step % keep_every == 0}
     return [step for step in steps if step not in kept]
 

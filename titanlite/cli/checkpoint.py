@@ -20,7 +20,7 @@ import torch
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.checkpoint.manifest_reader import file_problems, read_manifest
 from titanlite.checkpoint.read import find_step_folder, verify_files
-from titanlite.checkpoint.retention import Retention, delete_step, proven_step, steps_to_delete
+from titanlite.checkpoint.retention import Retention, delete_step, read_proof, steps_to_delete
 from titanlite.checkpoint.storage import list_steps, step_folder, sweep
 from titanlite.config.progress import progress_bar
 from titanlite.config.schema import ConfigError, printable
@@ -206,8 +206,9 @@ def prune(run_folder: Path, keep: int, keep_every: int, keep_best: int, dry_run:
     except OSError as error:
         raise ConfigError(f"{run_folder}: {error.strerror or error}") from None
     good = Retention(folder).good()
-    gone = steps_to_delete(good, keep, keep_every, keep_best)
-    proven = [manifest.step for manifest in good if manifest.step <= proven_step(folder.parent)]
+    proof = read_proof(folder.parent)
+    gone = steps_to_delete(good, keep, keep_every, keep_best, proof.plausible)
+    proven = [manifest.step for manifest in good if manifest.step <= proof.step]
     if proven and set(proven) <= set(gone):  # training has not gone on from any newer one: it may have diverged
         gone.remove(proven[-1])
     leftovers = [path.name for kind in ("tmp-*", "deleted") for path in folder.glob(f"step-*.{kind}")]
