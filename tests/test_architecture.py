@@ -1,4 +1,4 @@
-"""The rules of the house: which file may import which, what a run loads, and how long files and functions may be."""
+"""The rules of the house: which file may import which, and what a run loads."""
 
 import ast
 import json
@@ -113,7 +113,7 @@ train.run(sys.argv[1:])
 """
 
 
-def test_a_plain_run_loads_a_small_part_of_the_package(arguments):
+def test_a_plain_run_loads_no_room_that_training_does_not_need(arguments):
     """The modules that are really imported by the first step of a run with one process.
 
     The launcher, in a process before it, has prepared the data.
@@ -123,36 +123,9 @@ def test_a_plain_run_loads_a_small_part_of_the_package(arguments):
     environment = os.environ | {LAUNCHED: json.dumps([str(prepared)])}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("LOADED ")] or [result.stderr]
-    files = ["train.py", *json.loads(line.removeprefix("LOADED "))]
-    lines = {name: len((ROOT / name).read_text().splitlines()) for name in files}
-    assert not any(
-        name.startswith(
-            ("titanlite/formats", "titanlite/verify", "titanlite/report", "titanlite/evaluate", "titanlite/cli")
-        )
-        for name in files
-    )
-    number, total = len([name for name in files if lines[name]]), sum(lines.values())
-    assert number <= 45, lines
-    assert total <= 5500, lines
-    assert f"A plain run loads {number} files of {-(-total // 100) * 100:,} lines" in (ROOT / "README.md").read_text()
-
-
-# A file teaches one concept. At 300 lines one asks whether it still does; the answer for these was yes.
-LONG = {
-    "config/schema.py": "every section of the config",
-    "formats/pickle_reader.py": "the program of a process that can import nothing of the package",
-}
-
-
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_files_and_functions_are_short(path):
-    text = path.read_text()
-    name = path.relative_to(ROOT).as_posix().removeprefix("titanlite/")
-    assert len(text.splitlines()) <= 300 or name in LONG, "does it teach one concept? then add it to LONG, with which"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = (node.end_lineno or 0) - node.lineno + 1
-            assert length <= (120 if (path.name, node.name) == ("train.py", "main") else 60), node.name
+    rooms = {name.split("/")[1] for name in json.loads(line.removeprefix("LOADED "))}
+    assert {"checkpoint", "data", "model", "optim", "parallel"} <= rooms
+    assert not rooms & {"formats", "verify", "report", "evaluate", "cli"}
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.read_text()], ids=module_of)
