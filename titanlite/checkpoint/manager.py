@@ -147,7 +147,7 @@ class Checkpointer:
         if bad is None and finite and self.unproven:
             mark_phase("deleting old checkpoints")
             self.unproven, self.resumed = False, 0
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and math.isfinite(loss):  # with action = skip, a bad step proves nothing
                 prove = functools.partial(self.retention.prove, self.newest, float(loss), self.config)
                 self.saver.after_save(prove)
         scale = self.states.get("loss_scale")  # in float16
