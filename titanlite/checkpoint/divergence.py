@@ -4,6 +4,7 @@ What it is: with `stability.action = "rollback"` the run returns to its newest c
 step are excluded from then on. Otherwise, and after `max_rollbacks`, it ends.
 Training that diverges in the process that saved a checkpoint resumes from this checkpoint. If it diverges again before
 any step is finite, the checkpoint is the cause, or as good as: it is renamed, and the run resumes from the one before.
+In a rollback that takes a second bad step, because the first may be due to its samples.
 At most three are renamed in a row, because then something else is the cause. After MAX_ATTEMPTS divergences without a
 newer checkpoint the same command is refused, so that a supervisor does not restart it for ever.
 `stability.json` in the run's folder records both. It is written before anything else is changed, so a run that is
@@ -105,6 +106,7 @@ def react(run: Any, step: int, what: str, bad: Verdict | None) -> str:
             run.guard.reset()
             _exclude(run, rollbacks)
             resume(run)
+            run.returned = True
             broadcast_from_rank0(lambda: drop_later_lines(run.run_folder, run.newest))
             count = f"rollback {len(rollbacks)} of {run.guard.config.max_rollbacks}"
             logger.info(
@@ -129,7 +131,7 @@ def _begin_rollback(run: Any, bad: Verdict) -> tuple[list[dict[str, int]], str]:
         return [], f"{len(record.rollbacks)} rollbacks were done already (stability.max_rollbacks = {most})"
     record.rollbacks.append({"step": bad.step, "first": bad.first, "end": bad.end})
     _write(run, record)
-    if run.resumed:
+    if run.returned:  # with other samples: a process that has just started may have met bad samples
         logger.info(step_back(run.folder, run.resumed, run.config.load_step > 0))
     return record.rollbacks, ""
 

@@ -61,6 +61,7 @@ class Checkpointer:
         self.newest = 0
         self.unproven = False  # the newest checkpoint; in this process it has not given a finite gradient yet
         self.resumed = 0  # the step that this process has resumed from, while that is unproven
+        self.returned = False  # to that step, in a rollback
         self.guard: Guard | None = None  # of [stability]
         self._saved_at, self._file = time.monotonic(), FileRequest(folder / "SAVE")
 
@@ -146,7 +147,9 @@ class Checkpointer:
         finite = math.isfinite(norm := float(grad_norm))
         if bad is None and finite and self.unproven:
             mark_phase("deleting old checkpoints")
-            self.unproven, self.resumed = False, 0
+            self.unproven = False
+            self.resumed = 0
+            self.returned = False
             if dist.get_rank() == 0 and math.isfinite(loss):  # with action = skip, a bad step proves nothing
                 prove = functools.partial(self.retention.prove, self.newest, float(loss), self.config)
                 self.saver.after_save(prove)
