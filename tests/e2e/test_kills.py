@@ -39,7 +39,13 @@ FEATURES = {
     "float16": ["--training.compute_dtype=float16", "--training.loss_scale=16777216", "--training.seq_len=16"],
     "skip": ["--stability.action=skip", "--stability.threshold=50", "--stability.window=16"],
     "rollback": ["--stability.action=rollback"],
-    "all": ["--ema.decay=0.9", "--optimizer.name=muon", "--stability.action=rollback", "--metrics.noise_scale_freq=3"],
+    "all": [
+        "--ema.decay=0.9",
+        "--optimizer.name=muon",
+        "--stability.action=rollback",
+        "--metrics.noise_scale_freq=3",
+        "--training.local_batch_size=1",  # so that a step has two local batches on each of four ranks
+    ],
 }
 CASES = [
     (feature, processes, mode) for feature in FEATURES for processes in (1, 2, 4) for mode in ("disabled", "async")
