@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from titanlite.config.interpreter import leave_out_current_folder
 from titanlite.config.schema import EXIT_CONFIG, ConfigError
 
 COMMANDS = (
@@ -59,7 +60,9 @@ def limit_spinning() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns its exit code: 0, or 2 for wrong input."""
+    """Runs a command; returns its exit code: 0, or 2 for wrong input. Without `argv` it is this process's command."""
+    if argv is None:
+        leave_out_current_folder()
     limit_spinning()  # before torch is imported, here or in a process that is started
     arguments = sys.argv[1:] if argv is None else argv
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 
+from titanlite.config import interpreter
 from titanlite.config.schema import EXIT_CONFIG, EXIT_HUNG, EXIT_STOPPED, LISTENER, ConfigError
 
 # Seconds until processes that still run are killed: after one has failed, and after the watchdog has ended one. After a
@@ -86,7 +87,8 @@ def run(
     """
     world_size, (address, port) = nodes * here, meeting
     others = (*RANK_VARIABLES, LISTENER)  # which another launcher may have set
-    inherited = {name: value for name, value in os.environ.items() if name not in others} | variables
+    inherited = {name: value for name, value in os.environ.items() if name not in others}
+    inherited |= variables | interpreter.environment()
     if world_size == 1:
         return wait({0: _start(command, inherited)}, signals)
     listener = listen(address, port) if node == 0 else None
