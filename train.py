@@ -28,7 +28,16 @@ from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError
 from titanlite.config.files import replace_file
 from titanlite.config.load import load_config
-from titanlite.config.schema import EXIT_CONFIG, LAUNCHED, Config, ConfigError, DataConfig, ProfilingConfig, portable
+from titanlite.config.schema import (
+    EXIT_CONFIG,
+    EXIT_LOST,
+    LAUNCHED,
+    Config,
+    ConfigError,
+    DataConfig,
+    ProfilingConfig,
+    portable,
+)
 from titanlite.config.text import to_toml
 from titanlite.data.prepared import PreparedData, description, fingerprint_of, load_sources
 from titanlite.data.stream import TrainStream, build_samples, count_targets
@@ -285,7 +294,13 @@ def run(argv: list[str]) -> int:
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except Exception:
+    except Exception as error:
+        from titanlite.distributed.lost_connection import lost_connection  # when it is used
+
+        message = lost_connection(error, os.environ.get("RANK", "0"), __file__)
+        if message:
+            sys.stderr.write(f"error: {message}\n")  # in one piece, also where other ranks write
+            return EXIT_LOST
         traceback.print_exc()
         return 1
 

@@ -47,6 +47,14 @@ interpreter.environment = lambda: {name: value for name, value in known().items(
 if __name__ == "__main__":
     assert Pool([]).run(1, int, "7") == [7]
 """
+COMPILED = """
+from titanlite.config import interpreter
+interpreter.HAS_SAFE_PATH = False
+known = interpreter.environment
+interpreter.environment = lambda: {name: value for name, value in known().items() if name != "PYTHONSAFEPATH"}
+import train
+train.process_group.finish(train.run(WORDS))
+"""
 LAUNCH = """
 import titanlite
 if __name__ == "__main__":
@@ -155,7 +163,7 @@ def test_all_other_commands(folder, tmp_path, arguments):
     run = tmp_path / "debug"
     folder.check(ROOT / "run_train.sh", *arguments, NGPU="2", PYTHONPATH=f":{ROOT}")
     folder.titanlite("train", *arguments, "--training.steps=8", NGPU="1")
-    folder.check(sys.executable, ROOT / "train.py", *arguments, "--training.steps=10")
+    folder.check(sys.executable, ROOT / "train.py", *arguments, "--training.steps=10")  # without the launcher
     folder.titanlite("schedule", "debug")
     folder.titanlite("tokenizer", "train", "one.jsonl", "--vocab-size", "300", "--out", tmp_path / "own.model")
     folder.titanlite("tokenizer", "encode", "some text")
@@ -179,6 +187,14 @@ def test_titanlite_launch(folder, arguments):
     """From a program elsewhere: in its own process, what it imports is decided by its sys.path."""
     program = folder.script.with_name("program.py")
     program.write_text(LAUNCH.replace("WORDS", repr(arguments[1:])))
+    folder.check(sys.executable, program)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_where_python_has_no_safe_path(folder, arguments):
+    """Inductor looks for the processor's instructions by `python -c`."""
+    program = folder.script.with_name("program.py")
+    program.write_text(COMPILED.replace("WORDS", repr([*arguments, "--compile.enabled=true", "--training.steps=2"])))
     folder.check(sys.executable, program)
 
 

@@ -75,7 +75,9 @@ def test_killed_run_goes_on_from_its_last_checkpoint_bit_identically(pool, slow_
     os.kill(workers(process)[1], signal.SIGKILL)
     code, output = finish(process)
     assert code == 128 + signal.SIGKILL, output
-    assert_mentions(output, "error: ", "rank 1", "SIGKILL")
+    assert_mentions(output, "error: ", "rank 0 lost its connection", "rank 1", "SIGKILL")
+    assert "SIGKILL" in output.splitlines()[-1]
+    assert "Traceback" not in output
     assert pool.run(2, train_run, slow_arguments) == [0, 0]
     assert f"resumed from {tmp_path}/debug/checkpoints/step-10 " in (tmp_path / "debug/log.txt").read_text()
     assert curve(tmp_path / "debug") == curve(tmp_path / "whole")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
+HAS_SAFE_PATH = sys.version_info >= (3, 11)
 PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the folder with `titanlite`
 
 
