@@ -37,6 +37,7 @@ from titanlite.config.schema import (
     DataConfig,
     ProfilingConfig,
     portable,
+    printable,
 )
 from titanlite.config.text import to_toml
 from titanlite.data.prepared import PreparedData, description, fingerprint_of, load_sources
@@ -294,6 +295,13 @@ def run(argv: list[str]) -> int:
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except OSError as error:
+        if error.filename is None:
+            traceback.print_exc()
+        else:  # such as a folder of data that has vanished
+            path = printable(str(error.filename))
+            sys.stderr.write(f"error: rank {os.environ.get('RANK', '0')}: {path}: {error.strerror}\n")
+        return 1
     except Exception as error:
         from titanlite.distributed.lost_connection import lost_connection  # when it is used
 

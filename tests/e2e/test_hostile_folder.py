@@ -84,6 +84,7 @@ class Folder:
         lines = "".join(json.dumps({"text": f"line {i} of some text that is prepared " * 4}) + "\n" for i in range(200))
         for name in ("one.jsonl", "two.jsonl", "three.jsonl"):
             (path / name).write_text(lines)
+        (path / "text.txt").write_text(lines)
         torch.save({"tok_embeddings.weight": torch.zeros(4, 4)}, path / "weights.pt")
 
     def plant(self, name: str) -> None:
@@ -158,27 +159,36 @@ def test_the_config_and_a_copy_of_the_program(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_all_other_commands(folder, tmp_path, arguments):
-    arguments = [*arguments, "--compile.enabled=true"]
-    run = tmp_path / "debug"
-    folder.check(ROOT / "run_train.sh", *arguments, NGPU="2", PYTHONPATH=f":{ROOT}")
-    folder.titanlite("train", *arguments, "--training.steps=8", NGPU="1")
-    folder.check(sys.executable, ROOT / "train.py", *arguments, "--training.steps=10")  # without the launcher
-    folder.titanlite("schedule", "debug")
-    folder.titanlite("tokenizer", "train", "one.jsonl", "--vocab-size", "300", "--out", tmp_path / "own.model")
-    folder.titanlite("tokenizer", "encode", "some text")
+def test_training(folder, arguments):
+    """Compiled where it is: inductor starts processes of its own."""
+    compiled = [*arguments, "--compile.enabled=true"]
+    folder.check(ROOT / "run_train.sh", *compiled, NGPU="2", PYTHONPATH=f":{ROOT}")
+    folder.titanlite("train", *arguments, "--training.steps=8", NGPU="2")
+    folder.check(sys.executable, ROOT / "train.py", *compiled, "--training.steps=10")  # without the launcher
+
+
+@pytest.mark.slow
+def test_commands_with_a_model(folder, tmp_path, whole_run):
+    run = whole_run()
     folder.titanlite("generate", run, "--max-new-tokens", "4")
-    folder.titanlite("checkpoint", "list", run)
-    folder.titanlite("checkpoint", "verify", run)
-    folder.titanlite("checkpoint", "show", run)
     folder.titanlite("report", run, "--text")
-    folder.titanlite("report", run)
+    folder.titanlite("report", run, "--out", tmp_path / "report.html")
+    for word in ("list", "verify", "show"):
+        folder.titanlite("checkpoint", word, run)
     for to in ("hf", "torch", "dcp", "gguf"):
         folder.titanlite("convert", run, tmp_path / to, "--to", to)
     folder.titanlite("convert", tmp_path / "dcp", tmp_path / "back", "--to", "safetensors")
-    folder.titanlite("evaluate", run, "--perplexity", "one.jsonl")
+    folder.titanlite("evaluate", run, "--perplexity", "text.txt")
+    assert "error" in folder.titanlite("convert", "weights.pt", tmp_path / "converted", "--to", "hf", code=2)
+
+
+@pytest.mark.slow
+def test_other_commands(folder, tmp_path):
+    folder.titanlite("schedule", "debug")
+    folder.titanlite("tokenizer", "train", tmp_path / "own.model", "--num-tokens=300", "--data-path=text.txt")
+    folder.titanlite("tokenizer", "encode", "", "some text")
     folder.titanlite("verify", "--layout", "dp_shard=2", "--processes", "2")
-    folder.remove({"titanlite", *sys.stdlib_module_names})  # multiprocessing is started by `python -c`
+    folder.remove({"titanlite", *sys.stdlib_module_names})
     folder.check(sys.executable, "-m", "titanlite", "verify", "--layout", "dp_shard=2", "--processes", "2")
 
 

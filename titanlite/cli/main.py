@@ -30,6 +30,7 @@ COMMANDS = (
     "tokenizer",
     "eject",
 )
+DEPENDENCIES = ("torch", "numpy", "tiktoken", "regex", "safetensors", "tqdm", "tomli")  # pyproject.toml's
 USAGE = """usage: titanlite COMMAND ...
 
   train [CONFIG] [--section.key=value ...]       train (what ./run_train.sh calls); --help lists every key
@@ -81,6 +82,12 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
+        return EXIT_CONFIG
+    except ModuleNotFoundError as error:
+        if error.name not in DEPENDENCIES:
+            raise
+        expected = "expected Python 3.10 or later with the packages of requirements.txt"
+        print(f"error: {sys.executable}: it has no package {error.name}; {expected}", file=sys.stderr)
         return EXIT_CONFIG
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # the reader of the output has closed the pipe
