@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,7 @@ from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError
 from titanlite.config.files import replace_file
 from titanlite.config.load import load_config
-from titanlite.config.schema import (
-    EXIT_CONFIG,
-    EXIT_LOST,
-    LAUNCHED,
-    Config,
-    ConfigError,
-    DataConfig,
-    ProfilingConfig,
-    portable,
-    printable,
-)
+from titanlite.config.schema import EXIT_CONFIG, LAUNCHED, Config, ConfigError, DataConfig, ProfilingConfig, portable
 from titanlite.config.text import to_toml
 from titanlite.data.prepared import PreparedData, description, fingerprint_of, load_sources
 from titanlite.data.stream import TrainStream, build_samples, count_targets
@@ -295,22 +284,10 @@ def run(argv: list[str]) -> int:
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except OSError as error:
-        if error.filename is None:
-            traceback.print_exc()
-        else:  # such as a folder of data that has vanished
-            path = printable(str(error.filename))
-            sys.stderr.write(f"error: rank {os.environ.get('RANK', '0')}: {path}: {error.strerror}\n")
-        return 1
     except Exception as error:
-        from titanlite.distributed.lost_connection import lost_connection  # when it is used
+        from titanlite.distributed.failure import report_failure  # when it is used
 
-        message = lost_connection(error, os.environ.get("RANK", "0"), __file__)
-        if message:
-            sys.stderr.write(f"error: {message}\n")  # in one piece, also where other ranks write
-            return EXIT_LOST
-        traceback.print_exc()
-        return 1
+        return report_failure(error, __file__)
 
 
 if __name__ == "__main__":

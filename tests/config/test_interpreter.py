@@ -105,6 +105,7 @@ STARTERS = {
     "cli/processes.py": "starts train.py by its path, in `interpreter.environment`",
     "formats/pickle_reader.py": "starts itself by its path, isolated (-I)",
     "verify/pool.py": "starts its server in / and in `interpreter.environment`",
+    "cli/main.py": "prints the interpreter's name",
     "cli/eject.py": "prints the interpreter's name",
     "report/summary.py": "prints the interpreter's name",
 }

@@ -1,4 +1,4 @@
-"""The error of a rank after another one has ended: one line, and no other error is shortened."""
+"""How a rank says that it failed: one line after another one has ended, and no error of its own is shortened."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import train
 from titanlite.config.schema import EXIT_LOST
-from titanlite.distributed.lost_connection import lost_connection
+from titanlite.distributed.failure import lost_connection
 from titanlite.verify.pool import WorkerError
 
 
@@ -24,7 +24,7 @@ def end_on_rank_1(folder: str) -> None:
         while True:
             dist.all_reduce(torch.zeros(1))
     except RuntimeError as error:
-        Path(folder, str(dist.get_rank())).write_text(lost_connection(error, "0", __file__))
+        Path(folder, str(dist.get_rank())).write_text(lost_connection(error, __file__))
 
 
 def test_one_line_after_another_rank_has_ended(pool, tmp_path):
@@ -32,7 +32,7 @@ def test_one_line_after_another_rank_has_ended(pool, tmp_path):
         pool.run(3, end_on_rank_1, str(tmp_path))
     for path in (tmp_path / "0", tmp_path / "2"):
         line = path.read_text()
-        assert line.startswith("rank 0 lost its connection to another rank at line "), line
+        assert line.startswith("lost its connection to another rank at line "), line
         assert "peer" in line
         assert "\n" not in line
 
@@ -45,9 +45,7 @@ def test_one_line_after_another_rank_has_ended(pool, tmp_path):
             "got 0 bytes",
         ),
         (
-            dist.DistBackendError(
-                "NCCL error in: x.cpp:1, remote process exited or there was a network error\ny"
-            ),
+            dist.DistBackendError("NCCL error in: x.cpp:1, remote process exited or there was a network error\ny"),
             "remote process exited",
         ),
         (dist.DistStoreError("wait timeout after 300 s"), ""),
@@ -58,7 +56,7 @@ def test_one_line_after_another_rank_has_ended(pool, tmp_path):
     ],
 )
 def test_what_is_a_lost_connection(error, shown):
-    line = lost_connection(error, "3")
+    line = lost_connection(error, "train.py")
     assert bool(line) == bool(shown)
     assert shown in line
     assert "\n" not in line
