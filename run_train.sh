@@ -5,4 +5,4 @@ set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/setup_env.sh"
 setup_env requirements.txt
-exec "$PYTHON" -m titanlite train "$@"
+exec "$PYTHON" "$here/titanlite/__main__.py" train "$@"  # -m would put the current folder first in sys.path

@@ -6,7 +6,9 @@
 # usable PYTHON REQUIREMENTS: does this interpreter have what the requirements file names?
 usable() {
   "$1" - "$2" 2>/dev/null <<'PY'
-import importlib.metadata, re, sys
+import sys
+sys.path[:] = filter(None, sys.path)  # not from the current folder
+import importlib.metadata, re
 assert sys.version_info >= (3, 10)
 lines = open(sys.argv[1]).read().splitlines()
 if "-r requirements.txt" in lines:
@@ -25,7 +27,9 @@ setup_env() {
   here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
   local requirements="$here/$1" venv="$here/.venv"
   local stamp="$venv/installed-$1"
-  export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+  # Without empty entries, which would stand for the current folder
+  export PYTHONPATH="$(printf %s "$here:${PYTHONPATH:-}" | tr -s :)"
+  PYTHONPATH="${PYTHONPATH%:}"
   for name in python3 python; do
     if usable "$name" "$requirements"; then PYTHON="$(command -v "$name")"; return; fi
   done
@@ -38,10 +42,10 @@ setup_env() {
     echo "error: no Python >= 3.10 found; install one (https://www.python.org/downloads)" >&2; return 2
   fi
   echo "setting up $venv from $1 (once; torch is large, this can take minutes) ..." >&2
-  if ! "$python" -m venv "$venv" >&2; then
+  if ! "$python" -I -m venv "$venv" >&2; then  # -I: not from the current folder
     echo "error: $python cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; return 2
   fi
-  if ! "$PYTHON" -m pip install --quiet --disable-pip-version-check -r "$requirements" >&2; then
+  if ! "$PYTHON" -I -m pip install --quiet --disable-pip-version-check -r "$requirements" >&2; then
     echo "error: pip could not install $1 into $venv; its message is above" >&2; return 2
   fi
   cp "$requirements" "$stamp"

@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -287,9 +286,10 @@ def run(argv: list[str]) -> int:
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except Exception:
-        traceback.print_exc()
-        return 1
+    except Exception as error:
+        from titanlite.distributed.failure import report_failure  # when it is used
+
+        return report_failure(error, __file__)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
-"""`python -m titanlite` is the command `titanlite`."""
+"""`python -m titanlite` is the command `titanlite`. run_train.sh starts this file by its path."""
 
 import sys
 
-from titanlite.cli.main import main
+from titanlite.config.interpreter import leave_out_current_folder
 
-sys.exit(main())
+if __name__ == "__main__":
+    leave_out_current_folder()  # before anything else is imported
+    from titanlite.cli.main import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -72,3 +73,30 @@ def test_threads_spin_less_unless_the_environment_says_otherwise(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     limit_spinning()
     assert "GOMP_SPINCOUNT" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["tomli", "tiktoken", "torch"])
+def test_an_interpreter_without_a_package(monkeypatch, capsys, name):
+    """As Python 3.10 without tomli, or another user's interpreter."""
+    find = importlib.util.find_spec
+
+    def load(argv):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    if name == "torch":
+        monkeypatch.setattr(importlib.util, "find_spec", lambda found: None if found == "torch" else find(found))
+    else:
+        monkeypatch.setattr("titanlite.cli.launch.load_config", load)
+    assert main(["train", "debug"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {sys.executable}: it has no package {name}; expected Python 3.10")
+    assert error.count("\n") == 1
+
+
+def test_a_missing_module_of_our_own_is_an_error_of_ours(monkeypatch):
+    def load(argv):
+        raise ModuleNotFoundError("No module named 'titanlite.x'", name="titanlite.x")
+
+    monkeypatch.setattr("titanlite.cli.launch.load_config", load)
+    with pytest.raises(ModuleNotFoundError):
+        main(["train", "debug"])

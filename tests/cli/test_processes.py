@@ -14,7 +14,7 @@ import pytest
 from messages import assert_mentions, refused
 
 from titanlite.cli import processes
-from titanlite.config.schema import LISTENER
+from titanlite.config.schema import EXIT_LOST, LISTENER
 
 
 @pytest.fixture
@@ -109,6 +109,17 @@ def test_processes_that_were_started_end_if_the_next_cannot_be(signals, monkeypa
     assert started[0].wait(10) == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(("limit", "enough"), [(16, False), (32, False), (69, False), (70, True), (-1, True)])
+def test_too_few_open_files_are_refused(monkeypatch, signals, limit, enough):
+    monkeypatch.setattr(processes.resource, "getrlimit", lambda kind: (limit, limit))
+    if enough:
+        assert processes.run(["-c", ""], {}, 1, 0, 2, ("127.0.0.1", 0), signals) == 0
+    else:
+        with refused(f"ulimit -Hn = {limit}", "at least 70"):
+            processes.run(["-c", ""], {}, 1, 0, 2, ("127.0.0.1", 0), signals)
+    assert processes.run(["-c", ""], {}, 1, 0, 1, ("127.0.0.1", 0), signals) == 0  # one process communicates with none
+
+
 def test_an_address_at_which_one_cannot_listen():
     with refused("MASTER_ADDR = '192.0.2.1'", "environment", "node 0"):
         processes.listen("192.0.2.1", 0)  # reserved for documents: no machine has it
@@ -138,6 +149,9 @@ def test_a_name_that_other_nodes_cannot_reach_is_refused(monkeypatch):
         ({0: 75, 3: 1}, 1, ("rank 3", "exit code 1")),
         ({0: -signal.SIGTERM, 3: 1}, 1, ("rank 3", "exit code 1")),
         ({3: 1, 0: 2}, 1, ("rank 3", "exit code 1")),  # the first that ended
+        ({0: EXIT_LOST, 3: 1}, 1, ("rank 3", "exit code 1")),  # of those that have a reason of their own
+        ({0: EXIT_LOST, 1: EXIT_LOST}, EXIT_LOST, ("rank 0", f"exit code {EXIT_LOST}")),  # a process of another node
+        ({0: EXIT_LOST, 1: 2}, 2, ()),
         ({0: -signal.SIGTERM}, 143, ("rank 0", "SIGTERM")),
     ],
 )

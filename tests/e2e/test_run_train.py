@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,10 +10,13 @@ import subprocess
 import time
 
 import pytest
+import torch.distributed as dist
 from launches import ROOT, alive, environment, finish, start, wait_for_step, workers
 from messages import assert_mentions
 from runs import curve, train_run
 
+import train
+from titanlite.config.schema import LAUNCHED
 from titanlite.distributed.run_folder import lock
 
 
@@ -67,6 +71,19 @@ def test_signal_to_the_launcher_saves_and_exits_75(pool, slow_arguments, tmp_pat
     assert sorted(curve(tmp_path / "debug")) == list(range(1, 21))
 
 
+def run_without_data(arguments: list[str], folder: str, errors: str) -> int:
+    """The exit code of a rank whose prepared folder is gone; what it prints is in `errors`."""
+    os.environ[LAUNCHED] = json.dumps([folder])
+    os.dup2(os.open(errors + str(dist.get_rank()), os.O_WRONLY | os.O_CREAT), 2)
+    return train.run(arguments)
+
+
+def test_prepared_data_that_vanishes_before_a_rank_reads_it(pool, arguments, tmp_path):
+    assert pool.run(1, run_without_data, arguments, str(tmp_path / "gone"), str(tmp_path / "errors")) == [1]
+    expected = f"error: rank 0: {tmp_path}/gone/manifest.json: No such file or directory\n"
+    assert (tmp_path / "errors0").read_text() == expected
+
+
 @pytest.mark.slow
 def test_killed_run_goes_on_from_its_last_checkpoint_bit_identically(pool, slow_arguments, tmp_path):
     assert pool.run(2, train_run, [*slow_arguments, "--run.name=whole"]) == [0, 0]
@@ -75,7 +92,9 @@ def test_killed_run_goes_on_from_its_last_checkpoint_bit_identically(pool, slow_
     os.kill(workers(process)[1], signal.SIGKILL)
     code, output = finish(process)
     assert code == 128 + signal.SIGKILL, output
-    assert_mentions(output, "error: ", "rank 1", "SIGKILL")
+    assert_mentions(output, "error: ", "rank 0 lost its connection", "rank 1", "SIGKILL")
+    assert "SIGKILL" in output.splitlines()[-1]
+    assert "Traceback" not in output
     assert pool.run(2, train_run, slow_arguments) == [0, 0]
     assert f"resumed from {tmp_path}/debug/checkpoints/step-10 " in (tmp_path / "debug/log.txt").read_text()
     assert curve(tmp_path / "debug") == curve(tmp_path / "whole")

@@ -48,3 +48,21 @@ def test_the_commit_and_whether_files_differ_from_it(tmp_path):
     assert (found["git_commit"], found["git_changes"]) == (git(tmp_path, "rev-parse", "HEAD"), "no")
     (package / "__init__.py").write_text("x = 1\n")
     assert code_version(package)["git_changes"] == "yes"
+
+
+def test_git_is_not_asked_about_an_installed_package(tmp_path):
+    """The environment may be inside a folder of data, whose .git/config may name programs that git runs."""
+    package = tmp_path / ".venv/lib/site-packages/titanlite"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    hostile = tmp_path / "hostile"
+    hostile.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    hostile.chmod(0o755)
+    git(tmp_path, "config", "core.fsmonitor", str(hostile))
+    assert set(code_version(package)) == {"titanlite"}
+    assert not (tmp_path / "ran").exists()
+    git(package, "status")
+    assert (tmp_path / "ran").exists()  # git itself runs it

@@ -14,6 +14,7 @@ import pytest
 from messages import refused
 from preparing import TOKENIZER
 
+from titanlite.config.interpreter import PACKAGES
 from titanlite.prepare import workers
 from titanlite.prepare.job import Job, begin_job
 from titanlite.prepare.plan import Settings, plan_job
@@ -63,7 +64,7 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path, job):
     code = "import sys, time; from pathlib import Path; from titanlite.prepare.workers import _start\n"
     code += "child = _start(Path(sys.argv[1])); print(child.pid, flush=True); time.sleep(60)"
     command = [sys.executable, "-c", code, str(tmp_path / "work")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=workers.ROOT) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=PACKAGES) as process:
         worker = int(process.stdout.readline())
         process.kill()
     deadline = time.monotonic() + 30
@@ -77,9 +78,9 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path, job):
 
 def test_messages_of_a_worker(tmp_path, job, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", iter(["2\n"]))
-    main(tmp_path / "work")
+    main(str(tmp_path / "work"))
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()][-1] == {"done": 2}
     (tmp_path / "work/job.json").write_text("{")
     monkeypatch.setattr("sys.stdin", iter(["2\n"]))
-    main(tmp_path / "work")
+    main(str(tmp_path / "work"))
     assert "damaged" in json.loads(capsys.readouterr().out)["problems"][0]

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from titanlite.config import interpreter
 from titanlite.config.load import flavors, program_folder
 from titanlite.config.schema import ConfigError
 
@@ -48,7 +49,6 @@ def run(argv: list[str]) -> int:
 def _python(folder: Path) -> str:
     """How a shell in `folder` calls an interpreter that finds titanlite: a clone need not be installed."""
     name = next((name for name in ("python", "python3") if shutil.which(name) == sys.executable), sys.executable)
-    found = subprocess.run([sys.executable, "-c", "import titanlite"], cwd=folder, capture_output=True)
-    package = Path(__file__).resolve().parents[1]
-    path = "" if found.returncode == 0 else f"PYTHONPATH={shlex.quote(str(package.parent))} "
+    found = subprocess.run(interpreter.python("import titanlite"), cwd=folder, capture_output=True)
+    path = "" if found.returncode == 0 else f"PYTHONPATH={shlex.quote(interpreter.PACKAGES)} "
     return path + shlex.quote(name)

@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.cli.processes import RANK_VARIABLES
-from titanlite.config.load import load_config, program_folder
+from titanlite.config import interpreter
+from titanlite.config.load import load_config
 from titanlite.config.schema import EXIT_CONFIG, EXIT_STOPPED, LAUNCHED, LISTENER, ConfigError
 from titanlite.observe.metrics_file import RowReader
 
 # Set by a launcher of the caller, for the caller's own processes
 OTHERS = (*RANK_VARIABLES, "NNODES", "NODE_RANK", "GROUP_RANK", "NGPU", LAUNCHED, LISTENER, "TORCHELASTIC_RUN_ID")
-# The first entry of sys.path is the working folder otherwise; a clone that is not installed is found here
-CHILD = "import sys; sys.path[0] = sys.argv[1]; from titanlite.cli.from_python import child; sys.exit(child())"
 PERIOD = 0.5  # seconds between the child's looks at its parent
 
 
@@ -120,11 +119,11 @@ def _mlflow_parent() -> dict[str, str]:
 def _call(argv: list[str], variables: dict[str, str], timeout: float | None) -> tuple[int, list[str]]:
     """Runs the child to its end. The exit code, and the problems of the input."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as problems:
-        command = [sys.executable, "-c", CHILD, str(program_folder()), str(os.getpid()), str(problems.fileno()), *argv]
+        command = interpreter.call(child, os.getpid(), problems.fileno(), *argv)
         # In another session, so that Ctrl-C reaches only the caller, which forwards it.
         process = subprocess.Popen(
             command,
-            env=variables,
+            env=variables | interpreter.environment(variables),
             stdin=subprocess.DEVNULL,
             pass_fds=[problems.fileno()],
             start_new_session=True,
@@ -171,20 +170,16 @@ def _last_values(path: Path) -> dict[str, Any]:
     return values
 
 
-def child() -> int:
-    """The child: `titanlite train`. Its arguments are a folder, the caller's process, a file, and those of the run.
-
-    Problems of the input are written to the file.
-    """
+def child(caller: str, file_number: str, *argv: str) -> int:
+    """The child: `titanlite train` for the process `caller`. Problems of the input are written to a file."""
     from titanlite.cli.launch import launch as train
     from titanlite.cli.main import limit_spinning
 
-    caller, file_number, *argv = sys.argv[2:]
     threading.Thread(target=_follow, args=(int(caller),), daemon=True).start()
     limit_spinning()
     problems: list[str] = []
     try:
-        return train(argv)
+        return train(list(argv))
     except ConfigError as error:
         problems = error.problems
     except OSError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -41,6 +42,8 @@ def launch(argv: list[str]) -> int:
     """Trains with the config that `argv` describes; returns the workers' exit code. Raises ConfigError."""
     if not TRAIN.exists():
         raise ConfigError(f"{TRAIN}: no such file; titanlite is not completely installed, install it again")
+    if importlib.util.find_spec("torch") is None:  # which the training processes import, and this one does not
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     config = load_config(argv)
     nodes = _number("NNODES", 1)
     node = _number("NODE_RANK", 0, low=0, high=nodes - 1)

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from titanlite.config.interpreter import leave_out_current_folder
 from titanlite.config.schema import EXIT_CONFIG, ConfigError
 
 COMMANDS = (
@@ -29,6 +30,7 @@ COMMANDS = (
     "tokenizer",
     "eject",
 )
+DEPENDENCIES = ("torch", "numpy", "tiktoken", "regex", "safetensors", "tqdm", "tomli")  # pyproject.toml's
 USAGE = """usage: titanlite COMMAND ...
 
   train [CONFIG] [--section.key=value ...]       train (what ./run_train.sh calls); --help lists every key
@@ -59,7 +61,9 @@ def limit_spinning() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns its exit code: 0, or 2 for wrong input."""
+    """Runs a command; returns its exit code: 0, or 2 for wrong input. Without `argv` it is this process's command."""
+    if argv is None:
+        leave_out_current_folder()
     limit_spinning()  # before torch is imported, here or in a process that is started
     arguments = sys.argv[1:] if argv is None else argv
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
@@ -78,6 +82,12 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
+        return EXIT_CONFIG
+    except ModuleNotFoundError as error:
+        if error.name not in DEPENDENCIES:
+            raise
+        expected = "expected Python 3.10 or later with the packages of requirements.txt"
+        print(f"error: {sys.executable}: it has no package {error.name}; {expected}", file=sys.stderr)
         return EXIT_CONFIG
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # the reader of the output has closed the pipe

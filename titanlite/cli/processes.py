@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
 
-from titanlite.config.schema import EXIT_CONFIG, EXIT_HUNG, EXIT_STOPPED, LISTENER, ConfigError
+from titanlite.config import interpreter
+from titanlite.config.schema import EXIT_CONFIG, EXIT_HUNG, EXIT_LOST, EXIT_STOPPED, LISTENER, ConfigError
 
 # Seconds until processes that still run are killed: after one has failed, and after the watchdog has ended one. After a
 # hang, only a frozen process still runs then
 GRACE, HUNG_GRACE = 30.0, 2.0
 PERIOD = 0.05  # seconds between looks at the processes and at the signals
+# Descriptors that rank 0 needs: it serves the store, with two connections per rank, and gloo connects all ranks.
+# Measured at its peak: 62 with 2 ranks, 73 with 4, 74 with 8.
+OPEN_FILES, OPEN_FILES_PER_RANK = 64, 3
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -86,9 +91,11 @@ def run(
     """
     world_size, (address, port) = nodes * here, meeting
     others = (*RANK_VARIABLES, LISTENER)  # which another launcher may have set
-    inherited = {name: value for name, value in os.environ.items() if name not in others} | variables
+    inherited = {name: value for name, value in os.environ.items() if name not in others}
+    inherited |= variables | interpreter.environment()
     if world_size == 1:
         return wait({0: _start(command, inherited)}, signals)
+    require_open_files(world_size)
     listener = listen(address, port) if node == 0 else None
     if listener is not None:
         port = listener.getsockname()[1]
@@ -108,6 +115,17 @@ def run(
     finally:  # they still run only if starting one of them failed
         for process in processes.values():
             process.kill()
+
+
+def require_open_files(world_size: int) -> None:
+    """Raises ConfigError if a process may not open enough files: gloo would abort. A process raises its soft limit."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OPEN_FILES + OPEN_FILES_PER_RANK * world_size
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise ConfigError(
+            f"ulimit -Hn = {limit}: {world_size} processes that communicate need {needed} open files each; "
+            f"expected a hard limit of at least {needed}"
+        )
 
 
 def _start(command: list[str], environment: dict[str, str], *descriptors: int) -> subprocess.Popen[bytes]:
@@ -158,7 +176,8 @@ def explain(codes: dict[int, int], stopped: bool) -> int:
     # A killed process is the cause, not the errors of the others; SIGTERM is what the launcher sends to them.
     killed = [rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]
     failed = [rank for rank, code in codes.items() if code > 0 and code != EXIT_STOPPED]
-    rank = (killed or failed or [rank for rank, code in codes.items() if code])[0]
+    cause = [rank for rank in failed if codes[rank] != EXIT_LOST]  # the others lost their connection to it
+    rank = (killed or cause or failed or [rank for rank, code in codes.items() if code])[0]
     code = codes[rank]
     if code < 0:
         print(f"error: the process of rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)

@@ -14,8 +14,8 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-# Exit codes: wrong input; stopped by a signal after saving; ended by the watchdog because of a hang
-EXIT_CONFIG, EXIT_STOPPED, EXIT_HUNG = 2, 75, 124
+# Exit codes: wrong input; stopped by a signal after saving; ended because another rank did; ended by the watchdog
+EXIT_CONFIG, EXIT_STOPPED, EXIT_LOST, EXIT_HUNG = 2, 75, 76, 124
 
 # Environment variables of processes that the launcher started: the prepared data; on rank 0 also a listening socket
 LAUNCHED, LISTENER = "TITANLITE_LAUNCHED", "TITANLITE_LISTENER"

@@ -155,6 +155,16 @@ def set_ring_rotation(method: str) -> None:
     set_rotate_method(method)
 
 
+def find_vector_instructions() -> None:
+    """Has inductor find out what the processor can do, which it then remembers. Checked: 2.13.
+
+    It compiles a library, and loads it in a process that it starts by `python -c`: the module is not public.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa  # imports inductor, which only a compiled run needs
+
+    pick_vec_isa()
+
+
 def num_compiled_graphs() -> int:
     """How many graphs torch.compile has made in this process. Checked: 2.11, 2.13, 2.15."""
     import torch._dynamo

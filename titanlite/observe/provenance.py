@@ -57,8 +57,11 @@ def code_version(package: Path = PACKAGE) -> dict[str, str]:
         version = importlib.metadata.version("titanlite")
     except importlib.metadata.PackageNotFoundError:  # a clone that is not installed
         version = "unknown"
-    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return {"titanlite": version}  # no checkout, or a virtual environment within that of another project
+    installed = {"site-packages", "dist-packages"} & set(package.parts)
+    if installed or _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        # Not a checkout of titanlite. An environment may be inside that of another project, whose .git/config may name
+        # programs that git runs.
+        return {"titanlite": version}
     commit, changes = _git(package, "rev-parse", "HEAD"), _git(package, "status", "--porcelain", "--untracked-files=no")
     return {"titanlite": version, "git_commit": commit or "unknown", "git_changes": "no" if changes == "" else "yes"}
 

@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 
+from titanlite.config import interpreter
 from titanlite.config.schema import Config, ConfigError, RecomputeConfig
 from titanlite.distributed.agreement import gather
 from titanlite.distributed.torch_private import (
     OVERLAP_TENSOR_PARALLEL,
+    find_vector_instructions,
     has_triton_package,
     set_activation_memory_budget,
 )
@@ -47,7 +49,12 @@ def missing_for_inductor(device_type: str) -> str:
         return f"{variable} = {names[0]!r} is not a program" if variable in os.environ else f"no {' or '.join(usual)}"
     command = [program, "-x", language, "-fsyntax-only", "-I", sysconfig.get_path("include"), "-"]
     done = subprocess.run(command, input=b"#include <Python.h>\n", capture_output=True, check=False)
-    return f"{program} finds no Python.h (Debian and Ubuntu: apt install python3-dev)" if done.returncode else ""
+    if done.returncode:
+        return f"{program} finds no Python.h (Debian and Ubuntu: apt install python3-dev)"
+    os.environ.update(interpreter.environment())  # inductor starts processes, by `python -c`
+    if device_type == "cpu" and not interpreter.HAS_SAFE_PATH:
+        interpreter.in_root_folder(find_vector_instructions)
+    return ""
 
 
 def missing_compiler(config: Config, device_type: str) -> str:

@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from titanlite.config import interpreter
 from titanlite.config.schema import ConfigError
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.prepare.job import Job, read_job
 from titanlite.prepare.part import run_part
 
 REPORTED = 1 << 20  # bytes between two messages of progress
-ROOT = Path(__file__).resolve().parents[2]
 
 Message = dict[str, Any]
 
@@ -73,16 +73,10 @@ def run_parts(
 
 
 def _start(work: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": _python_path()}
-    command = [sys.executable, "-m", "titanlite.prepare.workers", str(work)]
+    environment = os.environ | interpreter.environment()
     piped: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
     # Not in this process's group: Ctrl-C is for this process, which ends the workers.
-    return subprocess.Popen(command, env=environment, start_new_session=True, **piped)
-
-
-def _python_path() -> str:
-    """With this package first, wherever the process that starts from here is."""
-    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.Popen(interpreter.call(main, work), env=environment, start_new_session=True, **piped)
 
 
 def _send(child: subprocess.Popen[str], part: int | None) -> None:
@@ -127,8 +121,9 @@ def run_on_ray(work: Path, parts: list[int]) -> Iterator[int]:
 
         return run_one(work, part)
 
-    environment = {"PYTHONPATH": _python_path()}
-    ray.init(ignore_reinit_error=True, log_to_driver=False, runtime_env={"env_vars": environment})
+    env = {"env_vars": {"PYTHONPATH": interpreter.environment()["PYTHONPATH"]}}
+    # Ray puts this process's current folder into the sys.path of its workers.
+    interpreter.in_root_folder(lambda: ray.init(ignore_reinit_error=True, log_to_driver=False, runtime_env=env))
     try:
         tasks = [task.remote(part) for part in parts]
         while tasks:
@@ -158,8 +153,9 @@ def problems(error: ConfigError | OSError) -> list[str]:
     return [f"{where}{error.strerror or error}, while the data was prepared"]
 
 
-def main(work: Path) -> None:
-    """A worker process: parts from standard input, messages to standard output."""
+def main(folder: str) -> None:
+    """A worker process for a working folder: parts from standard input, messages to standard output."""
+    work = Path(folder)
     read, output = 0, sys.stdout
 
     def report(message: Message) -> None:
@@ -183,7 +179,3 @@ def main(work: Path) -> None:
     except (ConfigError, OSError) as error:
         if not isinstance(error, BrokenPipeError):  # the process that started this one is gone
             report({"problems": problems(error)})
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

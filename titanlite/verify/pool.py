@@ -19,9 +19,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from titanlite.config import interpreter
 
 GROUP_TIMEOUT = 1800  # seconds; `Pool.run` has a shorter one
 Outcome = tuple[float, "str | None", Any]  # time of the end, a stack trace or None, the result
@@ -64,6 +67,17 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
     os._exit(0)  # gloo's threads can abort an orderly exit (pytorch#190489)
 
 
+def _start_server() -> None:
+    """Starts the process that the workers are forked from, unless it runs. By its environment it finds titanlite."""
+    before = dict(os.environ)
+    os.environ.update(interpreter.environment())
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 class Pool:
     """`run(n, function, *arguments)` calls a module-level function on ranks 0 .. n - 1."""
 
@@ -75,6 +89,7 @@ class Pool:
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
         """The results of all ranks in order. Raises WorkerError."""
+        interpreter.in_root_folder(_start_server)
         workers: list[tuple[Any, Connection]] = []
         try:
             with tempfile.TemporaryDirectory() as folder:
