@@ -150,4 +150,4 @@ def test_the_progress_moves_within_a_text(tmp_path, monkeypatch):
     reads: list[int] = []
     tokenise_part(job_of(path, "text", "tail"), tmp_path / "work", TOKENIZER, 0, reads.append)
     assert sum(reads) == 14_000
-    assert 0 <= min(reads) <= max(reads) <= 1000
+    assert 0 <= min(reads) <= max(reads) < 2000
