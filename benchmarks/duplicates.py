@@ -4,9 +4,9 @@
 
 Plants changed copies in a corpus of each language (`planted_duplicates.py`) and counts which are found. Then measures
 the speed of signatures and of all filters in MB of text per CPU second, and the time and memory of a search among
-millions of signatures; also datasketch and rensa, if they are installed. `--pages` compares what is dropped of the files
-of a folder, which may be compressed with gzip, with what connected components of similar documents would drop. Takes
-four minutes on two cores.
+millions of signatures; also datasketch and rensa, if they are installed. `--pages` compares what is dropped of the
+files of a folder, which may be compressed with gzip, with what connected components of similar documents would drop.
+Takes four minutes on two cores.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def pages(folder: Path, threshold: float, most: int = 4000) -> list[dict[str, An
         path.write_bytes(b"".join(map(signature, texts)))
         stays = find_duplicates([path], DuplicateConfig("near", threshold)).stays
         numbers = np.fromfile(path, RECORD)["minhash"]
-    similar = np.stack([(numbers == row).mean(axis=1) >= threshold for row in numbers])
+    similar = np.asarray([(numbers == row).mean(axis=1) >= threshold for row in numbers])
     component = np.arange(len(similar))
     while not np.array_equal(component, lower := np.where(similar, component, len(component)).min(axis=1)):
         component = lower

@@ -51,7 +51,7 @@ def documents(path: Path, prompt: str = "") -> list:
 def test_few_bytes_that_are_two_gigabytes_of_rows(tmp_path):
     path = dictionary(tmp_path / "a.parquet", "x" * 8 * MB, 256)
     assert path.stat().st_size < 1000
-    with refused(f"{path}:17: ", "expands to more than", "write Parquet as JSON lines"):
+    with refused(f"{path}: row 17: ", "expands to more than", "write Parquet as JSON lines"):
         documents(path)
 
 
@@ -80,7 +80,7 @@ def test_a_page_that_does_not_fit_into_the_memory_allowed(tmp_path, monkeypatch)
     assert isinstance(found, BadRow)
     assert f"a text of {100 * MB} bytes" in found.problem
     monkeypatch.setattr(parquet_reader, "MEMORY", 80 * MB)
-    with refused(f"{path}:1: ", "its size allows"):
+    with refused(f"{path}: row 1: ", "its size allows"):
         documents(path)
 
 
@@ -173,5 +173,5 @@ def test_the_limits_hold_for_each_worker(tmp_path):
     source = Source(str(tmp_path / "data"))
     job = plan_job([(source, find(source))], TOKENIZER, Settings(parts=2))
     begin_job(job, tmp_path / "work")
-    with refused(".parquet:2: ", "expands to more than"):
+    with refused(".parquet: row 2: ", "expands to more than"):
         list(run_parts(job, tmp_path / "work", TOKENIZER, [0, 1], 2, lambda read: None))

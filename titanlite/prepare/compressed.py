@@ -75,7 +75,7 @@ class Decompressed(io.RawIOBase):
         super().__init__()
         self._file = path.open("rb")
         try:
-            self._content: IO[bytes] | _Zstandard
+            self._content: io.BufferedIOBase | io.RawIOBase
             if compression == "gzip":
                 self._content = gzip.GzipFile(fileobj=self._file)
             else:
@@ -94,7 +94,7 @@ class Decompressed(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        count = self._content.readinto(buffer)  # type: ignore[union-attr]
+        count: int = self._content.readinto(buffer) or 0
         self.allowance.spend(count)
         return count
 

@@ -157,8 +157,9 @@ def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
                 reported = place
                 skipped = 0
     except (UnreadableParquet, ExpandsTooFar) as error:
+        problem = "" if isinstance(error, ExpandsTooFar) else "damaged Parquet data: "
         number = first_row_number(job, piece) + row
-        raise ConfigError(f"{file.path}:{number}: Parquet data cannot be read: {error}") from None
+        raise ConfigError(f"{file.path}: row {number}: {problem}{error}") from None
 
 
 def _length(value: bytes | int | str | None) -> int:
@@ -190,7 +191,7 @@ def _table(file: File, columns: list[str]) -> Table:
     try:
         return describe(file.path, columns)
     except UnreadableParquet as error:
-        raise ConfigError(f"{file.path}: Parquet data cannot be read: {error}") from None
+        raise ConfigError(f"{file.path}: damaged Parquet data: {error}") from None
 
 
 def _group_bounds(file: File, table: Table) -> list[int]:
