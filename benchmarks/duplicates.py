@@ -1,15 +1,19 @@
 """Removal of duplicates: recall and precision on planted ones, speed, and memory.
 
-    python benchmarks/duplicates.py [--text LANGUAGE=FILE ...]
+    python benchmarks/duplicates.py [--text LANGUAGE=FILE ...] [--threshold 0.55] [--pages /usr/share/man]
 
 Plants changed copies in a corpus of each language (`planted_duplicates.py`) and counts which are found. Then measures
 the speed of signatures and of all filters in MB of text per CPU second, and the time and memory of a search among
-millions of signatures; also datasketch and rensa, if they are installed. Takes four minutes on two cores.
+millions of signatures; also datasketch and rensa, if they are installed. `--pages` compares what is dropped of the
+files of a folder, which may be compressed with gzip, with what connected components of similar documents would drop.
+Takes four minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gzip
 import importlib
 import importlib.util
 import json
@@ -51,7 +55,7 @@ def similarity(one: str, other: str) -> float:
     return len(a & b) / len(a | b)
 
 
-def quality(documents: list[Document], folder: Path) -> dict[str, Any]:
+def quality(documents: list[Document], folder: Path, threshold: float) -> dict[str, Any]:
     """Recall of each kind of copy, and precision.
 
     Two precisions of what is dropped: the share of planted copies; and the share that is planted or really has the
@@ -59,7 +63,7 @@ def quality(documents: list[Document], folder: Path) -> dict[str, Any]:
     """
     path = folder / "signatures"
     path.write_bytes(b"".join(signature(document.text) for document in documents))
-    first = find_duplicates([path], DuplicateConfig("near")).first
+    first = find_duplicates([path], DuplicateConfig("near", threshold)).first
     original = {document.origin: i for i, document in enumerate(documents) if not document.kind}
     found: dict[str, Any] = {"documents": len(documents)}
     for kind in KINDS:
@@ -68,9 +72,44 @@ def quality(documents: list[Document], folder: Path) -> dict[str, Any]:
     dropped = [(documents[i], documents[first[i]]) for i in range(len(documents)) if first[i] != i]
     right = [one.origin == other.origin for one, other in dropped]
     found["precision, planted"] = float(np.mean(right))
-    similar = [similarity(one.text, other.text) >= THRESHOLD for one, other in dropped]
+    similar = [similarity(one.text, other.text) >= threshold for one, other in dropped]
     found["precision"] = float(np.mean(np.logical_or(right, similar)))
     return found
+
+
+def pages(folder: Path, threshold: float, most: int = 4000) -> list[dict[str, Any]]:
+    """What is dropped of a folder's files, and what connected components of all similar pairs would drop."""
+    texts: dict[str, None] = {}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    random.Random(0).shuffle(paths)
+    for path in paths:
+        with contextlib.suppress(OSError, UnicodeDecodeError, EOFError):
+            text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+            if len(text) >= 500 and len(texts) < most:
+                texts[text] = None
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary, "signatures")
+        path.write_bytes(b"".join(map(signature, texts)))
+        stays = find_duplicates([path], DuplicateConfig("near", threshold)).stays
+        numbers = np.fromfile(path, RECORD)["minhash"]
+    similar = np.asarray([(numbers == row).mean(axis=1) >= threshold for row in numbers])
+    component = np.arange(len(similar))
+    while not np.array_equal(component, lower := np.where(similar, component, len(component)).min(axis=1)):
+        component = lower
+    rows = []
+    for name, kept in (("as here", stays), ("connected components", component == np.arange(len(component)))):
+        with_similar = similar[:, kept].any(axis=1)
+        others = similar[np.ix_(kept, kept)].sum(axis=1) > 1
+        rows.append(
+            {
+                "method": name,
+                "documents": len(kept),
+                "dropped": float(np.mean(~kept)),
+                "of these, with a similar one that stays": float(np.mean(with_similar[~kept])),
+                "of those that stay, with a similar one that stays": float(np.mean(others)),
+            }
+        )
+    return rows
 
 
 def search(count: int) -> dict[str, Any]:
@@ -160,7 +199,7 @@ CHILDREN = {"datasketch": datasketch, "rensa": rensa}
 def tables(results: dict[str, Any]) -> list[str]:
     languages, found = results["languages"], results["search"]
     columns = ["documents", *KINDS, "precision", "precision, planted", "signature MB/s", "filters MB/s"]
-    body = [f"Recall of each kind of copy, and precision, at {THRESHOLD}; speed per CPU second:", ""]
+    body = [f"Recall of each kind of copy, and precision, at {results['threshold']}; speed per CPU second:", ""]
     body += [f"| language | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for language, row in languages.items():
         formats = ("," if column == "documents" else ".1f" if "MB" in column else ".3f" for column in columns)
@@ -170,6 +209,12 @@ def tables(results: dict[str, Any]) -> list[str]:
     body += [f"| {' | '.join(found)} |", "|---" * len(found) + "|"]
     shown = [format(value, ".4f" if key == "found" else ",.0f") for key, value in found.items()]
     body.append(f"| {' | '.join(shown)} |")
+    if results["pages"]:
+        body += ["", "Whole files of a folder, in random order:", ""]
+        body += [f"| {' | '.join(results['pages'][0])} |", "|---" * len(results["pages"][0]) + "|"]
+    for row in results["pages"]:
+        shown = [format(value, ".3f") if isinstance(value, float) else str(value) for value in row.values()]
+        body.append(f"| {' | '.join(shown)} |")
     if results["libraries"]:
         body += ["", f"Libraries, {NUM_HASHES} hashes and {BANDS} bands:", ""]
         body += ["| library | text to MinHash, MB/s | memory per document, bytes |", "|---|---|---|"]
@@ -182,6 +227,8 @@ def tables(results: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--text", action="append", default=[], metavar="LANGUAGE=FILE", help="more text, UTF-8")
+    parser.add_argument("--threshold", type=float, default=THRESHOLD, help="of similarity")
+    parser.add_argument("--pages", type=Path, metavar="FOLDER", help="whole files, such as /usr/share/man")
     parser.add_argument("--per-kind", type=int, default=300, help="copies of each kind, at most a sixth of the text's")
     parser.add_argument("--signatures", type=int, default=2_500_000, help="of the search")
     parser.add_argument("--child", choices=["search", *CHILDREN], help=argparse.SUPPRESS)
@@ -196,11 +243,12 @@ def main() -> None:
     for given in options.text:
         language, _, path = given.partition("=")
         corpora[language] = pieces(Path(path).read_text("utf-8"))
-    results: dict[str, Any] = {"languages": {}, "libraries": {}}
+    results: dict[str, Any] = {"languages": {}, "libraries": {}, "threshold": options.threshold}
+    results["pages"] = pages(options.pages, options.threshold) if options.pages else []
     with tempfile.TemporaryDirectory() as folder:
         for language, texts in corpora.items():
             documents = planted(texts, min(options.per_kind, len(set(texts)) // 6), seed=0)
-            row = results["languages"][language] = quality(documents, Path(folder))
+            row = results["languages"][language] = quality(documents, Path(folder), options.threshold)
             row["signature MB/s"] = per_second(signature, texts)
             row["filters MB/s"] = per_second(lambda text: rejection(text, PASS_ALL), texts)
     command = [sys.executable, __file__, f"--signatures={options.signatures}", "--child"]

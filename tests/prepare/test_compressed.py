@@ -9,6 +9,7 @@ import tracemalloc
 import pytest
 import zstandard
 
+from titanlite.prepare import compressed
 from titanlite.prepare.compressed import damaged, open_file
 
 DATA = b"".join(b"line %d\n" % i for i in range(50_000))
@@ -40,3 +41,18 @@ def test_what_expands_is_read_in_little_memory(tmp_path, name):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 26
+
+
+@pytest.mark.parametrize("name", COMPRESS)
+def test_a_file_may_not_expand_further_than_its_size_allows(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(compressed, "FREE", 1 << 20)
+    path = tmp_path / "a"
+    path.write_bytes(COMPRESS[name](bytes(1 << 26)))
+    assert path.stat().st_size * 200 < 1 << 25
+    with open_file(path, name) as file, pytest.raises(compressed.ExpandsTooFar, match="expands to more than"):
+        while file.read(100_000):
+            pass
+    path.write_bytes(COMPRESS[name](DATA))
+    monkeypatch.setattr(compressed, "FREE", 0)
+    with open_file(path, name) as file:
+        assert file.read() == DATA

@@ -6,11 +6,14 @@ import hashlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from messages import refused
 from preparing import TOKENIZER, documents_of, prepared
 
 from titanlite.cli.main import main
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.prepare import text_files
 from titanlite.prepare.duplicates import DuplicateConfig
 from titanlite.prepare.job import File, Job, read_job, read_json
 from titanlite.prepare.part import record_path, run_part, tokenise_part, verdicts_path
@@ -110,3 +113,41 @@ def test_a_part_begins_with_a_look_at_its_files(tmp_path):
         run_part(job, work, TOKENIZER, 1, lambda read: None)
     assert record_path(work, 0).exists()
     assert not record_path(work, 1).exists()
+
+
+def test_the_sizes_of_tokens_are_looked_up_once_for_a_part(tmp_path):
+    """Not for each document: with a vocabulary of 128,000 ids it would take most of the time."""
+
+    class Counted(Tokenizer):
+        reads = 0
+
+        @property
+        def token_bytes(self) -> list[int]:
+            self.reads += 1
+            return self._token_bytes
+
+        @token_bytes.setter
+        def token_bytes(self, values: list[int]) -> None:
+            self._token_bytes = values
+
+    tokenizer = Counted()
+    ids = [i for document in range(30) for i in (*tokenizer.encode(f"document {document}"), tokenizer.eos)]
+    path = tmp_path / "a.bin"
+    np.array(ids, "<u2").tofile(path)
+    (tmp_path / "work").mkdir()
+    tokenise_part(job_of(path, "tokens", "train"), tmp_path / "work", tokenizer, 0, lambda read: None)
+    found = read_json(record_path(tmp_path / "work", 0))
+    assert found["shards"]["train"]["documents"] == 30
+    assert found["text_bytes"]["train"] == sum(len(f"document {document}") for document in range(30))
+    assert tokenizer.reads == 1
+
+
+def test_the_progress_moves_within_a_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "BLOCK", 1000)
+    path = tmp_path / "a.txt"
+    path.write_text("a line\n" * 2000)
+    (tmp_path / "work").mkdir()
+    reads: list[int] = []
+    tokenise_part(job_of(path, "text", "tail"), tmp_path / "work", TOKENIZER, 0, reads.append)
+    assert sum(reads) == 14_000
+    assert 0 <= min(reads) <= max(reads) < 2000

@@ -9,10 +9,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 from messages import refused
 
-from titanlite.prepare import rows
-from titanlite.prepare.documents import BadRow
+from titanlite.config.schema import ConfigError
+from titanlite.prepare import compressed, rows
+from titanlite.prepare.documents import BadRow, Document, Skipped
 from titanlite.prepare.job import File, Job, Piece
 from titanlite.prepare.rows import first_row_number, row_documents
 from titanlite.prepare.sources import HUB
@@ -79,6 +81,40 @@ def test_compressed_lines(lines):
     lines.write_bytes(lines.read_bytes()[:-20])
     with refused(str(lines), "damaged gzip data"):
         read(job_of(lines, "jsonl", "gzip"), [])
+
+
+COMPRESS = {"gzip": gzip.compress, "zstd": lambda data: zstandard.ZstdCompressor().compress(data)}
+
+
+@pytest.mark.parametrize("compression", COMPRESS)
+@pytest.mark.parametrize(("line", "number"), [(b"x" * (1 << 25) + b"\n", r"3"), (b"\n", r"\d{5}")])
+def test_lines_that_expand_too_far_end_with_their_number(tmp_path, monkeypatch, compression, line, number):
+    """A line of any length, and lines without end."""
+    monkeypatch.setattr(compressed, "FREE", 1 << 22)
+    monkeypatch.setattr(rows, "MAX_DOCUMENT", 1 << 20)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(COMPRESS[compression](b'{"text": "good"}\n' * 2 + line * ((1 << 26) // len(line))))
+    with pytest.raises(ConfigError, match=rf"{path}:{number}: expands to more than"):
+        list(row_documents(job_of(path, "jsonl", compression), whole(path, compression)))
+
+
+def whole(path: Path, compression: str) -> Piece:
+    file = job_of(path, "jsonl", compression).files[0]
+    return Piece(file, 0, file.size)
+
+
+@pytest.mark.parametrize("compression", ["", *COMPRESS])
+def test_progress_moves_on_blank_lines(tmp_path, monkeypatch, compression):
+    monkeypatch.setattr(rows, "COUNTED", 10_000)
+    monkeypatch.setattr(compressed, "BUFFER", 1000)
+    path = tmp_path / "a.jsonl"
+    data = b"".join(b" " * (i * i % 97) + b"\n" for i in range(2000)) + b'{"text": "good"}\n'
+    path.write_bytes(COMPRESS[compression](data) if compression else data)
+    found = list(row_documents(job_of(path, "jsonl", compression), whole(path, compression)))
+    assert [type(row) for row in found] == [Skipped] * (len(data) // 10_000) + [Document]
+    assert sum(row.progress for row in found) == path.stat().st_size
+    if not compression:
+        assert min(row.progress for row in found[:-1]) >= 10_000
 
 
 BAD = [

@@ -1,13 +1,15 @@
 """Files, compressed or not, as streams of bytes.
 
-What it is: gzip by the standard library, Zstandard by the package `zstandard` (extra `[zstd]`). Data is decompressed as
-it is read, so a small file that expands to a huge one needs time and no memory.
+What it is: gzip by the standard library, Zstandard by the package `zstandard` (extra `[zstd]`). Data is decompressed
+as it is read, so that memory does not grow with it. Time does: 128 kB of Zstandard can expand to 4 GB. So a file may
+expand to 200 times its size and 134 MB; text rarely expands more than 10 times, logs 50 times.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import os
 import zlib
 from pathlib import Path
 from typing import IO, Any
@@ -18,37 +20,114 @@ COMPRESSIONS = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
 BUFFER = 1 << 20
 FED = 1 << 9  # compressed bytes that are decompressed at a time: at most 16 MB come out
 WINDOW = 1 << 27  # bytes that a Zstandard stream may refer back to, and that are kept in memory
+EXPANSION, FREE = 200, 1 << 27  # bytes of text from each byte of a file, and those that any file may have
+ROW = 256  # bytes that a row counts as, besides its text: its time does not depend on its length
+
+
+class ExpandsTooFar(ValueError):
+    """A file has more content than its size allows."""
+
+
+class Allowance:
+    """The bytes that a file, or a piece of one, may still expand to."""
+
+    def __init__(self, size: int) -> None:
+        self.left = self.most = FREE + EXPANSION * size
+
+    def spend(self, count: int) -> None:
+        """Counts what was read. Raises ExpandsTooFar."""
+        self.left -= count
+        if self.left < 0:
+            raise ExpandsTooFar(
+                f"expands to more than {self.most / 1e6:,.0f} MB, {EXPANSION} times its size and {FREE / 1e6:,.0f} MB; "
+                "if it is meant to, unpack it, or write Parquet as JSON lines"
+            )
 
 
 def damaged() -> tuple[type[Exception], ...]:
-    """What a damaged file raises."""
+    """What a damaged file raises, or one that expands too far."""
     try:
         from zstandard import ZstdError
     except ImportError:
-        return (OSError, EOFError, zlib.error)
-    return (OSError, EOFError, zlib.error, ZstdError)
+        return (OSError, EOFError, zlib.error, ExpandsTooFar)
+    return (OSError, EOFError, zlib.error, ExpandsTooFar, ZstdError)
+
+
+def unreadable(path: str, compression: str, error: Exception, line: int = 0) -> ConfigError:
+    """The error for a file that raised one of `damaged`; `line` from 1 on, if it is known."""
+    place = f"{path}:{line}" if line else path
+    return ConfigError(
+        f"{place}: {error}" if isinstance(error, ExpandsTooFar) else f"{place}: damaged {compression} data: {error}"
+    )
 
 
 def open_file(path: Path, compression: str) -> IO[bytes]:
     """The decompressed bytes of a file. Raises ConfigError if the package for it is not installed."""
-    if compression == "gzip":
-        return io.BufferedReader(gzip.open(path), BUFFER)
-    if compression == "zstd":
+    if not compression:
+        return path.open("rb")
+    return io.BufferedReader(Decompressed(path, compression), BUFFER)
+
+
+class Decompressed(io.RawIOBase):
+    """The decompressed bytes of a file, as far as its size allows."""
+
+    def __init__(self, path: Path, compression: str) -> None:
+        super().__init__()
+        self._file = path.open("rb")
         try:
-            import zstandard
-        except ImportError:
-            raise ConfigError(f"{path}: needs the package zstandard: pip install 'titanlite[zstd]'") from None
-        return io.BufferedReader(_Zstandard(path, zstandard.ZstdDecompressor(max_window_size=WINDOW)), BUFFER)
-    return path.open("rb")
+            self._content: io.BufferedIOBase | io.RawIOBase
+            if compression == "gzip":
+                self._content = gzip.GzipFile(fileobj=self._file)
+            else:
+                self._content = _Zstandard(self._file, _decompressor(path))
+        except BaseException:
+            self._file.close()
+            raise
+        self.allowance = Allowance(os.fstat(self._file.fileno()).st_size)
+
+    @property
+    def position(self) -> int:
+        """The number of compressed bytes that have been read."""
+        return self._file.tell()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._content.readinto(buffer) or 0
+        self.allowance.spend(count)
+        return count
+
+    def close(self) -> None:
+        self._content.close()
+        self._file.close()
+        super().close()
+
+
+def decompression(stream: IO[bytes]) -> Decompressed | None:
+    """What is below the buffer of a stream of `open_file`; None if its file is not compressed."""
+    raw = stream.raw if isinstance(stream, io.BufferedReader) else None
+    return raw if isinstance(raw, Decompressed) else None
+
+
+def _decompressor(path: Path) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(f"{path}: needs the package zstandard: pip install 'titanlite[zstd]'") from None
+    return zstandard.ZstdDecompressor(max_window_size=WINDOW)
 
 
 class _Zstandard(io.RawIOBase):
     """All frames of a file. The package's own stream ends without an error where a file is cut off."""
 
-    def __init__(self, path: Path, decompressor: Any) -> None:
-        self._file, self._new_frame = path.open("rb"), decompressor.decompressobj
+    def __init__(self, file: IO[bytes], decompressor: Any) -> None:
+        super().__init__()
+        self._file = file
+        self._new_frame = decompressor.decompressobj
         self._frame: Any = None
-        self._ready, self._rest = memoryview(b""), b""
+        self._ready = memoryview(b"")
+        self._rest = b""
 
     def readable(self) -> bool:
         return True
@@ -67,7 +146,3 @@ class _Zstandard(io.RawIOBase):
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

@@ -15,7 +15,7 @@ from typing import Any
 
 from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import ConfigError
-from titanlite.prepare.compressed import COMPRESSIONS, damaged, open_file
+from titanlite.prepare.compressed import COMPRESSIONS, damaged, open_file, unreadable
 from titanlite.prepare.documents import BYTE_ORDER_MARK
 from titanlite.prepare.sources import Source
 
@@ -59,8 +59,9 @@ def detect(path: Path, source: Source) -> tuple[str, str]:
             if sample.lstrip()[:1] in (b"{", b"[") and b"\n" not in sample:
                 sample += file.read(MOST)
     except damaged() as error:
-        problem = f"damaged {compression} data" if compression else "cannot be read"
-        raise ConfigError(f"{path}: {problem}: {error}") from None
+        if compression:
+            raise unreadable(str(path), compression, error) from None
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
     if sample.startswith(b"PAR1"):
         if compression:
             raise ConfigError(f"{path}: a Parquet file within {compression}; unpack it")

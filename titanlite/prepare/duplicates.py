@@ -3,14 +3,19 @@
 What it is: documents with the same hash of their text are exact duplicates. For near duplicates the 160 numbers of each
 signature are cut into 32 bands of 5; documents with an equal band are candidates (locality-sensitive hashing,
 Broder 1997; Leskovec et al., Mining of Massive Datasets, chapter 3), and they are duplicates if their estimated
-Jaccard similarity reaches the threshold. Of each set of documents that pairs connect, the first stays, or the first
-from a separate validation source.
+Jaccard similarity reaches the threshold. Documents are decided one after the other: one that is similar to a document
+that stays is dropped. So each dropped document has one that stays and is similar to it, and first of all a document
+from a separate validation source stays.
+Why not connected components, as datatrove and NeMo Curator: a chain of similar pairs leads to documents that have
+little in common. Of 4,000 manual pages they drop 64 %, three quarters of which have nothing similar among those that
+stay; this way it is 52 %, and each has.
 What it finds: a pair is a candidate with probability 1 - (1 - J^5)^32: 0.81 at J = 0.55, 0.92 at 0.6, 0.997 at 0.7.
 Documents with fewer than 160 distinct shingles (about 170 bytes of text) are compared for equality only: in one short
 sentence a different word is a different statement.
-What it costs: the signatures stay in files. Memory is about 150 bytes per document: 4 bands are read at a time and
-sorted. A document is compared with the first and the previous document that have the same band, not with all, so the
-work is proportional to the number of documents even where thousands have a band in common.
+What it costs: the signatures stay in files. Memory is about 150 bytes per document and 8 per similar pair: 4 bands are
+read at a time and sorted. A document is compared with the first and the previous document that have the same band, not
+with all, so the work is proportional to the number of documents even where thousands have a band in common. As these
+two may be dropped themselves, the search is repeated among the documents that stay, until it finds no more.
 Why not a library: datasketch and rensa keep the bands of all documents in memory, 11 or 3 kB per document.
 """
 
@@ -54,40 +59,95 @@ class Duplicates:
     exact: int
     near: int
 
+    @property
+    def stays(self) -> NDArray[np.bool_]:
+        """Whether each document stays."""
+        kept: NDArray[np.bool_] = self.first == np.arange(len(self.first))
+        return kept
 
-def find_duplicates(files: Sequence[Path], config: DuplicateConfig) -> Duplicates:
+
+def find_duplicates(
+    files: Sequence[Path], config: DuplicateConfig, preferred: NDArray[np.bool_] | None = None
+) -> Duplicates:
     """The duplicates among the documents whose signatures are in these files, one record after the other.
 
-    The index of a document is its place in all files, and decides which document is the first.
+    The index of a document is its place in all files. It decides which of two documents stays, but a `preferred` one
+    stays before any other.
     Raises ConfigError for a file that is not a whole number of records.
     """
     starts = np.cumsum([0, *(_num_records(path) for path in files)])
-    first = _first_of_equal(files, starts)
-    kept = first == np.arange(len(first))
-    exact = int(np.count_nonzero(~kept))
+    count = int(starts[-1])
+    preferred = np.zeros(count, bool) if preferred is None else preferred
+    first = _preferred_of_equal(_first_of_equal(files, starts), preferred)
+    distinct = first == np.arange(count)
+    exact = int(np.count_nonzero(~distinct))
     if config.remove != "near":
         return Duplicates(first, exact, 0)
     for start, records in _records(files):
-        kept[start : start + len(records)] &= records["shingles"] >= MIN_SHINGLES
-    documents = np.flatnonzero(kept)  # the rows of the bands
-    for band in range(0, BANDS, BANDS_AT_A_TIME):
-        for keys in _band_keys(files, kept, range(band, min(band + BANDS_AT_A_TIME, BANDS))):
-            left, right = (documents[rows] for rows in _candidates(keys))
-            unknown = first[left] != first[right]
-            left, right = left[unknown], right[unknown]
-            similar = _similarity(files, starts, left, right) >= config.threshold
-            _connect(first, left[similar], right[similar])
-    near = int(np.count_nonzero(first != np.arange(len(first)))) - exact
-    return Duplicates(first, exact, near)
+        distinct[start : start + len(records)] &= records["shingles"] >= MIN_SHINGLES
+    rank = np.empty(count, np.int64)  # the order in which documents are decided
+    rank[np.argsort(~preferred, kind="stable")] = np.arange(count)
+    pairs = np.empty(0, np.uint64)
+    near = np.arange(count)
+    while True:
+        more = _similar_pairs(files, starts, distinct & (near == np.arange(count)), config.threshold, pairs)
+        if len(more) == len(pairs):
+            break
+        pairs = more
+        near = _decide(pairs, rank)
+    return Duplicates(near[first], exact, int(np.count_nonzero(near != np.arange(count))))
 
 
-def staying(first: Indices, preferred: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether each document stays: the first preferred one of its set, or the first if there is none."""
+def _preferred_of_equal(first: Indices, preferred: NDArray[np.bool_]) -> Indices:
+    """For each document the first preferred one that is equal to it, or the first if there is none."""
     chosen = np.full(len(first), len(first))  # of each set, at the index of its first document
     np.minimum.at(chosen, first[preferred], np.flatnonzero(preferred))
     chosen = np.where(chosen < len(first), chosen, np.arange(len(first)))
-    kept: NDArray[np.bool_] = chosen[first] == np.arange(len(first))
-    return kept
+    return chosen[first]
+
+
+def _similar_pairs(
+    files: Sequence[Path],
+    starts: Indices,
+    selected: NDArray[np.bool_],
+    threshold: float,
+    known: NDArray[np.uint64],
+) -> NDArray[np.uint64]:
+    """The known similar pairs and those found among the selected documents: i * documents + j with i < j, in order."""
+    documents = np.flatnonzero(selected).astype(np.uint64)  # the rows of the bands
+    count = np.uint64(len(selected))
+    for band in range(0, BANDS, BANDS_AT_A_TIME):
+        for keys in _band_keys(files, selected, range(band, min(band + BANDS_AT_A_TIME, BANDS))):
+            left, right = (documents[rows] for rows in _candidates(keys))
+            pairs = left * count + right
+            unknown = ~_contains(known, pairs)
+            left, right, pairs = left[unknown], right[unknown], pairs[unknown]
+            similar = _similarity(files, starts, left.astype(np.int64), right.astype(np.int64)) >= threshold
+            known = np.sort(np.concatenate([known, pairs[similar]]), kind="stable")  # fast where most are in order
+    return known
+
+
+def _contains(ordered: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Whether each of the values is among the ordered ones."""
+    if not len(ordered):
+        return np.zeros(len(values), bool)
+    found: NDArray[np.bool_] = ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values
+    return found
+
+
+def _decide(pairs: NDArray[np.uint64], rank: Indices) -> Indices:
+    """For each document the first one that stays and is similar to it, its own index if it stays; in order of rank."""
+    one, other = (place.astype(np.int64) for place in np.divmod(pairs, np.uint64(max(1, len(rank)))))
+    swapped = rank[one] > rank[other]
+    earlier, later = np.where(swapped, other, one), np.where(swapped, one, other)
+    order = np.lexsort((rank[earlier], rank[later]))
+    first = list(range(len(rank)))
+    for start in range(0, len(order), READ):
+        block = order[start : start + READ]
+        for document, candidate in zip(later[block].tolist(), earlier[block].tolist(), strict=True):
+            if first[document] == document and first[candidate] == candidate:
+                first[document] = candidate
+    return np.array(first, np.int64)
 
 
 def _num_records(path: Path) -> int:
@@ -171,14 +231,3 @@ def _minhashes(files: Sequence[Path], starts: Indices, documents: Indices) -> ND
         here = where == index
         numbers[here] = np.memmap(files[index], RECORD, "r")["minhash"][documents[here] - starts[index]]
     return numbers
-
-
-def _connect(first: Indices, left: Indices, right: Indices) -> None:
-    """Unites the sets of each pair. `first` leads from each document to the first one of its set (union-find)."""
-    while len(left):
-        left, right = first[left], first[right]
-        apart = left != right
-        left, right = np.minimum(left, right)[apart], np.maximum(left, right)[apart]
-        np.minimum.at(first, right, left)  # if one set is to join several, the others join in the next round
-        while not np.array_equal(first, nearer := first[first]):
-            first[:] = nearer

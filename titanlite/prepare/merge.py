@@ -23,7 +23,7 @@ from titanlite.config.schema import ConfigError
 from titanlite.data.manifest import FORMAT, token_dtype
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.verify import expected_files
-from titanlite.prepare.duplicates import find_duplicates, staying
+from titanlite.prepare.duplicates import find_duplicates
 from titanlite.prepare.filter_report import FilterReport
 from titanlite.prepare.inputs import check_inputs
 from titanlite.prepare.job import NAME, Job, read_json
@@ -55,12 +55,12 @@ def decide_duplicates(job: Job, work: Path, log: Callable[[str], None]) -> None:
     """
     if verdicts_path(work, job.parts - 1, final=True).exists():
         return
-    found = find_duplicates([signatures_path(work, part) for part in range(job.parts)], job.duplicates)
-    log(f"duplicates among {len(found.first):,} documents: {found.exact:,} equal, {found.near:,} similar")
     verdicts = [np.fromfile(verdicts_path(work, part), np.uint8) for part in range(job.parts)]
     passed = [np.flatnonzero(part != FILTERED) for part in verdicts]
     held_out = np.concatenate([part[kept] == HELD_OUT for part, kept in zip(verdicts, passed, strict=True)])
-    stays = np.split(staying(found.first, held_out), np.cumsum([len(kept) for kept in passed])[:-1])
+    found = find_duplicates([signatures_path(work, part) for part in range(job.parts)], job.duplicates, held_out)
+    log(f"duplicates among {len(found.first):,} documents: {found.exact:,} equal, {found.near:,} similar")
+    stays = np.split(found.stays, np.cumsum([len(kept) for kept in passed])[:-1])
     for part in range(job.parts):  # the last one says that all are there
         verdicts[part][passed[part]] = np.where(stays[part], KEPT, DUPLICATE)
         replace_file(verdicts_path(work, part, final=True), verdicts[part].tobytes())

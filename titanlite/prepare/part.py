@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from titanlite.config.files import replace_file
 from titanlite.config.schema import ConfigError
@@ -65,6 +66,7 @@ class Tally:
 
     def __init__(self, job: Job) -> None:
         self.job, self.rows, self.bad = job, 0, 0
+        self._advanced = 0  # progress within the document that is being read
         self.examples: list[dict[str, Any]] = []  # of bad rows; `row` is from 0 on in the piece from byte `begin` on
         self.report = FilterReport()
 
@@ -73,17 +75,34 @@ class Tally:
         for piece in self.job.pieces(part):
             left = piece.end - piece.begin if piece.file.has_known_size else 1 << 62
             for found in read_documents(self.job, piece, tokenizer):
-                self.rows += 1
+                self._advanced = 0
                 if isinstance(found, BadRow):
+                    self.rows += 1
                     self.bad += 1
                     if len(self.examples) < EXAMPLES:
                         place = {"file": piece.file.path, "row": found.row, "begin": piece.begin}
                         self.examples.append({**place, "text": found.problem})
-                else:
-                    yield piece, found
-                progress(done := min(found.progress, left))
+                elif isinstance(found, Document):
+                    self.rows += 1
+                    yield piece, self._advancing(found, progress)
+                done = min(found.progress, left)
+                progress(max(0, done - self._advanced))
                 left -= done
             progress(left if piece.file.has_known_size else 0)
+
+    def _advancing(self, document: Document, progress: Progress) -> Document:
+        """The document; if its blocks come from a file, the progress advances with each of them."""
+
+        def blocks() -> Iterator[str]:
+            characters = 0
+            for block in document.blocks:
+                yield block
+                characters += len(block)
+                place = document.progress * characters // max(1, document.length)
+                progress(place - self._advanced)
+                self._advanced = place
+
+        return document._replace(blocks=blocks()) if isinstance(document.blocks, Iterator) else document
 
     def as_json(self) -> dict[str, Any]:
         return {"rows": self.rows, "bad": self.bad, "examples": self.examples, "report": self.report.to_json()}
@@ -119,13 +138,14 @@ def tokenise_part(job: Job, work: Path, tokenizer: Tokenizer, part: int, progres
     writers = {split: ShardWriter(work, split, part, dtype, masked) for split in SPLITS}
     digest, tally = hashlib.sha256(tokenizer.sha256.encode()), Tally(job)
     verdicts = np.fromfile(verdicts_path(work, part, True), np.uint8) if job.duplicates.remove != "none" else None
+    token_bytes = np.asarray(tokenizer.token_bytes)  # once: of 128,000 ids this takes as long as many documents
     count = 0
     try:
         for piece, document in tally.documents(part, tokenizer, progress):
             if verdicts is not None and count == len(verdicts):
                 raise _other_documents(job, part)
             if _stays(tally, piece, document, None if verdicts is None else verdicts[count]):
-                _write(document, tokenizer, writers, digest)
+                _write(document, tokenizer, writers, digest, token_bytes)
             count += 1
         if verdicts is not None and count < len(verdicts):
             raise _other_documents(job, part)
@@ -164,7 +184,13 @@ def _stays(tally: Tally, piece: Piece, document: Document, verdict: int | None) 
     return not rule
 
 
-def _write(document: Document, tokenizer: Tokenizer, writers: dict[str, ShardWriter], digest: Any) -> None:
+def _write(
+    document: Document,
+    tokenizer: Tokenizer,
+    writers: dict[str, ShardWriter],
+    digest: Any,
+    token_bytes: NDArray[np.int64],
+) -> None:
     """Appends a document to the shard of its split: bos, prompt, text, eos. Ids of others are appended as they are."""
     content: Iterator[Any] = iter(document.ids if document.ids is not None else document.blocks)
     split = document.split
@@ -179,7 +205,7 @@ def _write(document: Document, tokenizer: Tokenizer, writers: dict[str, ShardWri
     if document.begins:
         writer.begin_document()
     if document.ids is not None:
-        _write_ids(content, tokenizer, writer, digest)
+        _write_ids(content, writer, digest, token_bytes)
         return
     if document.begins:
         writer.write([tokenizer.bos], targets=not document.prompt)
@@ -195,10 +221,9 @@ def _write(document: Document, tokenizer: Tokenizer, writers: dict[str, ShardWri
         writer.write([tokenizer.eos])
 
 
-def _write_ids(blocks: Iterator[Any], tokenizer: Tokenizer, writer: ShardWriter, digest: Any) -> None:
-    sizes = np.asarray(tokenizer.token_bytes)
+def _write_ids(blocks: Iterator[Any], writer: ShardWriter, digest: Any, token_bytes: NDArray[np.int64]) -> None:
     for block in blocks:
         ids = block.astype("<u4")
         digest.update(ids.tobytes())
-        writer.text_bytes += int(sizes[ids].sum())
+        writer.text_bytes += int(token_bytes[ids].sum())
         writer.write(ids)

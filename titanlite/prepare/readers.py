@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.prepare.documents import BadRow, Document
+from titanlite.prepare.documents import BadRow, Document, Skipped
 from titanlite.prepare.job import Job, Piece
 from titanlite.prepare.rows import row_documents
 from titanlite.prepare.text_files import text_documents
 from titanlite.prepare.token_files import token_documents
 
 
-def read_documents(job: Job, piece: Piece, tokenizer: Tokenizer) -> Iterator[Document | BadRow]:
+def read_documents(job: Job, piece: Piece, tokenizer: Tokenizer) -> Iterator[Document | BadRow | Skipped]:
     """The documents that begin in a piece. Raises ConfigError for a file that is damaged as a whole."""
     if piece.file.kind == "text":
         return text_documents(piece, job.whole_documents)

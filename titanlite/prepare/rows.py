@@ -16,90 +16,104 @@ from typing import IO, Any
 
 from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import ConfigError
-from titanlite.prepare.compressed import damaged, open_file
-from titanlite.prepare.documents import BYTE_ORDER_MARK, MAX_DOCUMENT, BadRow, Document
+from titanlite.prepare.compressed import ROW, Allowance, ExpandsTooFar, damaged, decompression, open_file, unreadable
+from titanlite.prepare.documents import BYTE_ORDER_MARK, MAX_DOCUMENT, BadRow, Document, Skipped
 from titanlite.prepare.job import File, Job, Piece
+from titanlite.prepare.parquet_reader import Table, UnreadableParquet, describe, installed, read_rows
 from titanlite.prepare.sources import HUB
 
-BATCH = 256  # rows of a Parquet file that are in memory at a time
-COUNTED = 1 << 22  # bytes
+COUNTED = 1 << 22  # bytes that are read at a time, and after which progress is reported also without a document
 
 
-def row_documents(job: Job, piece: Piece) -> Iterator[Document | BadRow]:
-    """The rows that begin in a piece. Raises ConfigError for a file that is damaged as a whole."""
-    read: dict[str, Callable[[Job, Piece], Iterator[Document | BadRow]]]
+def row_documents(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
+    """The rows that begin in a piece. Raises ConfigError for a file that is damaged as a whole, or expands too far."""
+    read: dict[str, Callable[[Job, Piece], Iterator[Document | BadRow | Skipped]]]
     read = {"jsonl": _json_lines, "parquet": _parquet, "hf": _hub}
     return read[piece.file.kind](job, piece)
 
 
-def _document(row: int, values: Any, job: Job, split: str, progress: int) -> Document | BadRow | None:
+def _document(row: int, values: Any, job: Job, split: str) -> Document | BadRow | None:
     """The document of a row, which should be a dict; None for an empty text."""
     if not isinstance(values, dict):
-        return BadRow(row, f"expected an object with a field {job.field!r}, found {type(values).__name__}", progress)
+        return BadRow(row, f"expected an object with a field {job.field!r}, found {type(values).__name__}")
     texts, size = [], 0
     for name in (job.field, job.prompt_field):
         value = values.get(name, values) if name else ""  # a value cannot contain itself
         if value is values:
-            return BadRow(row, f"no field {name!r}", progress)
+            return BadRow(row, f"no field {name!r}")
         if value is None and name == job.prompt_field:
             value = ""
         if not isinstance(value, str):
-            return BadRow(row, f"field {name!r} is of type {type(value).__name__}, expected text", progress)
+            return BadRow(row, f"field {name!r} is of type {type(value).__name__}, expected text")
         if "\0" in value:
-            return BadRow(row, f"field {name!r} contains a NUL character", progress)
+            return BadRow(row, f"field {name!r} contains a NUL character")
         try:
             size += len(value) if value.isascii() else len(value.encode("utf-8"))
         except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can express
-            return BadRow(row, f"field {name!r} is not Unicode text: {error.reason}", progress)
+            return BadRow(row, f"field {name!r} is not Unicode text: {error.reason}")
         texts.append(value)
     if size > MAX_DOCUMENT:
-        return BadRow(row, f"a text of {size} bytes, more than {MAX_DOCUMENT}", progress)
+        return BadRow(row, f"a text of {size} bytes, more than {MAX_DOCUMENT}")
     text, prompt = texts
     if not text:
         return None
     label = str(len(prompt))
-    return Document(row, split, (text,), prompt=prompt, label=label, length=len(text), progress=progress)
+    return Document(row, split, (text,), prompt=prompt, label=label, length=len(text))
 
 
-def _json_lines(job: Job, piece: Piece) -> Iterator[Document | BadRow]:
+def _json_lines(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
     """The lines that begin in the piece. Blank lines are passed over, and counted for line numbers."""
     file = piece.file
+    row = 0
     try:
         with open_file(Path(file.path), file.compression) as stream:
+            compressed = decompression(stream)
             if piece.begin:  # the line that begins before the piece belongs to the one before
                 stream.seek(piece.begin - 1)
                 _skip_line(stream)
-            row, offset = 0, stream.tell() if not file.compression else 0
-            while offset < piece.end or file.compression:
+            offset = 0 if compressed else stream.tell()  # in the text
+            offset_reported = offset
+            place_reported = offset  # in the file, which for compressed text is another place
+            while compressed or offset < piece.end:
                 line = stream.readline(MAX_DOCUMENT + 1)
                 if not line:
                     break
-                size = len(line) if not file.compression else 0
+                offset += len(line)
+                found: Document | BadRow | Skipped | None = None
                 cut = len(line) > MAX_DOCUMENT and not line.endswith(b"\n")
                 if row == 0 and piece.begin == 0:
                     line = line.removeprefix(BYTE_ORDER_MARK)
                 if cut:
-                    size += _skip_line(stream)
-                    yield BadRow(row, f"a line of more than {MAX_DOCUMENT} bytes", size)
-                elif line.strip() and (found := _line(row, line, job, file.split, size)) is not None:
-                    yield found
-                row, offset = row + 1, offset + size
+                    offset += _skip_line(stream)
+                    found = BadRow(row, f"a line of more than {MAX_DOCUMENT} bytes")
+                elif line.strip():
+                    found = _line(row, line, job, file.split)
+                if compressed:
+                    compressed.allowance.spend(ROW)
+                if found is None and offset - offset_reported >= COUNTED:
+                    found = Skipped()
+                if found is not None:
+                    place = compressed.position if compressed else offset
+                    yield found._replace(progress=place - place_reported)
+                    place_reported = place
+                    offset_reported = offset
+                row += 1
     except damaged() as error:
         if not file.compression:
             raise
-        raise ConfigError(f"{file.path}: damaged {file.compression} data: {error}") from None
+        raise unreadable(file.path, file.compression, error, row + 1) from None
 
 
-def _line(row: int, line: bytes, job: Job, split: str, size: int) -> Document | BadRow | None:
+def _line(row: int, line: bytes, job: Job, split: str) -> Document | BadRow | None:
     try:
         values = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return BadRow(row, f"not UTF-8 ({error.reason})", size)
+        return BadRow(row, f"not UTF-8 ({error.reason})")
     except json.JSONDecodeError as error:
-        return BadRow(row, f"not JSON: {error.msg} (column {error.colno})", size)
+        return BadRow(row, f"not JSON: {error.msg} (column {error.colno})")
     except (ValueError, RecursionError) as error:  # a number or a nesting without end
-        return BadRow(row, f"not JSON: {error}", size)
-    return _document(row, values, job, split, size)
+        return BadRow(row, f"not JSON: {error}")
+    return _document(row, values, job, split)
 
 
 def _skip_line(stream: IO[bytes]) -> int:
@@ -112,62 +126,88 @@ def _skip_line(stream: IO[bytes]) -> int:
     return size
 
 
-def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow]:
+def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
     """The rows of the row groups that begin in the piece, as if all groups had equal sizes in bytes."""
-    arrow = _pyarrow(piece.file)
-    path, size = piece.file.path, piece.file.size
+    file = piece.file
+    columns = [name for name in (job.field, job.prompt_field) if name]
+    table = _table(file, columns)
+    _check_columns(file, columns, table)
+    bounds = _group_bounds(file, table)
+    groups = [i for i, rows in enumerate(table.rows) if rows > 0 and piece.begin <= bounds[i] < piece.end]
+    if not groups:
+        return
+    allowance = Allowance(piece.end - piece.begin)
+    row = 0
+    skipped = 0  # bytes that counted since something was yielded
+    reported = bounds[groups[0]]  # a place in the file
+    first_row = {group: sum(table.rows[group] for group in groups[:i]) for i, group in enumerate(groups)}
     try:
-        with arrow.parquet.ParquetFile(path) as table:
-            columns = _columns(job, piece.file, table.schema_arrow)
-            groups, row = table.num_row_groups, 0
-            for group in range(groups):
-                begin, end = size * group // groups, size * (group + 1) // groups
-                rows = table.metadata.row_group(group).num_rows
-                if piece.begin <= begin < piece.end and rows:
-                    for batch in table.iter_batches(BATCH, [group], columns, use_threads=False):
-                        share = (end - begin) * len(batch) // rows
-                        for i, values in enumerate(_values(batch)):
-                            bad = isinstance(values, BadRow)
-                            found = values if bad else _document(row + i, values, job, piece.file.split, 0)
-                            if found is not None:
-                                yield found._replace(row=row + i, progress=share // len(batch))
-                        row += len(batch)
-    except (arrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{path}: damaged Parquet data: {str(error).splitlines()[0]}") from None
+        for group, values in read_rows(file.path, columns, groups, MAX_DOCUMENT):
+            size = ROW + sum(_length(value) for value in values)
+            allowance.spend(size)
+            skipped += size
+            found: Document | BadRow | Skipped | None = _parquet_document(row, columns, values, job, file.split)
+            row += 1
+            if found is None and skipped >= COUNTED:
+                found = Skipped()
+            if found is not None:
+                share = min(1.0, (row - first_row[group]) / table.rows[group])
+                place = bounds[group] + int(share * (bounds[group + 1] - bounds[group]))
+                yield found._replace(progress=place - reported)
+                reported = place
+                skipped = 0
+    except (UnreadableParquet, ExpandsTooFar) as error:
+        problem = "" if isinstance(error, ExpandsTooFar) else "damaged Parquet data: "
+        number = first_row_number(job, piece) + row
+        raise ConfigError(f"{file.path}: row {number}: {problem}{error}") from None
 
 
-def _values(batch: Any) -> Iterator[Any]:
-    """The rows of a batch, each a dict or a BadRow; read one by one only if the text of some of them is not UTF-8."""
+def _length(value: bytes | int | str | None) -> int:
+    if isinstance(value, int):
+        return value
+    return len(value) if isinstance(value, bytes) else 0
+
+
+def _parquet_document(
+    row: int, columns: list[str], values: list[bytes | int | str | None], job: Job, split: str
+) -> Document | BadRow | None:
+    texts: dict[str, str | None] = {}
+    for name, value in zip(columns, values, strict=True):
+        if isinstance(value, int):
+            return BadRow(row, f"a text of {value} bytes, more than {MAX_DOCUMENT}")
+        if isinstance(value, str):
+            return BadRow(row, f"field {name!r} is of type {value}, expected text")
+        try:
+            texts[name] = None if value is None else value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            return BadRow(row, f"not UTF-8 ({error.reason})")
+    return _document(row, texts, job, split)
+
+
+def _table(file: File, columns: list[str]) -> Table:
+    """What a Parquet file says of itself. Raises ConfigError if it cannot be read."""
+    if not installed():
+        raise ConfigError(f"{file.path}: Parquet needs pyarrow: pip install 'titanlite[parquet]'")
     try:
-        yield from batch.to_pylist()
-    except UnicodeDecodeError:
-        for index in range(len(batch)):
-            try:
-                yield batch.slice(index, 1).to_pylist()[0]
-            except UnicodeDecodeError as error:
-                yield BadRow(index, f"not UTF-8 ({error.reason})")
+        return describe(file.path, columns)
+    except UnreadableParquet as error:
+        raise ConfigError(f"{file.path}: damaged Parquet data: {error}") from None
 
 
-def _pyarrow(file: File) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ConfigError(f"{file.path}: Parquet needs pyarrow: pip install 'titanlite[parquet]'") from None
-    return pyarrow
+def _group_bounds(file: File, table: Table) -> list[int]:
+    """Where each row group begins if all have equal sizes in bytes, and the end of the file."""
+    groups = len(table.rows)
+    return [file.size * group // groups for group in range(groups)] + [file.size]
 
 
-def _columns(job: Job, file: File, schema: Any) -> list[str]:
-    """The columns to read. Raises ConfigError if one is absent or has no text."""
-    names = [name for name in (job.field, job.prompt_field) if name]
-    for name in names:
-        if name not in schema.names:
-            near = suggestion(name, schema.names) or f"; it has {', '.join(schema.names[:20])}"
+def _check_columns(file: File, columns: list[str], table: Table) -> None:
+    """Raises ConfigError if a column is absent or has no text."""
+    for name in columns:
+        if name not in table.types:
+            near = suggestion(name, table.names) or f"; it has {', '.join(table.names[:20])}"
             raise ConfigError(f"{file.path}: has no column {name!r}{near}")
-        kind = str(schema.field(name).type)
-        if "string" not in kind:
-            raise ConfigError(f"{file.path}: column {name!r} is of type {kind}, expected string")
-    return names
+        if "string" not in table.types[name]:
+            raise ConfigError(f"{file.path}: column {name!r} is of type {table.types[name]}, expected string")
 
 
 def _hub(job: Job, piece: Piece) -> Iterator[Document | BadRow]:
@@ -177,7 +217,7 @@ def _hub(job: Job, piece: Piece) -> Iterator[Document | BadRow]:
     try:
         shard = data.shard(num_shards=data.num_shards, index=int(index)) if data.num_shards > 1 else data
         for row, values in enumerate(shard):
-            found = _document(row, values, job, piece.file.split, 0)
+            found = _document(row, values, job, piece.file.split)
             if isinstance(found, Document):
                 found = found._replace(progress=sum(len(text.encode()) for text in (found.prompt, *found.blocks)))
             if found is not None:
@@ -238,8 +278,7 @@ def first_row_number(job: Job, piece: Piece) -> int:
                 lines, left = lines + block.count(b"\n"), left - len(block)
         return lines
     if piece.begin and piece.file.kind == "parquet":
-        table, size = _pyarrow(piece.file).parquet.ParquetFile(piece.file.path), piece.file.size
-        groups = table.num_row_groups
-        before = (i for i in range(groups) if size * i // groups < piece.begin)
-        return 1 + sum(table.metadata.row_group(i).num_rows for i in before)
+        table = _table(piece.file, [])
+        bounds = _group_bounds(piece.file, table)
+        return 1 + sum(rows for rows, begin in zip(table.rows, bounds, strict=False) if begin < piece.begin)
     return 1

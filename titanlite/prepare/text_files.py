@@ -14,28 +14,38 @@ from pathlib import Path
 from typing import IO
 
 from titanlite.config.schema import ConfigError
-from titanlite.prepare.compressed import damaged, open_file
-from titanlite.prepare.documents import BYTE_ORDER_MARK, MAX_DOCUMENT, BadRow, Document
+from titanlite.prepare.compressed import damaged, decompression, open_file, unreadable
+from titanlite.prepare.documents import BYTE_ORDER_MARK, MAX_DOCUMENT, BadRow, Document, Skipped
 from titanlite.prepare.job import HOLDOUT, File, Piece
 
 BLOCK = 400_000  # bytes of text that are tokenised at a time
+CHECKED = 1 << 24  # bytes of compressed text, after which the check that it is text reports its progress
 
 
-def text_documents(piece: Piece, joined: bool) -> Iterator[Document | BadRow]:
+def text_documents(piece: Piece, joined: bool) -> Iterator[Document | BadRow | Skipped]:
     """The document of a file, or the two, or the ranges of them that are in this piece.
+
+    For a compressed file, the check that it is text is half of the progress.
 
     `joined`: each document in one block, because it will be filtered or compared.
     Raises ConfigError if compressed data is damaged, or a file that is cut into pieces is not text.
     """
     file = piece.file
     size = 0 if piece.whole else file.size
-    for block in _raw_blocks(file) if piece.whole else ():
-        size += block[1]
-        if block[0]:
-            yield BadRow(0, block[0], file.size)
+    left = file.size  # of the progress
+    reported = 0  # bytes of text
+    for problem, count, position in _raw_blocks(file) if piece.whole else ():
+        size += count
+        if problem:
+            yield BadRow(0, problem, left)
             return
+        if file.compression and size - reported >= CHECKED:
+            reported = size
+            rest = file.size - position // 2
+            yield Skipped(left - rest)
+            left = rest
     if joined and size > MAX_DOCUMENT:
-        yield BadRow(0, f"a document of {size} bytes; to filter or compare it, at most {MAX_DOCUMENT}", file.size)
+        yield BadRow(0, f"a document of {size} bytes; to filter or compare it, at most {MAX_DOCUMENT}", left)
         return
     low = 0 if piece.begin == 0 else _line_end(file, piece.begin)
     high = size if piece.end >= file.size else _line_end(file, piece.end)
@@ -56,7 +66,7 @@ def text_documents(piece: Piece, joined: bool) -> Iterator[Document | BadRow]:
                 ends=end == last,
                 label=file.relative,
                 length=end - begin,
-                progress=(end - begin) * file.size // max(1, size),
+                progress=(end - begin) * left // max(1, size),
             )
             row += 1
 
@@ -68,25 +78,27 @@ def read_texts(files: list[File]) -> Iterator[str]:
             yield _decode(block, file)
 
 
-def _raw_blocks(file: File) -> Iterator[tuple[str, int]]:
-    """(what is wrong, bytes) of each block of a file."""
+def _raw_blocks(file: File) -> Iterator[tuple[str, int, int]]:
+    """(what is wrong, bytes, compressed bytes up to its end) of each block of a file."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = 0
     with _open(file) as stream:
+        compressed = decompression(stream)
         while True:
             block = _read_some(stream, BLOCK, file)
+            position = compressed.position if compressed else 0
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                yield f"not UTF-8 text ({error.reason} near byte {offset + error.start})", len(block)
+                yield f"not UTF-8 text ({error.reason} near byte {offset + error.start})", len(block), position
                 return
             if "\0" in text:
-                yield f"contains a NUL byte near byte {offset + block.find(0)}, so it is not text", len(block)
+                yield f"contains a NUL byte near byte {offset + block.find(0)}, so it is not text", len(block), position
                 return
             if not block:
                 return
             offset += len(block)
-            yield "", len(block)
+            yield "", len(block), position
 
 
 def _open(file: File) -> IO[bytes]:
@@ -100,7 +112,7 @@ def _read_some(stream: IO[bytes], count: int, file: File) -> bytes:
     except damaged() as error:
         if not file.compression:
             raise
-        raise ConfigError(f"{file.path}: damaged {file.compression} data: {error}") from None
+        raise unreadable(file.path, file.compression, error) from None
 
 
 def _skip(stream: IO[bytes], count: int, file: File) -> None:

@@ -1,0 +1,263 @@
+"""The rows of a Parquet file: read in a process with limits.
+
+What it is: pyarrow reads the file in a child process, which writes the bytes of each row to a pipe. Its memory and CPU
+time have limits that grow with the size of what is read, and a row longer than a document may be is not sent. The child
+starts with this file as its program, knows no folder but those of Python and pyarrow, and is used for the next file.
+Why it is here: a page of a few bytes can stand for gigabytes, and what the file says of its own sizes need not be true.
+Within a process, pyarrow has no limit of memory, and an allocation that fails is not always an error but sometimes the
+end of the process.
+What it costs: 0.15 s for the process, and one more copy of the text. `benchmarks/results` has the speed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+MEMORY, MEMORY_PER_BYTE = 1 << 30, 8  # bytes: of any file, and for each byte of the columns that are read
+SECONDS, BYTES_PER_SECOND = 10, 1 << 22  # of CPU time: for any file, and for the bytes of the columns
+BATCH = 256  # rows that are read at a time; one, where so many do not fit into memory
+BUFFER = 1 << 20  # bytes of the file that are read at a time
+TOO_LARGE = "reading it takes more memory than its size allows (1 GB and 8 times its columns)"
+ENDED = "reading it ended the process that read it, which its size allows 1 GB and 8 times its columns"
+MOST_NAMES, LONGEST_NAME = 1000, 200  # of columns, which only messages need
+
+
+class UnreadableParquet(ValueError):
+    """The file is damaged, or exceeds a limit."""
+
+
+class OutOfMemory(UnreadableParquet):
+    """The process that read it has no memory left, or ended; a failed allocation can be either."""
+
+
+class Table(NamedTuple):
+    """What a file says of itself."""
+
+    names: list[str]  # of its columns
+    types: dict[str, str]  # of the columns that were asked for
+    rows: list[int]  # of each row group
+
+
+class Row(NamedTuple):
+    group: int
+    values: list[bytes | int | str | None]  # of each column: its text, a length that is too large, or another type
+
+
+def installed() -> bool:
+    """Whether the package pyarrow can be used."""
+    return importlib.util.find_spec("pyarrow") is not None
+
+
+def describe(path: str, columns: list[str]) -> Table:
+    """Raises UnreadableParquet."""
+    (answer,) = (answer for answer, _ in _ask({"path": path, "columns": columns}))
+    return Table(**answer)
+
+
+def read_rows(path: str, columns: list[str], groups: list[int], longest: int) -> Iterator[Row]:
+    """The rows of row groups, one at a time. Of a text of more than `longest` bytes only the length is read.
+
+    Raises UnreadableParquet.
+    """
+    request = {"path": path, "columns": columns, "groups": groups, "longest": longest}
+    done = 0
+    for batch in (BATCH, 1):
+        try:
+            for answer, content in _ask({**request, "batch": batch, "skip": done}):
+                for lengths in zip(*answer["columns"], strict=True):
+                    values: list[bytes | int | str | None] = []
+                    for length in lengths:
+                        sent = isinstance(length, int) and length <= longest
+                        values.append(_read(content, length) if sent else length)
+                    done += 1
+                    yield Row(answer["group"], values)
+            return
+        except OutOfMemory:
+            if batch == 1:
+                raise
+
+
+_idle: list[subprocess.Popen[bytes]] = []  # children that wait for a file
+
+
+def _ask(request: dict[str, Any]) -> Iterator[tuple[dict[str, Any], IO[bytes]]]:
+    """The answers of a child, each with the stream from which the bytes that it announces are to be read.
+
+    Raises UnreadableParquet if the child says so or ends.
+    """
+    child = _idle.pop() if _idle else _start()
+    assert child.stdin is not None
+    assert child.stdout is not None
+    complete = False
+    try:
+        limits = {"memory": MEMORY, "seconds": SECONDS}
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which is seen below
+            child.stdin.write(json.dumps(limits | request).encode() + b"\n")
+            child.stdin.flush()
+        while not complete:
+            line = child.stdout.readline()
+            if not line:
+                raise _ended(child.wait())
+            answer = json.loads(line)
+            if "memory" in answer:
+                raise OutOfMemory(TOO_LARGE)
+            if "error" in answer:
+                raise UnreadableParquet(answer["error"])
+            complete = "end" in answer
+            if not complete:
+                yield answer, child.stdout
+    finally:
+        if complete:
+            _idle.append(child)
+        else:  # what it has written so far has no reader
+            _stop(child)
+
+
+def _read(content: IO[bytes], count: int) -> bytes:
+    data = content.read(count)
+    if len(data) < count:
+        raise OutOfMemory(ENDED)
+    return data
+
+
+def _ended(code: int) -> UnreadableParquet:
+    if code == -signal.SIGXCPU:
+        limit = f"{SECONDS} s and 1 s for each {BYTES_PER_SECOND / 1e6:.0f} MB"
+        return UnreadableParquet(f"reading it takes more CPU time than its size allows ({limit})")
+    return OutOfMemory(ENDED)
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # Neither the current folder nor PYTHONPATH is searched (-I -S), only the folders of these packages.
+    specs = (importlib.util.find_spec(name) for name in ("pyarrow", "numpy"))
+    folders = [str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin]
+    command = [sys.executable, "-I", "-S", "-B", __file__, *dict.fromkeys(folders)]
+    environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}  # others reserve addresses, which are limited
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(command, env=environment, **pipes)
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for stream in (child.stdin, child.stdout):
+        with contextlib.suppress(BrokenPipeError):
+            stream.close()  # type: ignore[union-attr]
+
+
+@atexit.register
+def stop_idle() -> None:
+    """Ends the processes that wait for a file."""
+    while _idle:
+        _stop(_idle.pop())
+
+
+# From here on: the child
+
+
+def main(folders: list[str]) -> None:
+    """Answers requests from standard input, a line of JSON each, on standard output."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    for what in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
+        resource.setrlimit(what, (0, 0))
+    sys.path += folders
+    import pyarrow.parquet  # the time of this import is the child's, and the file names the folder it comes from
+
+    output = sys.stdout.buffer
+    base = _address_space()
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        try:
+            _limit(request, base, 0)
+            with pyarrow.parquet.ParquetFile(request["path"], pre_buffer=False, buffer_size=BUFFER) as table:
+                _answer(request, table, base, output)
+            _send(output, {"end": True})
+        except MemoryError:
+            _send(output, {"memory": True})
+        except Exception as error:  # whatever it is, the file is the cause
+            text = str(error).strip() or type(error).__name__
+            _send(output, {"error": text.splitlines()[0][:400]})
+        output.flush()
+
+
+def _send(output: IO[bytes], answer: dict[str, Any]) -> None:
+    output.write(json.dumps(answer).encode() + b"\n")
+
+
+def _address_space() -> int:
+    """The bytes of memory that this process has, with the code of libraries; 0 where that is not known."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def _limit(request: dict[str, Any], base: int, size: int) -> None:
+    """Sets the limits of memory and CPU time for columns of so many bytes."""
+    memory = base + request["memory"] + MEMORY_PER_BYTE * size
+    seconds = int(time.process_time()) + 1 + request["seconds"] + size // BYTES_PER_SECOND
+    for what, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds)):
+        with contextlib.suppress(ValueError, OSError):  # unknown to the system, or above its own limit
+            resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
+
+
+def _answer(request: dict[str, Any], table: Any, base: int, output: IO[bytes]) -> None:
+    schema, metadata = table.schema_arrow, table.metadata
+    columns = request["columns"]
+    if "groups" not in request:
+        names = [name[:LONGEST_NAME] for name in schema.names[:MOST_NAMES]]
+        types = {name: str(schema.field(name).type)[:LONGEST_NAME] for name in columns if name in schema.names}
+        rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        _send(output, {"names": names, "types": types, "rows": rows})
+        return
+    leaves = [i for i in range(metadata.num_columns) if metadata.schema.column(i).path.split(".")[0] in columns]
+    total = 0
+    for group in request["groups"]:
+        part = metadata.row_group(group)
+        total += sum(max(0, part.column(leaf).total_compressed_size) for leaf in leaves)
+    _limit(request, base, min(total, os.path.getsize(request["path"])))
+    done = 0
+    for group in request["groups"]:
+        for batch in table.iter_batches(request["batch"], [group], columns, use_threads=False):
+            if done >= request["skip"]:
+                _send_batch(output, request, group, [batch.column(name) for name in columns])
+            done += len(batch)
+
+
+def _send_batch(output: IO[bytes], request: dict[str, Any], group: int, columns: list[Any]) -> None:
+    """The lengths of all values, column by column, and then the bytes of those that are not too long, row by row."""
+    values = [[_value(scalar) for scalar in column] for column in columns]
+    lengths = [[len(value) if isinstance(value, memoryview) else value for value in column] for column in values]
+    _send(output, {"group": group, "columns": lengths})
+    for row in zip(*values, strict=True):
+        for value in row:
+            if isinstance(value, memoryview) and len(value) <= request["longest"]:
+                output.write(value)
+
+
+def _value(scalar: Any) -> memoryview | str | None:
+    """The bytes of a text, None for null, or the name of another type."""
+    if not scalar.is_valid:
+        return None
+    if hasattr(scalar, "dictionary"):
+        scalar = scalar.value
+    if not hasattr(scalar, "as_buffer"):
+        return str(scalar.type)[:LONGEST_NAME]
+    buffer = scalar.as_buffer()
+    return None if buffer is None else memoryview(buffer)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
