@@ -117,8 +117,8 @@ class Child:
             place = path if type(path) is int else os.path.abspath(os.fsdecode(path))
             reads = event == "open" and arguments[1] in ("r", "rb", None) and not arguments[2] & os.O_ACCMODE
             allowed = (str(self.folder), *(READABLE if reads else READABLE[-1:]))
-            # A config may name any path, and a descriptor has been opened before.
-            named = self.name in ("command line", "TOML") or type(place) is int
+            # A config and a job may name any path, and a descriptor has been opened before.
+            named = self.name in ("command line", "TOML", "job.json", "job.json, all parts") or type(place) is int
             if not named and not place.startswith(allowed):
                 self.events.append(f"{event} outside the folder: {ascii(place)[1:-1][:200]}")
         elif event in RUNS and not (event == "subprocess.Popen" and pickle_reader.__file__ in arguments[1]):

@@ -30,7 +30,7 @@ from titanlite.checkpoint.divergence import read_record
 from titanlite.checkpoint.manifest import NAME, SEAL, RunMetadata
 from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read import load_states, read_step
-from titanlite.checkpoint.resume import require_compatible, training_changes
+from titanlite.checkpoint.resume import EXCLUDED, read_excluded, require_compatible, training_changes
 from titanlite.checkpoint.retention import PROVEN, Retention, proven_step, steps_to_delete
 from titanlite.checkpoint.state import RandomState
 from titanlite.checkpoint.storage import RECORD as DIVERGED
@@ -57,8 +57,17 @@ from titanlite.observe.metric_names import scalars
 from titanlite.observe.metrics_file import RowReader, truncate_after
 from titanlite.parallel.rules import check_layout
 from titanlite.prepare.build import Options as BuildOptions
-from titanlite.prepare.build import build
+from titanlite.prepare.build import begin, build, working_folder
+from titanlite.prepare.duplicates import DuplicateConfig
+from titanlite.prepare.filters import FilterConfig
+from titanlite.prepare.inspect import describe as describe_data
+from titanlite.prepare.inspect import samples
+from titanlite.prepare.job import NAME as JOB
+from titanlite.prepare.job import read_job
+from titanlite.prepare.merge import MANIFEST, decide_duplicates, merge, missing_parts
+from titanlite.prepare.part import run_part, signatures_path, verdicts_path
 from titanlite.prepare.plan import Settings, text_files
+from titanlite.prepare.records import record_path
 from titanlite.prepare.sources import Source, find
 from titanlite.prepare.text_files import read_texts
 from titanlite.report.page import contents as report_contents
@@ -155,6 +164,7 @@ def _resume(folder: Path) -> None:
     with contextlib.suppress(ConfigError):  # the weights may fit nevertheless
         require_compatible(folder / STEP, manifest, CONFIG, FILES, CheckpointConfig())
     training_changes(manifest.config, CONFIG)
+    json.dumps(read_excluded(folder / STEP, manifest))
     read_step(folder / STEP, manifest, {"model": _weights()}, alone=True)
     read_any(folder)
 
@@ -268,8 +278,10 @@ def read_data(folder: Path) -> None:
     manifest = read_prepared(folder)
     verify_data(folder, manifest, unverified(folder, manifest))
     prepared = PreparedData(folder, Tokenizer("", RANKS))
+    "\n".join(describe_data(manifest)).encode()
     for split in ("train", "validation"):
         tokens = prepared.tokens(split)
+        samples(tokens, Tokenizer("", RANKS))
         count = min(len(tokens), 1000)
         tokens.read(0, count), tokens.targets(0, count), tokens.document_starts(0, count)
 
@@ -308,6 +320,55 @@ def _build(source: Source, made: Path, **settings: Any) -> None:
     shutil.rmtree(made, ignore_errors=True)
     how = BuildOptions(Settings(**settings), max_bad_rows=1e9)
     build([(source, find(source))], Tokenizer("", RANKS), made, how, lambda text: None)
+
+
+STAGES = ("begun", "read", "compared", "complete", "merging")  # of a preparation that was interrupted
+
+
+def _prepare_job(folder: Path, name: str, stage: str) -> list[bytes]:
+    """An interrupted preparation in `folder/interrupted`; returns its file `name`."""
+    rows = [{"text": f"row {i % 20} \u00e9"} for i in range(30)] + [{"text": "short"}, {"text": 1}]
+    (folder / "rows.jsonl").write_bytes(_lines(rows))
+    (folder / "ranks").write_bytes(RANKS)
+    source, tokenizer, reached = Source(str(folder / "rows.jsonl")), Tokenizer(folder / "ranks"), STAGES.index(stage)
+    settings = Settings(2, FilterConfig(min_chars=6), DuplicateConfig("near"))
+    job, work = begin([(source, find(source))], tokenizer, folder / "made", settings), working_folder(folder / "made")
+    for part in range(2 if reached > 0 else 0):
+        run_part(job, work, tokenizer, part, lambda count: None)
+    if reached > 1:
+        decide_duplicates(job, work, lambda text: None)
+    for part in range(2 if reached > 2 else 0):
+        run_part(job, work, tokenizer, part, lambda count: None)
+    if reached > 3:  # the manifest is there, and the folder has its former name
+        merge(job, work, folder / "made", tokenizer, 1e9, lambda text: None)
+        (folder / "made").rename(work)
+    work.rename(folder / "interrupted")
+    return [(folder / "interrupted" / name).read_bytes()]
+
+
+def _read_job(name: str, folder: Path, data: bytes) -> None:
+    """The preparation goes on with another content of one of its files."""
+    made, work = folder / "made", working_folder(folder / "made")
+    for left in (made, work):
+        shutil.rmtree(left, ignore_errors=True)
+    shutil.copytree(folder / "interrupted", work)
+    (work / name).write_bytes(data)
+    job = read_job(work)
+    tokenizer = Tokenizer(job.tokenizer)
+    for read in (True, False):
+        for part in range(0 if (work / MANIFEST).exists() else min(job.parts, 3)):
+            run_part(job, work, tokenizer, part, lambda count: None)
+        if read and job.duplicates.remove != "none" and not missing_parts(job, work, read=True):
+            decide_duplicates(job, work, lambda text: None)
+    if (work / MANIFEST).exists() or not missing_parts(job, work):
+        merge(job, work, made, tokenizer, 1e9, lambda text: None)
+        read_data(made)
+
+
+def _of_job(name: Path, stage: str) -> Reader:
+    kind = "text" if name.suffix == ".json" else "bytes"
+    prepare = functools.partial(_prepare_job, name=name.name, stage=stage)
+    return Reader(kind, prepare, functools.partial(_read_job, name.name))
 
 
 def _read_source(name: str, folder: Path, data: bytes) -> None:
@@ -419,6 +480,9 @@ READERS = {
         lambda f: _write_step(f) and [DATA],
         functools.partial(_read_small_file, "data.json"),
     ),
+    f"{EXCLUDED} of a step": Reader(
+        "text", lambda f: _write_step(f) and [b"[[32, 40], [72, 80]]"], functools.partial(_read_small_file, EXCLUDED)
+    ),
     "random state": Reader("bytes", lambda f: [_state_bytes()], _read_random_state),
     "safetensors": Reader("bytes", _safetensors, functools.partial(_read_file, "x.safetensors")),
     "safetensors header": Reader(
@@ -459,6 +523,14 @@ READERS = {
         lambda f: [_prepare_data(f) and (_read_data(f, "x", b"") or (f / "data" / RECORD).read_bytes())],
         lambda f, data: _read_data(f, RECORD, data),
     ),
+    JOB: _of_job(Path(JOB), "begun"),
+    "job.json, all parts": _of_job(Path(JOB), "complete"),
+    "record of a part, read": _of_job(record_path(Path(), 0, read=True), "compared"),
+    "record of a part": _of_job(record_path(Path(), 0), "complete"),
+    "manifest before the end": _of_job(Path(MANIFEST), "merging"),
+    "signatures": _of_job(signatures_path(Path(), 0), "read"),
+    "verdicts": _of_job(verdicts_path(Path(), 0), "read"),
+    "verdicts, final": _of_job(verdicts_path(Path(), 0, final=True), "compared"),
     "shard": Reader("bytes", lambda f: _prepare_data(f) and [(f / "data/train-00000.bin").read_bytes()], _read_shard),
     "starts": Reader(
         "bytes", lambda f: _prepare_data(f) and [(f / "data/train-00000.starts.bin").read_bytes()], _read_starts
