@@ -10,12 +10,14 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import pickle
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -46,6 +48,7 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
     gc.freeze()  # a collection would visit all that torch imported, and so copy the pages shared with the server
 
     torch.set_num_threads(1)
+    _share_no_progress_bars()
     sys.path[:], rank, world_size, store, function, arguments = connection.recv()
     outcome: Outcome
     try:
@@ -62,6 +65,17 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
     )  # by value: `send` would share the memory of tensors, which ends with this process
     connection.close()
     os._exit(0)  # gloo's threads can abort an orderly exit (pytorch#190489)
+
+
+def _share_no_progress_bars() -> None:
+    """Gives tqdm a lock of this process alone.
+
+    Its default one has a named semaphore, which stays behind when a worker ends by `os._exit`. The compiler draws bars.
+    """
+    with contextlib.suppress(ImportError):
+        import tqdm
+
+        tqdm.tqdm.set_lock(threading.RLock())
 
 
 class Pool:
