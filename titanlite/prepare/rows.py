@@ -133,7 +133,7 @@ def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow]:
                             if found is not None:
                                 yield found._replace(row=row + i, progress=share // len(batch))
                         row += len(batch)
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: of a column's name
         raise ConfigError(f"{path}: damaged Parquet data: {str(error).splitlines()[0]}") from None
 
 
