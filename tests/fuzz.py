@@ -277,6 +277,7 @@ def main() -> int:
     for reader in readers:
         kinds = "; ".join(reader.findings) or "none"
         print(f"{reader.name:<24}{reader.executions:>12,}{reader.executions / reader.seconds:>12,.0f}  {kinds}")
+    print(f"{'all':<24}{sum(reader.executions for reader in readers):>12,}")
     findings = [finding for reader in readers for finding in reader.findings.values()]
     for finding in findings:
         print(f"stored {finding.store().relative_to(ROOT)}")

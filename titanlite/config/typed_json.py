@@ -84,12 +84,11 @@ def _required(kind: Any) -> list[str]:
 
 def _expect(kind: type, value: Any, where: str) -> Any:
     """The value, if it is of this very type. A float may be written as an integer; a boolean is no number."""
-    valid = type(value) in ((int, float) if kind is float else (kind,))
-    if valid and type(value) is int:
-        valid = -LARGEST <= value < LARGEST
-    if not valid:
-        found = "a larger one" if type(value) is kind else type(value).__name__
-        raise ValueError(f"{where.lstrip('.') or 'the file'}: expected {kind.__name__}, found {found}")
+    place = where.lstrip(".") or "the file"
+    if type(value) not in ((int, float) if kind is float else (kind,)):
+        raise ValueError(f"{place}: expected {kind.__name__}, found {type(value).__name__}")
+    if type(value) is int and not -LARGEST <= value < LARGEST:
+        raise ValueError(f"{place}: expected an integer of 64 bits, found a larger one")
     return value
 
 
