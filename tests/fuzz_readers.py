@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import torch
+import zstandard
 from model_builder import small_model
 from preparing import write_megatron
 
@@ -83,6 +86,7 @@ DATA = json.dumps({"name": "text", "bytes": 9, "fingerprint": "f" * 64}).encode(
 FILES = {"model.json": SHAPE, "data.json": DATA, "tokenizer.model": RANKS}
 CONFIG = dataclasses.asdict(Config())
 ROWS_OF_TEXT = b"".join(json.dumps({"text": f"row {i} \u00e9"}).encode() + b"\n" for i in range(30))
+LLMC_HEADER = np.array([20240520, 1, 286, *[0] * 253], "<i4").tobytes()
 IDS = np.arange(286, dtype="<u2").tobytes()
 TEXT = "def f(x):\n    return x  # 123\n" * 20
 
@@ -383,8 +387,20 @@ def _prepare_megatron(folder: Path, name: str) -> list[bytes]:
     return [(folder / name).read_bytes()]
 
 
-def _compressed(module: Any) -> bytes:
-    return module.compress(ROWS_OF_TEXT)
+def _compressed(module: Any, content: str = "") -> bytes:
+    """Rows, unless another content is given."""
+    return module.compress(content.encode() or ROWS_OF_TEXT)
+
+
+def _parquet() -> list[bytes]:
+    """Plain, dictionary-encoded and compressed columns; several row groups, and another column."""
+    samples = []
+    table = pyarrow.table({"text": [f"row {i % 7} \u00e9" for i in range(40)], "other": list(range(40))})
+    for options in ({"compression": "none"}, {"compression": "none", "use_dictionary": False}, {}):
+        buffer = io.BytesIO()
+        pyarrow.parquet.write_table(table, buffer, row_group_size=20, **options)
+        samples.append(buffer.getvalue())
+    return samples
 
 
 def _use(config: Config) -> None:
@@ -539,6 +555,19 @@ READERS = {
     "JSON lines": Reader("text", _write("rows.jsonl", ROWS_OF_TEXT), functools.partial(_read_source, "rows.jsonl")),
     "gzip": Reader(
         "bytes", _write("rows.jsonl.gz", _compressed(gzip)), functools.partial(_read_source, "rows.jsonl.gz")
+    ),
+    "gzip text": Reader(
+        "bytes", _write("text.gz", _compressed(gzip, TEXT)), functools.partial(_read_source, "text.gz")
+    ),
+    "zstd": Reader(
+        "bytes", _write("rows.zst", _compressed(zstandard)), functools.partial(_read_source, "rows.jsonl.zst")
+    ),
+    "zstd text": Reader(
+        "bytes", _write("text.zst", _compressed(zstandard, TEXT)), functools.partial(_read_source, "text.zst")
+    ),
+    "Parquet": Reader("bytes", lambda f: _parquet(), functools.partial(_read_source, "rows.parquet")),
+    "token ids with a header": Reader(
+        "bytes", _write("ids.bin", LLMC_HEADER + IDS), functools.partial(_read_source, "ids.bin")
     ),
     "token ids": Reader("bytes", _write("ids.bin", IDS), functools.partial(_read_source, "ids.bin")),
     "Megatron index": Reader(
