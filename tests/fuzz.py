@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+import torch  # noqa: E402
 from fuzz_mutations import LARGEST, mutate  # noqa: E402
 from fuzz_readers import READERS, Reader  # noqa: E402
 
@@ -93,6 +94,9 @@ class Child:
         for stream in (0, 1, 2):
             os.dup2(sys.stdin.fileno(), stream)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent
+        # The interpreter would write the .pyc files of modules that a reader imports first, where none are installed.
+        sys.dont_write_bytecode = True
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork: an operation would wait for them for ever
         faulthandler.disable()  # the parent reports crashes
         faulthandler.register(signal.SIGUSR1, (folder / "stack").open("w"), all_threads=True)
         os.chdir(self.folder)
@@ -110,12 +114,13 @@ class Child:
                 self.events.append("runs code")
         elif event == "open" or event in CHANGES:
             path = arguments[event == "os.symlink"]
+            place = path if type(path) is int else os.path.abspath(os.fsdecode(path))
             reads = event == "open" and arguments[1] in ("r", "rb", None) and not arguments[2] & os.O_ACCMODE
             allowed = (str(self.folder), *(READABLE if reads else READABLE[-1:]))
-            # A config may name any path, and a descriptor has been opened before.
-            named = self.name in ("command line", "TOML") or type(path) is int
-            if not named and not os.path.abspath(path).startswith(allowed):
-                self.events.append(f"{event} outside the folder")
+            # A config and a job may name any path, and a descriptor has been opened before.
+            named = self.name in ("command line", "TOML", "job.json", "job.json, all parts") or type(place) is int
+            if not named and not place.startswith(allowed):
+                self.events.append(f"{event} outside the folder: {ascii(place)[1:-1][:200]}")
         elif event in RUNS and not (event == "subprocess.Popen" and pickle_reader.__file__ in arguments[1]):
             self.events.append(event)
 
@@ -272,6 +277,7 @@ def main() -> int:
     for reader in readers:
         kinds = "; ".join(reader.findings) or "none"
         print(f"{reader.name:<24}{reader.executions:>12,}{reader.executions / reader.seconds:>12,.0f}  {kinds}")
+    print(f"{'all':<24}{sum(reader.executions for reader in readers):>12,}")
     findings = [finding for reader in readers for finding in reader.findings.values()]
     for finding in findings:
         print(f"stored {finding.store().relative_to(ROOT)}")

@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import torch
+import zstandard
 from model_builder import small_model
 from preparing import write_megatron
 
@@ -31,7 +34,7 @@ from titanlite.checkpoint.divergence import read_record
 from titanlite.checkpoint.manifest import NAME, SEAL, RunMetadata
 from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read import load_states, read_step
-from titanlite.checkpoint.resume import require_compatible, training_changes
+from titanlite.checkpoint.resume import EXCLUDED, read_excluded, require_compatible, training_changes
 from titanlite.checkpoint.retention import PROVEN, Retention, read_proof, steps_to_delete
 from titanlite.checkpoint.state import RandomState
 from titanlite.checkpoint.storage import RECORD as DIVERGED
@@ -58,8 +61,17 @@ from titanlite.observe.metric_names import scalars
 from titanlite.observe.metrics_file import RowReader, truncate_after
 from titanlite.parallel.rules import check_layout
 from titanlite.prepare.build import Options as BuildOptions
-from titanlite.prepare.build import build
+from titanlite.prepare.build import begin, build, working_folder
+from titanlite.prepare.duplicates import DuplicateConfig
+from titanlite.prepare.filters import FilterConfig
+from titanlite.prepare.inspect import describe as describe_data
+from titanlite.prepare.inspect import samples
+from titanlite.prepare.job import NAME as JOB
+from titanlite.prepare.job import read_job
+from titanlite.prepare.merge import MANIFEST, decide_duplicates, merge, missing_parts
+from titanlite.prepare.part import run_part, signatures_path, verdicts_path
 from titanlite.prepare.plan import Settings, text_files
+from titanlite.prepare.records import record_path
 from titanlite.prepare.sources import Source, find
 from titanlite.prepare.text_files import read_texts
 from titanlite.report.page import contents as report_contents
@@ -75,6 +87,7 @@ DATA = json.dumps({"name": "text", "bytes": 9, "fingerprint": "f" * 64}).encode(
 FILES = {"model.json": SHAPE, "data.json": DATA, "tokenizer.model": RANKS}
 CONFIG = dataclasses.asdict(Config())
 ROWS_OF_TEXT = b"".join(json.dumps({"text": f"row {i} \u00e9"}).encode() + b"\n" for i in range(30))
+LLMC_HEADER = np.array([20240520, 1, 286, *[0] * 253], "<i4").tobytes()
 IDS = np.arange(286, dtype="<u2").tobytes()
 TEXT = "def f(x):\n    return x  # 123\n" * 20
 
@@ -156,6 +169,7 @@ def _resume(folder: Path) -> None:
     with contextlib.suppress(ConfigError):  # the weights may fit nevertheless
         require_compatible(folder / STEP, manifest, CONFIG, FILES, CheckpointConfig())
     training_changes(manifest.config, CONFIG)
+    json.dumps(read_excluded(folder / STEP, manifest))
     read_step(folder / STEP, manifest, {"model": _weights()}, alone=True)
     read_any(folder)
 
@@ -269,8 +283,10 @@ def read_data(folder: Path) -> None:
     manifest = read_prepared(folder)
     verify_data(folder, manifest, unverified(folder, manifest))
     prepared = PreparedData(folder, Tokenizer("", RANKS))
+    "\n".join(describe_data(manifest)).encode()
     for split in ("train", "validation"):
         tokens = prepared.tokens(split)
+        samples(tokens, Tokenizer("", RANKS))
         count = min(len(tokens), 1000)
         tokens.read(0, count), tokens.targets(0, count), tokens.document_starts(0, count)
 
@@ -311,6 +327,55 @@ def _build(source: Source, made: Path, **settings: Any) -> None:
     build([(source, find(source))], Tokenizer("", RANKS), made, how, lambda text: None)
 
 
+STAGES = ("begun", "read", "compared", "complete", "merging")  # of a preparation that was interrupted
+
+
+def _prepare_job(folder: Path, name: str, stage: str) -> list[bytes]:
+    """An interrupted preparation in `folder/interrupted`; returns its file `name`."""
+    rows = [{"text": f"row {i % 20} \u00e9"} for i in range(30)] + [{"text": "short"}, {"text": 1}]
+    (folder / "rows.jsonl").write_bytes(_lines(rows))
+    (folder / "ranks").write_bytes(RANKS)
+    source, tokenizer, reached = Source(str(folder / "rows.jsonl")), Tokenizer(folder / "ranks"), STAGES.index(stage)
+    settings = Settings(2, FilterConfig(min_chars=6), DuplicateConfig("near"))
+    job, work = begin([(source, find(source))], tokenizer, folder / "made", settings), working_folder(folder / "made")
+    for part in range(2 if reached > 0 else 0):
+        run_part(job, work, tokenizer, part, lambda count: None)
+    if reached > 1:
+        decide_duplicates(job, work, lambda text: None)
+    for part in range(2 if reached > 2 else 0):
+        run_part(job, work, tokenizer, part, lambda count: None)
+    if reached > 3:  # the manifest is there, and the folder has its former name
+        merge(job, work, folder / "made", tokenizer, 1e9, lambda text: None)
+        (folder / "made").rename(work)
+    work.rename(folder / "interrupted")
+    return [(folder / "interrupted" / name).read_bytes()]
+
+
+def _read_job(name: str, folder: Path, data: bytes) -> None:
+    """The preparation goes on with another content of one of its files."""
+    made, work = folder / "made", working_folder(folder / "made")
+    for left in (made, work):
+        shutil.rmtree(left, ignore_errors=True)
+    shutil.copytree(folder / "interrupted", work)
+    (work / name).write_bytes(data)
+    job = read_job(work)
+    tokenizer = Tokenizer(job.tokenizer)
+    for read in (True, False):
+        for part in range(0 if (work / MANIFEST).exists() else min(job.parts, 3)):
+            run_part(job, work, tokenizer, part, lambda count: None)
+        if read and job.duplicates.remove != "none" and not missing_parts(job, work, read=True):
+            decide_duplicates(job, work, lambda text: None)
+    if (work / MANIFEST).exists() or not missing_parts(job, work):
+        merge(job, work, made, tokenizer, 1e9, lambda text: None)
+        read_data(made)
+
+
+def _of_job(name: Path, stage: str) -> Reader:
+    kind = "text" if name.suffix == ".json" else "bytes"
+    prepare = functools.partial(_prepare_job, name=name.name, stage=stage)
+    return Reader(kind, prepare, functools.partial(_read_job, name.name))
+
+
 def _read_source(name: str, folder: Path, data: bytes) -> None:
     """A source of any kind, or the index of one."""
     (folder / name).write_bytes(data)
@@ -323,8 +388,20 @@ def _prepare_megatron(folder: Path, name: str) -> list[bytes]:
     return [(folder / name).read_bytes()]
 
 
-def _compressed(module: Any) -> bytes:
-    return module.compress(ROWS_OF_TEXT)
+def _compressed(module: Any, content: str = "") -> bytes:
+    """Rows, unless another content is given."""
+    return module.compress(content.encode() or ROWS_OF_TEXT)
+
+
+def _parquet() -> list[bytes]:
+    """Plain, dictionary-encoded and compressed columns; several row groups, and another column."""
+    samples = []
+    table = pyarrow.table({"text": [f"row {i % 7} \u00e9" for i in range(40)], "other": list(range(40))})
+    for options in ({"compression": "none"}, {"compression": "none", "use_dictionary": False}, {}):
+        buffer = io.BytesIO()
+        pyarrow.parquet.write_table(table, buffer, row_group_size=20, **options)
+        samples.append(buffer.getvalue())
+    return samples
 
 
 def _use(config: Config) -> None:
@@ -426,6 +503,9 @@ READERS = {
         lambda f: _write_step(f) and [DATA],
         functools.partial(_read_small_file, "data.json"),
     ),
+    f"{EXCLUDED} of a step": Reader(
+        "text", lambda f: _write_step(f) and [b"[[32, 40], [72, 80]]"], functools.partial(_read_small_file, EXCLUDED)
+    ),
     "random state": Reader("bytes", lambda f: [_state_bytes()], _read_random_state),
     "safetensors": Reader("bytes", _safetensors, functools.partial(_read_file, "x.safetensors")),
     "safetensors header": Reader(
@@ -466,6 +546,14 @@ READERS = {
         lambda f: [_prepare_data(f) and (_read_data(f, "x", b"") or (f / "data" / RECORD).read_bytes())],
         lambda f, data: _read_data(f, RECORD, data),
     ),
+    JOB: _of_job(Path(JOB), "begun"),
+    "job.json, all parts": _of_job(Path(JOB), "complete"),
+    "record of a part, read": _of_job(record_path(Path(), 0, read=True), "compared"),
+    "record of a part": _of_job(record_path(Path(), 0), "complete"),
+    "manifest before the end": _of_job(Path(MANIFEST), "merging"),
+    "signatures": _of_job(signatures_path(Path(), 0), "read"),
+    "verdicts": _of_job(verdicts_path(Path(), 0), "read"),
+    "verdicts, final": _of_job(verdicts_path(Path(), 0, final=True), "compared"),
     "shard": Reader("bytes", lambda f: _prepare_data(f) and [(f / "data/train-00000.bin").read_bytes()], _read_shard),
     "starts": Reader(
         "bytes", lambda f: _prepare_data(f) and [(f / "data/train-00000.starts.bin").read_bytes()], _read_starts
@@ -474,6 +562,19 @@ READERS = {
     "JSON lines": Reader("text", _write("rows.jsonl", ROWS_OF_TEXT), functools.partial(_read_source, "rows.jsonl")),
     "gzip": Reader(
         "bytes", _write("rows.jsonl.gz", _compressed(gzip)), functools.partial(_read_source, "rows.jsonl.gz")
+    ),
+    "gzip text": Reader(
+        "bytes", _write("text.gz", _compressed(gzip, TEXT)), functools.partial(_read_source, "text.gz")
+    ),
+    "zstd": Reader(
+        "bytes", _write("rows.zst", _compressed(zstandard)), functools.partial(_read_source, "rows.jsonl.zst")
+    ),
+    "zstd text": Reader(
+        "bytes", _write("text.zst", _compressed(zstandard, TEXT)), functools.partial(_read_source, "text.zst")
+    ),
+    "Parquet": Reader("bytes", lambda f: _parquet(), functools.partial(_read_source, "rows.parquet")),
+    "token ids with a header": Reader(
+        "bytes", _write("ids.bin", LLMC_HEADER + IDS), functools.partial(_read_source, "ids.bin")
     ),
     "token ids": Reader("bytes", _write("ids.bin", IDS), functools.partial(_read_source, "ids.bin")),
     "Megatron index": Reader(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import fuzz
 import pytest
+import torch
 from fuzz_readers import RANKS, READERS, SHAPE, TOML, Reader, read_any, read_data, read_run
 
 from titanlite.checkpoint import manifest_reader, retention
@@ -110,6 +112,30 @@ def test_every_kind_of_failure_is_found(folder, monkeypatch):
         reader.findings.clear()
         reader.run(5.0, iter([fault]))
         assert any(what.startswith(kind) for what in reader.findings), (fault, list(reader.findings))
+
+
+def test_what_the_interpreter_does_itself_is_no_failure(folder, monkeypatch):
+    """A module that is imported by a reader, of which there is no .pyc file, and threads that a fork has ended."""
+    installed = folder / "site-packages"
+    installed.mkdir()
+    (installed / "imported_late.py").write_text("")
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(fuzz, "READABLE", (str(installed), *fuzz.READABLE))
+    monkeypatch.setattr(fuzz, "SECONDS", 5)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.ones(1 << 20).add_(1)  # starts OpenMP's threads
+
+    def read(folder: Path, data: bytes) -> None:
+        importlib.import_module("imported_late")
+        torch.ones(1 << 20).add_(1)
+
+    monkeypatch.setitem(READERS, "late", Reader("bytes", lambda folder: [b""], read))
+    reader = fuzz.Fuzzed("late", folder)
+    reader.run(60.0, iter([b""]))
+    torch.set_num_threads(before)
+    assert not failures([reader])
 
 
 NOTHING = FullState(Path(), About(""), {})

@@ -56,6 +56,12 @@ def test_a_damaged_source_is_not_converted(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.pt"]
 
 
+def test_an_empty_tensor_has_any_number_of_rows(tmp_path):
+    """Without a read for each of them, also if its rows seem to be far apart."""
+    torch.save({"a": torch.empty_strided((1 << 60, 0), (1 << 20, 1))}, tmp_path / "a.pt")
+    assert load_full_state(tmp_path / "a.pt")["a"].shape == (1 << 60, 0)
+
+
 def test_a_share_of_the_storages_may_be_compared(path):
     full = load_full_state(path)
     (last,) = (record for record in full.records if record.name == "2")

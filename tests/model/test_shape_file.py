@@ -8,7 +8,7 @@ import json
 import pytest
 
 from titanlite.model.flavors import FLAVORS, LlamaConfig, RopeScaling
-from titanlite.model.shape_file import from_json
+from titanlite.model.shape_file import MOST_POSITIONS, from_json, sequence_length
 
 IMPOSSIBLE = ["x", 0, -1, None, 10**400, float("inf"), float("nan"), [], {}, True, 1e308]
 
@@ -38,3 +38,9 @@ def test_a_config_is_read_back():
             assert from_json(config.to_json()) == config
     with pytest.raises(ValueError, match="num_layers"):
         from_json(dataclasses.replace(FLAVORS["llama3_1b"], num_layers=2**20).to_json())
+
+
+@pytest.mark.parametrize("value", [*IMPOSSIBLE, MOST_POSITIONS + 1, 1 << 62])
+def test_a_length_of_which_no_table_can_be_made_is_none(value):
+    assert sequence_length(value) == 0
+    assert sequence_length(MOST_POSITIONS) == MOST_POSITIONS

@@ -16,10 +16,12 @@ from titanlite.prepare import merge as module
 from titanlite.prepare import rows
 from titanlite.prepare.build import Options, build, working_folder
 from titanlite.prepare.duplicates import DuplicateConfig
+from titanlite.prepare.filter_report import FilterReport
 from titanlite.prepare.filters import FilterConfig
 from titanlite.prepare.job import File, Job
 from titanlite.prepare.merge import check_bad_rows
 from titanlite.prepare.plan import Settings
+from titanlite.prepare.records import PartRecord
 from titanlite.prepare.sources import Source, find
 
 
@@ -106,7 +108,7 @@ def test_held_out_documents_stay_and_their_training_copies_go(tmp_path, remove, 
 @pytest.mark.parametrize(("limit", "allowed"), [(0.05, True), (0.04, False), (5, True), (4, False), (0, False)])
 def test_the_limit_is_a_share_or_a_number(limit, allowed):
     example = {"file": "a", "row": 0, "begin": 0, "text": "x"}
-    records = [{"rows": 40, "bad": 4, "examples": [example]}, {"rows": 60, "bad": 1, "examples": []}]
+    records = [PartRecord(40, 4, [example], FilterReport()), PartRecord(60, 1, [], FilterReport())]
     job = Job("x", ("/",), (File("a", "a", 9, 0, "jsonl", "", "hash"),), "text", "", "", "", 1)
     if allowed:
         check_bad_rows(job, records, limit)

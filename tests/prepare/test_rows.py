@@ -210,6 +210,14 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
         read(job_of(path, "parquet"), [])
 
 
+def test_names_of_columns_that_are_not_utf8(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": TEXTS, "other": TEXTS}), path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"other", b"oth\xffr"))
+    with refused(str(path), "Parquet"):
+        read(job_of(path, "parquet"), [])
+
+
 def test_null_and_bad_utf8_in_parquet(tmp_path):
     column = pa.Array.from_buffers(
         pa.string(), 3, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"a\xffb")]

@@ -53,6 +53,15 @@ def test_control_characters_of_files_are_not_printed(tmp_path):
     assert "\x1b" not in text_of([run])
 
 
+def test_a_constant_column_is_a_flat_line():
+    """Whatever the sums of many equal values are rounded to."""
+    for value in (0.1, 3e-4, -7.7, 0.0):
+        column = Column(np.arange(50_000), np.full(50_000, value))
+        assert sparkline(column, 47) == "▁" * 47
+    rising = Column(np.arange(50_000), 1.0 + 1e-6 * np.arange(50_000) / 50_000)
+    assert sparkline(rising, 40)[-1] == "█"
+
+
 def test_a_sparkline_goes_from_the_first_step_to_the_last():
     column = Column(np.array([0, 50, 100]), np.array([3.0, 2.0, 1.0]))
     line = sparkline(column, 10)

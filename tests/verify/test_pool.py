@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import time
+from multiprocessing.synchronize import SemLock
+from unittest import mock
 
 import pytest
 import torch
@@ -65,6 +68,19 @@ def test_a_call_out_of_time_leaves_no_process(pool, tmp_path):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def semaphores_of_a_progress_bar() -> int:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    with mock.patch.object(SemLock, "__init__", autospec=True, side_effect=SemLock.__init__) as made:
+        list(tqdm([0], disable=False, file=io.StringIO()))
+    return made.call_count
+
+
+def test_workers_leave_no_semaphores(pool):
+    """Of progress bars, which torch's compiler draws."""
+    pytest.importorskip("tqdm")
+    assert pool.run(1, semaphores_of_a_progress_bar) == [0]
 
 
 def leave_a_mark() -> bool:

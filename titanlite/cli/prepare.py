@@ -21,8 +21,9 @@ from titanlite.prepare.inspect import inspect
 from titanlite.prepare.job import NAME, differences, read_job
 from titanlite.prepare.locks import hold
 from titanlite.prepare.merge import decide_duplicates, merge, missing_parts
-from titanlite.prepare.part import record_path, run_part, verdicts_path
+from titanlite.prepare.part import run_part, verdicts_path
 from titanlite.prepare.plan import Settings, plan_job
+from titanlite.prepare.records import record_path
 from titanlite.prepare.sources import Found, Keys, Source, find, is_prepared, require_apart
 
 KEYS = Keys("SOURCE", "--pattern", "--field", "--validation")

@@ -28,7 +28,7 @@ from titanlite.formats.huggingface_tokenizer import content_of, tokenizer_in
 from titanlite.formats.safetensors_files import INDEX, read_folder, read_header
 from titanlite.formats.torch_file import Tree, read_tree
 from titanlite.model.flavors import FLAVORS, LlamaConfig
-from titanlite.model.shape_file import from_json
+from titanlite.model.shape_file import from_json, sequence_length
 
 ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.")  # of the model's parameter names
 HUGGING_FACE = ("embed_tokens.", ".self_attn.", ".mlp.", "lm_head.")  # parts of their names that ours do not have
@@ -161,7 +161,7 @@ def _open_step(path: Path, step: int | None) -> FullState:
         _model_of(folder / "model.json", small.get("model.json")),
         content_of(small),
         manifest.step,
-        length if type(length) is int else 0,
+        sequence_length(length),
         layout or "one process",
         manifest.finite,
         manifest.config,
@@ -241,7 +241,7 @@ def _add_origin(about: About, text: str) -> None:
         if isinstance(known, dict):
             step, length = known.get("step"), known.get("seq_len")
             about.step = step if type(step) is int and step >= 0 else about.step
-            about.seq_len = length if type(length) is int and length > 0 else about.seq_len
+            about.seq_len = sequence_length(length) or about.seq_len
 
 
 def _named(path: Path, found: dict[str, FullTensor], about: About) -> FullState:

@@ -49,6 +49,8 @@ class Part:
     def read(self, dtype: torch.dtype, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of the box. Raises CorruptCheckpoint if the file is too short."""
         shape = (stop - start, *self.sizes[1:])
+        if 0 in shape:  # whatever its other dimensions and strides are
+            return torch.empty(shape, dtype=dtype)
         try:
             with self.file.open("rb", buffering=0) as file:
                 begin, strides = self.locate(file)
@@ -57,7 +59,7 @@ class Part:
                 row = span - max(0, shape[0] - 1) * strides[0]
                 if shape[0] > 1 and strides[0] > 8 * row + BLOCK // 64:  # most of it lies between the rows
                     return torch.cat([self._one_row(begin, strides, dtype, i) for i in range(start, stop)])
-                values = torch.empty(0 if 0 in shape else span, dtype=dtype)
+                values = torch.empty(span, dtype=dtype)
                 view = values.view(torch.uint8).numpy().data
                 file.seek(begin + start * strides[0] * dtype.itemsize)
                 while len(view):

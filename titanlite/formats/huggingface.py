@@ -21,7 +21,7 @@ from titanlite.formats.full_state import About, FullState, FullTensor
 from titanlite.formats.huggingface_tokenizer import read_tokenizer
 from titanlite.formats.safetensors_files import read_folder
 from titanlite.model.flavors import LlamaConfig, RopeScaling
-from titanlite.model.shape_file import checked
+from titanlite.model.shape_file import checked, sequence_length
 
 LAYER = {  # ours -> theirs
     "attention_norm": "input_layernorm",
@@ -148,5 +148,5 @@ def open_folder(folder: Path) -> FullState:
     if config.tied_embeddings:
         left.pop("lm_head.weight", None)  # the embedding again
     length = fields.get("max_position_embeddings", 0)
-    about = About("hf", config, read_tokenizer(folder), seq_len=length if type(length) is int else 0)
+    about = About("hf", config, read_tokenizer(folder), seq_len=sequence_length(length))
     return FullState(folder, about, tensors | left)

@@ -12,12 +12,19 @@ from typing import Any
 
 from titanlite.model.flavors import LlamaConfig, RopeScaling
 
+MOST_POSITIONS = 1 << 24  # of a sequence; a RoPE table of more takes gigabytes
+
 
 def from_json(text: str) -> LlamaConfig:
     """Reads what `LlamaConfig.to_json` wrote. Raises ValueError, TypeError or KeyError for anything else."""
     fields = json.loads(text)
     scaling = fields.pop("rope_scaling")
     return checked(LlamaConfig(**fields, rope_scaling=RopeScaling(**scaling) if scaling else None))
+
+
+def sequence_length(value: Any) -> int:
+    """The length of sequences that a file gives; 0, as without one, for what no model can have."""
+    return value if type(value) is int and 0 < value <= MOST_POSITIONS else 0
 
 
 def checked(config: LlamaConfig) -> LlamaConfig:

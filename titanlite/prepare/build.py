@@ -19,10 +19,10 @@ from titanlite.config.schema import ConfigError
 from titanlite.data.manifest import AGAIN
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.prepare.changes import keep_unchanged, only_input_differs
-from titanlite.prepare.job import NAME, Job, begin_job, differences, read_job, read_json, write_job
+from titanlite.prepare.job import NAME, Job, begin_job, differences, read_job, write_job
 from titanlite.prepare.merge import MANIFEST, check_bad_rows, decide_duplicates, merge, missing_parts
-from titanlite.prepare.part import record_path
 from titanlite.prepare.plan import Settings, plan_job
+from titanlite.prepare.records import read_record
 from titanlite.prepare.shard_writer import TEMPORARY
 from titanlite.prepare.sources import Found, Source
 from titanlite.prepare.workers import problems, run_on_ray, run_parts
@@ -119,7 +119,7 @@ def _run(job: Job, work: Path, tokenizer: Tokenizer, options: Options, log: Log,
         else:
             workers, records = options.workers or usable_processors(), []
             for part in run_parts(job, work, tokenizer, todo, workers, bar.update):
-                records.append(read_json(record_path(work, part, read)))
+                records.append(read_record(job, work, part, read))
                 if options.max_bad_rows >= 1:  # a number, unlike a share of all, may be exceeded before the end
                     check_bad_rows(job, records, options.max_bad_rows)
         return int(bar.n)

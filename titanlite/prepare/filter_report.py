@@ -10,8 +10,9 @@ of each rule that drops more than half of the documents that reach it.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
+from titanlite.config.typed_json import Count, typed
 from titanlite.prepare.filters import RULES
 
 EXAMPLES = 3  # for each rule
@@ -19,21 +20,35 @@ EXAMPLE_CHARS = 80
 TOO_MANY = 0.5  # a share of the documents, above which a rule gets a warning
 
 
+class ShownExample(TypedDict):
+    """A row of a file, and the start of its text or what is wrong with it."""
+
+    file: str
+    row: Count
+    text: str
+
+
+class Example(ShownExample, total=False):
+    """In the record of a part: `row` is from 0 on in the piece of the file that begins at byte `begin`."""
+
+    begin: Count
+
+
 @dataclass
 class Dropped:
     """What one rule dropped."""
 
-    documents: int = 0
-    bytes: int = 0
-    examples: list[dict[str, Any]] = field(default_factory=list)  # file, row, text; of a part also begin
+    documents: Count = 0
+    bytes: Count = 0
+    examples: list[Example] = field(default_factory=list)
 
 
 @dataclass
 class FilterReport:
     """Counts of all documents, and of those that each rule dropped."""
 
-    documents: int = 0
-    bytes: int = 0
+    documents: Count = 0
+    bytes: Count = 0
     rules: dict[str, Dropped] = field(default_factory=dict)
 
     def count(self, text: str, rule: str, file: str, row: int, begin: int) -> None:
@@ -70,8 +85,8 @@ class FilterReport:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> FilterReport:
-        rules = {rule: Dropped(**dropped) for rule, dropped in data["rules"].items()}
-        return cls(data["documents"], data["bytes"], rules)
+        """Raises ValueError if it is not what `to_json` wrote."""
+        return typed(cls, data)
 
     def summary(self) -> list[str]:
         """The lines that a user sees, with a warning for each rule that drops more than half of what reaches it."""

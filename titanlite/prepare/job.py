@@ -16,15 +16,17 @@ import functools
 import itertools
 import json
 import os
+import re
 import secrets
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from pathlib import Path, PurePath
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from titanlite.config.files import read_bounded, replace_file, sync_folder, write_synced
 from titanlite.config.schema import ConfigError
+from titanlite.config.typed_json import Count, typed
 from titanlite.data.manifest import FORMAT
 from titanlite.prepare.duplicates import DuplicateConfig
 from titanlite.prepare.filters import FilterConfig
@@ -32,8 +34,10 @@ from titanlite.prepare.filters import FilterConfig
 HOLDOUT = 20  # one document of so many is for validation
 PART = 1 << 26  # bytes of input of a part, or more of a large input
 MOST_PARTS = 256  # of any input, unless a number is asked for: each part has separate files, which training maps
+MOST_ASKED = 99_999  # parts that may be asked for
 CUT = 1 << 23
 NO_FILTERS, ALL_DOCUMENTS = FilterConfig(), DuplicateConfig()
+REMOVED = ("none", "exact", "near")
 # Settings whose option has another name
 OPTIONS = {"remove": "--drop-duplicates", "threshold": "--near-threshold", "tokenizer_sha256": "--tokenizer, SHA-256"}
 OPTIONS |= {"parts": "number of parts"}
@@ -43,16 +47,20 @@ NO_LINKS = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP)
 NAME, LARGEST = "job.json", 1 << 30  # the file of a job, and its size at most
 
 
+# A path that the system can have: no NUL, and no half of a surrogate pair but those that stand for bytes
+Name: TypeAlias = Annotated[str, re.compile("[^\0\ud800-\udc7f\udd00-\udfff]*")]
+
+
 class File(NamedTuple):
     """An input file. `split`: train, validation, hash (of each document), or tail (its last twentieth is held out)."""
 
-    path: str
-    relative: str
-    size: int
+    path: Name
+    relative: Name
+    size: Count
     mtime_ns: int
-    kind: str  # text, jsonl, parquet, hf, tokens or megatron
-    compression: str  # "", gzip or zstd
-    split: str
+    kind: Annotated[str, re.compile("text|jsonl|parquet|hf|tokens|megatron")]
+    compression: Annotated[str, re.compile("|gzip|zstd")]
+    split: Annotated[str, re.compile("train|validation|hash|tail")]
     companions: str = ""  # the version of other files that are read with it (`inputs.py`)
 
     def changed(self, now: File) -> str:
@@ -90,14 +98,14 @@ class Job:
     files: tuple[File, ...]
     field: str
     prompt_field: str
-    tokenizer: str = dataclasses.field(compare=False)  # absolute path, "" for the bundled one; its hash is compared
+    tokenizer: Name = dataclasses.field(compare=False)  # absolute path, "" for the bundled one; its hash is compared
     tokenizer_sha256: str
-    parts: int
+    parts: Annotated[int, range(1, MOST_ASKED + 1)]
     filters: FilterConfig = NO_FILTERS
     duplicates: DuplicateConfig = ALL_DOCUMENTS
     separate_validation: bool = False  # the files of split `validation` are of another source
     format: int = FORMAT
-    cut: int = dataclasses.field(default_factory=lambda: CUT)  # bytes; smaller files are not cut
+    cut: Count = dataclasses.field(default_factory=lambda: CUT)  # bytes; smaller files are not cut
 
     @property
     def bytes(self) -> int:
@@ -234,15 +242,28 @@ def _changed_files(was: tuple[File, ...], now: tuple[File, ...]) -> str:
 
 def read_job(work: Path) -> Job:
     """The job of a working folder. Raises ConfigError if it is absent or damaged."""
-    fields = read_json(work / NAME)
     try:
-        fields["files"] = tuple(File(*file) for file in fields["files"])
-        fields["roots"] = tuple(fields["roots"])
-        fields["filters"] = FilterConfig(**fields["filters"])
-        fields["duplicates"] = DuplicateConfig(**fields["duplicates"])
-        return Job(**fields)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{work / NAME}: damaged ({type(error).__name__}); delete {work} and start again") from None
+        job = typed(Job, read_json(work / NAME))
+        _require_consistent(job)
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{work / NAME}: damaged ({error}); delete {work} and start again") from None
+    return job
+
+
+def _require_consistent(job: Job) -> None:
+    """Raises ValueError for values that no job has."""
+    if not job.name.isprintable() or job.duplicates.remove not in REMOVED:
+        raise ValueError("name, duplicates.remove")
+    for file in job.files:
+        if file.kind == "hf":
+            valid = re.fullmatch(r"(?s)hf:.+#\d{1,9}", file.path) is not None
+        else:
+            path, relative = PurePath(file.path), PurePath(file.relative)
+            valid = path.is_absolute() and path.name != "" and relative.name != ""
+        if not valid:
+            raise ValueError(f"files: {file.path!r:.200} is not a path of {file.kind}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

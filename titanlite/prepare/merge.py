@@ -20,25 +20,25 @@ import numpy as np
 
 from titanlite.config.files import replace_file, sync_folder
 from titanlite.config.schema import ConfigError
-from titanlite.data.manifest import FORMAT, token_dtype
+from titanlite.data.manifest import FORMAT, read_manifest, token_dtype
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.verify import expected_files
 from titanlite.prepare.duplicates import find_duplicates
 from titanlite.prepare.filter_report import FilterReport
 from titanlite.prepare.inputs import check_inputs
-from titanlite.prepare.job import NAME, Job, read_json
+from titanlite.prepare.job import NAME, Job, afresh
 from titanlite.prepare.part import (
     DUPLICATE,
     EXAMPLES,
     FILTERED,
     HELD_OUT,
     KEPT,
-    SPLITS,
-    record_path,
     signatures_path,
     verdicts_path,
 )
+from titanlite.prepare.records import SPLITS, PartRecord, read_record, record_path
 from titanlite.prepare.rows import numbered
+from titanlite.prepare.signatures import RECORD
 
 MANIFEST = "manifest.json"
 
@@ -57,6 +57,11 @@ def decide_duplicates(job: Job, work: Path, log: Callable[[str], None]) -> None:
         return
     verdicts = [np.fromfile(verdicts_path(work, part), np.uint8) for part in range(job.parts)]
     passed = [np.flatnonzero(part != FILTERED) for part in verdicts]
+    for part, kept in enumerate(passed):
+        signed = signatures_path(work, part).stat().st_size // RECORD.itemsize
+        if len(kept) != signed:
+            problem = f"keeps {len(kept)} documents, and {signed} have a signature"
+            raise ConfigError(f"{verdicts_path(work, part)}: {problem}; {afresh(work)}")
     held_out = np.concatenate([part[kept] == HELD_OUT for part, kept in zip(verdicts, passed, strict=True)])
     found = find_duplicates([signatures_path(work, part) for part in range(job.parts)], job.duplicates, held_out)
     log(f"duplicates among {len(found.first):,} documents: {found.exact:,} equal, {found.near:,} similar")
@@ -66,18 +71,18 @@ def decide_duplicates(job: Job, work: Path, log: Callable[[str], None]) -> None:
         replace_file(verdicts_path(work, part, final=True), verdicts[part].tobytes())
 
 
-def check_bad_rows(job: Job, records: list[dict[str, Any]], limit: float) -> None:
+def check_bad_rows(job: Job, records: list[PartRecord], limit: float) -> None:
     """Raises ConfigError if more rows than the limit could not be read: a number, or below 1 a share of all."""
-    rows, bad = (sum(record[name] for record in records) for name in ("rows", "bad"))
+    rows, bad = sum(record.rows for record in records), sum(record.bad for record in records)
     if bad > (limit * rows if limit < 1 else limit):
         allowed = f"{100 * limit:g} %" if limit < 1 else f"{limit:g}"
         problem = f"{bad:,} of {rows:,} documents cannot be read; allowed: {allowed} (--max-bad-rows)"
         raise ConfigError([problem, *_bad_rows(job, records)])
 
 
-def _bad_rows(job: Job, records: list[dict[str, Any]]) -> list[str]:
+def _bad_rows(job: Job, records: list[PartRecord]) -> list[str]:
     """The first rows that could not be read, with file and line."""
-    examples = [example for record in records for example in record["examples"]][:EXAMPLES]
+    examples = [example for record in records for example in record.examples][:EXAMPLES]
     return [f"{e['file']}:{e['row']}: {e['text']}" for e in numbered(job, examples)]
 
 
@@ -91,7 +96,7 @@ def merge(
     if folder.exists():
         raise ConfigError(f"{folder}: exists; move it away and repeat the command, which goes on with {work}")
     if not (work / MANIFEST).exists():
-        records = [read_json(record_path(work, part)) for part in range(job.parts)]
+        records = [read_record(job, work, part) for part in range(job.parts)]
         check_inputs(job.files, work)
         check_bad_rows(job, records, limit)
         manifest = _manifest(job, records, tokenizer)
@@ -101,7 +106,7 @@ def merge(
             shutil.rmtree(work)  # its parts are of no use to another attempt, whose options must differ
             raise ConfigError(f"{', '.join(job.roots)}: no document is left to train on")
         replace_file(work / MANIFEST, json.dumps(manifest, indent=1).encode())
-    manifest = read_json(work / MANIFEST)
+    manifest = read_manifest(work)
     shards = [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]
     files = {e["file"] for shard in shards for e in (shard, shard["starts"], shard["mask"]) if e is not None}
     for path in work.iterdir():
@@ -130,17 +135,22 @@ def _check_shards(job: Job, work: Path, manifest: dict[str, Any]) -> None:
         raise ConfigError([*problems[:EXAMPLES], f"repeat the command, or its --part {again}"])
 
 
-def _manifest(job: Job, records: list[dict[str, Any]], tokenizer: Tokenizer) -> dict[str, Any]:
-    splits = {}
+def _manifest(job: Job, records: list[PartRecord], tokenizer: Tokenizer) -> dict[str, Any]:
+    splits: dict[str, dict[str, Any]] = {}
     for split in SPLITS:
-        shards = [record["shards"][split] for record in records if record["shards"][split]["tokens"]]
-        totals = {name: sum(shard[name] for shard in shards) for name in ("tokens", "documents")}
-        splits[split] = {**totals, "bytes": sum(record["text_bytes"][split] for record in records), "shards": shards}
-    fingerprints = [record["fingerprint"] for record in records]
+        shards = [record.shards[split] for record in records if record.shards[split]["tokens"]]
+        splits[split] = {
+            "tokens": sum(shard["tokens"] for shard in shards),
+            "documents": sum(shard["documents"] for shard in shards),
+            "bytes": sum(record.text_bytes[split] for record in records),
+            "shards": shards,
+        }
+    text_bytes = sum(split["bytes"] for split in splits.values())
+    fingerprints = [record.fingerprint for record in records]
     joined = hashlib.sha256("".join(fingerprints).encode()).hexdigest()
     report = FilterReport()
     for record in records:
-        report.add(FilterReport.from_json(record["report"]))
+        report.add(record.report)
     for dropped in report.rules.values():
         dropped.examples = numbered(job, dropped.examples)
     return {
@@ -149,13 +159,16 @@ def _manifest(job: Job, records: list[dict[str, Any]], tokenizer: Tokenizer) -> 
         "roots": list(job.roots),
         "python": platform.python_version(),
         "files": len(job.files),
-        "bytes": job.bytes if job.has_known_size else sum(split["bytes"] for split in splits.values()),
+        "bytes": job.bytes if job.has_known_size else text_bytes,
         "parts": job.parts,
         "fingerprint": fingerprints[0] if len(fingerprints) == 1 else joined,
         "tokenizer": {"file": tokenizer.path.name, "sha256": tokenizer.sha256, "size": tokenizer.size},
         "dtype": token_dtype(tokenizer.size).str,
-        "rows": {name: sum(record[name] for record in records) for name in ("rows", "bad")}
-        | {"examples": _bad_rows(job, records)},
+        "rows": {
+            "rows": sum(record.rows for record in records),
+            "bad": sum(record.bad for record in records),
+            "examples": _bad_rows(job, records),
+        },
         "filters": report.to_json(),
         "splits": splits,
     }

@@ -24,24 +24,19 @@ from titanlite.config.schema import ConfigError
 from titanlite.data.manifest import token_dtype
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.prepare.documents import BadRow, Document
-from titanlite.prepare.filter_report import FilterReport
+from titanlite.prepare.filter_report import Example, FilterReport
 from titanlite.prepare.filters import rejection
 from titanlite.prepare.inputs import check_inputs
-from titanlite.prepare.job import HOLDOUT, NO_FILTERS, Job, Piece, read_json
+from titanlite.prepare.job import HOLDOUT, NO_FILTERS, Job, Piece
 from titanlite.prepare.readers import read_documents
+from titanlite.prepare.records import SPLITS, read_record, record_path
 from titanlite.prepare.shard_writer import HashedFile, ShardWriter
 from titanlite.prepare.signatures import signature
 
 EXAMPLES = 5  # bad rows that are shown, of each part
 FILTERED, KEPT, DUPLICATE, HELD_OUT = range(4)  # what becomes of a document; HELD_OUT is kept before an equal KEPT one
-SPLITS = ("train", "validation")
 
 Progress = Callable[[int], Any]
-
-
-def record_path(work: Path, part: int, read: bool = False) -> Path:
-    """The record of a complete part: of its shards, or of its documents and signatures."""
-    return work / f"{'read' if read else 'part'}-{part:05d}.json"
 
 
 def signatures_path(work: Path, part: int) -> Path:
@@ -67,7 +62,7 @@ class Tally:
     def __init__(self, job: Job) -> None:
         self.job, self.rows, self.bad = job, 0, 0
         self._advanced = 0  # progress within the document that is being read
-        self.examples: list[dict[str, Any]] = []  # of bad rows; `row` is from 0 on in the piece from byte `begin` on
+        self.examples: list[Example] = []  # of bad rows
         self.report = FilterReport()
 
     def documents(self, part: int, tokenizer: Tokenizer, progress: Progress) -> Iterator[tuple[Piece, Document]]:
@@ -80,8 +75,9 @@ class Tally:
                     self.rows += 1
                     self.bad += 1
                     if len(self.examples) < EXAMPLES:
-                        place = {"file": piece.file.path, "row": found.row, "begin": piece.begin}
-                        self.examples.append({**place, "text": found.problem})
+                        self.examples.append(
+                            {"file": piece.file.path, "row": found.row, "begin": piece.begin, "text": found.problem}
+                        )
                 elif isinstance(found, Document):
                     self.rows += 1
                     yield piece, self._advancing(found, progress)
@@ -156,7 +152,7 @@ def tokenise_part(job: Job, work: Path, tokenizer: Tokenizer, part: int, progres
         raise
     record = tally.as_json()
     if verdicts is not None:  # the filters have been counted, when the signatures were made
-        report = FilterReport.from_json(read_json(record_path(work, part, read=True))["report"])
+        report = read_record(job, work, part, read=True).report
         report.add(tally.report)
         record["report"] = report.to_json()
     text_bytes = {split: writer.text_bytes for split, writer in writers.items()}

@@ -18,6 +18,7 @@ from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import ConfigError
 from titanlite.prepare.compressed import ROW, Allowance, ExpandsTooFar, damaged, decompression, open_file, unreadable
 from titanlite.prepare.documents import BYTE_ORDER_MARK, MAX_DOCUMENT, BadRow, Document, Skipped
+from titanlite.prepare.filter_report import Example
 from titanlite.prepare.job import File, Job, Piece
 from titanlite.prepare.parquet_reader import Table, UnreadableParquet, describe, installed, read_rows
 from titanlite.prepare.sources import HUB
@@ -244,12 +245,12 @@ def open_hub(spec: str) -> Any:
         raise ConfigError(f"{spec}: {type(error).__name__}: {(str(error) or '?').splitlines()[0]}") from None
 
 
-def numbered(job: Job, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def numbered(job: Job, examples: list[Example]) -> list[Example]:
     """Examples of rows with their number in the file in place of that in a piece, which begins at byte `begin`.
 
     Only for those that are shown, after all parts: the lines before a piece have to be read and counted.
     """
-    files, found = {file.path: file for file in job.files}, []
+    files, found = {file.path: file for file in job.files}, list[Example]()
     for example in examples:
         file, begin = files[example["file"]], example["begin"]
         row = first_row_number(job, Piece(file, begin, file.size)) + example["row"]

@@ -76,7 +76,8 @@ def sparkline(column: Column, width: int, blocks: bool = True) -> str:
     means = np.bincount(at, column.values, width) / np.maximum(counts, 1)
     low, high = means[counts > 0].min(), means[counts > 0].max()
     signs = BLOCKS if blocks else ASCII
-    heights = np.zeros(width) if high == low else (means - low) / (high - low) * (len(signs) - 1)
+    constant = high - low <= 1e-9 * max(abs(high), abs(low))  # sums of equal values differ in their last digits
+    heights = np.zeros(width) if constant else (means - low) / (high - low) * (len(signs) - 1)
     return "".join(signs[round(h)] if n else " " for h, n in zip(heights.tolist(), counts.tolist(), strict=True))
 
 

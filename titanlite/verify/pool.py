@@ -10,12 +10,14 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import pickle
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -49,6 +51,7 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
     gc.freeze()  # a collection would visit all that torch imported, and so copy the pages shared with the server
 
     torch.set_num_threads(1)
+    _share_no_progress_bars()
     sys.path[:], rank, world_size, store, function, arguments = connection.recv()
     outcome: Outcome
     try:
@@ -76,6 +79,17 @@ def _start_server() -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def _share_no_progress_bars() -> None:
+    """Gives tqdm a lock of this process alone.
+
+    Its default one has a named semaphore, which stays behind when a worker ends by `os._exit`. The compiler draws bars.
+    """
+    with contextlib.suppress(ImportError):
+        import tqdm
+
+        tqdm.tqdm.set_lock(threading.RLock())
 
 
 class Pool:

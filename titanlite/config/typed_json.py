@@ -1,0 +1,102 @@
+"""JSON files of ours as values of declared types: a file is checked once, where it is read, and never by its use.
+
+What it is: `typed(kind, value)` makes a dataclass, NamedTuple (from an array), TypedDict, list, tuple or dict of what
+`json.loads` returned. The annotations say what is valid: `Annotated[int, range(...)]` gives bounds, and
+`Annotated[str, re.compile(...)]` a pattern of the whole text.
+Why it is here: the file may be damaged, cut, or of another version. A value of another type would fail anywhere later,
+far from the file, and a number beyond its bounds would never end a loop.
+Why not a library: pydantic or msgspec would be a dependency of the core, for five small files.
+What it costs: about a microsecond per value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import types
+import typing
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin
+
+T = TypeVar("T")
+LARGEST = 1 << 63  # below it is every integer of a file
+Count: TypeAlias = Annotated[int, range(1 << 62)]
+Sha256: TypeAlias = Annotated[str, re.compile("[0-9a-f]{64}")]
+
+
+def typed(kind: type[T], value: Any) -> T:
+    """The value as `kind`. Raises ValueError with the place, what is expected there and what was found."""
+    result: T = _typed(kind, value, "")
+    return result
+
+
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin is Annotated:
+        return _bounded(_typed(arguments[0], value, where), arguments[1], where)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and types.NoneType in arguments:
+            return None
+        (kind,) = (argument for argument in arguments if argument is not types.NoneType)
+        return _typed(kind, value, where)
+    if origin in (list, tuple):  # a tuple[X, ...]
+        found = _expect(list, value, where)
+        return origin(_typed(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(found))
+    if origin is dict:
+        found = _expect(dict, value, where)
+        return {name: _typed(arguments[1], item, f"{where}.{name}") for name, item in found.items()}
+    if hasattr(kind, "_fields"):  # a NamedTuple
+        found = _expect(list, value, where)
+        if len(found) > len(kind._fields):
+            raise ValueError(f"{where.lstrip('.')}: expected {len(kind._fields)} items, found {len(found)}")
+        return kind(**_members(kind, dict(zip(kind._fields, found, strict=False)), where))
+    if dataclasses.is_dataclass(kind) or hasattr(kind, "__required_keys__"):
+        return kind(**_members(kind, _expect(dict, value, where), where))
+    return _expect(kind, value, where)
+
+
+def _members(kind: Any, found: dict[str, Any], where: str) -> dict[str, Any]:
+    """The members of a class. Those with a default may be absent."""
+    hints = _hints(kind)
+    if unknown := sorted(found.keys() - hints.keys()):
+        raise ValueError(f"{where}.{unknown[0]:.100}: is not known".lstrip("."))
+    if missing := [name for name in _required(kind) if name not in found]:
+        raise ValueError(f"{where}.{missing[0]}: is missing".lstrip("."))
+    return {name: _typed(hints[name], value, f"{where}.{name}") for name, value in found.items()}
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+@functools.cache
+def _required(kind: Any) -> list[str]:
+    if hasattr(kind, "_fields"):
+        return [name for name in kind._fields if name not in kind._field_defaults]
+    if not dataclasses.is_dataclass(kind):
+        return sorted(kind.__required_keys__)
+    none = dataclasses.MISSING
+    return [f.name for f in dataclasses.fields(kind) if f.default is none and f.default_factory is none]
+
+
+def _expect(kind: type, value: Any, where: str) -> Any:
+    """The value, if it is of this very type. A float may be written as an integer; a boolean is no number."""
+    place = where.lstrip(".") or "the file"
+    if type(value) not in ((int, float) if kind is float else (kind,)):
+        raise ValueError(f"{place}: expected {kind.__name__}, found {type(value).__name__}")
+    if type(value) is int and not -LARGEST <= value < LARGEST:
+        raise ValueError(f"{place}: expected an integer of 64 bits, found a larger one")
+    return value
+
+
+def _bounded(value: Any, bound: range | re.Pattern[str], where: str) -> Any:
+    if isinstance(bound, range):
+        valid, allowed = value in bound, f"{bound.start} to {bound.stop - 1}"
+    else:
+        valid, allowed = bound.fullmatch(value) is not None, f"a text as {bound.pattern}"
+    if not valid:
+        raise ValueError(f"{where.lstrip('.')}: expected {allowed}, found {value!r:.100}")
+    return value
