@@ -72,13 +72,17 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
 
 def _start_server() -> None:
     """Starts the process that the workers are forked from, unless it runs. By its environment it finds titanlite."""
-    before = dict(os.environ)
-    os.environ.update(interpreter.environment())
+    variables = interpreter.environment()
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         forkserver.ensure_running()
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _share_no_progress_bars() -> None:
