@@ -56,7 +56,7 @@ def similarity(one: str, other: str) -> float:
 
 
 def quality(documents: list[Document], folder: Path, threshold: float) -> dict[str, Any]:
-    """Recall of each kind of copy, and precision.
+    """Recall of each kind of copy, the share of which do not stay beside their original; and precision.
 
     Two precisions of what is dropped: the share of planted copies; and the share that is planted or really has the
     similarity of the threshold, because real text has near duplicates that were not planted.
@@ -68,7 +68,9 @@ def quality(documents: list[Document], folder: Path, threshold: float) -> dict[s
     found: dict[str, Any] = {"documents": len(documents)}
     for kind in KINDS:
         copies = [i for i, document in enumerate(documents) if document.kind == kind]
-        found[kind] = float(np.mean([first[i] == first[original[documents[i].origin]] for i in copies]))
+        originals = [original[documents[i].origin] for i in copies]
+        both_stay = [first[i] == i and first[o] == o for i, o in zip(copies, originals, strict=True)]
+        found[kind] = 1.0 - float(np.mean(both_stay))
     dropped = [(documents[i], documents[first[i]]) for i in range(len(documents)) if first[i] != i]
     right = [one.origin == other.origin for one, other in dropped]
     found["precision, planted"] = float(np.mean(right))
@@ -92,13 +94,14 @@ def pages(folder: Path, threshold: float, most: int = 4000) -> list[dict[str, An
         path.write_bytes(b"".join(map(signature, texts)))
         stays = find_duplicates([path], DuplicateConfig("near", threshold)).stays
         numbers = np.fromfile(path, RECORD)["minhash"]
-    similar = np.asarray([(numbers == row).mean(axis=1) >= threshold for row in numbers])
+    equal = np.stack([np.count_nonzero(numbers == row, axis=1) for row in numbers])
+    similar = equal >= threshold * NUM_HASHES
     component = np.arange(len(similar))
     while not np.array_equal(component, lower := np.where(similar, component, len(component)).min(axis=1)):
         component = lower
     rows = []
     for name, kept in (("as here", stays), ("connected components", component == np.arange(len(component)))):
-        with_similar = similar[:, kept].any(axis=1)
+        with_similar = np.count_nonzero(similar[:, kept], axis=1) > 0
         others = similar[np.ix_(kept, kept)].sum(axis=1) > 1
         rows.append(
             {
