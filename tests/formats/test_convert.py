@@ -500,10 +500,12 @@ def test_nothing_is_left_out_in_silence(tmp_path, capsys, tree, found):
 
 
 def test_a_shape_that_is_given_is_kept(steps, tmp_path):
+    """Where the source has none; tests/formats/test_same_model.py: what describes its model is not overridden."""
     (tmp_path / "model.json").write_text(dataclasses.replace(GROUPED, rope_theta=12345.0).to_json())
+    torch.save(dict(load_full_state(steps["grouped"])), tmp_path / "source.pt")
     for to in FORMATS:
         target = tmp_path / f"{to}{suffix(to)}"
-        convert(steps["grouped"], target, to, model=str(tmp_path / "model.json"), log=quiet)
+        convert(tmp_path / "source.pt", target, to, model=str(tmp_path / "model.json"), log=quiet)
         assert load_full_state(target).model.rope_theta == 12345.0, to
 
 
