@@ -157,7 +157,6 @@ TESTED_ELSEWHERE = {
     "formats/huggingface": "tests/formats/test_convert.py",
     "formats/load": "tests/formats/test_transformers.py, tests/formats/test_foreign.py",
     "formats/meta": "tests/formats/test_convert.py",
-    "formats/output_path": "tests/formats/test_convert.py",
     "formats/safetensors_files": "tests/formats/test_convert.py",
     "formats/stock": "tests/formats/test_foreign.py, tests/formats/test_foreign_hostile.py",
     "formats/targets": "tests/formats/test_convert.py",

@@ -424,28 +424,6 @@ def test_what_appears_while_the_output_is_written_is_kept(steps, tmp_path, monke
     assert not target.is_dir() or os.listdir(target) == (["mine"] if appear is add_file else [])
 
 
-@pytest.mark.usefixtures("renames")
-def test_a_file_added_after_the_last_check_is_kept_too(steps, tmp_path, monkeypatch):
-    target = tmp_path / "there"
-    convert(steps["grouped"], target, "hf", log=quiet)
-    check, calls = output_path._require_replaceable, []
-
-    def check_and_add(path, named):
-        check(path, named)
-        calls.append(path)
-        if len(calls) == 3:  # before the writing, under the lock, before the exchange
-            add_file(target)
-
-    monkeypatch.setattr(output_path, "_require_replaceable", check_and_add)
-    with pytest.raises(ConfigError, match="there: holds mine"):
-        convert(steps["scaled"], target, "hf", force=True, log=quiet)
-    assert len(calls) == 3
-    assert os.listdir(tmp_path) == ["there"]
-    assert (target / "mine").read_text() == "mine"
-    (target / "mine").unlink()
-    assert load_full_state(target).model == GROUPED
-
-
 def test_two_conversions_to_one_target_do_not_meet(steps, tmp_path):
     target = tmp_path / "there"
     with output_path.lock_target(target, tmp_path), pytest.raises(ConfigError, match="there: another conversion"):
@@ -522,10 +500,12 @@ def test_nothing_is_left_out_in_silence(tmp_path, capsys, tree, found):
 
 
 def test_a_shape_that_is_given_is_kept(steps, tmp_path):
+    """Where the source has none; tests/formats/test_same_model.py: what describes its model is not overridden."""
     (tmp_path / "model.json").write_text(dataclasses.replace(GROUPED, rope_theta=12345.0).to_json())
+    torch.save(dict(load_full_state(steps["grouped"])), tmp_path / "source.pt")
     for to in FORMATS:
         target = tmp_path / f"{to}{suffix(to)}"
-        convert(steps["grouped"], target, to, model=str(tmp_path / "model.json"), log=quiet)
+        convert(tmp_path / "source.pt", target, to, model=str(tmp_path / "model.json"), log=quiet)
         assert load_full_state(target).model.rope_theta == 12345.0, to
 
 

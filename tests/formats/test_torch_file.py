@@ -18,7 +18,7 @@ from model_builder import SMALL, small_model
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.schema import ConfigError
-from titanlite.formats import full_state
+from titanlite.formats import full_state, load
 from titanlite.formats.convert import convert, load_full_state
 from titanlite.formats.load import read_weights, require_intact
 
@@ -202,10 +202,12 @@ def read_on_all(folder: Path) -> str:
     """The error on this rank, which compares the CRC-32 of every second storage only."""
     os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "LOCAL_WORLD_SIZE": "2"}
     state = {name: torch.zeros(5) for name in ("a", "b", "c")}
-    try:
-        read_weights(folder / "a.pt", state, SMALL, b"")
-    except ConfigError as error:
-        return str(error)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "require_same_model", lambda *arguments: None)  # the file holds no model
+        try:
+            read_weights(folder / "a.pt", state, SMALL, b"")
+        except ConfigError as error:
+            return str(error)
     return ""
 
 

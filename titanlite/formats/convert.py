@@ -36,8 +36,9 @@ from titanlite.formats.detect import open_full_state
 from titanlite.formats.export import Export
 from titanlite.formats.full_state import FullState, FullTensor
 from titanlite.formats.huggingface_tokenizer import files_of
-from titanlite.formats.load import mismatches, require_intact
+from titanlite.formats.load import require_intact
 from titanlite.formats.output_path import lock_target, publish, remove, require_writable, temporary_path
+from titanlite.formats.same_model import differences, tensor_problems
 from titanlite.formats.targets import SHARDED, SUFFIXES, TARGETS, WITH_OTHERS, WITH_SCRATCH
 from titanlite.model.flavors import parameter_shapes
 
@@ -176,11 +177,7 @@ def _require_convertible(state: FullState, to: str, full: bool, force: bool) -> 
     if state.about.step == 0:
         logger.warning("%s: step 0: before any training, or weights of an unknown step", state.path)
     if to in ("titanlite", "hf", "llama", "gguf") or state.about.model:
-        shapes = parameter_shapes(state.model)
-        problems = mismatches(state, shapes)
-        problems += [f"{state.path}: {n!r} is not a parameter of this model" for n in state.tensors if n not in shapes]
-        if len(problems) > 9:
-            problems[8:] = [f"and {len(problems) - 8} more like these"]
+        problems = tensor_problems(state.path, state.tensors, parameter_shapes(state.model))
         if problems:
             raise ConfigError(problems)
     if not (content := state.about.tokenizer):
@@ -234,6 +231,9 @@ def _verify(export: Export, result: FullState, to: str) -> str:
 
     with progress_bar(result.nbytes(export.full), "comparing") as bar:
         problems = compare_tensors(state, result, rounded, export.full, bar.update)
+    if state.about.model and result.about.model:
+        found = differences(state.about.model, result.about.model)
+        problems += [f"{target}: {name} is {its}; expected {own}" for name, own, its in found]
     compared = f"verified: {len(export.model) + len(export.others)} tensors bit by bit"
     if not problems and state.about.model and not export.full:
         problem = compare_logits(state, target, to, result, rounded)

@@ -26,12 +26,23 @@ from titanlite.formats import huggingface, meta, stock
 from titanlite.formats.full_state import ORIGIN, About, FullState, FullTensor, Record, same_numbers
 from titanlite.formats.huggingface_tokenizer import content_of, tokenizer_in
 from titanlite.formats.safetensors_files import INDEX, read_folder, read_header
+from titanlite.formats.same_model import require_stated
 from titanlite.formats.torch_file import Tree, read_tree
 from titanlite.model.flavors import FLAVORS, LlamaConfig
 from titanlite.model.shape_file import from_json, sequence_length
 
 ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.")  # of the model's parameter names
-HUGGING_FACE = ("embed_tokens.", ".self_attn.", ".mlp.", "lm_head.")  # parts of their names that ours do not have
+OTHERS = {  # whose names -> parts of them, of which ours have none; the first that fits is named
+    "torchtune's": (".sa_norm.", ".mlp_norm.", ".attn.output_proj."),
+    "GPT-2's": ("transformer.h.", "transformer.wte.", ".attn.c_attn.", ".mlp.c_fc."),
+    "GPT-NeoX's": ("gpt_neox.",),
+    "Megatron's": (".self_attention.linear_", ".mlp.linear_fc"),
+    "Hugging Face's": ("embed_tokens.", ".self_attn.", ".mlp.", "lm_head."),
+}
+ADVICE = {
+    "torchtune's": "titanlite does not read them; have torchtune's FullModelHFCheckpointer save it for Hugging Face",
+    "Hugging Face's": "give a folder with config.json and safetensors files",
+}
 TRAINING = ("optimizer.", "schedule.", "data.", "progress.", "random.", "ema.", "noise_scale.")  # what else a run saves
 WEIGHTS = ("model", "ema")  # the two sets of weights that a run can save: its own, and their average
 READABLE = (
@@ -60,12 +71,20 @@ def open_full_state(path: Path, step: int | None = None, model: str = "", weight
     if weights == "ema":
         state = _averaged(state)
     if model:
-        state.about.model = read_model(model, state)
-    output, embedding = (state.tensors.get(name) for name in ("output.weight", "tok_embeddings.weight"))
-    tied = state.about.model is not None and state.about.model.tied_embeddings
-    if tied and output and embedding and same_numbers(output, embedding):
-        del state.tensors["output.weight"]  # one parameter, which state_dict() lists under both names
+        given = read_model(model, state)
+        if state.about.model:
+            require_stated(given, state.about.model, f"--model {model}", path)
+        state.about.model = given
+    if state.about.model and state.about.model.tied_embeddings:
+        drop_tied_output(state)
     return state
+
+
+def drop_tied_output(state: FullState) -> None:
+    """Removes the output of a tied model if it is its embedding: one parameter, which state_dict() lists twice."""
+    output, embedding = (state.tensors.get(name) for name in ("output.weight", "tok_embeddings.weight"))
+    if output and embedding and same_numbers(output, embedding):
+        del state.tensors["output.weight"]
 
 
 def _averaged(state: FullState) -> FullState:
@@ -158,7 +177,7 @@ def _open_step(path: Path, step: int | None) -> FullState:
     length = manifest.config.get("training", {}).get("seq_len", 0)
     about = About(
         "titanlite",
-        _model_of(folder / "model.json", small.get("model.json")),
+        model_of(folder / "model.json", small.get("model.json")),
         content_of(small),
         manifest.step,
         sequence_length(length),
@@ -171,13 +190,15 @@ def _open_step(path: Path, step: int | None) -> FullState:
     return FullState(folder, about, model, others)
 
 
-def _model_of(path: Path, content: bytes | None) -> LlamaConfig | None:
+def model_of(path: Path, content: bytes | None, within: str = "") -> LlamaConfig | None:
+    """The model that a model.json describes; `within`: where in the file it is. Raises CorruptCheckpoint."""
     if content is None:
         return None
     try:
         return from_json(content.decode())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path}: {error}") from None
+        what = f"its {within} is not titanlite's description of a model: " if within else ""
+        raise CorruptCheckpoint(f"{path}: {what}{type(error).__name__}: {error}") from None
 
 
 def _open_file(path: Path) -> FullState:
@@ -189,7 +210,8 @@ def _open_file(path: Path) -> FullState:
         return _of_tree(path, *read_tree(path))
     if path.suffix == ".safetensors":
         found, metadata = read_header(path)
-        about = About("safetensors", _model_of(path, metadata["model"].encode() if "model" in metadata else None))
+        shape = metadata["model"].encode() if "model" in metadata else None
+        about = About("safetensors", model_of(path, shape, "metadata entry 'model'"))
         _add_origin(about, metadata.get("titanlite", "{}"))
         return _named(path, found, about)
     raise ConfigError(
@@ -205,7 +227,7 @@ def _of_tree(path: Path, tree: Tree, records: list[Record]) -> FullState:
         if isinstance(tree.get(key), dict):
             flat = tree[key]
     if isinstance(shape := tree.get("model_config"), dict):
-        about.model = _model_of(path, json.dumps(shape, default=str).encode())
+        about.model = model_of(path, json.dumps(shape, default=str).encode(), "'model_config'")
     _add_origin(about, json.dumps({name: tree.get(name) for name in ("step", "seq_len")}, default=str))
     tokenizer = tree.get("tokenizer")
     if isinstance(tokenizer, FullTensor) and (tokenizer.dtype, len(tokenizer.shape)) == (torch.uint8, 1):
@@ -229,7 +251,7 @@ def _beside(folder: Path, form: str) -> About:
     content = {
         name: read_bounded(folder / name) if (folder / name).is_file() else None for name in ("model.json", ORIGIN)
     }
-    about = About(form, _model_of(folder / "model.json", content["model.json"]), tokenizer_in(folder))
+    about = About(form, model_of(folder / "model.json", content["model.json"]), tokenizer_in(folder))
     _add_origin(about, (content[ORIGIN] or b"{}").decode("utf-8", "replace"))
     return about
 
@@ -247,15 +269,15 @@ def _add_origin(about: About, text: str) -> None:
 def _named(path: Path, found: dict[str, FullTensor], about: About) -> FullState:
     """Separates parameters from training state, and removes the prefixes of wrappers and other trainers.
 
-    Raises ConfigError if two names become one, or names are Hugging Face's.
+    Raises ConfigError if two names become one, or names are those of other software.
     """
     plain = {name.replace("_orig_mod.", "").removeprefix("module."): tensor for name, tensor in found.items()}
     if len(plain) < len(found):
         raise ConfigError(f"{path}: has the same parameters twice, with and without the prefix of a wrapper")
-    if theirs := [name for name in plain if any(part in name for part in HUGGING_FACE)]:
-        raise ConfigError(
-            f"{path}: has Hugging Face's names ({theirs[0]!r}); give a folder with config.json and safetensors files"
-        )
+    for whose, marks in OTHERS.items():
+        if theirs := [name for name in plain if any(mark in name for mark in marks)]:
+            advice = ADVICE.get(whose, "titanlite reads Llama models, with its own, Meta's or Hugging Face's names")
+            raise ConfigError(f"{path}: has {whose} names ({theirs[0]!r}); {advice}")
     if plain and all(name.startswith(TRAINING) for name in plain):
         raise ConfigError(f"{path}: holds only training state; name the folder that also has the model's files")
     root, training, is_dcp = "", set[str](), about.format == "dcp"

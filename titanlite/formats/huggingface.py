@@ -17,7 +17,7 @@ from typing import Any
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.files import read_bounded
 from titanlite.config.schema import ConfigError
-from titanlite.formats.full_state import About, FullState, FullTensor
+from titanlite.formats.full_state import About, FullState, FullTensor, same_numbers
 from titanlite.formats.huggingface_tokenizer import read_tokenizer
 from titanlite.formats.safetensors_files import read_folder
 from titanlite.model.flavors import LlamaConfig, RopeScaling
@@ -105,10 +105,20 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
         "mlp_bias": (fields.get("mlp_bias", False), (False,)),
         "head_dim": (fields.get("head_dim") or dim // heads, (dim // heads,)),
         "rope_type": (kind, ("default", "llama3")),
+        "partial_rotary_factor": (rope.get("partial_rotary_factor", fields.get("partial_rotary_factor") or 1), (1,)),
+        "sliding_window": (fields.get("sliding_window"), (None,)),
+        "quantization_config": (fields.get("quantization_config"), (None,)),
+        "rope_parameters of a kind of layer": (
+            next((name for name, value in rope.items() if isinstance(value, dict)), None),
+            (None,),
+        ),
     }
     if wrong := {key: value for key, value in allowed.items() if value[0] not in value[1]}:
         raise ConfigError(
-            [f"{path}: {key} = {found!r}; allowed: {', '.join(map(repr, can))}" for key, (found, can) in wrong.items()]
+            [
+                f"{path}: {key} = {found!r:.200}; allowed: {', '.join(map(repr, can))}"
+                for key, (found, can) in wrong.items()
+            ]
         )
     scaling = None
     if kind == "llama3":
@@ -145,8 +155,9 @@ def open_folder(folder: Path) -> FullState:
         if tensor := theirs.pop(there, None):
             tensors[name] = dataclasses.replace(tensor, half_split=config.head_dim if is_permuted(name) else 0)
     left = {name: tensor for name, tensor in theirs.items() if not name.endswith("rotary_emb.inv_freq")}
-    if config.tied_embeddings:
-        left.pop("lm_head.weight", None)  # the embedding again
+    output, embedding = left.get("lm_head.weight"), tensors.get("tok_embeddings.weight")
+    if config.tied_embeddings and output and embedding and same_numbers(output, embedding):
+        del left["lm_head.weight"]
     length = fields.get("max_position_embeddings", 0)
     about = About("hf", config, read_tokenizer(folder), seq_len=sequence_length(length))
     return FullState(folder, about, tensors | left)

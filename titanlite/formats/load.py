@@ -11,32 +11,31 @@ from __future__ import annotations
 import bisect
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from titanlite.checkpoint.manifest import CorruptCheckpoint
+from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, Manifest
 from titanlite.checkpoint.manifest_reader import read_file, read_manifest
 from titanlite.checkpoint.plan import Part, local_parts
 from titanlite.checkpoint.read import find_step_folder, read_step, verify_files, verify_together
 from titanlite.checkpoint.state import ModelState
 from titanlite.checkpoint.storage import list_steps, step_folder
-from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import CheckpointConfig, ConfigError
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer_json import JSON_FILES, RANK_FILE
 from titanlite.distributed.agreement import PATIENT, broadcast_from_rank0, on_all_ranks
-from titanlite.formats.detect import is_step_folder, open_full_state
+from titanlite.formats.detect import drop_tied_output, is_step_folder, model_of, open_full_state
 from titanlite.formats.full_state import BLOCK, FullState, FullTensor, Record
 from titanlite.formats.huggingface_tokenizer import content_of
-from titanlite.model.flavors import LlamaConfig
+from titanlite.formats.same_model import Stored, mismatches, require_same_model, tensor_problems, without_tables
+from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.model.llama import Llama
 
 logger = logging.getLogger("titanlite")
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def require_intact(
@@ -100,7 +99,7 @@ def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
 def load_weights(config: CheckpointConfig, model: ModelState, llama: LlamaConfig, tokenizer: Tokenizer) -> None:
     """Replaces a new run's weights with those that `checkpoint.initial_load` names; all processes call it together.
 
-    Raises ConfigError if they are damaged, not finite or not of the model's shape.
+    Raises ConfigError if they are damaged, not finite or not those of the model.
     """
     weights = model.state_dict()
     origin = read_weights(Path(config.initial_load), weights, llama, tokenizer.content)
@@ -112,7 +111,7 @@ def read_weights(path: Path, state: dict[str, Any], model: LlamaConfig, tokenize
     """Fills `state` (parameter name -> tensor or DTensor) from a checkpoint of any format, of a run from its newest.
 
     All processes call it together, in any layout, and each reads its own rows; returns the path. Raises ConfigError if
-    the checkpoint is damaged, not finite or not of `model`'s shape.
+    the checkpoint is damaged, not finite or of another model than `model`.
     """
     if not broadcast_from_rank0(lambda: is_step_folder(path)):
         full = on_all_ranks(lambda: open_full_state(path), PATIENT)
@@ -130,6 +129,7 @@ def read_weights(path: Path, state: dict[str, Any], model: LlamaConfig, tokenize
         raise CorruptCheckpoint([*error.problems, _other_steps(folder)]) from None
     if not manifest.finite:
         raise ConfigError(f"{folder}: holds NaN or infinity; choose another step")
+    on_all_ranks(lambda: _require_same_model(folder, manifest, model), PATIENT)
     names = [name for name in (RANK_FILE, *JSON_FILES) if name in manifest.files]
     saved = content_of(on_all_ranks(lambda: {name: read_file(folder, manifest, name) for name in names}))
     _compare_tokenizers(folder, saved, tokenizer)
@@ -150,14 +150,22 @@ def _compare_tokenizers(path: Path, saved: bytes | None, tokenizer: bytes) -> No
 
 
 def _fill(full: FullState, state: dict[str, Any], model: LlamaConfig) -> None:
-    if (there := full.about.model) is not None:
-        heads = [(name, getattr(there, name), getattr(model, name)) for name in ("num_heads", "num_kv_heads")]
-        if wrong := [f"model.{name} = {own}, and {its} in {full.path}" for name, its, own in heads if its != own]:
-            raise ConfigError(wrong)
-        for name in ("rope_theta", "rope_scaling", "norm_eps"):
-            if (its := getattr(there, name)) != (own := getattr(model, name)):
-                logger.warning("%s: was trained with %s = %s; this model has %s", full.path, name, its, own)
+    if full.about.model is None and model.tied_embeddings:
+        drop_tied_output(full)
+    require_same_model(full.path, full.about.model, full.tensors, model)
     fill(full, state)
+
+
+def _require_same_model(folder: Path, manifest: Manifest, model: LlamaConfig) -> None:
+    """Of a step folder, by its manifest alone: its shards may be many."""
+    name = "model.json"
+    stated = model_of(folder / name, read_file(folder, manifest, name)) if name in manifest.files else None
+    tensors = {
+        name.removeprefix("model."): Stored(DTYPES[entry.dtype], entry.shape)
+        for name, entry in manifest.tensors.items()
+        if name.startswith("model.")
+    }
+    require_same_model(folder, stated, tensors, model)
 
 
 def _other_steps(folder: Path) -> str:
@@ -171,11 +179,10 @@ def load_model(full: FullState, device: torch.device, seq_len: int) -> Llama:
     # Before layers are built from a number that may be wrong
     if f"layers.{config.num_layers - 1}.attention.wq.weight" not in full.tensors:
         raise CorruptCheckpoint(f"{full.path}: describes {config.num_layers} layers, and holds fewer")
+    if problems := tensor_problems(full.path, without_tables(full.tensors), parameter_shapes(config)):
+        raise CorruptCheckpoint(problems)  # before memory is allocated for what model.json says
     with torch.device("meta"):
         model = Llama(config, seq_len)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if problems := mismatches(full, shapes):  # before memory is allocated for what model.json says
-        raise CorruptCheckpoint(problems)
     model.to_empty(device=device)
     model.reset_rope(device)
     fill(full, model.state_dict())
@@ -188,7 +195,8 @@ def fill(full: FullState, state: dict[str, Any]) -> None:
     Raises ConfigError with everything that does not fit, before anything is filled; CorruptCheckpoint if a file is
     incomplete.
     """
-    if problems := mismatches(full, {name: tuple(tensor.shape) for name, tensor in state.items()}):
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if problems := mismatches(full.path, full.tensors, shapes):
         raise ConfigError(problems)
     converted = {f"{full.tensors[name].dtype} -> {tensor.dtype}" for name, tensor in state.items()}
     logger.debug("%s: %d tensors, %s", full.path, len(state), ", ".join(sorted(converted)))
@@ -210,22 +218,3 @@ def _read_rows(source: FullTensor, part: Part) -> None:
         for start in range(0, height, rows):
             stop = min(start + rows, height)
             target[start:stop] = source.read(top + start, top + stop)[(slice(None), *sides)]
-
-
-def mismatches(full: FullState, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Missing names with the nearest one there is, other shapes, and dtypes that are not floating point."""
-    problems, missing = [], 0
-    unknown = {name: tensor.shape for name, tensor in full.tensors.items() if name not in shapes and len(name) < 200}
-    for name, shape in shapes.items():
-        if (tensor := full.tensors.get(name)) is None:
-            missing += 1
-            if missing <= 8:
-                near = [other for other in unknown if unknown[other] == shape]
-                problems.append(f"{full.path}: has no {name!r}{suggestion(name, near[:500])}")
-        elif tensor.shape != shape:
-            problems.append(f"{full.path}: {name!r} is {tensor.shape}; the model's is {shape}")
-        elif tensor.dtype not in FLOATS:
-            problems.append(f"{full.path}: {name!r} is {tensor.dtype}; allowed: {', '.join(map(str, FLOATS))}")
-    if missing > 8:
-        problems.append(f"{full.path}: lacks {missing - 8} more of the model's {len(shapes)} parameters")
-    return problems

@@ -3,7 +3,8 @@
 What it is: which targets may be replaced, the temporary names, the rename. A conversion holds the lock of its target,
 so what others have left beside it is of killed ones, and is removed. Nothing is replaced without `--force`, also not
 what appears while the output is written. With `--force` the two are exchanged in one operation, then what was there is
-checked again and removed, so a kill at any moment leaves one of them under the target's name.
+checked again and removed, so a kill at any moment leaves one of them under the target's name. Files are removed one by
+one, by the names that were checked: what another program has added meanwhile is kept, and its place is logged.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +30,7 @@ REPLACEABLE = re.compile(  # names of files that a conversion, or a run's checkp
     r"|(manifest|config|generation_config|params|model|data|excluded|titanlite|tokenizer|tokenizer_config)\.json"
     r"|special_tokens_map\.json|config\.toml|tokenizer\.model"
 )
+PARTIAL = re.compile(r"scratch\.titanlite-tmp-[0-9a-f]{8}|\.metadata\.tmp")  # and of those that it removes itself
 
 
 def require_writable(source: Path, target: Path, force: bool) -> None:
@@ -44,8 +45,8 @@ def require_writable(source: Path, target: Path, force: bool) -> None:
     _require_replaceable(target, target)
 
 
-def _require_replaceable(path: Path, target: Path) -> None:
-    """Raises ConfigError if `path`, which is or was at the target, may not be deleted."""
+def _require_replaceable(path: Path, target: Path) -> list[str]:
+    """The names in `path`, which is or was at the target. Raises ConfigError if it may not be deleted."""
     if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
         raise ConfigError(f"{target}: is a link or a device; --force replaces files and folders only")
     content = sorted(path.iterdir()) if path.is_dir() else []
@@ -54,6 +55,7 @@ def _require_replaceable(path: Path, target: Path) -> None:
             f"{target}: holds {', '.join(others[:3])}; --force replaces only folders whose files convert could have "
             "written"
         )
+    return [inner.name for inner in content]
 
 
 @contextlib.contextmanager
@@ -128,10 +130,21 @@ def publish(temporary: Path, target: Path, force: bool) -> None:
 
 def _rename_to_new(path: Path, target: Path) -> None:
     """Raises FileExistsError if there is something at the target."""
-    if not _renameat2(path, target, RENAME_NOREPLACE):
-        if os.path.lexists(target):
-            raise FileExistsError(target)
-        path.rename(target)
+    if _renameat2(path, target, RENAME_NOREPLACE):
+        return
+    if os.path.lexists(target):
+        raise FileExistsError(target)
+    if path.is_dir() and not path.is_symlink():
+        path.rename(target)  # fails if a file, a link or a folder with files has appeared meanwhile
+        return
+    try:
+        os.link(path, target, follow_symlinks=False)  # a rename would replace a file that has appeared meanwhile
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        path.rename(target)  # the file system has no links
+    else:
+        path.unlink()
 
 
 def _replace(temporary: Path, target: Path) -> None:
@@ -143,21 +156,34 @@ def _replace(temporary: Path, target: Path) -> None:
     else:  # in two steps: a kill between them leaves the old copy under the other name, which the next one gives back
         target.rename(old)
         try:
-            temporary.rename(target)
+            _rename_to_new(temporary, target)
         except BaseException:  # also a signal
-            _rename_to_new(old, target)
+            if os.path.lexists(temporary):
+                _put_back(old, target)
             raise
     try:
-        _require_replaceable(old, target)  # files may have been added since the first check
+        names = _require_replaceable(old, target)  # files may have been added since the first check
         sync_folder(target.parent)  # otherwise a power failure could undo the exchange, but not the removal of files
     except (ConfigError, OSError):
         if exchanged:
             _renameat2(temporary, target, RENAME_EXCHANGE)
         else:
             target.rename(temporary)
-            old.rename(target)
+            _put_back(old, target)
         raise
-    remove(old)
+    remove(old, names)
+
+
+def _put_back(old: Path, target: Path) -> None:
+    """Gives what was at the target its name again. Raises ConfigError with its new place if the name is taken."""
+    try:
+        _rename_to_new(old, target)
+    except OSError:
+        if not os.path.lexists(target):
+            raise
+        raise ConfigError(
+            f"{target}: appeared while it was replaced, and stays; what was there before is {old}"
+        ) from None
 
 
 def _renameat2(path: Path, target: Path, flag: int) -> bool:
@@ -173,10 +199,35 @@ def _renameat2(path: Path, target: Path, flag: int) -> bool:
     raise OSError(number, os.strerror(number), str(target))
 
 
-def remove(path: Path) -> None:
-    """Removes a file or a folder, if it is there. What cannot be removed stays, and the next conversion tries again."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+def remove(path: Path, names: list[str] | None = None) -> None:
+    """Removes what a conversion has written or replaced, if it is there: a file, or `names` in a folder and the folder.
+
+    `names`: those that were checked; None: all that a conversion could have written. Whatever else is there, because
+    another program has added it, is kept, and its place is logged. What cannot be removed stays, and the next
+    conversion tries again.
+    """
+    try:
+        if path.is_file() and not path.is_symlink():
+            path.unlink()
+            return
+        if path.is_dir() and not path.is_symlink():
+            found = os.listdir(path) if names is None else names
+            removable = [name for name in found if REPLACEABLE.fullmatch(name) or PARTIAL.fullmatch(name)]
+            for name in removable:
+                with contextlib.suppress(OSError):
+                    (path / name).unlink()
+            with contextlib.suppress(OSError):
+                path.rmdir()
+                return
+            if not set(os.listdir(path)) - set(removable):
+                return
+        elif not os.path.lexists(path):
+            return
+        kept = path.with_name(re.sub(r"\.titanlite-(tmp|old)-", ".titanlite-kept-", path.name))
+        path.rename(kept)  # a name that no later conversion removes
+    except OSError as error:
+        if os.path.lexists(path):
+            logger.warning("%s: %s while removing it", path, error.strerror or error)
+        return
+    held = f"{', '.join(sorted(os.listdir(kept))[:3])} in " if kept.is_dir() else ""
+    logger.warning("%s%s: added while it was replaced, and kept; delete it if you do not need it", held, kept)
