@@ -12,7 +12,7 @@ this way it is 49 %, and each has (`benchmarks/duplicates.py --pages`).
 What it finds: a pair is a candidate with probability 1 - (1 - J^5)^32: 0.81 at J = 0.55, 0.92 at 0.6, 0.997 at 0.7.
 Documents with fewer than 160 distinct shingles (about 170 bytes of text) are compared for equality only: in one short
 sentence a different word is a different statement.
-What it costs: the signatures stay in files. Memory is about 150 bytes per document and 8 per similar pair: 4 bands are
+What it costs: the signatures stay in files. Memory is about 200 bytes per document and 60 per similar pair: 4 bands are
 read at a time and sorted. A document is compared with the first and the previous document that have the same band, not
 with all, so the work is proportional to the number of documents even where thousands have a band in common. As these
 two may be dropped themselves, the search is repeated among the documents that stay, until it finds no more.

@@ -6,7 +6,8 @@ starts with this file as its program, knows no folder but those of Python and py
 Why it is here: a page of a few bytes can stand for gigabytes, and what the file says of its own sizes need not be true.
 Within a process, pyarrow has no limit of memory, and an allocation that fails is not always an error but sometimes the
 end of the process.
-What it costs: 0.15 s for the process, and one more copy of the text. `benchmarks/results` has the speed.
+What it costs: 0.15 s for the process. 200 MB of rows take 1.5 CPU seconds, in place of 0.8 without the process;
+tokenising them takes 28.
 """
 
 from __future__ import annotations
