@@ -35,9 +35,9 @@ PACKAGES = {
 }
 
 # What pip installs as the command `titanlite`.
-SCRIPT = "import sys\nfrom titanlite.cli.main import main\nsys.exit(main())\n"
+SCRIPT = "import sys\nfrom titanlite.cli.main import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 # The same with parts of a few kilobytes, so that little data gives work to several workers.
-SMALL_PARTS = SCRIPT.replace("sys.exit", "from titanlite.prepare import job\njob.PART = 4096\nsys.exit")
+SMALL_PARTS = SCRIPT.replace("    sys", "    from titanlite.prepare import job\n    job.PART = 4096\n    sys")
 # A pool's worker, as Python 3.10 starts it: it does not know the variable
 FORK_SERVER = """
 from titanlite.config import interpreter
