@@ -42,6 +42,7 @@ from fuzz_readers import READERS, Reader  # noqa: E402
 
 from titanlite.config.schema import ConfigError  # noqa: E402
 from titanlite.formats import pickle_reader  # noqa: E402
+from titanlite.prepare import parquet_reader  # noqa: E402
 
 CORPUS = ROOT / "tests/corpus"
 SECONDS, MEMORY, LINE = 10, 1 << 30, 3000  # limits of one execution: time, bytes beyond those at the start, characters
@@ -76,6 +77,7 @@ def corpus(reader: str) -> list[bytes]:
 
 
 RUNS = ("pickle.find_class", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.connect")
+LIMITED = (pickle_reader.__file__, parquet_reader.__file__)  # programs of processes with limits, which may be started
 CHANGES = tuple(f"os.{name}" for name in ("remove", "rename", "mkdir", "rmdir", "link", "symlink", "truncate", "chmod"))
 EVALUATES = ("typing", "dataclasses", "collections")  # annotations, and the methods of classes
 READABLE = (sys.prefix, sys.base_prefix, f"{ROOT}/titanlite", f"{ROOT}/train_configs", "/proc", os.devnull)
@@ -121,7 +123,7 @@ class Child:
             named = self.name in ("command line", "TOML", "job.json", "job.json, all parts") or type(place) is int
             if not named and not place.startswith(allowed):
                 self.events.append(f"{event} outside the folder: {ascii(place)[1:-1][:200]}")
-        elif event in RUNS and not (event == "subprocess.Popen" and pickle_reader.__file__ in arguments[1]):
+        elif event in RUNS and not (event == "subprocess.Popen" and set(LIMITED) & set(arguments[1])):
             self.events.append(event)
 
     def trace(self, frame: Any, event: str, argument: Any) -> Any:

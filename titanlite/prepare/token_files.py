@@ -75,6 +75,8 @@ def token_layout(path: str, size: int, tokenizer: Tokenizer) -> Layout:
     offset = 0
     dtype: np.dtype[Any] = np.dtype("<u2")
     if len(start) and int(start[0]) in LLMC:
+        if size < LLMC_HEADER:
+            raise ConfigError(f"{path}: {size} bytes, fewer than its header of {LLMC_HEADER}; it is truncated")
         offset, dtype = LLMC_HEADER, np.dtype(LLMC[int(start[0])])
         if size - offset != int(start[2]) * dtype.itemsize:
             found = (size - offset) // dtype.itemsize
