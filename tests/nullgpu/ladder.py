@@ -40,7 +40,11 @@ def main() -> int:
             llama = resolve_flavor(case.config.model, tokenizer.size)
             if reason_not_fitting(case, llama):
                 continue
-            on_cpu = dataclasses.replace(case.config, run=dataclasses.replace(case.config.run, device="cpu"))
+            on_cpu = dataclasses.replace(
+                case.config,
+                run=dataclasses.replace(case.config.run, device="cpu"),
+                float8=dataclasses.replace(case.config.float8, emulate=True),
+            )
             began, error = time.monotonic(), ""
             try:
                 cpu.run(1, reference, on_cpu, llama, path, timeout=300)

@@ -49,8 +49,8 @@ RUNS = {
     "cp": (2, ["--parallel.cp=2"]),
     "ring": (2, ["--parallel.cp=2", "--parallel.cp_method=ring"]),
     "1F1B": (2, ["--parallel.pp=2"]),
-    "Interleaved1F1B": (2, ["--parallel.pp=2", "--parallel.pp_schedule=Interleaved1F1B"]),
-    "ZBVZeroBubble": (2, ["--parallel.pp=2", "--parallel.pp_schedule=ZBVZeroBubble"]),
+    "Interleaved1F1B": (2, ["--parallel.pp=2", "--parallel.pp_schedule=Interleaved1F1B", "--model.num_layers=4"]),
+    "ZBVZeroBubble": (2, ["--parallel.pp=2", "--parallel.pp_schedule=ZBVZeroBubble", "--model.num_layers=4"]),
     "async tp": (2, ["--parallel.tp=2", "--parallel.async_tp", "--compile.enabled=true"]),
 }
 
