@@ -121,7 +121,7 @@ def set_activation_memory_budget(budget: float) -> None:
     """
     import torch._functorch.config
 
-    if budget < 1 and torch.__version__ < (2, 13):
+    if budget < 1 and torch.__version__ < "2.13":  # compared as versions
         count_grouped_attention()
     functorch: Any = torch._functorch.config
     functorch.activation_memory_budget = budget
@@ -163,7 +163,7 @@ OVERLAP_TENSOR_PARALLEL: dict[str, Any] = {"_micro_pipeline_tp": True}
 def use_symmetric_memory(group: ProcessGroup) -> None:
     """Without this deprecated call the compiler does not overlap the communication of a group (pytorch#193027).
 
-    Read in the sources of 2.11 and 2.13; not run, since it needs several GPUs.
+    Run on 2.11 and 2.13, on a GPU that computes nothing (tests/nullgpu).
     """
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -175,7 +175,8 @@ def use_symmetric_memory(group: ProcessGroup) -> None:
 def set_ring_rotation(method: str) -> None:
     """How `context_parallel` moves keys and values: `alltoall` one step at a time, `allgather` all at once (default).
 
-    Experimental upstream (pytorch#142093). Imported on 2.11, 2.13 and 2.15; not run, since it needs CUDA.
+    Experimental upstream (pytorch#142093). Imported on 2.11, 2.13 and 2.15; run on 2.11 and 2.13 on
+    a GPU that computes nothing (tests/nullgpu).
     """
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
