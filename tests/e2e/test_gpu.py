@@ -33,6 +33,20 @@ def pool():
     return Pool(["train", "tomllib", "pytest"], device="cuda")
 
 
+# Fixtures, not `skipif`: the workers of the pool import this file, and asking for the capability starts CUDA's
+# allocator, before `open_device` has set its options.
+@pytest.fixture
+def products_in_8_bits():
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no 8-bit products here")
+
+
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("cuDNN's attention may not be there")
+
+
 def test_bf16_on_the_gpu_follows_fp32_on_the_cpu(pool, arguments, tmp_path):
     """Initial weights differ between the devices' generators, so curves are compared by what they reach."""
     run = [*arguments, "--training.steps=30", "--optimizer.lr=1e-2"]
@@ -42,10 +56,10 @@ def test_bf16_on_the_gpu_follows_fp32_on_the_cpu(pool, arguments, tmp_path):
     assert all(row["mfu"] is None or 0 < row["mfu"] < 100 for row in rows(tmp_path / "gpu") if "mfu" in row)
 
 
-@pytest.mark.parametrize("options", [[], ["--data.document_mask", "--model.dim=64"]], ids=["", "documents"])
-def test_samples_during_training(pool, arguments, tmp_path, options):
+@pytest.mark.parametrize("more", [[], ["--data.document_mask", "--model.dim=64"]], ids=["", "documents"])
+def test_samples_during_training(pool, arguments, tmp_path, more):
     """Texts at each validation, and the losses of a run without them, bit by bit."""
-    run = [*arguments, *options, "--run.device=cuda", "--debug.deterministic"]
+    run = [*arguments, *more, "--run.device=cuda", "--debug.deterministic"]
     prompts = ['--validation.prompts=["def ", "x"]', "--validation.prompt_tokens=8"]
     assert pool.run(1, train_run, [*run, "--run.name=without"], timeout=120) == [0]
     assert pool.run(1, train_run, [*run, *prompts, "--run.name=with"], timeout=120) == [0]
@@ -62,9 +76,7 @@ OPTIONS = [
 ]
 OPTIONS += ["loss.num_chunks=3"]
 COMPILED = pytest.mark.parametrize("compiled", ["auto", "false"])
-needs_float8 = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no 8-bit products here"
-)
+needs_float8 = pytest.mark.usefixtures("products_in_8_bits")
 
 
 DOCUMENTS = ["--data.document_mask", "--model.dim=64"]  # heads of 16 numbers, which FlexAttention supports
@@ -122,9 +134,7 @@ def test_float8_follows_bf16(pool, arguments, tmp_path, compiled):
         assert curve(tmp_path / "float8")[step][0] == pytest.approx(loss, rel=2e-2)
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="cuDNN's may not be there"
-)
+@pytest.mark.usefixtures("hopper")
 def test_cudnn_computes_attention_on_hopper():
     device = torch.device("cuda")
     assert attention_kernel(FLAVORS["llama3_1b"], 4096, torch.bfloat16, device) == "cudnn"
@@ -302,7 +312,7 @@ def run_that_may_not_wait(arguments: list[str]) -> int:
 
 
 @COMPILED
-@pytest.mark.parametrize("options", [[], DOCUMENTS, GUARDED], ids=["plain", "documents", "guarded"])
-def test_a_step_that_is_not_logged_does_not_wait_for_the_gpu(pool, arguments, compiled, options):
+@pytest.mark.parametrize("more", [[], DOCUMENTS, GUARDED], ids=["plain", "documents", "guarded"])
+def test_a_step_that_is_not_logged_does_not_wait_for_the_gpu(pool, arguments, compiled, more):
     quiet = ["--run.device=cuda", "--metrics.log_freq=5", "--validation.freq=0", f"--compile.enabled={compiled}"]
-    assert pool.run(1, run_that_may_not_wait, [*arguments, *quiet, *options], timeout=300) == [0]
+    assert pool.run(1, run_that_may_not_wait, [*arguments, *quiet, *more], timeout=300) == [0]

@@ -7,8 +7,11 @@ import random
 
 import pytest
 import torch
-from model_builder import EVEN, small_model
+import torch.distributed as dist
+from model_builder import EVEN, build_stages, small_model
 
+from titanlite.config.schema import PP_SCHEDULES
+from titanlite.data.stream import Batch
 from titanlite.model.flavors import FLAVORS
 from titanlite.model.llama import Llama
 from titanlite.parallel.pipeline_parallel import balanced_split, stage_indices, stage_modules
@@ -63,3 +66,32 @@ def test_stages_go_round_or_in_a_v():
     assert [stage_indices(rank, 2, 3, "Interleaved1F1B") for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
     assert [stage_indices(rank, 2, 2, "ZBVZeroBubble") for rank in range(2)] == [[0, 3], [1, 2]]
     assert [stage_indices(rank, 2, 2, "DualPipeV") for rank in range(2)] == [[0, 3], [1, 2]]
+
+
+def train_without_objects(schedules: list[str]) -> list[float]:
+    """A validation and a step in each schedule, in which no stage may send an object and each first message says no."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a stage sends or receives a pickled object")
+
+    receive = dist.recv
+
+    def receive_a_zero(tensor, *args, **kwargs):
+        receive(tensor, *args, **kwargs)
+        tensor.zero_()
+
+    dist.send_object_list = dist.recv_object_list = refuse
+    dist.recv = receive_a_zero
+    tokens = torch.randint(104, (4, 17), generator=torch.Generator().manual_seed(1))
+    batch, losses = Batch(tokens[:, :-1], tokens[:, 1:]), []
+    for schedule, dtype in itertools.product(schedules, ("float32", "bfloat16")):
+        layout = {"pp": 2, "pp_schedule": schedule}
+        stages = build_stages(layout, llama=EVEN, local_batch_size=4, compute_dtype=dtype)
+        losses += [float(stages.evaluate(batch)) / 64, float(stages.forward_backward(batch, torch.tensor(64)))]
+    return losses
+
+
+def test_stages_unpickle_nothing(pool):
+    """The shapes of what they send are given to them; no message can make them ask each other for objects."""
+    first, second = pool.run(2, train_without_objects, list(PP_SCHEDULES))
+    assert [a + b for a, b in zip(first, second, strict=True)] == pytest.approx([first[-1]] * len(first), rel=1e-2)

@@ -121,10 +121,37 @@ def set_activation_memory_budget(budget: float) -> None:
     """
     import torch._functorch.config
 
+    if budget < 1 and torch.__version__ < "2.13":  # compared as versions
+        count_grouped_attention()
     functorch: Any = torch._functorch.config
     functorch.activation_memory_budget = budget
     if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):
         functorch.unsafe_treat_script_objects_as_zero_size = budget < 1
+
+
+def count_grouped_attention() -> None:
+    """Gives torch formulas for the FLOPs of attention in which query heads share key/value heads.
+
+    With a memory budget the partitioner weighs each operator by its FLOPs. The formulas of torch 2.11 raise an
+    AssertionError for these heads on GPUs (pytorch#177188, in 2.13). torch has no public way to replace a formula:
+    `register_flop_formula` refuses a second one, so the first is removed. Checked: 2.11, 2.13.
+    """
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+    def forward(q: Any, k: Any, v: Any, *args: Any, **rest: Any) -> int:
+        batch, heads, queries, width = q  # (B, H, Sq, Dh)
+        return int(2 * batch * heads * queries * k[2] * (width + v[3]))  # scores, then their products with values
+
+    def backward(grad: Any, q: Any, k: Any, v: Any, *args: Any, **rest: Any) -> int:
+        batch, heads, queries, width = q
+        # of width Dh: scores once more, the gradients of q and k; of the values' width: those of scores and v
+        return int(2 * batch * heads * queries * k[2] * (3 * width + 2 * v[3]))
+
+    for kernel in ("flash", "efficient", "cudnn"):
+        for suffix, formula in (("", forward), ("_backward", backward)):
+            operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{suffix}")
+            flop_registry.pop(operator, None)
+            register_flop_formula(operator)(formula)
 
 
 # Option of inductor: it splits matmuls to overlap them with tensor parallel's communication (arXiv 2105.05720). Only
@@ -136,7 +163,7 @@ OVERLAP_TENSOR_PARALLEL: dict[str, Any] = {"_micro_pipeline_tp": True}
 def use_symmetric_memory(group: ProcessGroup) -> None:
     """Without this deprecated call the compiler does not overlap the communication of a group (pytorch#193027).
 
-    Read in the sources of 2.11 and 2.13; not run, since it needs several GPUs.
+    Run on 2.11 and 2.13, on a GPU that computes nothing (tests/nullgpu).
     """
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -148,7 +175,8 @@ def use_symmetric_memory(group: ProcessGroup) -> None:
 def set_ring_rotation(method: str) -> None:
     """How `context_parallel` moves keys and values: `alltoall` one step at a time, `allgather` all at once (default).
 
-    Experimental upstream (pytorch#142093). Imported on 2.11, 2.13 and 2.15; not run, since it needs CUDA.
+    Experimental upstream (pytorch#142093). Imported on 2.11, 2.13 and 2.15; run on 2.11 and 2.13 on
+    a GPU that computes nothing (tests/nullgpu).
     """
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
@@ -174,12 +202,18 @@ def num_compiled_graphs() -> int:
 
 @functools.cache
 def pipeline_stage_class() -> Any:
-    """`PipelineStage` for schedules in which two neighbouring stages share a process, as where a V turns.
+    """`PipelineStage` that works in every schedule, and never unpickles what another stage sends.
 
-    torch's own fails there. In 2.11 stages exchange a first message with their neighbours, and gloo cannot send one to
-    the process itself; 2.13 no longer calls that method, and 2.15 no longer has it. In 2.11 to 2.15 `eval`,
-    which runs forwards only, still passes gradients to the neighbour. A function, because the import of
-    `torch.distributed.pipelining` takes half a second. Checked: 2.11, 2.13, 2.15.
+    torch's own fails where two neighbouring stages share a process, as where a V turns. In 2.11 stages exchange a first
+    message with their neighbours, and gloo cannot send one to the process itself; 2.13 no longer calls that method, and
+    2.15 no longer has it. In 2.11 to 2.15 `eval`, which runs forwards only, still passes gradients to the neighbour.
+
+    From 2.13 on stages vote by messages whether all were given the shapes of their inputs and outputs. If a message
+    says no, they send each other pickled objects. Here all have them (2.11 then unpickles nothing), so the vote is
+    held, for it connects the neighbours, and its outcome is not used: each stage passes on a yes on its device, as NCCL
+    needs it, and reads one on the CPU, for which the host need not wait.
+
+    A function, because the import of `torch.distributed.pipelining` takes half a second. Checked: 2.11, 2.13, 2.15.
     """
     from torch.distributed import P2POp
     from torch.distributed.pipelining import PipelineStage
@@ -187,6 +221,10 @@ def pipeline_stage_class() -> Any:
     class Stage(PipelineStage):
         def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
             return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+        def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+            super()._warmup_backward_result(torch.ones(1, dtype=torch.int32, device=self.device))
+            return torch.ones(1, dtype=torch.int32)
 
         def get_local_bwd_output(self, mb_index: int) -> Any:
             return super().get_local_bwd_output(mb_index) if self.has_backward else ()
