@@ -74,14 +74,20 @@ def train_without_objects(schedules: list[str]) -> list[float]:
     def refuse(*args, **kwargs):
         raise AssertionError("a stage sends or receives a pickled object")
 
-    receive = dist.recv
+    receive, all_reduce = dist.recv, dist.all_reduce
 
     def receive_a_zero(tensor, *args, **kwargs):
         receive(tensor, *args, **kwargs)
         tensor.zero_()
 
+    def vote_no(tensor, *args, **kwargs):
+        all_reduce(tensor, *args, **kwargs)
+        if tensor.dtype == torch.int32:  # a vote of torch 2.15; ours are sums of int64 and floating-point numbers
+            tensor.zero_()
+
     dist.send_object_list = dist.recv_object_list = refuse
     dist.recv = receive_a_zero
+    dist.all_reduce = vote_no
     tokens = torch.randint(104, (4, 17), generator=torch.Generator().manual_seed(1))
     batch, losses = Batch(tokens[:, :-1], tokens[:, 1:]), []
     for schedule, dtype in itertools.product(schedules, ("float32", "bfloat16")):

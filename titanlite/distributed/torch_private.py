@@ -208,10 +208,10 @@ def pipeline_stage_class() -> Any:
     message with their neighbours, and gloo cannot send one to the process itself; 2.13 no longer calls that method, and
     2.15 no longer has it. In 2.11 to 2.15 `eval`, which runs forwards only, still passes gradients to the neighbour.
 
-    From 2.13 on stages vote by messages whether all were given the shapes of their inputs and outputs. If a message
-    says no, they send each other pickled objects. Here all have them (2.11 then unpickles nothing), so the vote is
-    held, for it connects the neighbours, and its outcome is not used: each stage passes on a yes on its device, as NCCL
-    needs it, and reads one on the CPU, for which the host need not wait.
+    From 2.13 on stages vote, by messages in 2.13 and an all-reduce in 2.15, whether all were given the shapes of their
+    inputs and outputs. If one says no, or its message is damaged, they send each other pickled objects. Here all have
+    the shapes (2.11 then unpickles nothing), so the vote is held, for it connects the neighbours, and its outcome,
+    which a schedule assigns to `_inference_mode`, is not used.
 
     A function, because the import of `torch.distributed.pipelining` takes half a second. Checked: 2.11, 2.13, 2.15.
     """
@@ -222,10 +222,6 @@ def pipeline_stage_class() -> Any:
         def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
             return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
-        def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
-            super()._warmup_backward_result(torch.ones(1, dtype=torch.int32, device=self.device))
-            return torch.ones(1, dtype=torch.int32)
-
         def get_local_bwd_output(self, mb_index: int) -> Any:
             return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
@@ -233,4 +229,7 @@ def pipeline_stage_class() -> Any:
             if self.has_backward:
                 super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
+    mode = getattr(torch.distributed.pipelining._utils, "InferenceMode", None)  # from 2.13 on
+    if mode is not None:
+        Stage._inference_mode = property(lambda stage: mode.STATIC, lambda stage, outcome: None)  # type: ignore[assignment]
     return Stage
