@@ -76,6 +76,12 @@ def test_what_is_far_above_the_last_plausible_loss_is_not_plausible(caplog):
     ]
 
 
+def test_a_plausible_checkpoint_is_not_judged_by_a_process_that_resumes_from_it(caplog):
+    """Its data may be others now."""
+    assert judge(Proof(100, 100, 2.0), 100, 3.5, None) == Proof(100, 100, 3.5)
+    assert not caplog.messages
+
+
 def test_the_record_is_read_as_it_was_written(tmp_path):
     folder = Retention(tmp_path / "checkpoints")
     assert read_proof(tmp_path) == Proof()

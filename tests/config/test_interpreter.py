@@ -104,8 +104,8 @@ STARTERS = {
     "config/interpreter.py": "the functions themselves",
     "cli/processes.py": "starts train.py by its path, in `interpreter.environment`",
     "formats/pickle_reader.py": "starts itself by its path, isolated (-I)",
+    "prepare/parquet_reader.py": "the same",
     "verify/pool.py": "starts its server in / and in `interpreter.environment`",
-    "cli/main.py": "prints the interpreter's name",
     "cli/eject.py": "prints the interpreter's name",
     "report/summary.py": "prints the interpreter's name",
 }

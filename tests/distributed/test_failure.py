@@ -29,7 +29,7 @@ def end_on_rank_1(folder: str) -> None:
 
 def test_one_line_after_another_rank_has_ended(pool, tmp_path):
     with pytest.raises(WorkerError):
-        pool.run(3, end_on_rank_1, str(tmp_path))
+        pool.run(3, end_on_rank_1, str(tmp_path), grace=30)
     for path in (tmp_path / "0", tmp_path / "2"):
         line = path.read_text()
         assert line.startswith("lost its connection to another rank at line "), line

@@ -145,12 +145,12 @@ class Checkpointer:
         """
         bad = self.guard.read_all() if self.guard else None
         finite = math.isfinite(norm := float(grad_norm))
-        if bad is None and finite and self.unproven:
+        if bad is None and finite and self.unproven and math.isfinite(loss):  # action = skip may leave a bad loss
             mark_phase("deleting old checkpoints")
             self.unproven = False
             self.resumed = 0
             self.returned = False
-            if dist.get_rank() == 0 and math.isfinite(loss):  # with action = skip, a bad step proves nothing
+            if dist.get_rank() == 0:
                 prove = functools.partial(self.retention.prove, self.newest, float(loss), self.config)
                 self.saver.after_save(prove)
         scale = self.states.get("loss_scale")  # in float16

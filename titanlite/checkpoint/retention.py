@@ -131,7 +131,8 @@ def judge(before: Proof, step: int, loss: float, validation_loss: float | None) 
     now, reference, name = loss, before.loss, "the training loss after it"
     if validation_loss is not None and before.validation_loss is not None:
         now, reference, name = validation_loss, before.validation_loss, "its validation loss"
-    if reference is None or now <= reference + MARGIN:
+    judged_before = step == before.plausible  # by the process that saved it; this one has resumed from it
+    if judged_before or reference is None or now <= reference + MARGIN:
         return Proof(step, step, loss, validation_loss)
     if before.step == before.plausible:  # the first one; the same holds for later ones until the loss has come down
         logger.warning(

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from titanlite.cli import processes
 from titanlite.cli.stops import stoppable
+from titanlite.config.interpreter import without_package
 from titanlite.config.load import load_config, program_folder
 from titanlite.config.schema import EXIT_CONFIG, EXIT_STOPPED, LAUNCHED, ConfigError, DataConfig
 from titanlite.data.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ def launch(argv: list[str]) -> int:
     if not TRAIN.exists():
         raise ConfigError(f"{TRAIN}: no such file; titanlite is not completely installed, install it again")
     if importlib.util.find_spec("torch") is None:  # which the training processes import, and this one does not
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        raise ConfigError(without_package("torch"))
     config = load_config(argv)
     nodes = _number("NNODES", 1)
     node = _number("NODE_RANK", 0, low=0, high=nodes - 1)

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from titanlite.config.interpreter import leave_out_current_folder
+from titanlite.config.interpreter import leave_out_current_folder, without_package
 from titanlite.config.schema import EXIT_CONFIG, ConfigError
 
 COMMANDS = (
@@ -86,8 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in DEPENDENCIES:
             raise
-        expected = "expected Python 3.10 or later with the packages of requirements.txt"
-        print(f"error: {sys.executable}: it has no package {error.name}; {expected}", file=sys.stderr)
+        print(f"error: {without_package(str(error.name))}", file=sys.stderr)
         return EXIT_CONFIG
     except OSError as error:
         if isinstance(error, BrokenPipeError):  # the reader of the output has closed the pipe

@@ -62,6 +62,12 @@ def _named(variable: str) -> list[str]:
     return [os.path.abspath(entry) for entry in variable.split(os.pathsep) if entry]
 
 
+def without_package(name: str) -> str:
+    """The error of an interpreter that lacks a package that titanlite needs."""
+    expected = "expected Python 3.10 or later with the packages of requirements.txt"
+    return f"{sys.executable}: it has no package {name}; {expected}"
+
+
 def python(code: str, *arguments: object) -> list[str]:
     """The command that runs code in a new interpreter. It starts with sys.path as it should be."""
     return [sys.executable, "-c", f"import sys; sys.path[:] = filter(None, sys.path); {code}", *map(str, arguments)]

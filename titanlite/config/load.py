@@ -43,6 +43,7 @@ def program_folder() -> Path:
 
 
 CONFIGS = program_folder() / "train_configs"
+MOST_PROBLEMS = 1000  # of a command line, that are reported
 
 
 def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
@@ -59,6 +60,8 @@ def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
         values.setdefault("run.name", path.stem)
     for name, text in overrides:
         problems += _set_from_text(name, text, layer)
+        if len(problems) > MOST_PROBLEMS:  # nobody reads more, and a command line may have a million
+            raise ConfigError([*problems[:MOST_PROBLEMS], "and perhaps more: the rest was not read"])
     _merge(layer, "", values, problems)
     if problems:
         raise ConfigError(problems)
@@ -208,6 +211,7 @@ def type_of(name: str) -> type | None:
     return list if declared and _meta(name)["items"] else getattr(declared, "__origin__", declared)
 
 
+@functools.cache
 def _meta(name: str) -> Any:
     """The help, bounds and choices of a key."""
     section, _, entry = name.partition(".")

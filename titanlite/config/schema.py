@@ -364,7 +364,7 @@ class CheckpointConfig:
         choices=("disabled", "async", "async_pinned"),
     )
     retries: int = key(2, "how often a failed save is tried again before the run ends", min=0, max=10)
-    keep: int = key(3, "number of newest checkpoints to keep; 0: all", min=0)
+    keep: int = key(3, "number of newest checkpoints to keep, and one more until the newest is proven; 0: all", min=0)
     keep_every: int = key(0, "always keep the checkpoints of steps that are a multiple of this; 0: none", min=0)
     keep_best: int = key(0, "number of checkpoints with the lowest validation loss to keep", min=0)
     load: str = key(

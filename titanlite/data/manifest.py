@@ -60,6 +60,7 @@ def _invalid_field(manifest: dict[str, Any]) -> str:
     checks = {
         "name": isinstance(manifest["name"], str) and manifest["name"].isprintable(),
         "splits": set(manifest["splits"]) == {"train", "validation"},
+        "starts": all(shard["starts"] is not None for shard in shards),
         "count": all(map(_is_count, counts)),
         "SHA-256": all(re.fullmatch("[0-9a-f]{64}", digest) for digest in hashes),
         "file name": all(re.fullmatch(pattern, entry["file"]) for entry in files),

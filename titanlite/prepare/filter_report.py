@@ -51,6 +51,11 @@ class FilterReport:
     bytes: Count = 0
     rules: dict[str, Dropped] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Raises ValueError if more is said to be dropped than was read, as a damaged file can say."""
+        if sum(dropped.documents for dropped in self.rules.values()) > self.documents:
+            raise ValueError(f"report: its rules drop more than {self.documents} documents, all that there were")
+
     def count(self, text: str, rule: str, file: str, row: int, begin: int) -> None:
         """Counts a document that was read; `rule` dropped it, "" if it stays.
 

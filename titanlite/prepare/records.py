@@ -19,6 +19,7 @@ from titanlite.prepare.filter_report import Example, FilterReport
 from titanlite.prepare.job import Job, afresh, read_json
 
 SPLITS = ("train", "validation")
+NO_FINGERPRINT = "0" * 64
 
 
 class FileEntry(TypedDict):
@@ -47,7 +48,7 @@ class PartRecord:
     report: FilterReport
     shards: dict[str, Shard] = dataclasses.field(default_factory=dict)  # split -> shard
     text_bytes: dict[str, Count] = dataclasses.field(default_factory=dict)
-    fingerprint: Sha256 = "0" * 64
+    fingerprint: Sha256 = NO_FINGERPRINT
 
 
 def record_path(work: Path, part: int, read: bool = False) -> Path:
@@ -72,6 +73,8 @@ def _require_consistent(job: Job, part: int, record: PartRecord, read: bool) -> 
     splits = [] if read else sorted(SPLITS)
     if not sorted(record.shards) == sorted(record.text_bytes) == splits:
         raise ValueError(f"shards, text_bytes: expected {' and '.join(splits) or 'none'}")
+    if (record.fingerprint == NO_FINGERPRINT) != read:
+        raise ValueError(f"fingerprint: expected {'none' if read else 'one'}")
     for split, shard in record.shards.items():
         entries = {"": shard, ".starts": shard["starts"], ".mask": shard["mask"]}
         for kind, entry in entries.items():

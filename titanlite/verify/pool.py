@@ -105,8 +105,10 @@ class Pool:
         self._context.set_forkserver_preload(["torch", *preload])
         self._options = (device, quiet)
 
-    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60) -> list[Any]:
-        """The results of all ranks in order. Raises WorkerError."""
+    def run(
+        self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60, grace: float = 1.0
+    ) -> list[Any]:
+        """The results of all ranks in order. Raises WorkerError, `grace` seconds after the first rank has failed."""
         interpreter.in_root_folder(_start_server)
         workers: list[tuple[Any, Connection]] = []
         try:
@@ -118,7 +120,7 @@ class Pool:
                     theirs.close()
                     ours.send((sys.path, rank, world_size, str(Path(folder, "store")), function, arguments))
                     workers.append((process, ours))
-                outcomes = _collect([connection for _, connection in workers], time.monotonic() + timeout)
+                outcomes = _collect([connection for _, connection in workers], time.monotonic() + timeout, grace)
         finally:
             for process, connection in workers:
                 connection.close()
@@ -131,7 +133,7 @@ class Pool:
         return [outcomes[rank][2] for rank in range(world_size)]
 
 
-def _collect(connections: list[Connection], deadline: float) -> dict[int, Outcome]:
+def _collect(connections: list[Connection], deadline: float, grace: float) -> dict[int, Outcome]:
     """Waits until all ranks have an outcome, one has failed, or the time is up. Outcomes by rank."""
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(connections) and (left := deadline - time.monotonic()) > 0:
@@ -144,5 +146,5 @@ def _collect(connections: list[Connection], deadline: float) -> dict[int, Outcom
             except EOFError:
                 outcomes[rank] = (time.monotonic(), f"rank {rank} died", None)
         if any(error for _, error, _ in outcomes.values()):
-            deadline = min(deadline, time.monotonic() + 1)  # the error of another rank may be the cause
+            deadline = min(deadline, time.monotonic() + grace)  # the error of another rank may be the cause
     return outcomes
