@@ -43,7 +43,7 @@ def program_folder() -> Path:
 
 
 CONFIGS = program_folder() / "train_configs"
-MOST_PROBLEMS = 1000  # of a command line, that are reported
+MOST_PROBLEMS = 5000  # of a command line, that are reported
 
 
 def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
