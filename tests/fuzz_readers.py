@@ -29,6 +29,7 @@ import torch
 import zstandard
 from model_builder import small_model
 from preparing import write_megatron
+from safetensors.torch import save_file
 
 from titanlite.checkpoint.divergence import read_record
 from titanlite.checkpoint.manifest import NAME, SEAL, RunMetadata
@@ -56,6 +57,7 @@ from titanlite.formats.full_state import ORIGIN
 from titanlite.formats.huggingface_tokenizer import to_files
 from titanlite.formats.load import load_model, tokenizer_of
 from titanlite.formats.safetensors_files import INDEX
+from titanlite.formats.same_model import require_same_model
 from titanlite.model.flavors import LlamaConfig, RopeScaling, resolve_flavor
 from titanlite.observe.metric_names import scalars
 from titanlite.observe.metrics_file import RowReader, truncate_after
@@ -220,6 +222,19 @@ def _safetensors(folder: Path) -> list[bytes]:
 def _headers(folder: Path) -> list[bytes]:
     (whole,) = _safetensors(folder)
     return [whole[8 : 8 + int.from_bytes(whole[:8], "little")]]
+
+
+def _bare_headers(folder: Path) -> list[bytes]:
+    """The header of a file that does not describe its model: a run compares it by names and shapes."""
+    save_file(_weights(), folder / "x.safetensors")
+    whole = (folder / "x.safetensors").read_bytes()
+    return [whole[8 : 8 + int.from_bytes(whole[:8], "little")]]
+
+
+def _read_bare(folder: Path, data: bytes) -> None:
+    (folder / "x.safetensors").write_bytes(_header(data) + bytes(4 * LLAMA.num_parameters))
+    full = open_full_state(folder / "x.safetensors")
+    require_same_model(full.path, full.about.model, full.tensors, LLAMA)
 
 
 def _read_file(name: str, folder: Path, data: bytes) -> None:
@@ -508,6 +523,7 @@ READERS = {
     ),
     "random state": Reader("bytes", lambda f: [_state_bytes()], _read_random_state),
     "safetensors": Reader("bytes", _safetensors, functools.partial(_read_file, "x.safetensors")),
+    "shapes without a description": Reader("text", _bare_headers, _read_bare),
     "safetensors header": Reader(
         "text",
         _headers,

@@ -24,7 +24,7 @@ from titanlite.formats import meta
 from titanlite.formats.convert import Mismatch, convert
 from titanlite.formats.detect import open_full_state
 from titanlite.formats.load import load_model, read_weights
-from titanlite.formats.same_model import Stored, require_same_model
+from titanlite.formats.same_model import Stored, require_same_model, tensor_problems
 from titanlite.model.flavors import LlamaConfig, RopeScaling, parameter_shapes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -220,6 +220,11 @@ def test_tables_of_rope_are_no_parameters(pool, tmp_path):
     dcp.save({"model": weights | tables}, checkpoint_id=tmp_path / "a", no_dist=True)
     (told,) = pool.run(1, read_each, [tmp_path / "a"], [SMALL])
     assert "could not be compared" in told[0]
+    shape = tmp_path / "model.json"
+    shape.write_text(SMALL.to_json())
+    torch.save({"model": weights | {"rope.freqs": tables["rope.freqs"]}}, tmp_path / "a.pt")
+    for source in ("a", "a.pt"):
+        convert(tmp_path / source, tmp_path / f"{source} hf", "hf", model=str(shape), log=quiet)
 
 
 @pytest.mark.parametrize("command", ["convert", "generate", "evaluate"])
@@ -306,6 +311,27 @@ def test_what_a_llama_does_not_have_is_called_so(change, message, stated):
         message = "has no 'layers.1.attention_norm.weight'"
     with refused(message):
         require_same_model(Path("x"), stated, tensors, SMALL)
+
+
+@pytest.mark.parametrize("name", ["feed_forward.w1", "attention.wk"])
+@pytest.mark.parametrize("shape", [(), (4,), (2, 2, 2)])
+@pytest.mark.parametrize("dim", [SMALL.dim, 2 * SMALL.dim])
+def test_what_is_no_matrix_tells_no_sizes(name, shape, dim):
+    model = dataclasses.replace(SMALL, dim=dim)
+    tensors = {key: Stored(torch.float32, size) for key, size in parameter_shapes(SMALL).items()}
+    tensors |= {f"layers.{layer}.{name}.weight": Stored(torch.float32, shape) for layer in range(SMALL.num_layers)}
+    with refused(f"'layers.0.{name}.weight' is {shape}"):
+        require_same_model(Path("x"), None, tensors, model)
+
+
+def test_the_number_of_problems_that_are_not_listed_is_right():
+    shapes = parameter_shapes(SMALL)
+    absent = list(shapes)[-20:]
+    tensors = {name: Stored(torch.float32, shape) for name, shape in shapes.items() if name not in absent}
+    tensors["unknown.weight"] = Stored(torch.float32, (4,))
+    problems = tensor_problems(Path("x"), tensors, shapes)
+    assert len(problems) == 9
+    assert problems[-1] == "x: and 13 more like these"
 
 
 FIELDS: dict[str, Any] = {

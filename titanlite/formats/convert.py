@@ -232,8 +232,8 @@ def _verify(export: Export, result: FullState, to: str) -> str:
     with progress_bar(result.nbytes(export.full), "comparing") as bar:
         problems = compare_tensors(state, result, rounded, export.full, bar.update)
     if state.about.model and result.about.model:
-        found = differences(state.about.model, result.about.model)
-        problems += [f"{target}: {name} is {its}; expected {own}" for name, own, its in found]
+        unequal = differences(state.about.model, result.about.model)
+        problems += [f"{target}: {name} is {its}; expected {own}" for name, own, its in unequal]
     compared = f"verified: {len(export.model) + len(export.others)} tensors bit by bit"
     if not problems and state.about.model and not export.full:
         problem = compare_logits(state, target, to, result, rounded)

@@ -26,7 +26,7 @@ from titanlite.formats import huggingface, meta, stock
 from titanlite.formats.full_state import ORIGIN, About, FullState, FullTensor, Record, same_numbers
 from titanlite.formats.huggingface_tokenizer import content_of, tokenizer_in
 from titanlite.formats.safetensors_files import INDEX, read_folder, read_header
-from titanlite.formats.same_model import require_stated
+from titanlite.formats.same_model import require_stated, without_tables
 from titanlite.formats.torch_file import Tree, read_tree
 from titanlite.model.flavors import FLAVORS, LlamaConfig
 from titanlite.model.shape_file import from_json, sequence_length
@@ -73,7 +73,7 @@ def open_full_state(path: Path, step: int | None = None, model: str = "", weight
     if model:
         given = read_model(model, state)
         if state.about.model:
-            require_stated(given, state.about.model, f"--model {model}", path)
+            require_stated(given, state.about.model, "--model", model, path)
         state.about.model = given
     if state.about.model and state.about.model.tied_embeddings:
         drop_tied_output(state)
@@ -209,11 +209,11 @@ def _open_file(path: Path) -> FullState:
     if start == b"PK\x03\x04":
         return _of_tree(path, *read_tree(path))
     if path.suffix == ".safetensors":
-        found, metadata = read_header(path)
+        tensors, metadata = read_header(path)
         shape = metadata["model"].encode() if "model" in metadata else None
         about = About("safetensors", model_of(path, shape, "metadata entry 'model'"))
         _add_origin(about, metadata.get("titanlite", "{}"))
-        return _named(path, found, about)
+        return _named(path, tensors, about)
     raise ConfigError(
         f"{path}: neither a zip archive of torch.save (older files: load and save them with torch >= 1.6) nor a "
         f".safetensors file; expected {READABLE}"
@@ -266,16 +266,18 @@ def _add_origin(about: About, text: str) -> None:
             about.seq_len = sequence_length(length) or about.seq_len
 
 
-def _named(path: Path, found: dict[str, FullTensor], about: About) -> FullState:
-    """Separates parameters from training state, and removes the prefixes of wrappers and other trainers.
+def _named(path: Path, stored: dict[str, FullTensor], about: About) -> FullState:
+    """Separates parameters from training state; removes tables of RoPE, and prefixes of wrappers and other trainers.
 
     Raises ConfigError if two names become one, or names are those of other software.
     """
-    plain = {name.replace("_orig_mod.", "").removeprefix("module."): tensor for name, tensor in found.items()}
-    if len(plain) < len(found):
+    plain = {name.replace("_orig_mod.", "").removeprefix("module."): tensor for name, tensor in stored.items()}
+    if len(plain) < len(stored):
         raise ConfigError(f"{path}: has the same parameters twice, with and without the prefix of a wrapper")
+    plain = without_tables(plain)
     for whose, marks in OTHERS.items():
-        if theirs := [name for name in plain if any(mark in name for mark in marks)]:
+        theirs = [name for name in plain if any(mark in name for mark in marks)]
+        if theirs:
             advice = ADVICE.get(whose, "titanlite reads Llama models, with its own, Meta's or Hugging Face's names")
             raise ConfigError(f"{path}: has {whose} names ({theirs[0]!r}); {advice}")
     if plain and all(name.startswith(TRAINING) for name in plain):

@@ -116,8 +116,8 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
     if wrong := {key: value for key, value in allowed.items() if value[0] not in value[1]}:
         raise ConfigError(
             [
-                f"{path}: {key} = {found!r:.200}; allowed: {', '.join(map(repr, can))}"
-                for key, (found, can) in wrong.items()
+                f"{path}: {key} = {value!r:.200}; allowed: {', '.join(map(repr, choices))}"
+                for key, (value, choices) in wrong.items()
             ]
         )
     scaling = None

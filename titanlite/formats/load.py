@@ -2,8 +2,9 @@
 
 What it is: used by `checkpoint.initial_load`, `titanlite generate` and other tools. Each process reads the rows of its
 own parts from a `FullState`. A step folder is read through its manifest, its hashes verified.
-What it costs: the parameters in fp32 once; each process reads only the rows of its own shards. Files with hashes or
-CRC-32 are read twice, the first time for these. A few collectives, to agree on errors.
+What it costs: the parameters in fp32 once; each process reads only the rows of its own shards (and,
+where the file of a tied model has an output besides the embedding, both completely, to see that they are equal). Files
+with hashes or CRC-32 are read twice, the first time for these. A few collectives, to agree on errors.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from titanlite.distributed.agreement import PATIENT, broadcast_from_rank0, on_al
 from titanlite.formats.detect import drop_tied_output, is_step_folder, model_of, open_full_state
 from titanlite.formats.full_state import BLOCK, FullState, FullTensor, Record
 from titanlite.formats.huggingface_tokenizer import content_of
-from titanlite.formats.same_model import Stored, mismatches, require_same_model, tensor_problems, without_tables
+from titanlite.formats.same_model import Stored, mismatches, require_same_model, tensor_problems
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.model.llama import Llama
 
@@ -179,7 +180,8 @@ def load_model(full: FullState, device: torch.device, seq_len: int) -> Llama:
     # Before layers are built from a number that may be wrong
     if f"layers.{config.num_layers - 1}.attention.wq.weight" not in full.tensors:
         raise CorruptCheckpoint(f"{full.path}: describes {config.num_layers} layers, and holds fewer")
-    if problems := tensor_problems(full.path, without_tables(full.tensors), parameter_shapes(config)):
+    problems = tensor_problems(full.path, full.tensors, parameter_shapes(config))
+    if problems:
         raise CorruptCheckpoint(problems)  # before memory is allocated for what model.json says
     with torch.device("meta"):
         model = Llama(config, seq_len)
@@ -196,7 +198,8 @@ def fill(full: FullState, state: dict[str, Any]) -> None:
     incomplete.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    if problems := mismatches(full.path, full.tensors, shapes):
+    problems = mismatches(full.path, full.tensors, shapes)
+    if problems:
         raise ConfigError(problems)
     converted = {f"{full.tensors[name].dtype} -> {tensor.dtype}" for name, tensor in state.items()}
     logger.debug("%s: %d tensors, %s", full.path, len(state), ", ".join(sorted(converted)))

@@ -211,8 +211,8 @@ def remove(path: Path, names: list[str] | None = None) -> None:
             path.unlink()
             return
         if path.is_dir() and not path.is_symlink():
-            found = os.listdir(path) if names is None else names
-            removable = [name for name in found if REPLACEABLE.fullmatch(name) or PARTIAL.fullmatch(name)]
+            checked = os.listdir(path) if names is None else names
+            removable = [name for name in checked if REPLACEABLE.fullmatch(name) or PARTIAL.fullmatch(name)]
             for name in removable:
                 with contextlib.suppress(OSError):
                     (path / name).unlink()
@@ -223,11 +223,11 @@ def remove(path: Path, names: list[str] | None = None) -> None:
                 return
         elif not os.path.lexists(path):
             return
-        kept = path.with_name(re.sub(r"\.titanlite-(tmp|old)-", ".titanlite-kept-", path.name))
-        path.rename(kept)  # a name that no later conversion removes
+        saved = path.with_name(re.sub(r"\.titanlite-(tmp|old)-", ".titanlite-kept-", path.name))
+        path.rename(saved)  # a name that no later conversion removes
     except OSError as error:
         if os.path.lexists(path):
             logger.warning("%s: %s while removing it", path, error.strerror or error)
         return
-    held = f"{', '.join(sorted(os.listdir(kept))[:3])} in " if kept.is_dir() else ""
-    logger.warning("%s%s: added while it was replaced, and kept; delete it if you do not need it", held, kept)
+    added = f"{', '.join(sorted(os.listdir(saved))[:3])} in " if saved.is_dir() else ""
+    logger.warning("%s%s: added while it was replaced, and kept; delete it if you do not need it", added, saved)

@@ -4,7 +4,9 @@ Why it is here: most differences raise no error by themselves. Weights fit into 
 or number of heads; more layers than the model has, biases or a second embedding would only not be read.
 What it is: a file that describes its model is compared field by field, the others by what shapes tell; then the names,
 shapes and dtypes of its tensors with those that its own model has.
-What it costs: nothing; names and shapes are known when a file is open.
+What it costs: nothing; names and shapes are known when a file is open. Where the file of a tied model has an output
+besides the embedding, opening it (detect.py, huggingface.py) reads both completely, in each process, to see that they
+are equal.
 """
 
 from __future__ import annotations
@@ -44,35 +46,34 @@ def require_same_model(path: Path, stated: LlamaConfig | None, tensors: Tensors,
 
     `stated`: the model that the file describes. Without it a warning lists what could not be compared.
     """
-    tensors = without_tables(tensors)
-    known = _fields(stated) if stated else _fields(model) | _sizes(tensors, model)
+    sizes = {} if stated else _sizes(tensors, model)
+    known = _fields(stated) if stated else _fields(model) | sizes
     problems = [_problem(name, own, its, path) for name, own, its in _differences(_fields(model), known)]
-    problems += tensor_problems(path, tensors, parameter_shapes(stated or _shaped(tensors, model)))
+    problems += tensor_problems(path, tensors, parameter_shapes(stated or _shaped(tensors, model, sizes)))
     if problems:
         raise ConfigError(problems)
     if stated is None:
-        rest = {name: value for name, value in _fields(model).items() if name not in _sizes(tensors, model)}
+        rest = {name: value for name, value in _fields(model).items() if name not in sizes}
         taken = ", ".join(f"{name} = {value}" for name, value in rest.items())
         logger.warning("%s: has no description of its model; could not be compared: %s", path, taken)
 
 
-def require_stated(given: LlamaConfig, stated: LlamaConfig, option: str, path: Path) -> None:
-    """Raises ConfigError if the model that an option names is not the one that the file describes."""
-    found = differences(given, stated)
-    if found:
-        raise ConfigError(
-            [f"{option}: {name} = {own}, and {its} in {path}" for name, own, its in found]
-            + [f"{path} describes its model: leave {option.split()[0]} out"]
-        )
+def require_stated(given: LlamaConfig, stated: LlamaConfig, option: str, value: str, path: Path) -> None:
+    """Raises ConfigError if the model that an option's value names is not the one that the file describes."""
+    problems = [
+        f"{option} {value}: {name} = {own}, and {its} in {path}" for name, own, its in differences(given, stated)
+    ]
+    if problems:
+        raise ConfigError([*problems, f"{path} describes its model: leave {option} out"])
 
 
-def differences(here: LlamaConfig, there: LlamaConfig) -> list[tuple[str, Any, Any]]:
-    """(field, value here, value there) of each field that differs."""
-    return _differences(_fields(here), _fields(there))
+def differences(first: LlamaConfig, second: LlamaConfig) -> list[tuple[str, Any, Any]]:
+    """(field, the first model's value, the second's) of each field that differs."""
+    return _differences(_fields(first), _fields(second))
 
 
-def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    return [(name, here[name], there[name]) for name in here if here[name] != there[name]]
+def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [(name, first[name], second[name]) for name in first if first[name] != second[name]]
 
 
 def _fields(model: LlamaConfig) -> dict[str, Any]:
@@ -90,34 +91,41 @@ def _problem(name: str, own: Any, its: Any, path: Path) -> str:
 
 
 def _sizes(tensors: Tensors, model: LlamaConfig) -> dict[str, Any]:
-    """The fields of a model that the names and shapes of its tensors tell."""
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    embedding = shapes.get("tok_embeddings.weight", ())
-    if len(embedding) != 2:
+    """The fields of a model that the names and shapes of its tensors tell; only matrices are looked at."""
+    matrices = _matrices(tensors)
+    embedding = matrices.get("tok_embeddings.weight")
+    if embedding is None:
         return {}
     vocabulary, dim = embedding
-    layers = {match[1] for name in shapes if (match := re.match(r"layers\.(\d+)\.", name))}
+    matches = [re.match(r"layers\.(\d+)\.", name) for name in tensors]
+    layers = {match[1] for match in matches if match}
     sizes: dict[str, Any] = {"dim": dim, "num_layers": len(layers), "vocab_size": vocabulary}
-    sizes["tied_embeddings"] = "output.weight" not in shapes
-    for name, shape in shapes.items():
+    sizes["tied_embeddings"] = "output.weight" not in tensors
+    for name, (rows, _) in matrices.items():
         if name.endswith(".feed_forward.w1.weight"):
-            sizes["ffn_dim"] = shape[0]
-        if name.endswith(".attention.wk.weight") and dim == model.dim and shape[0] % model.head_dim == 0:
-            sizes["num_kv_heads"] = shape[0] // model.head_dim  # if its heads are as wide as this model's
+            sizes["ffn_dim"] = rows
+        if name.endswith(".attention.wk.weight") and dim == model.dim and rows % model.head_dim == 0:
+            sizes["num_kv_heads"] = rows // model.head_dim  # if its heads are as wide as this model's
     return sizes
 
 
-def _shaped(tensors: Tensors, model: LlamaConfig) -> LlamaConfig:
+def _matrices(tensors: Tensors) -> dict[str, tuple[int, int]]:
+    """The shapes of the tensors with two dimensions."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
+
+
+def _shaped(tensors: Tensors, model: LlamaConfig, sizes: Mapping[str, Any]) -> LlamaConfig:
     """A model whose parameters have the names and shapes of a file that does not describe its model."""
-    sizes = _sizes(tensors, model)
-    keys = [tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".attention.wk.weight")]
-    if sizes.get("dim", model.dim) != model.dim and keys:
+    fields = dict(sizes)
+    key_rows = [rows for name, (rows, _) in _matrices(tensors).items() if name.endswith(".attention.wk.weight")]
+    if fields.get("dim", model.dim) != model.dim and key_rows:
         # The width of a head is not known: heads of width 1 give the same shapes.
-        sizes |= {"num_heads": sizes["dim"], "num_kv_heads": keys[0]}
-    return dataclasses.replace(model, **sizes)
+        fields |= {"num_heads": fields["dim"], "num_kv_heads": key_rows[0]}
+    return dataclasses.replace(model, **fields)
 
 
-def without_tables(tensors: Tensors) -> dict[str, Stored | FullTensor]:
+def without_tables(tensors: Mapping[str, FullTensor]) -> dict[str, FullTensor]:
     """Without the tables of RoPE that other software saves; they are computed from the model's fields."""
     return {name: tensor for name, tensor in tensors.items() if not TABLES.fullmatch(name)}
 
@@ -126,13 +134,11 @@ def tensor_problems(path: Path, tensors: Tensors, shapes: Mapping[str, tuple[int
     """What of a file does not fit a model whose parameters have these shapes, also what the model does not have."""
     theirs = [name for name in tensors if name not in shapes]
     if tensors and not tensors.keys() & shapes.keys():
-        found = ", ".join(repr(name[:100]) for name in theirs[:3])
-        return [f"{path}: none of its {len(tensors)} tensors ({found}, ...) has a name of a Llama's parameter"]
-    problems = mismatches(path, tensors, shapes)
+        examples = ", ".join(repr(name[:100]) for name in theirs[:3])
+        return [f"{path}: none of its {len(tensors)} tensors ({examples}, ...) has a name of a Llama's parameter"]
+    problems = _mismatches(path, tensors, shapes)
     problems += [f"{path}: {name[:200]!r} is not a parameter of this model{_reason(name, tensors)}" for name in theirs]
-    if len(problems) > MOST + 1:
-        problems[MOST:] = [f"{path}: and {len(problems) - MOST} more like these"]
-    return problems
+    return _first_ones(path, problems)
 
 
 def _reason(name: str, tensors: Collection[str]) -> str:
@@ -144,19 +150,29 @@ def _reason(name: str, tensors: Collection[str]) -> str:
 
 
 def mismatches(path: Path, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Missing names with the nearest one there is, other shapes, and dtypes that are not floating point."""
-    problems, missing = [], 0
+    """Missing names with the nearest unknown one, other shapes, and dtypes that are not floating point."""
+    return _first_ones(path, _mismatches(path, tensors, shapes))
+
+
+def _mismatches(path: Path, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    problems: list[str] = []
     unknown = {name: tensor.shape for name, tensor in tensors.items() if name not in shapes and len(name) < 200}
     for name, shape in shapes.items():
-        if (tensor := tensors.get(name)) is None:
-            missing += 1
-            if missing <= MOST:
-                near = [other for other in unknown if unknown[other] == shape]
-                problems.append(f"{path}: has no {name!r}{suggestion(name, near[:500])}")
+        tensor = tensors.get(name)
+        if tensor is None:
+            candidates: list[str] = []
+            if len(problems) < MOST:  # comparing names takes time, and the others are only counted
+                candidates = [other for other in unknown if unknown[other] == shape]
+            problems.append(f"{path}: has no {name!r}{suggestion(name, candidates[:500])}")
         elif tensor.shape != shape:
             problems.append(f"{path}: {name!r} is {tensor.shape}; the model's is {shape}")
         elif tensor.dtype not in FLOATS:
             problems.append(f"{path}: {name!r} is {tensor.dtype}; allowed: {', '.join(map(str, FLOATS))}")
-    if missing > MOST:
-        problems.append(f"{path}: lacks {missing - MOST} more of the model's {len(shapes)} parameters")
     return problems
+
+
+def _first_ones(path: Path, problems: list[str]) -> list[str]:
+    """The first problems, and the number of the others."""
+    if len(problems) <= MOST + 1:
+        return problems
+    return [*problems[:MOST], f"{path}: and {len(problems) - MOST} more like these"]
