@@ -54,31 +54,44 @@ def test_the_last_plausible_one_stays():
     assert left({5: None, 6: None}, 1, 0, 0, 4) == [6]  # deleted by somebody
 
 
-def test_what_is_far_above_the_last_plausible_loss_is_not_plausible(caplog):
+UNIFORM = 8.3  # ln V
+
+
+def test_what_is_far_above_the_lowest_plausible_loss_is_not_plausible(caplog):
     record = Proof()
     history = [  # step, training loss, validation loss, the plausible step afterwards
-        (10, 8.0, None, 10),  # the first one is compared with nothing
+        (10, 8.0, None, 10),
         (20, 8.9, None, 20),
         (30, 3.0, 3.2, 30),
         (40, 3.1, 9.5, 30),  # a validation loss counts rather than a training loss
         (50, 9.0, None, 30),
         (60, math.nan, None, 30),
         (70, 9.0, 3.3, 70),  # has come down
+        (80, 3.9, 4.1, 80),
+        (90, 4.1, 4.5, 80),  # 0.4 above the one before it, and 1.3 above the lowest
     ]
     for step, loss, validation_loss, plausible in history:
-        record = judge(record, step, loss, validation_loss)
+        record = judge(record, step, loss, validation_loss, UNIFORM)
         assert (record.step, record.plausible) == (step, plausible)
-    assert (record.loss, record.validation_loss) == (9.0, 3.3)
-    warnings = [text for text in caplog.messages if "may be useless" in text]
-    assert warnings == [
-        "the checkpoint of step 40 may be useless: its validation loss is 9.5, and was 3.2 at step 30, which is kept "
-        "until the loss is near it again"
+    assert (record.loss, record.validation_loss) == (3.0, 3.2)
+    assert caplog.messages == [
+        "the checkpoint of step 40 may be useless: its validation loss is 9.5; expected at most 4.2. "
+        "Step 30 is kept until a newer one is plausible",
+        "the checkpoint of step 90 may be useless: its validation loss is 4.5; expected at most 4.2. "
+        "Step 80 is kept until a newer one is plausible",
     ]
+
+
+def test_the_first_checkpoint_is_compared_with_equal_probabilities(caplog):
+    record = judge(Proof(), 10, 436.0, 430.0, UNIFORM)
+    assert record == judge(record, 10, 436.0, 430.0, UNIFORM) == Proof(10, 0)
+    assert judge(record, 20, 9.0, 9.1, UNIFORM) == Proof(20, 20, 9.0, 9.1)
+    assert "None is better" in caplog.messages[0]
 
 
 def test_a_plausible_checkpoint_is_not_judged_by_a_process_that_resumes_from_it(caplog):
     """Its data may be others now."""
-    assert judge(Proof(100, 100, 2.0), 100, 3.5, None) == Proof(100, 100, 3.5)
+    assert judge(Proof(100, 100, 2.0), 100, 3.5, None, UNIFORM) == Proof(100, 100, 3.5)
     assert not caplog.messages
 
 

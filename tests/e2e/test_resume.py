@@ -248,8 +248,8 @@ def test_weights_that_are_useless_but_trainable_do_not_cost_the_last_plausible_c
     assert min(loss for loss, _ in list(curve(tmp_path / "debug").values())[4:]) > 100
     assert steps_and_others(folder) == ([3, 5, 6], set())
     log = (tmp_path / "debug/log.txt").read_text()
-    assert log.count("which is kept until the loss is near it again") == 1
-    assert_mentions(log, "the checkpoint of step 4 may be useless", "at step 3")
+    assert log.count("may be useless") == 1
+    assert_mentions(log, "the checkpoint of step 4 may be useless", "Step 3 is kept")
     assert pool.run(1, train_run, [*run, "--training.steps=8"]) == [0]
     assert steps_and_others(folder) == ([3, 7, 8], set())
     back = [*run, "--training.steps=8", "--checkpoint.load_step=3"]

@@ -12,6 +12,7 @@ What it costs: the first step after a save, or a load, waits for the device, to 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 import time
@@ -151,8 +152,8 @@ class Checkpointer:
             self.resumed = 0
             self.returned = False
             if dist.get_rank() == 0:
-                prove = functools.partial(self.retention.prove, self.newest, float(loss), self.config)
-                self.saver.after_save(prove)
+                losses = (float(loss), math.log(json.loads(self.extra_files["model.json"])["vocab_size"]))
+                self.saver.after_save(functools.partial(self.retention.prove, self.newest, *losses, self.config))
         scale = self.states.get("loss_scale")  # in float16
         if bad is None and (finite or self.guard or (scale and scale.tolerates())):
             return False  # if it is not finite, the update was withheld, so the weights are as before

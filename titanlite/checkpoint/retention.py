@@ -6,8 +6,9 @@ Only complete and finite checkpoints count, and only these are deleted: a damage
 never displaces a good one and is never deleted unnoticed. The run applies the rule when the newest one is proven (see
 `manager.py`); `prune` also keeps the newest proven one.
 Why a finite loss is not enough: RMSNorm makes a finite loss of weights of any size, so weights that one bad step has
-made useless can be saved, and can train on. A checkpoint is plausible if its loss is at most MARGIN above that of the
-newest plausible one before it; this one is kept as well, beside the rule, until a newer one is plausible.
+made useless can be saved, and can train on. A checkpoint is plausible if its loss is at most MARGIN above the lowest of
+the plausible ones before it, and the first one at most MARGIN above ln V, the loss of equal probabilities for V tokens.
+The newest plausible one is kept as well, beside the rule.
 What it costs: each manifest is read once; file sizes are looked up after each save.
 """
 
@@ -38,8 +39,8 @@ class Proof:
 
     step: int = 0  # the newest proven step: a later step had a finite gradient; 0: none is known
     plausible: int = 0  # the newest proven step whose loss was not far above those before; 0: none is known
-    loss: float | None = None  # of that one: the training loss of the step after it
-    validation_loss: float | None = None  # of that one, if it was validated
+    loss: float | None = None  # the lowest training loss of the step after a plausible one
+    validation_loss: float | None = None  # the lowest validation loss of a plausible one
 
 
 def read_proof(run_folder: Path) -> Proof:
@@ -109,14 +110,15 @@ class Retention:
         with contextlib.suppress(OSError):  # without the record, a checkpoint counts as unproven
             replace_file(self.folder.parent / PROVEN, json.dumps(asdict(proof)).encode())
 
-    def prove(self, step: int, loss: float, config: CheckpointConfig) -> None:
+    def prove(self, step: int, loss: float, uniform_loss: float, config: CheckpointConfig) -> None:
         """Records that the newest checkpoint is proven, and deletes what the rule does not keep.
 
         `loss`: the training loss of the step after it. A validation loss at its own step counts instead.
+        `uniform_loss`: ln V.
         """
         manifest = self.read(step)
         validation_loss = manifest.validation_loss if manifest else None
-        proof = judge(read_proof(self.folder.parent), step, loss, validation_loss)
+        proof = judge(read_proof(self.folder.parent), step, loss, validation_loss, uniform_loss)
         self.write(proof)
         rule = config.keep, config.keep_every, config.keep_best, proof.plausible
         try:
@@ -126,21 +128,31 @@ class Retention:
             logger.warning("an old checkpoint in %s could not be deleted: %s", self.folder, error)
 
 
-def judge(before: Proof, step: int, loss: float, validation_loss: float | None) -> Proof:
-    """The record after `step` is proven; `before`: the record until then. Warns if its loss is far above the last."""
-    now, reference, name = loss, before.loss, "the training loss after it"
+def judge(before: Proof, step: int, loss: float, validation_loss: float | None, uniform_loss: float) -> Proof:
+    """The record after `step` is proven; `before`: the record until then. Warns if its loss is far above the others."""
+    now = loss
+    reference = uniform_loss if before.loss is None else before.loss
+    name = "the training loss after it"
     if validation_loss is not None and before.validation_loss is not None:
-        now, reference, name = validation_loss, before.validation_loss, "its validation loss"
-    judged_before = step == before.plausible  # by the process that saved it; this one has resumed from it
-    if judged_before or reference is None or now <= reference + MARGIN:
+        now = validation_loss
+        reference = before.validation_loss
+        name = "its validation loss"
+    if step == before.plausible:  # a process that resumes from it does not judge it: the data may be others now
         return Proof(step, step, loss, validation_loss)
+    if now <= reference + MARGIN:
+        return Proof(step, step, _lower(before.loss, loss), _lower(before.validation_loss, validation_loss))
     if before.step == before.plausible:  # the first one; the same holds for later ones until the loss has come down
         logger.warning(
-            "the checkpoint of step %d may be useless: %s is %.4g, and was %.4g at step %d, which is kept until the "
-            "loss is near it again",
-            *(step, name, now, reference, before.plausible),
+            "the checkpoint of step %d may be useless: %s is %.4g; expected at most %.4g. %s",
+            *(step, name, now, reference + MARGIN),
+            f"Step {before.plausible} is kept until a newer one is plausible" if before.plausible else "None is better",
         )
     return dataclasses.replace(before, step=step)
+
+
+def _lower(first: float | None, second: float | None) -> float | None:
+    """The lower one of the losses that are known."""
+    return min((loss for loss in (first, second) if loss is not None), default=None)
 
 
 def steps_to_delete(good: list[Manifest], keep: int, keep_every: int, keep_best: int, plausible: int = 0) -> list[int]:
