@@ -156,6 +156,35 @@ def test_many_documents_with_a_band_in_common(tmp_path):
     assert find_duplicates([path], NEAR).first.tolist() == [*range(999), 0]
 
 
+def test_the_number_of_rounds_is_limited(tmp_path, monkeypatch):
+    """In each band a decoy comes first, so each round compares a page of the family with the previous one only."""
+    rng = np.random.default_rng(0)
+    count, decoys = 1000, module.BANDS
+    records = np.zeros(decoys + count, RECORD)
+    records["exact"] = rng.integers(0, 1 << 62, (len(records), 2))
+    records["shingles"] = 1000
+    records["minhash"] = rng.integers(0, 1 << 16, (len(records), NUM_HASHES))
+    template_numbers = rng.integers(0, 1 << 16, NUM_HASHES)
+    unchanged = rng.random((count, NUM_HASHES)) < 0.62  # similar to the template, not to each other
+    pages = records["minhash"][decoys:]
+    records["minhash"][decoys:] = np.where(unchanged, template_numbers, pages)
+    records["minhash"][decoys] = template_numbers
+    for band in range(module.BANDS):
+        numbers = slice(band * module.ROWS, (band + 1) * module.ROWS)
+        records["minhash"][band, numbers] = template_numbers[numbers]
+    path = tmp_path / "signatures"
+    path.write_bytes(records.tobytes())
+    rounds = []
+    search = module._similar_pairs
+    monkeypatch.setattr(module, "_similar_pairs", lambda *args: rounds.append(1) or search(*args))
+    with pytest.warns(UserWarning, match="ended after 20 rounds"):
+        found = find_duplicates([path], NEAR)
+    assert len(rounds) == 20
+    dropped = np.flatnonzero(~found.stays)
+    assert len(dropped) > 0
+    assert found.stays[found.first].all()
+
+
 @pytest.mark.parametrize("equal", [87, 88, 89])
 def test_the_threshold_is_the_least_similarity(tmp_path, equal):
     """88 of 160 numbers are 0.55: enough at a threshold of 0.55."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -87,7 +88,7 @@ COMPRESS = {"gzip": gzip.compress, "zstd": lambda data: zstandard.ZstdCompressor
 
 
 @pytest.mark.parametrize("compression", COMPRESS)
-@pytest.mark.parametrize(("line", "number"), [(b"x" * (1 << 25) + b"\n", r"3"), (b"\n", r"\d{5}")])
+@pytest.mark.parametrize(("line", "number"), [(b"x" * (1 << 25) + b"\n", r"3"), (b"\n", r"\d{5,6}")])
 def test_lines_that_expand_too_far_end_with_their_number(tmp_path, monkeypatch, compression, line, number):
     """A line of any length, and lines without end."""
     monkeypatch.setattr(compressed, "FREE", 1 << 22)
@@ -96,6 +97,26 @@ def test_lines_that_expand_too_far_end_with_their_number(tmp_path, monkeypatch, 
     path.write_bytes(COMPRESS[compression](b'{"text": "good"}\n' * 2 + line * ((1 << 26) // len(line))))
     with pytest.raises(ConfigError, match=rf"{path}:{number}: expands to more than"):
         list(row_documents(job_of(path, "jsonl", compression), whole(path, compression)))
+
+
+def test_many_short_lines_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(compressed, "FREE", 1 << 19)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(gzip.compress(b'{"text": "yes"}\n' * 10_000))
+    assert len(list(row_documents(job_of(path, "jsonl", "gzip"), whole(path, "gzip")))) == 10_000
+
+
+@pytest.mark.parametrize("name", ["text", "meta.text"])
+def test_the_pieces_of_a_large_row_group_do_not_matter(tmp_path, monkeypatch, name):
+    """The group is charged with its own bytes, not with those of the piece in which it begins."""
+    monkeypatch.setattr(compressed, "FREE", 1000)
+    path = tmp_path / "a.parquet"
+    texts = [f"{i * i * 7919} " * 20 for i in range(2000)]
+    pq.write_table(pa.table({name: texts}), path, row_group_size=1000, compression="zstd")
+    job = dataclasses.replace(job_of(path, "parquet"), field=name)
+    size = path.stat().st_size
+    for cuts in ([], [size * i // 300 for i in range(1, 300)]):
+        assert read(job, cuts) == list(enumerate(texts, 1))
 
 
 def whole(path: Path, compression: str) -> Piece:

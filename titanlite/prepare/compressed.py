@@ -2,7 +2,7 @@
 
 What it is: gzip by the standard library, Zstandard by the package `zstandard` (extra `[zstd]`). Data is decompressed
 as it is read, so that memory does not grow with it. Time does: 128 kB of Zstandard can expand to 4 GB. So a file may
-expand to 200 times its size and 134 MB; text rarely expands more than 10 times, logs 50 times.
+expand to 200 times its size and 134 MB.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ BUFFER = 1 << 20
 FED = 1 << 9  # compressed bytes that are decompressed at a time: at most 16 MB come out
 WINDOW = 1 << 27  # bytes that a Zstandard stream may refer back to, and that are kept in memory
 EXPANSION, FREE = 200, 1 << 27  # bytes of text from each byte of a file, and those that any file may have
-ROW = 256  # bytes that a row counts as, besides its text: its time does not depend on its length
+ROW = 256  # bytes that a row of Parquet counts as, besides its text: its time does not depend on its length
+LINE = 32  # the same for a line of compressed JSON lines, which is stored with its own bytes and read faster
 
 
 class ExpandsTooFar(ValueError):
@@ -31,16 +32,20 @@ class ExpandsTooFar(ValueError):
 class Allowance:
     """The bytes that a file, or a piece of one, may still expand to."""
 
-    def __init__(self, size: int) -> None:
-        self.left = self.most = FREE + EXPANSION * size
+    def __init__(self, size: int, row: str, advice: str) -> None:
+        """`row`: what counts besides the text; `advice`: what helps where the file is meant to expand that far."""
+        self.most = FREE + EXPANSION * size
+        self.left = self.most
+        self._row = row
+        self._advice = advice
 
     def spend(self, count: int) -> None:
         """Counts what was read. Raises ExpandsTooFar."""
         self.left -= count
         if self.left < 0:
             raise ExpandsTooFar(
-                f"expands to more than {self.most / 1e6:,.0f} MB, {EXPANSION} times its size and {FREE / 1e6:,.0f} MB; "
-                "if it is meant to, unpack it, or write Parquet as JSON lines"
+                f"expands to more than {self.most / 1e6:,.0f} MB, {EXPANSION} times its size and {FREE / 1e6:,.0f} MB "
+                f"({self._row} besides its text); if it is meant to, {self._advice}"
             )
 
 
@@ -83,7 +88,9 @@ class Decompressed(io.RawIOBase):
         except BaseException:
             self._file.close()
             raise
-        self.allowance = Allowance(os.fstat(self._file.fileno()).st_size)
+        self.allowance = Allowance(
+            os.fstat(self._file.fileno()).st_size, f"each line of JSON lines counts {LINE} bytes", "unpack it"
+        )
 
     @property
     def position(self) -> int:

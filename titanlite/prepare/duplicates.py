@@ -12,15 +12,18 @@ this way it is 49 %, and each has (`benchmarks/duplicates.py --pages`).
 What it finds: a pair is a candidate with probability 1 - (1 - J^5)^32: 0.81 at J = 0.55, 0.92 at 0.6, 0.997 at 0.7.
 Documents with fewer than 160 distinct shingles (about 170 bytes of text) are compared for equality only: in one short
 sentence a different word is a different statement.
-What it costs: the signatures stay in files. Memory is about 200 bytes per document and 60 per similar pair: 4 bands are
+What it costs: the signatures stay in files. Memory grows with the number of documents and of similar pairs; 4 bands are
 read at a time and sorted. A document is compared with the first and the previous document that have the same band, not
-with all, so the work is proportional to the number of documents even where thousands have a band in common. As these
-two may be dropped themselves, the search is repeated among the documents that stay, until it finds no more.
+with all, so the work of a round is proportional to the number of documents even where thousands have a band in common.
+As these two may be dropped themselves, the search is repeated among the documents that stay, until it finds no more,
+but at most 20 times: a corpus can be made so that each round finds one document. Then a warning says that similar
+documents may be left. Those that were dropped have one that stays and is similar, whatever the number of rounds.
 Why not a library: datasketch and rensa keep the bands of all documents in memory, 11 or 3 kB per document.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +40,7 @@ BANDS = NUM_HASHES // ROWS
 THRESHOLD = 0.55
 MIN_SHINGLES = NUM_HASHES  # documents with fewer are compared for equality only
 BANDS_AT_A_TIME = 4
+MAX_ROUNDS = 20  # searches among the documents that stay; each reads all signatures
 READ = 32_768  # records that are read at a time
 COMPARE = 16_384  # pairs of records that are compared at a time
 
@@ -89,12 +93,17 @@ def find_duplicates(
     rank[np.argsort(~preferred, kind="stable")] = np.arange(count)
     pairs = np.empty(0, np.uint64)
     near = np.arange(count)
-    while True:
-        more = _similar_pairs(files, starts, distinct & (near == np.arange(count)), config.threshold, pairs)
-        if len(more) == len(pairs):
+    for _ in range(MAX_ROUNDS):
+        found = _similar_pairs(files, starts, distinct & (near == np.arange(count)), config.threshold, pairs)
+        if len(found) == len(pairs):
             break
-        pairs = more
+        pairs = found
         near = _decide(pairs, rank)
+    else:
+        warnings.warn(
+            f"the search for near duplicates ended after {MAX_ROUNDS} rounds; some similar documents may be left",
+            stacklevel=2,
+        )
     return Duplicates(near[first], exact, int(np.count_nonzero(near != np.arange(count))))
 
 

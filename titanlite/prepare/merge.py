@@ -3,7 +3,8 @@
 What it is: the shards of the parts are the shards of the result; nothing is copied. The manifest lists them in order,
 then the records of the parts are removed, and the working folder gets its final name. So a prepared folder is complete
 or absent, and each of these steps can be repeated after an interruption.
-What it costs: the search for duplicates needs about 230 bytes of memory per document; the rest reads only the records.
+What it costs: the search for duplicates needs memory for each document (`duplicates.py`); the rest reads only the
+records.
 """
 
 from __future__ import annotations

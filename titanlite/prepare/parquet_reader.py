@@ -49,6 +49,7 @@ class Table(NamedTuple):
     names: list[str]  # of its columns
     types: dict[str, str]  # of the columns that were asked for
     rows: list[int]  # of each row group
+    sizes: list[int]  # of each row group: compressed bytes of the columns that were asked for
 
 
 class Row(NamedTuple):
@@ -221,13 +222,10 @@ def _answer(request: dict[str, Any], table: Any, base: int, output: IO[bytes]) -
         names = [name[:LONGEST_NAME] for name in schema.names[:MOST_NAMES]]
         types = {name: str(schema.field(name).type)[:LONGEST_NAME] for name in columns if name in schema.names}
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        _send(output, {"names": names, "types": types, "rows": rows})
+        sizes = [_compressed_size(metadata, group, columns) for group in range(metadata.num_row_groups)]
+        _send(output, {"names": names, "types": types, "rows": rows, "sizes": sizes})
         return
-    leaves = [i for i in range(metadata.num_columns) if metadata.schema.column(i).path.split(".")[0] in columns]
-    total = 0
-    for group in request["groups"]:
-        part = metadata.row_group(group)
-        total += sum(max(0, part.column(leaf).total_compressed_size) for leaf in leaves)
+    total = sum(_compressed_size(metadata, group, columns) for group in request["groups"])
     _limit(request, base, min(total, os.path.getsize(request["path"])))
     done = 0
     for group in request["groups"]:
@@ -235,6 +233,17 @@ def _answer(request: dict[str, Any], table: Any, base: int, output: IO[bytes]) -
             if done >= request["skip"]:
                 _send_batch(output, request, group, [batch.column(name) for name in columns])
             done += len(batch)
+
+
+def _compressed_size(metadata: Any, group: int, columns: list[str]) -> int:
+    """The bytes of these columns in a row group, as the file states them."""
+    part = metadata.row_group(group)
+    size = 0
+    for leaf in range(metadata.num_columns):
+        path = metadata.schema.column(leaf).path
+        if path in columns or path.split(".")[0] in columns:  # the name of a column can contain a dot
+            size += max(0, part.column(leaf).total_compressed_size)
+    return size
 
 
 def _send_batch(output: IO[bytes], request: dict[str, Any], group: int, columns: list[Any]) -> None:

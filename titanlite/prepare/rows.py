@@ -9,6 +9,7 @@ What it costs: a row must fit into memory; a longer line than 64 MB, or a longer
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,16 @@ from typing import IO, Any
 
 from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import ConfigError
-from titanlite.prepare.compressed import ROW, Allowance, ExpandsTooFar, damaged, decompression, open_file, unreadable
+from titanlite.prepare.compressed import (
+    LINE,
+    ROW,
+    Allowance,
+    ExpandsTooFar,
+    damaged,
+    decompression,
+    open_file,
+    unreadable,
+)
 from titanlite.prepare.documents import BYTE_ORDER_MARK, MAX_DOCUMENT, BadRow, Document, Skipped
 from titanlite.prepare.filter_report import Example
 from titanlite.prepare.job import File, Job, Piece
@@ -90,7 +100,7 @@ def _json_lines(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]
                 elif line.strip():
                     found = _line(row, line, job, file.split)
                 if compressed:
-                    compressed.allowance.spend(ROW)
+                    compressed.allowance.spend(LINE)
                 if found is None and offset - offset_reported >= COUNTED:
                     found = Skipped()
                 if found is not None:
@@ -137,11 +147,13 @@ def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
     groups = [i for i, rows in enumerate(table.rows) if rows > 0 and piece.begin <= bounds[i] < piece.end]
     if not groups:
         return
-    allowance = Allowance(piece.end - piece.begin)
+    size_of_groups = min(file.size, sum(table.sizes[group] for group in groups))  # what a file states can be untrue
+    allowance = Allowance(size_of_groups, f"each row counts {ROW} bytes", "write Parquet as JSON lines")
     row = 0
     skipped = 0  # bytes that counted since something was yielded
     reported = bounds[groups[0]]  # a place in the file
-    first_row = {group: sum(table.rows[group] for group in groups[:i]) for i, group in enumerate(groups)}
+    starts = itertools.accumulate((table.rows[group] for group in groups), initial=0)
+    first_row = dict(zip(groups, starts, strict=False))  # the last start is the number of rows
     try:
         for group, values in read_rows(file.path, columns, groups, MAX_DOCUMENT):
             size = ROW + sum(_length(value) for value in values)
