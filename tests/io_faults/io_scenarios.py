@@ -164,14 +164,15 @@ class Saving(Scenario):
     def run(self, again: bool = False) -> int:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         config, facts = CheckpointConfig(keep=1, retries=0, freq=1), RunMetadata({}, EMPTY, "")
-        files, state = {"model.json": b"{}", "data.json": DATA}, Held()
+        files, state = {"model.json": b'{"vocab_size": 8}', "data.json": DATA}, Held()
         manager = Checkpointer(config, self.work / "run", {"model": state}, files, facts, torch.device("cpu"))
         manager.load()
         assert torch.equal(state.tensors["b"], Held(manager.newest).tensors["b"])
         for step in range(manager.newest + 1, 6 if again else 4):
             state.tensors = Held(step).tensors
             try:
-                manager.maybe_save(step, last=False, validation_loss=1.0)
+                manager.maybe_save(step, last=False)
+                manager.require_finite(step + 1, torch.ones(()), torch.ones(()))  # proves it
             except SaveError as error:
                 print(f"error: {error}")
                 return 1
