@@ -23,7 +23,7 @@ Why not a library: datasketch and rensa keep the bands of all documents in memor
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,8 @@ from numpy.typing import NDArray
 from titanlite.config.schema import ConfigError
 from titanlite.prepare.shingles import mix_hashes
 from titanlite.prepare.signatures import NUM_HASHES, RECORD
+
+logger = logging.getLogger("titanlite")
 
 ROWS = 5  # numbers of a band
 BANDS = NUM_HASHES // ROWS
@@ -100,9 +102,8 @@ def find_duplicates(
         pairs = found
         near = _decide(pairs, rank)
     else:
-        warnings.warn(
-            f"the search for near duplicates ended after {MAX_ROUNDS} rounds; some similar documents may be left",
-            stacklevel=2,
+        logger.warning(
+            "the search for near duplicates ended after %d rounds; some similar documents may be left", MAX_ROUNDS
         )
     return Duplicates(near[first], exact, int(np.count_nonzero(near != np.arange(count))))
 
