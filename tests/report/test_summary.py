@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import torch
 from messages import assert_mentions
 from runs import train_run, train_until
 
 import train
+from titanlite.config import interpreter
 from titanlite.optim import clip
 from titanlite.report import summary
 from titanlite.report.read import read_run
@@ -71,3 +73,16 @@ def fail_to_report(arguments: list[str]) -> int:
 def test_a_run_without_a_report_is_a_run(pool, arguments, tmp_path):
     assert pool.run(1, fail_to_report, [*arguments, "--training.steps=1"]) == [0]
     assert_mentions((tmp_path / "debug/log.txt").read_text(), "WARNING no report was written", "done: 1 steps")
+
+
+def test_the_command_of_the_next_step_works_in_any_folder(tmp_path, monkeypatch):
+    """And imports nothing from it: a folder of data may contain a types.py."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.chdir(interpreter.PACKAGES)
+    assert summary.titanlite_command("python3") == "python3 -m titanlite"
+    monkeypatch.chdir(tmp_path)
+    safe_path = " -P" if interpreter.HAS_SAFE_PATH else ""
+    assert summary.titanlite_command("python3") == f"PYTHONPATH={interpreter.PACKAGES} python3{safe_path} -m titanlite"
+    (tmp_path / "titanlite").touch()
+    assert summary.titanlite_command("python3") == "titanlite"

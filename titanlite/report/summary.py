@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.load_model import load_model
 from titanlite.checkpoint.storage import step_folder
+from titanlite.config import interpreter
 from titanlite.config.load import program_folder
 from titanlite.config.schema import EXIT_STOPPED, Config
 from titanlite.data.tokenizer import Tokenizer
@@ -65,7 +66,7 @@ def _log_results(config: Config, script: Path, step: int, tokenizer: Tokenizer, 
         logger.info("\na sample (temperature 0.7, top-k 50):\n%s", text)
     quoted_folder = shlex.quote(str(folder))
     python = "python3" if shutil.which("python3") == sys.executable else os.path.relpath(sys.executable)
-    command = "titanlite" if shutil.which("titanlite") else f"{python} -m titanlite"
+    command = titanlite_command(python)
     own = script.resolve()
     if (shell := own.with_name("run_train.sh")).exists():  # a clone
         train = shlex.quote(os.path.join(".", os.path.relpath(shell)))
@@ -77,6 +78,19 @@ def _log_results(config: Config, script: Path, step: int, tokenizer: Tokenizer, 
         f"\nnext:\n  {command} generate {quoted_folder} --prompt {shlex.quote(config.run.sample_prompt)}\n"
         f"  {train} {quoted_folder}/config.toml --training.steps={2 * step}    (resumes from here)"
     )
+
+
+def titanlite_command(python: str) -> str:
+    """How a shell in the current folder calls titanlite, without importing modules from a folder of data."""
+    installed = Path(sys.executable).with_name("titanlite")
+    if shutil.which("titanlite"):
+        return "titanlite"
+    if installed.exists():
+        return shlex.quote(os.path.relpath(installed))
+    if os.getcwd() == interpreter.PACKAGES:  # a clone
+        return f"{python} -m titanlite"
+    safe_path = " -P" if interpreter.HAS_SAFE_PATH else ""
+    return f"PYTHONPATH={shlex.quote(interpreter.PACKAGES)} {python}{safe_path} -m titanlite"
 
 
 def sample(config: Config, folder: Path, step: int, tokenizer: Tokenizer) -> str:
