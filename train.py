@@ -25,10 +25,9 @@ from titanlite.checkpoint.manager import Checkpointer, NonFinite
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError
-from titanlite.config.files import replace_file
 from titanlite.config.load import load_config
-from titanlite.config.schema import EXIT_CONFIG, LAUNCHED, Config, ConfigError, DataConfig, ProfilingConfig, portable
-from titanlite.config.text import to_toml
+from titanlite.config.schema import Config, DataConfig, ProfilingConfig, portable
+from titanlite.config.to_toml import to_toml
 from titanlite.data.prepared import PreparedData, description, fingerprint_of, load_sources
 from titanlite.data.stream import TrainStream, build_samples, count_targets
 from titanlite.data.to_device import prefetch, to_device
@@ -50,8 +49,10 @@ from titanlite.optim.optimizer import build_guard, build_optimizer
 from titanlite.optim.schedule import Schedule
 from titanlite.parallel.auto import resolve_auto
 from titanlite.parallel.parallelize import build_model_parts
-from titanlite.parallel.rules import check_layout, unused_settings
 from titanlite.parallel.stages import Stages
+from titanlite.rules.check import check_layout, unused_settings
+from titanlite.runtime.errors import EXIT_CONFIG, LAUNCHED, ConfigError
+from titanlite.runtime.files import replace_file
 
 logger = logging.getLogger("titanlite")
 
@@ -110,7 +111,7 @@ def main(config: Config) -> int:
     guard = checkpoint.guard = build_guard(config.stability, states, optimizer, device, mesh)
     stages, connect = build_measures(config, stages, optimizer, states)
     if not checkpoint.load() and config.checkpoint.initial_load:
-        from titanlite.formats.load import load_weights  # other formats: imported only if used
+        from titanlite.tools.formats.load_weights import load_weights  # other formats: imported only if used
 
         load_weights(config.checkpoint, ModelState(model_parts), llama, tokenizer)
 
@@ -173,7 +174,7 @@ def main(config: Config) -> int:
             profile_step(agreed.profile, last or requests.stop)
     watchdog.close()
     garbage.close()
-    from titanlite.report.summary import log_end  # with what it needs for a sample and the report
+    from titanlite.tools.report.summary import log_end  # with what it needs for a sample and the report
 
     code = log_end(config, Path(__file__), progress.step, tokenizer, llama)
     requests.restore()
@@ -203,7 +204,7 @@ def sinks(config: Config, folder: Path, metadata: RunMetadata) -> Any:
     """A context manager that copies metrics.jsonl to `metrics.sinks`; without any it does nothing."""
     if not config.metrics.sinks:
         return contextlib.nullcontext()
-    from titanlite.observe.sinks import Sinks
+    from titanlite.sinks.feed import Sinks
 
     return Sinks(config.metrics, folder, metadata.layout, metadata.config)
 
@@ -213,7 +214,7 @@ def build_measures(config: Config, stages: Stages, optimizer: Any, states: dict[
     section, keys = config.metrics, ("noise_scale_freq", "layer_norms_freq", "activations_freq")
     if not any((config.ema.decay, config.validation.prompts, *(getattr(section, key) for key in keys))):
         return stages, lambda validator: validator
-    from titanlite.observe.measures import Measures
+    from titanlite.probes.probes import Measures
 
     measures = Measures(config, stages, optimizer, states)
     return measures, measures.connect
@@ -226,7 +227,7 @@ def prepared_folders(section: DataConfig, tokenizer: Tokenizer) -> list[Path]:
     """
     if LAUNCHED in os.environ:
         return [Path(folder) for folder in json.loads(os.environ[LAUNCHED])]
-    from titanlite.prepare.cache import prepare  # without the launcher
+    from titanlite.tools.prepare.cache import prepare  # without the launcher
 
     return [prepare(part, tokenizer, logger.info) for part in section.parts()]
 
@@ -280,14 +281,14 @@ def run(argv: list[str]) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0" or not dist.is_initialized():
             print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
         if isinstance(error, NonFinite):  # on all ranks
-            from titanlite.report.summary import report_together  # what the run did until then
+            from titanlite.tools.report.summary import report_together  # what the run did until then
 
             report_together(Path(config.run.folder, config.run.name))
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        from titanlite.distributed.failure import report_failure  # when it is used
+        from titanlite.runtime.failure import report_failure  # when it is used
 
         return report_failure(error, __file__)
 

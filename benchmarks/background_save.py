@@ -48,7 +48,7 @@ def in_memory(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def pretend_messages(state: dict[str, dict[str, Any]], ranks: int) -> None:
     """Lets rank 0 receive what other ranks would send in a save: their plans, then what they have written."""
     from titanlite.checkpoint import storage
-    from titanlite.checkpoint.plan import Plan
+    from titanlite.checkpoint.write_plan import Plan
 
     layouts = examples(state, Plan(state).table)
     boxes = [pretended_report(layouts, rank) for rank in range(1, ranks)]

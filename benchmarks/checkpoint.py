@@ -36,7 +36,7 @@ sys.path.insert(0, str(report.ROOT))
 
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read import read_step, verify_files
+from titanlite.checkpoint.read_step import read_step, verify_files
 from titanlite.checkpoint.retention import delete_step
 from titanlite.checkpoint.storage import step_folder, write_step
 

@@ -33,8 +33,6 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed import process_group, watchdog
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.watchdog import mark_phase
-from titanlite.formats import huggingface
-from titanlite.formats.full_state import half_split
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.optim.clip import clip_grad_norm
@@ -43,8 +41,10 @@ from titanlite.optim.schedule import Schedule
 from titanlite.optim.stability import Guard
 from titanlite.parallel.auto import resolve_auto
 from titanlite.parallel.parallelize import build_model_parts
-from titanlite.parallel.rules import check_layout, reason_not_compiled
 from titanlite.parallel.stages import Stages
+from titanlite.rules.check import check_layout, reason_not_compiled
+from titanlite.tools.formats import huggingface
+from titanlite.tools.formats.full_state import half_split
 
 Step = Callable[[Tensor, Tensor], Tensor]
 

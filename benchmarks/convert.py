@@ -29,7 +29,7 @@ import report
 CHILD = """
 import json, resource, shutil, sys, time
 from pathlib import Path
-from titanlite.formats.convert import convert
+from titanlite.tools.formats.convert import convert
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 base, options = peak(), json.loads(sys.argv[1])

@@ -23,13 +23,13 @@ import report
 sys.path.insert(0, str(report.ROOT))
 
 from titanlite.config.schema import DataConfig, TrainingConfig
-from titanlite.data.manifest import read_manifest
 from titanlite.data.mixture import Mixture
 from titanlite.data.packing import PackedRows, best_fit
+from titanlite.data.prepared_manifest import read_manifest
 from titanlite.data.shards import Tokens
 from titanlite.data.stream import Samples, TrainStream, Windows
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.prepare.cache import prepare
+from titanlite.tools.prepare.cache import prepare
 
 SEQ_LEN, BATCH = 2048, 8
 

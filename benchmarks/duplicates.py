@@ -32,10 +32,10 @@ from planted_duplicates import KINDS, LANGUAGES, Document, pieces, planted
 
 sys.path.insert(0, str(report.ROOT))
 
-from titanlite.prepare.duplicates import BANDS, ROWS, THRESHOLD, DuplicateConfig, find_duplicates
-from titanlite.prepare.filters import RULES, FilterConfig, rejection
-from titanlite.prepare.shingles import simplify, window_hashes
-from titanlite.prepare.signatures import NUM_HASHES, RECORD, WINDOW, signature
+from titanlite.tools.prepare.duplicates import BANDS, ROWS, THRESHOLD, DuplicateConfig, find_duplicates
+from titanlite.tools.prepare.filters import RULES, FilterConfig, rejection
+from titanlite.tools.prepare.shingles import simplify, window_hashes
+from titanlite.tools.prepare.signatures import NUM_HASHES, RECORD, WINDOW, signature
 
 PASS_ALL = FilterConfig(**{rule: 0.0 if rule.startswith("min") else float("inf") for rule in RULES})
 

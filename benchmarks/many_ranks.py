@@ -49,8 +49,8 @@ def measure(flavor: str, ranks: int) -> dict[str, Any]:
     from titanlite.checkpoint import manifest as manifests
     from titanlite.checkpoint.manifest import FileEntry, Manifest, to_text
     from titanlite.checkpoint.manifest_reader import parse_manifest
-    from titanlite.checkpoint.plan import Plan, local_parts, tensor_entries
-    from titanlite.checkpoint.read import require_matching_tensors
+    from titanlite.checkpoint.read_step import require_matching_tensors
+    from titanlite.checkpoint.write_plan import Plan, local_parts, tensor_entries
 
     state = state_of(FLAVORS[flavor], ranks, 0)
     plan, plan_seconds = timed(lambda: Plan(state))
@@ -120,7 +120,7 @@ def measure_stock(flavor: str, ranks: int) -> dict[str, Any]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import SavePlan
 
-    from titanlite.checkpoint.plan import Plan
+    from titanlite.checkpoint.write_plan import Plan
 
     state = state_of(FLAVORS[flavor], ranks, 0)
     planner = DefaultSavePlanner()
@@ -249,7 +249,7 @@ def main() -> None:
 def in_this_process(flavor: str, kind: str, ranks: str, *rank: str) -> dict[str, Any]:
     """One measurement."""
     if kind == "boxes":
-        from titanlite.checkpoint.plan import Plan
+        from titanlite.checkpoint.write_plan import Plan
 
         return {"boxes": Plan(state_of(FLAVORS[flavor], int(ranks), int(rank[0]))).boxes()}
     if kind == "background":

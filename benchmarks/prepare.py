@@ -30,7 +30,7 @@ import report
 sys.path.insert(0, str(report.ROOT))
 
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.prepare.sources import Source, find
+from titanlite.tools.prepare.sources import Source, find
 
 ROW = 2000  # characters
 

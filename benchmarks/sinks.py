@@ -29,8 +29,8 @@ def measure(name: str, rows: int) -> dict[str, Any]:
     import torch  # noqa: F401, imported by a run before
 
     from titanlite.config.schema import MetricsConfig
-    from titanlite.observe.provenance import Provenance
-    from titanlite.observe.sinks import Feed, build_sink
+    from titanlite.sinks.feed import Feed, build_sink
+    from titanlite.sinks.provenance import Provenance
 
     origin = Provenance("debug", "[run]\n", {"training.steps": rows}, {"python": "3"})
     with tempfile.TemporaryDirectory() as parent:

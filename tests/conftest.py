@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from titanlite.verify.pool import Pool
+from titanlite.tools.verify.pool import Pool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["LOG_RANK"] = "none"
@@ -42,7 +42,7 @@ def section(tmp_path) -> Any:
 def folder(section) -> Path:
     """The prepared folder of that text."""
     from titanlite.data.tokenizer import Tokenizer
-    from titanlite.prepare.cache import prepare
+    from titanlite.tools.prepare.cache import prepare
 
     return prepare(section, Tokenizer(), lambda text: None)
 

@@ -40,9 +40,9 @@ import torch  # noqa: E402
 from fuzz_mutations import LARGEST, mutate  # noqa: E402
 from fuzz_readers import READERS, Reader  # noqa: E402
 
-from titanlite.config.schema import ConfigError  # noqa: E402
-from titanlite.formats import pickle_reader  # noqa: E402
-from titanlite.prepare import parquet_reader  # noqa: E402
+from titanlite.runtime.errors import ConfigError  # noqa: E402
+from titanlite.tools.formats import pickle_reader  # noqa: E402
+from titanlite.tools.prepare import parquet_reader  # noqa: E402
 
 CORPUS = ROOT / "tests/corpus"
 SECONDS, MEMORY, LINE = 10, 1 << 30, 3000  # limits of one execution: time, bytes beyond those at the start, characters

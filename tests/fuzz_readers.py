@@ -34,52 +34,53 @@ from safetensors.torch import save_file
 from titanlite.checkpoint.divergence import read_record
 from titanlite.checkpoint.manifest import NAME, SEAL, RunMetadata
 from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read import load_states, read_step
+from titanlite.checkpoint.read_step import load_states, read_step
 from titanlite.checkpoint.resume import EXCLUDED, read_excluded, require_compatible, training_changes
 from titanlite.checkpoint.retention import PROVEN, Retention, read_proof, steps_to_delete
 from titanlite.checkpoint.state import RandomState
 from titanlite.checkpoint.storage import RECORD as DIVERGED
 from titanlite.checkpoint.storage import write_step
-from titanlite.cli.checkpoint import list_run, show, verify
 from titanlite.config.load import load_config
-from titanlite.config.schema import CheckpointConfig, Config, ConfigError, RunConfig
-from titanlite.config.text import to_toml
-from titanlite.data.manifest import read_manifest as read_prepared
+from titanlite.config.schema import CheckpointConfig, Config, RunConfig
+from titanlite.config.to_toml import to_toml
 from titanlite.data.prepared import PreparedData
+from titanlite.data.prepared_manifest import read_manifest as read_prepared
 from titanlite.data.tokenizer import BUNDLED, Tokenizer
-from titanlite.data.verify import RECORD, unverified
-from titanlite.data.verify import verify as verify_data
+from titanlite.data.verification import RECORD, unverified
+from titanlite.data.verification import verify as verify_data
 from titanlite.distributed.hang_diagnosis import Heartbeat, diagnose
 from titanlite.distributed.messages import read_heartbeat, read_message
-from titanlite.formats.convert import convert, describe
-from titanlite.formats.detect import open_full_state, read_model
-from titanlite.formats.full_state import ORIGIN
-from titanlite.formats.huggingface_tokenizer import to_files
-from titanlite.formats.load import load_model, tokenizer_of
-from titanlite.formats.safetensors_files import INDEX
-from titanlite.formats.same_model import require_same_model
 from titanlite.model.flavors import LlamaConfig, RopeScaling, resolve_flavor
-from titanlite.observe.metric_names import scalars
 from titanlite.observe.metrics_file import RowReader, truncate_after
-from titanlite.parallel.rules import check_layout
-from titanlite.prepare.build import Options as BuildOptions
-from titanlite.prepare.build import begin, build, working_folder
-from titanlite.prepare.duplicates import DuplicateConfig
-from titanlite.prepare.filters import FilterConfig
-from titanlite.prepare.inspect import describe as describe_data
-from titanlite.prepare.inspect import samples
-from titanlite.prepare.job import NAME as JOB
-from titanlite.prepare.job import read_job
-from titanlite.prepare.merge import MANIFEST, decide_duplicates, merge, missing_parts
-from titanlite.prepare.part import run_part, signatures_path, verdicts_path
-from titanlite.prepare.plan import Settings, text_files
-from titanlite.prepare.records import record_path
-from titanlite.prepare.sources import Source, find
-from titanlite.prepare.text_files import read_texts
-from titanlite.report.page import contents as report_contents
-from titanlite.report.page import page, trends_of
-from titanlite.report.read import read_run as read_for_report
-from titanlite.report.text import text_report
+from titanlite.rules.check import check_layout
+from titanlite.runtime.errors import ConfigError
+from titanlite.sinks.metric_names import scalars
+from titanlite.tools.cli.checkpoint_command import list_run, show, verify
+from titanlite.tools.formats.convert import convert, describe
+from titanlite.tools.formats.detect_format import open_full_state, read_model
+from titanlite.tools.formats.full_state import ORIGIN
+from titanlite.tools.formats.huggingface_tokenizer import to_files
+from titanlite.tools.formats.load_weights import load_model, tokenizer_of
+from titanlite.tools.formats.safetensors_files import INDEX
+from titanlite.tools.formats.same_model import require_same_model
+from titanlite.tools.prepare.build import Options as BuildOptions
+from titanlite.tools.prepare.build import begin, build, working_folder
+from titanlite.tools.prepare.duplicates import DuplicateConfig
+from titanlite.tools.prepare.filters import FilterConfig
+from titanlite.tools.prepare.inspect import describe as describe_data
+from titanlite.tools.prepare.inspect import samples
+from titanlite.tools.prepare.job import NAME as JOB
+from titanlite.tools.prepare.job import read_job
+from titanlite.tools.prepare.merge import MANIFEST, decide_duplicates, merge, missing_parts
+from titanlite.tools.prepare.part import run_part, signatures_path, verdicts_path
+from titanlite.tools.prepare.plan_job import Settings, text_files
+from titanlite.tools.prepare.records import record_path
+from titanlite.tools.prepare.sources import Source, find
+from titanlite.tools.prepare.text_files import read_texts
+from titanlite.tools.report.page import contents as report_contents
+from titanlite.tools.report.page import page, trends_of
+from titanlite.tools.report.run_data import read_run as read_for_report
+from titanlite.tools.report.text_report import text_report
 
 RANKS = b"".join(BUNDLED.read_bytes().splitlines(keepends=True)[:270])  # all bytes, and 14 pairs
 LLAMA = LlamaConfig(8, 1, 2, 1, 12, 286, rope_scaling=RopeScaling(8.0, original_context=32))

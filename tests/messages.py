@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from titanlite.config.schema import ConfigError
+from titanlite.runtime.errors import ConfigError
 
 
 def assert_mentions(text: str, *parts: str) -> None:

@@ -17,9 +17,9 @@ from titanlite.model.flavors import FLAVORS, LlamaConfig, RopeScaling
 from titanlite.model.llama import Llama
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.auto import resolve_auto
-from titanlite.parallel.layout import AXES
 from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
+from titanlite.rules.degrees import AXES
 
 SMALL = LlamaConfig(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=101)
 EVEN = LlamaConfig(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=104)  # fits tp and pp

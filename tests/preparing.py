@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.cli.main import main
-from titanlite.data.manifest import read_manifest
+from titanlite.data.prepared_manifest import read_manifest
 from titanlite.data.shards import Tokens
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.tools.cli.main import main
 
 TOKENIZER = Tokenizer()
 

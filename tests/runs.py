@@ -13,7 +13,7 @@ import train
 def train_run(arguments: list[str]) -> int:
     """train.py with these arguments on this rank; returns the exit code. An unexpected error is raised."""
     from titanlite.config.load import load_config
-    from titanlite.config.schema import ConfigError
+    from titanlite.runtime.errors import ConfigError
 
     try:
         return train.main(load_config(arguments))

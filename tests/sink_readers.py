@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titanlite.observe.metric_names import scalars
+from titanlite.sinks.metric_names import scalars
 
 OFFLINE = {
     "WANDB_MODE": "offline",
@@ -115,7 +115,7 @@ def read_mlflow(uri: str, experiment: str = "titanlite") -> tuple[Points, Any]:
 
 def as_mlflow(points: Points) -> Points:
     """With the names that MLflow allows."""
-    from titanlite.observe.mlflow_sink import MlflowSink
+    from titanlite.sinks.mlflow_sink import MlflowSink
 
     return {MlflowSink.metric_name(name): pairs for name, pairs in points.items()}
 

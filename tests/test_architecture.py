@@ -10,25 +10,25 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.load import load_config
-from titanlite.config.schema import LAUNCHED
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.prepare.cache import prepare
+from titanlite.runtime.errors import LAUNCHED
+from titanlite.tools.prepare.cache import prepare
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "train.py", *sorted((ROOT / "titanlite").rglob("*.py"))]
 
 # From the ground up. A file imports from its own folder and from the floors below; rooms of one floor stand apart.
 FLOORS = [
+    {"runtime"},
     {"config"},
     {"distributed"},
     {"model"},
-    {"data"},
-    {"optim", "prepare"},
+    {"data", "rules"},
+    {"optim"},
     {"observe", "parallel"},
+    {"probes", "sinks"},
     {"checkpoint"},
-    {"formats"},
-    {"verify", "report", "evaluate"},
-    {"cli"},
+    {"tools"},
     {"train", "__main__", "__init__"},
 ]
 
@@ -125,7 +125,7 @@ def test_a_plain_run_loads_no_room_that_training_does_not_need(arguments):
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("LOADED ")] or [result.stderr]
     rooms = {name.split("/")[1] for name in json.loads(line.removeprefix("LOADED "))}
     assert {"checkpoint", "data", "model", "optim", "parallel"} <= rooms
-    assert not rooms & {"formats", "verify", "report", "evaluate", "cli"}
+    assert "tools" not in rooms
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.read_text()], ids=module_of)
@@ -143,23 +143,23 @@ def lines_of_code(path: Path) -> int:
 TESTED_ELSEWHERE = {
     "checkpoint/manager": "tests/checkpoint/test_checkpoint.py, tests/e2e/test_resume.py",
     "checkpoint/manifest_reader": "tests/checkpoint/test_manifest.py",
-    "checkpoint/read": "tests/checkpoint/test_manifest.py",
+    "checkpoint/read_step": "tests/checkpoint/test_manifest.py",
     "checkpoint/resume": "tests/e2e/test_resume.py",
     "checkpoint/shard_file": "tests/checkpoint/test_checkpoint.py",
     "checkpoint/state": "tests/checkpoint/test_checkpoint.py",
     "checkpoint/storage": "tests/checkpoint/test_checkpoint.py, tests/e2e/test_faults.py",
-    "cli/convert": "tests/formats/test_convert.py, tests/formats/test_convert_limits.py",
-    "formats/check": "tests/formats/test_convert.py",
-    "formats/detect": "tests/formats/test_foreign.py, tests/formats/test_foreign_hostile.py",
-    "formats/export": "tests/formats/test_convert.py",
-    "formats/full_state": "tests/formats/test_convert.py, tests/formats/test_convert_limits.py",
-    "formats/gguf_file": "tests/formats/test_gguf.py",
-    "formats/huggingface": "tests/formats/test_convert.py",
-    "formats/load": "tests/formats/test_transformers.py, tests/formats/test_foreign.py",
-    "formats/meta": "tests/formats/test_convert.py",
-    "formats/safetensors_files": "tests/formats/test_convert.py",
-    "formats/stock": "tests/formats/test_foreign.py, tests/formats/test_foreign_hostile.py",
-    "formats/targets": "tests/formats/test_convert.py",
+    "tools/cli/convert_command": "tests/tools/formats/test_convert.py, tests/tools/formats/test_convert_limits.py",
+    "tools/formats/check_export": "tests/tools/formats/test_convert.py",
+    "tools/formats/detect_format": "tests/tools/formats/test_foreign.py, tests/tools/formats/test_foreign_hostile.py",
+    "tools/formats/export": "tests/tools/formats/test_convert.py",
+    "tools/formats/full_state": "tests/tools/formats/test_convert.py, tests/tools/formats/test_convert_limits.py",
+    "tools/formats/gguf_file": "tests/tools/formats/test_gguf.py",
+    "tools/formats/huggingface": "tests/tools/formats/test_convert.py",
+    "tools/formats/load_weights": "tests/tools/formats/test_transformers.py, tests/tools/formats/test_foreign.py",
+    "tools/formats/meta": "tests/tools/formats/test_convert.py",
+    "tools/formats/safetensors_files": "tests/tools/formats/test_convert.py",
+    "tools/formats/stock": "tests/tools/formats/test_foreign.py, tests/tools/formats/test_foreign_hostile.py",
+    "tools/formats/targets": "tests/tools/formats/test_convert.py",
 }
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from docs.draw_schedule import Task, bubble, draw, place_in_slots, rank_orders
-from titanlite.cli.main import main
 from titanlite.distributed.torch_private import pipeline_stage_class
-from titanlite.verify.ladder import ladder
+from titanlite.tools.cli.main import main
+from titanlite.tools.verify.ladder import ladder
 
 DOCS = Path(__file__).parents[1] / "docs"
 PARALLELISM = (DOCS / "parallelism.md").read_text()

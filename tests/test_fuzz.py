@@ -24,11 +24,11 @@ from titanlite.checkpoint.storage import RECORD as DIVERGED
 from titanlite.config import load
 from titanlite.config.load import load_config
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.formats import safetensors_files
-from titanlite.formats.detect import read_model
-from titanlite.formats.full_state import About, FullState
 from titanlite.observe.logging import log_to_file
 from titanlite.observe.metrics_file import truncate_after
+from titanlite.tools.formats import safetensors_files
+from titanlite.tools.formats.detect_format import read_model
+from titanlite.tools.formats.full_state import About, FullState
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits of memory need Linux")
 FOLDERS = ("safetensors index", "model.json", "config.json", "params.json", "DCP index")

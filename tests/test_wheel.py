@@ -79,7 +79,7 @@ def test_the_wheel_holds_the_package_the_program_and_nothing_else(wheel):
     found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "titanlite").rglob("*.py")}
     package |= {"titanlite/py.typed", "titanlite/data/tokenizer.model", "titanlite/program/train.py"}
-    package |= {str(path.relative_to(ROOT)) for path in (ROOT / "titanlite/report/static").iterdir()}
+    package |= {str(path.relative_to(ROOT)) for path in (ROOT / "titanlite/tools/report/static").iterdir()}
     configs = {f"titanlite/program/train_configs/{path.name}" for path in (ROOT / "train_configs").glob("*.toml")}
     assert found == package | configs
     assert not (ROOT / "titanlite/program").exists()

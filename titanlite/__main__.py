@@ -2,10 +2,10 @@
 
 import sys
 
-from titanlite.config.interpreter import leave_out_current_folder
+from titanlite.runtime.interpreter import leave_out_current_folder
 
 if __name__ == "__main__":
     leave_out_current_folder()  # before anything else is imported
-    from titanlite.cli.main import main
+    from titanlite.tools.cli.main import main
 
     sys.exit(main(sys.argv[1:]))

@@ -19,7 +19,7 @@ from titanlite.checkpoint.async_save import AsyncSaver
 from titanlite.checkpoint.manager import NonFinite
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read import verify_files
+from titanlite.checkpoint.read_step import verify_files
 from titanlite.checkpoint.storage import SaveError, list_steps, write_step
 from titanlite.data.stream import TrainStream
 

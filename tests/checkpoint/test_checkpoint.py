@@ -20,15 +20,16 @@ from titanlite.checkpoint import retention, shard_file
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read import find_step_folder, read_step
+from titanlite.checkpoint.read_step import find_step_folder, read_step
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError, list_steps, sweep, write_step
-from titanlite.config.schema import CheckpointConfig, ConfigError, OptimizerConfig
+from titanlite.config.schema import CheckpointConfig, OptimizerConfig
 from titanlite.data.stream import Batch
-from titanlite.formats.load import load_model, open_verified, tokenizer_of
 from titanlite.model.flavors import LlamaConfig
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.stages import Stages
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.formats.load_weights import load_model, open_verified, tokenizer_of
 
 TOKENS = torch.randint(101, (2, 17), generator=torch.Generator().manual_seed(3))
 

@@ -14,9 +14,9 @@ from titanlite.checkpoint.divergence import MAX_ATTEMPTS, apply_record, react, r
 from titanlite.checkpoint.manifest import CorruptCheckpoint, FileEntry
 from titanlite.checkpoint.resume import EXCLUDED, exclude_samples, read_excluded
 from titanlite.checkpoint.storage import RECORD
-from titanlite.config.schema import ConfigError
 from titanlite.data.excluded import RemainingSamples, sample_number
 from titanlite.data.stream import Samples, Windows
+from titanlite.runtime.errors import ConfigError
 
 ROLLBACK = {"step": 5, "first": 32, "end": 40}
 

@@ -24,12 +24,12 @@ from runs import train_run
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import NAME, SEAL, CorruptCheckpoint, RunMetadata, to_text
 from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read import read_step, verify_files
+from titanlite.checkpoint.read_step import read_step, verify_files
 from titanlite.checkpoint.storage import write_step
-from titanlite.cli.main import main
-from titanlite.config.schema import ConfigError
-from titanlite.formats.load import load_model, open_verified, read_weights
 from titanlite.model.flavors import FLAVORS
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.cli.main import main
+from titanlite.tools.formats.load_weights import load_model, open_verified, read_weights
 
 MODEL = "model-00000.safetensors"
 
@@ -393,7 +393,7 @@ def test_another_precision_is_rounded_to(step):
 
 def read_where_one_may_not(folder: Path, number: int) -> None:
     """Rank 1 meets an error that is not the folder's."""
-    from titanlite.checkpoint import read
+    from titanlite.checkpoint import read_step as read
 
     def refuse(path, progress):
         raise OSError(number, os.strerror(number))
@@ -416,7 +416,7 @@ def test_what_a_process_may_not_read_is_not_damaged(pool, step, number):
 
 def fail_on_rank_1(folder: Path, kind: str) -> str:
     """How reading a checkpoint ends on this rank, if rank 1 meets an error of some kind."""
-    from titanlite.checkpoint import read
+    from titanlite.checkpoint import read_step as read
 
     wanted, original = state(), read.ShardFile.read
     if dist.get_rank() == 1:

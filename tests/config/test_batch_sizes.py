@@ -9,8 +9,9 @@ from messages import assert_mentions
 
 from titanlite.config.batch_sizes import first_sample, samples_after, segments, steps_for, steps_for_tokens
 from titanlite.config.load import load_config
-from titanlite.config.schema import ConfigError, PhaseConfig, TrainingConfig
-from titanlite.config.text import to_toml
+from titanlite.config.schema import PhaseConfig, TrainingConfig
+from titanlite.config.to_toml import to_toml
+from titanlite.runtime.errors import ConfigError
 
 S = 10  # tokens of a sequence
 

@@ -7,9 +7,9 @@ from messages import assert_mentions
 
 from titanlite.config.budget import epochs_in_steps
 from titanlite.config.load import load_config
-from titanlite.config.schema import ConfigError
-from titanlite.config.text import to_toml
+from titanlite.config.to_toml import to_toml
 from titanlite.optim.schedule import lr_factor
+from titanlite.runtime.errors import ConfigError
 
 SHAPE = ["--training.seq_len=100", "--training.global_batch_size=8", "--training.local_batch_size=8"]
 

@@ -10,9 +10,9 @@ import pytest
 from messages import assert_mentions
 
 from titanlite.config.load import all_keys, flavors, load_config
-from titanlite.config.schema import ConfigError
-from titanlite.config.text import to_toml
+from titanlite.config.to_toml import to_toml
 from titanlite.model.flavors import FLAVORS
+from titanlite.runtime.errors import ConfigError
 
 
 def problems(*argv: str) -> list[str]:
@@ -207,7 +207,7 @@ def test_every_key_mistyped_by_one_character_is_suggested(key):
 
 def test_a_mistake_is_found_fast_and_without_torch():
     code = (
-        "import sys; from titanlite.cli.main import main; code = main(['train', 'debug', '--training.stpes=3']);"
+        "import sys; from titanlite.tools.cli.main import main; code = main(['train', 'debug', '--training.stpes=3']);"
         "print(code, 'torch' in sys.modules)"
     )
     seconds = []

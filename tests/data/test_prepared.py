@@ -6,10 +6,11 @@ import json
 
 from messages import refused
 
-from titanlite.config.schema import LAUNCHED, DataConfig, SourceConfig
+from titanlite.config.schema import DataConfig, SourceConfig
 from titanlite.data.prepared import PreparedData
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.prepare.cache import prepare
+from titanlite.runtime.errors import LAUNCHED
+from titanlite.tools.prepare.cache import prepare
 from train import prepared_folders
 
 

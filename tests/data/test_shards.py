@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.data.manifest import token_dtype
+from titanlite.data.prepared_manifest import token_dtype
 from titanlite.data.shards import Tokens
-from titanlite.prepare.shard_writer import ShardWriter
+from titanlite.tools.prepare.shard_writer import ShardWriter
 
 
 def written(folder: Path, documents: list[list[int]], masked: dict[int, list[bool]]) -> Tokens:

@@ -12,10 +12,10 @@ import pytest
 from foreign_tokenizers import SPECIAL, in_words, mixed_text, random_unicode, theirs, tokenizers, trained, write
 from messages import refused
 
-from titanlite.config.schema import ConfigError
 from titanlite.data.token_text import merges_of, to_bytes, to_text
 from titanlite.data.tokenizer import BUNDLED, MAX_TOKEN, Tokenizer
 from titanlite.data.tokenizer_json import convert, encode_alone
+from titanlite.runtime.errors import ConfigError
 
 STYLES = ("gpt2", "llama3", "qwen")
 
@@ -152,7 +152,7 @@ def test_a_pattern_that_leaves_text_out_keeps_it():
 
 
 def test_our_own_export_says_the_same_as_the_rank_file(tmp_path):
-    from titanlite.formats.huggingface_tokenizer import read_tokenizer, to_files
+    from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer, to_files
 
     ours = Tokenizer()
     for name, content in to_files(ours, 100).items():

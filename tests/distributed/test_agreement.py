@@ -9,7 +9,6 @@ import os
 import pytest
 import torch.distributed as dist
 
-from titanlite.config.schema import ConfigError
 from titanlite.distributed.agreement import (
     StorageError,
     broadcast_from_rank0,
@@ -17,6 +16,7 @@ from titanlite.distributed.agreement import (
     on_all_ranks,
     require_agreement,
 )
+from titanlite.runtime.errors import ConfigError
 
 
 def gather_different_lengths() -> list:

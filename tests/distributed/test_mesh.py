@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _world
 from titanlite.distributed import process_group
 from titanlite.distributed.agreement import gather
 from titanlite.distributed.mesh import Mesh
-from titanlite.parallel.layout import AXES
+from titanlite.rules.degrees import AXES
 
 
 def mesh_facts(degrees: dict[str, int]) -> tuple:

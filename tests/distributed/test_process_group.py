@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from messages import refused
 
-from titanlite.config.schema import LISTENER
 from titanlite.distributed import process_group, rendezvous
 from titanlite.distributed.agreement import JoinError
 from titanlite.distributed.network import interface_towards
 from titanlite.distributed.process_group import device_type, open_device, start, use_loopback
+from titanlite.runtime.errors import LISTENER
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from messages import assert_mentions
 from runs import train_run
 
-from titanlite.config.schema import ConfigError
 from titanlite.data.stream import TrainStream
 from titanlite.distributed import run_folder
 from titanlite.distributed.run_folder import claim_folder, lock
+from titanlite.runtime.errors import ConfigError
 
 
 class FastClock:

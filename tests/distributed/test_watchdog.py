@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from titanlite.config.schema import CommConfig
 from titanlite.distributed.watchdog import PERIOD, Watchdog, mark_phase
-from titanlite.verify.pool import WorkerError
+from titanlite.tools.verify.pool import WorkerError
 
 
 def mark_phases(folder: Path) -> list[tuple[int, str, float, str]]:

@@ -13,9 +13,9 @@ from runs import curve, train_run
 
 from titanlite.checkpoint import async_save, shard_file, staging, storage
 from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read import verify_files
+from titanlite.checkpoint.read_step import verify_files
 from titanlite.checkpoint.storage import list_steps, step_folder
-from titanlite.verify.pool import WorkerError
+from titanlite.tools.verify.pool import WorkerError
 
 pytestmark = pytest.mark.slow
 

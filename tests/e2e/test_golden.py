@@ -15,13 +15,13 @@ from runs import curve, train_run
 
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config
-from titanlite.data.manifest import read_manifest
+from titanlite.data.prepared_manifest import read_manifest
 from titanlite.data.shards import Tokens
 from titanlite.data.stream import Samples, TrainStream, Windows
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import resolve_flavor
 from titanlite.model.llama import Llama
-from titanlite.prepare.cache import prepare
+from titanlite.tools.prepare.cache import prepare
 
 GOLDEN = {  # step: (loss, gradient norm)
     1: (8.330174, 1.384981),

@@ -22,7 +22,7 @@ from titanlite.model import block_mask
 from titanlite.model.attention import attention_kernel
 from titanlite.model.flavors import FLAVORS
 from titanlite.parallel.float8 import Scaling, float8_linear
-from titanlite.verify.pool import Pool
+from titanlite.tools.verify.pool import Pool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -142,7 +142,7 @@ def test_cudnn_computes_attention_on_hopper():
 
 def test_verify_on_one_gpu(tmp_path):
     """Layouts of one process, in fp32 and bf16, compiled with inductor; several GPUs need `titanlite verify` itself."""
-    from titanlite.cli.verify import run as verify
+    from titanlite.tools.cli.verify_command import run as verify
 
     assert verify(["debug", "--run.device=cuda", "--processes=1"]) == 0
 
@@ -152,7 +152,7 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 
 @needs_two
 def test_verify_on_two_gpus():
-    from titanlite.cli.verify import run as verify
+    from titanlite.tools.cli.verify_command import run as verify
 
     assert verify(["debug", "--run.device=cuda", "--processes=2", "--quick"]) == 0
 

@@ -35,20 +35,20 @@ PACKAGES = {
 }
 
 # What pip installs as the command `titanlite`.
-SCRIPT = "import sys\nfrom titanlite.cli.main import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+SCRIPT = "import sys\nfrom titanlite.tools.cli.main import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 # The same with parts of a few kilobytes, so that little data gives work to several workers.
-SMALL_PARTS = SCRIPT.replace("    sys", "    from titanlite.prepare import job\n    job.PART = 4096\n    sys")
+SMALL_PARTS = SCRIPT.replace("    sys", "    from titanlite.tools.prepare import job\n    job.PART = 4096\n    sys")
 # A pool's worker, as Python 3.10 starts it: it does not know the variable
 FORK_SERVER = """
-from titanlite.config import interpreter
-from titanlite.verify.pool import Pool
+from titanlite.runtime import interpreter
+from titanlite.tools.verify.pool import Pool
 known = interpreter.environment
 interpreter.environment = lambda: {name: value for name, value in known().items() if name != "PYTHONSAFEPATH"}
 if __name__ == "__main__":
     assert Pool([]).run(1, int, "7") == [7]
 """
 COMPILED = """
-from titanlite.config import interpreter
+from titanlite.runtime import interpreter
 interpreter.HAS_SAFE_PATH = False
 known = interpreter.environment
 interpreter.environment = lambda: {name: value for name, value in known().items() if name != "PYTHONSAFEPATH"}

@@ -23,10 +23,10 @@ from runs import rows, train_run
 
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read import verify_files
+from titanlite.checkpoint.read_step import verify_files
 from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.data.stream import TrainStream
-from titanlite.verify.pool import Pool, WorkerError
+from titanlite.tools.verify.pool import Pool, WorkerError
 
 pytestmark = pytest.mark.slow
 

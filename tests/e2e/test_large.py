@@ -13,7 +13,7 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.parallel.parallelize import split_and_parallelize
-from titanlite.parallel.rules import check_layout
+from titanlite.rules.check import check_layout
 
 
 def account(arguments: list[str], vocab_size: int, world_size: int, rank: int) -> tuple[dict[str, int], int]:

@@ -16,7 +16,7 @@ LAYOUTS = [
 ]
 # Slow, since tests of the room hold the same promise without a training run.
 VARIANTS = [
-    # tests/verify/test_compare.py: each axis in one step
+    # tests/tools/verify/test_compare.py: each axis in one step
     (4, ["--parallel.cp=2", "--parallel.tp=2", "--recompute.mode=selective"]),
     (2, ["--parallel.tp=2"]),
     (2, ["--parallel.cp=2"]),

@@ -10,7 +10,7 @@ from runs import curve, rows, samples_of_a_run, train_run, train_until
 
 from titanlite.checkpoint.manifest import DTYPES, RunMetadata
 from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read import read_step
+from titanlite.checkpoint.read_step import read_step
 from titanlite.checkpoint.storage import list_steps, write_step
 
 

@@ -16,8 +16,8 @@ from messages import assert_mentions
 from runs import curve, train_run
 
 import train
-from titanlite.config.schema import LAUNCHED
 from titanlite.distributed.run_folder import lock
+from titanlite.runtime.errors import LAUNCHED
 
 
 @pytest.fixture

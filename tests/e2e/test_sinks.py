@@ -12,7 +12,7 @@ import pytest
 from runs import rows, train_run
 from sink_readers import as_mlflow, expected, float32, mlflow_server, read_mlflow, read_tensorboard, read_wandb
 
-from titanlite.verify.pool import WorkerError
+from titanlite.tools.verify.pool import WorkerError
 
 MISSING = [name for name in ("tensorboard", "wandb", "mlflow") if find_spec(name) is None]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}")]
@@ -24,7 +24,7 @@ REPEATED = ("loss_metrics/global_avg_loss", "perplexity", "grad_norm", "lr", "n_
 def train_and_die(arguments: list[str], step: int, sent: int) -> int:
     """A run whose process gets SIGKILL when it begins the step after `step`, once the sinks have step `sent`."""
     from titanlite.data.stream import TrainStream
-    from titanlite.observe import sinks
+    from titanlite.sinks import feed as sinks
 
     feeds, original, start = list[sinks.Feed](), TrainStream.next_step, sinks.Feed.start
 
@@ -93,8 +93,8 @@ def test_a_run_that_is_killed_and_resumed_twice(pool, arguments, tmp_path):
 
 def roll_back(arguments: list[str]) -> int:
     """A run whose fifth step is not finite, with sinks that have all steps before it when it is judged."""
-    from titanlite.observe import sinks
     from titanlite.optim.stability import Guard
+    from titanlite.sinks import feed as sinks
 
     feeds, judge, start, done = list[sinks.Feed](), Guard.judge, sinks.Feed.start, list[int]()
 

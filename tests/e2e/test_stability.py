@@ -20,7 +20,7 @@ from titanlite.checkpoint import divergence
 from titanlite.checkpoint.manager import NonFinite
 from titanlite.checkpoint.storage import RECORD, list_steps
 from titanlite.config.load import load_config
-from titanlite.report.read import read_run
+from titanlite.tools.report.run_data import read_run
 
 SAMPLE = 17  # of step 3, with samples 16 to 23
 QUIET = ["--validation.freq=0", "--checkpoint.freq=2", "--checkpoint.keep=0"]
@@ -342,9 +342,9 @@ def test_skipping_for_ever_ends_the_run(pool, arguments, tmp_path):
     ],
 )
 def test_what_does_not_fit_is_refused(pool, arguments, option, expected):
-    from titanlite.config.schema import ConfigError
     from titanlite.model.flavors import resolve_flavor
-    from titanlite.parallel.rules import check_layout
+    from titanlite.rules.check import check_layout
+    from titanlite.runtime.errors import ConfigError
 
     config = load_config([*arguments, *QUIET, "--stability.action=rollback", f"--{option}"])
     with pytest.raises(ConfigError, match=expected):

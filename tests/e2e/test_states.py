@@ -17,9 +17,9 @@ import torch
 from runs import train_run
 
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.plan import State, local_parts
 from titanlite.checkpoint.storage import list_steps, write_step
-from titanlite.verify.pool import Pool
+from titanlite.checkpoint.write_plan import State, local_parts
+from titanlite.tools.verify.pool import Pool
 
 SAVED = (0, 1, 3)  # after so many steps
 STEPS = ["--training.steps=3", "--checkpoint.freq=1", "--checkpoint.keep=0", "--validation.freq=0"]

@@ -22,13 +22,14 @@ from titanlite.checkpoint import async_save
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read import verify_files
+from titanlite.checkpoint.read_step import verify_files
 from titanlite.checkpoint.state import ModelState
 from titanlite.checkpoint.storage import SaveError, list_steps, step_folder, write_step
-from titanlite.cli.main import main
-from titanlite.config.files import replace_file
-from titanlite.config.schema import CheckpointConfig, ConfigError
-from titanlite.formats.convert import load_full_state
+from titanlite.config.schema import CheckpointConfig
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import replace_file
+from titanlite.tools.cli.main import main
+from titanlite.tools.formats.convert import load_full_state
 
 MODEL = ["--model.dim=16", "--model.num_heads=2", "--model.num_kv_heads=1", "--model.num_layers=1"]
 BATCH = ["--model.ffn_dim=16", "--training.seq_len=32", "--training.global_batch_size=2", "--metrics.log_freq=1"]

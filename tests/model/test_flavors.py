@@ -6,9 +6,10 @@ import pytest
 import torch
 from messages import assert_mentions
 
-from titanlite.config.schema import ConfigError, ModelConfig
+from titanlite.config.schema import ModelConfig
 from titanlite.model.flavors import resolve_flavor
 from titanlite.model.llama import Llama
+from titanlite.runtime.errors import ConfigError
 
 
 @pytest.mark.parametrize(

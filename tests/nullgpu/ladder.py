@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import resolve_flavor
-from titanlite.verify.compare import measure, reference
-from titanlite.verify.ladder import ladder, make_case, reason_not_fitting
-from titanlite.verify.pool import Pool, WorkerError
+from titanlite.tools.verify.compare import measure, reference
+from titanlite.tools.verify.ladder import ladder, make_case, reason_not_fitting
+from titanlite.tools.verify.pool import Pool, WorkerError
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--layout", action="append")
     options = parser.parse_args()
-    cpu, gpu = (Pool(["titanlite.verify.compare"], device, quiet=True) for device in ("cpu", "cuda"))
+    cpu, gpu = (Pool(["titanlite.tools.verify.compare"], device, quiet=True) for device in ("cpu", "cuda"))
     tokenizer, crashed = Tokenizer(), 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "reference.pt")

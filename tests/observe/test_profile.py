@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 from runs import curve, train_run
 
-from titanlite.config.schema import ConfigError
 from titanlite.data.stream import TrainStream
 from titanlite.distributed.signals import FileRequest
 from titanlite.observe.profile import parse_ranks
+from titanlite.runtime.errors import ConfigError
 
 STEPS = ["--profiling.warmup_steps=1", "--profiling.active_steps=1"]
 

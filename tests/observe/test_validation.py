@@ -20,10 +20,10 @@ from titanlite.observe.validation import Validator
 def test_bits_per_byte_follows_from_the_text(pool, arguments, tmp_path):
     """Over the whole held-out text: nats per token * tokens / ln 2 / bytes."""
     from titanlite.config.schema import DataConfig
-    from titanlite.data.manifest import read_manifest
+    from titanlite.data.prepared_manifest import read_manifest
     from titanlite.data.shards import Tokens
     from titanlite.data.tokenizer import Tokenizer
-    from titanlite.prepare.cache import prepare
+    from titanlite.tools.prepare.cache import prepare
 
     assert pool.run(1, train_run, [*arguments, "--validation.samples=0", "--training.steps=1"]) == [0]
     row = next(row for row in rows(tmp_path / "debug") if row["step"] == 0)

@@ -15,9 +15,9 @@ from torch import nn
 from titanlite.checkpoint.storage import list_steps
 from titanlite.config.schema import EmaConfig, OptimizerConfig
 from titanlite.data.stream import Batch
-from titanlite.formats.convert import convert, load_full_state
 from titanlite.optim.ema import WeightEMA
 from titanlite.optim.optimizer import build_optimizer
+from titanlite.tools.formats.convert import convert, load_full_state
 
 TOKENS = torch.randint(104, (2, 17), generator=torch.Generator().manual_seed(3))
 BATCH = Batch(TOKENS[:, :-1], TOKENS[:, 1:])

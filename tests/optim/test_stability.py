@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from titanlite.config.schema import ConfigError, StabilityConfig, TrainingConfig
+from titanlite.config.schema import StabilityConfig, TrainingConfig
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.stability import Guard, robust_z
+from titanlite.runtime.errors import ConfigError
 
 CPU, NAN = torch.device("cpu"), float("nan")
 

@@ -14,7 +14,7 @@ from titanlite.data.stream import Batch
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.optim.z_loss import with_z_loss
-from titanlite.parallel.layout import AXES
+from titanlite.rules.degrees import AXES
 
 
 def against_the_definition() -> None:

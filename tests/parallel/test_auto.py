@@ -13,7 +13,7 @@ from titanlite.config.load import load_config
 from titanlite.config.schema import CompileConfig, Config, TrainingConfig
 from titanlite.parallel import auto
 from titanlite.parallel.auto import cpu_has_bfloat16, resolve_auto
-from titanlite.parallel.layout import AXES
+from titanlite.rules.degrees import AXES
 
 
 @pytest.mark.parametrize(

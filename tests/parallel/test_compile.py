@@ -14,11 +14,12 @@ import torch.distributed as dist
 from model_builder import assert_same, gradients, small_model
 
 from titanlite.config.load import load_config
-from titanlite.config.schema import ConfigError, RecomputeConfig
+from titanlite.config.schema import RecomputeConfig
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.auto import resolve_auto
 from titanlite.parallel.compile import apply_compile, first_message, missing_for_inductor
-from titanlite.parallel.layout import AXES
+from titanlite.rules.degrees import AXES
+from titanlite.runtime.errors import ConfigError
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])

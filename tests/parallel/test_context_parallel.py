@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from messages import assert_mentions
 
-from titanlite.config.schema import ConfigError
 from titanlite.distributed.mesh import Mesh
 from titanlite.parallel.context_parallel import (
     all_gather_attention,
@@ -16,7 +15,8 @@ from titanlite.parallel.context_parallel import (
     local_positions,
     ulysses_attention,
 )
-from titanlite.parallel.layout import AXES
+from titanlite.rules.degrees import AXES
+from titanlite.runtime.errors import ConfigError
 
 SEQ_LEN = 24
 

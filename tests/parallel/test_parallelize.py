@@ -17,11 +17,11 @@ from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.fsdp import apply_fsdp
-from titanlite.parallel.layout import AXES
 from titanlite.parallel.parallelize import assign_shard
 from titanlite.parallel.pipeline_parallel import split_into_stages
 from titanlite.parallel.tensor_parallel import apply_tp, loss_parallel_cross_entropy_sum
-from titanlite.verify.pool import WorkerError
+from titanlite.rules.degrees import AXES
+from titanlite.tools.verify.pool import WorkerError
 
 TOKENS = torch.randint(101, (2, 17), generator=torch.Generator().manual_seed(3))
 

@@ -45,11 +45,11 @@ from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.stability import Guard
 from titanlite.parallel import compile
-from titanlite.parallel.layout import AXES
 from titanlite.parallel.parallelize import split_and_parallelize
 from titanlite.parallel.pipeline_parallel import sum_shared_gradients
 from titanlite.parallel.stages import Stages
-from titanlite.verify.pool import WorkerError
+from titanlite.rules.degrees import AXES
+from titanlite.tools.verify.pool import WorkerError
 
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -11,12 +11,12 @@ from model_builder import EVEN, build_stages
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import loss_parallel
 
-from titanlite.config.schema import ConfigError
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import LlamaConfig
 from titanlite.optim.loss import cross_entropy_sum
-from titanlite.parallel.layout import AXES
 from titanlite.parallel.tensor_parallel import apply_tp, loss_parallel_cross_entropy_sum
+from titanlite.rules.degrees import AXES
+from titanlite.runtime.errors import ConfigError
 
 
 def line(size: int):

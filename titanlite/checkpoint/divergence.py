@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 from titanlite.checkpoint.resume import exclude_samples, resume
 from titanlite.checkpoint.retention import set_aside
 from titanlite.checkpoint.storage import RECORD, list_steps, step_folder
-from titanlite.config.files import read_bounded, replace_file
-from titanlite.config.schema import ConfigError
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.observe.metrics_file import drop_later_lines
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import read_bounded, replace_file
 
 if TYPE_CHECKING:
     from titanlite.optim.stability import Verdict

@@ -1,7 +1,7 @@
 """Loads the model of a run's own checkpoint into one process, for the sample text at the end of a run.
 
 What it is: the parameters of a step folder, verified and read through its manifest; any layout may have written them.
-`formats/load.py` loads other formats, and folders from elsewhere.
+`tools/formats/load_weights.py` loads other formats, and folders from elsewhere.
 What it costs: memory for the parameters; the parameter files are read twice, the first time to verify their hashes.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.checkpoint.manifest_reader import read_file, read_manifest
-from titanlite.checkpoint.read import read_step, verify_files
+from titanlite.checkpoint.read_step import read_step, verify_files
 from titanlite.model.llama import Llama
 from titanlite.model.shape_file import from_json
 

@@ -1,8 +1,8 @@
 """Checkpoint manager: when a run saves, and from which checkpoint it resumes.
 
-What it is: decides when to save and load; `storage.py` writes and `read.py` reads. A run whose folder holds checkpoints
-resumes from the newest complete one; a damaged one is reported, renamed and skipped. A save is due every `freq` steps
-or `freq_minutes`, at the end, after a signal, and when a file named SAVE appears in the run's folder.
+What it is: decides when to save and load; `storage.py` writes and `read_step.py` reads. A run whose folder holds
+checkpoints resumes from the newest complete one; a damaged one is reported, renamed and skipped. A save is due every
+`freq` steps or `freq_minutes`, at the end, after a signal, and when a file named SAVE appears in the run's folder.
 A checkpoint is proven when the gradient norm of a later step is finite. A bad step can leave finite weights whose next
 gradient is NaN, also where their validation loss is finite, so older checkpoints are deleted only once the newest is
 proven; and the last plausible one never is (`retention.py`).
@@ -25,12 +25,13 @@ from torch import Tensor
 
 from titanlite.checkpoint.async_save import AsyncSaver
 from titanlite.checkpoint.manifest import RunMetadata
-from titanlite.checkpoint.plan import State
 from titanlite.checkpoint.storage import RECORD, list_steps, step_folder, sweep, write_step
-from titanlite.config.schema import CheckpointConfig, ConfigError
+from titanlite.checkpoint.write_plan import State
+from titanlite.config.schema import CheckpointConfig
 from titanlite.distributed.agreement import PATIENT, broadcast_from_rank0, gather
 from titanlite.distributed.signals import FileRequest
 from titanlite.distributed.watchdog import mark_phase
+from titanlite.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.retention import Retention

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titanlite.checkpoint.grid import Grid
-from titanlite.config.schema import ConfigError
+from titanlite.runtime.errors import ConfigError
 
 FORMAT = 2
 NAME = "manifest.json"

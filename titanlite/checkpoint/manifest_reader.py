@@ -30,8 +30,8 @@ from titanlite.checkpoint.manifest import (
     Manifest,
     TensorEntry,
 )
-from titanlite.config.files import read_bounded
-from titanlite.config.schema import ConfigError
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import read_bounded
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -21,15 +21,16 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest
 from titanlite.checkpoint.manifest_reader import read_file
-from titanlite.checkpoint.plan import State
-from titanlite.checkpoint.read import load_states, read_step, verify_together
+from titanlite.checkpoint.read_step import load_states, read_step, verify_together
 from titanlite.checkpoint.retention import Retention, set_aside
 from titanlite.checkpoint.storage import list_steps, step_folder
+from titanlite.checkpoint.write_plan import State
 from titanlite.config.acceptable import ACCEPTABLE
 from titanlite.config.batch_sizes import first_sample, samples_after
-from titanlite.config.schema import CheckpointConfig, ConfigError, PhaseConfig, TrainingConfig, sections
+from titanlite.config.schema import CheckpointConfig, PhaseConfig, TrainingConfig, sections
 from titanlite.data.excluded import Range, RemainingSamples
 from titanlite.distributed.agreement import broadcast_from_rank0
+from titanlite.runtime.errors import ConfigError
 
 logger = logging.getLogger("titanlite")
 

@@ -24,8 +24,9 @@ from pathlib import Path
 
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.storage import list_steps, remove_folder, step_folder
-from titanlite.config.files import read_bounded, replace_file, sync_folder
-from titanlite.config.schema import CheckpointConfig, ConfigError
+from titanlite.config.schema import CheckpointConfig
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import read_bounded, replace_file, sync_folder
 
 logger = logging.getLogger("titanlite")
 

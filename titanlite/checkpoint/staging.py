@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.plan import State
+from titanlite.checkpoint.write_plan import State
 
 BUFFERS, PIECE = 4, 32 << 20  # pinned buffers, and the bytes of each
 

@@ -30,10 +30,10 @@ import torch.distributed as dist
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileEntry, Manifest, RunMetadata, TensorEntry
-from titanlite.checkpoint.plan import Plan, State, Table, shared_tensors, tensor_entries
 from titanlite.checkpoint.shard_file import Written, write_files
-from titanlite.config.files import make_folder, sync_folder, write_synced
+from titanlite.checkpoint.write_plan import Plan, State, Table, shared_tensors, tensor_entries
 from titanlite.distributed.agreement import PATIENT, broadcast, gather_on_rank0
+from titanlite.runtime.files import make_folder, sync_folder, write_synced
 
 logger = logging.getLogger("titanlite")
 RECORD = "stability.json"  # in the run's folder: divergences and rollbacks (divergence.py)

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from titanlite.config.changes import Change, read_changes
-from titanlite.config.schema import ConfigError, PhaseConfig, TrainingConfig
+from titanlite.config.schema import PhaseConfig, TrainingConfig
+from titanlite.runtime.errors import ConfigError
 
 EXAMPLE = "32 from step 101, 64 by 8 from 4e9 tokens"
 MAX_SIZES = 10_000  # of one entry

@@ -14,7 +14,8 @@ from fractions import Fraction
 
 from titanlite.config.batch_sizes import samples_after, steps_for, steps_for_tokens
 from titanlite.config.changes import milestones
-from titanlite.config.schema import Config, ConfigError, ScheduleConfig, TrainingConfig
+from titanlite.config.schema import Config, ScheduleConfig, TrainingConfig
+from titanlite.runtime.errors import ConfigError
 
 
 def in_steps(config: Config) -> Config:

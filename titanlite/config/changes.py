@@ -10,7 +10,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from titanlite.config.schema import ConfigError
+from titanlite.runtime.errors import ConfigError
 
 NUMBER = r"(?:\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,3})?)"
 ENTRY = re.compile(rf"({NUMBER})(?: +by +({NUMBER}))? +from +(?:step +({NUMBER})|({NUMBER}) +tokens)")

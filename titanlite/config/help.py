@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 from titanlite.config.load import flavors, type_of
 from titanlite.config.schema import sections
-from titanlite.config.text import toml_value
+from titanlite.config.to_toml import toml_value
 
 USAGE = """usage: titanlite train [CONFIG] [--section.key=value ...]      (./run_train.sh in a clone)
 

@@ -17,8 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from titanlite.config.files import read_bounded
-from titanlite.config.schema import Config, ConfigError, sections
+from titanlite.config.schema import Config, sections
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import read_bounded
 
 _hints = functools.cache(get_type_hints)
 REMOVED = {"checkpoint.trust_pickle": "pickles are read without being run"}
@@ -68,7 +69,7 @@ def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
     for name in FILE_KEYS:
         values[name] = absolute(values.get(name, ""))
     if "data.sources" in values:
-        from titanlite.config.tables import resolve_sources
+        from titanlite.config.lists import resolve_sources
 
         values["data.sources"] = resolve_sources(values["data.sources"], absolute)
     config = _build(values)
@@ -117,7 +118,7 @@ def contradictions(config: Config) -> list[str]:
     if traced > freq:
         problems.append(f"profiling.warmup_steps + profiling.active_steps = {traced} exceeds profiling.freq = {freq}")
     if config.data.sources or config.data.phases:
-        from titanlite.config.tables import data_problems
+        from titanlite.config.lists import data_problems
 
         problems += data_problems(config.data, config.training)
     if config.checkpoint.accept:
@@ -257,7 +258,7 @@ def _set(name: str, value: Any, layer: dict[str, Any]) -> list[tuple[str, str, s
         return [(section, entry, unknown_key(name, all_keys(), REMOVED))]
     meta = _meta(name)
     if declared is list and (isinstance(value, list) or meta["items"] is str):
-        from titanlite.config.tables import read_list
+        from titanlite.config.lists import read_list
 
         layer[name], problems = read_list(name, value, meta, _convert)
         return problems

@@ -14,12 +14,6 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-# Exit codes: wrong input; stopped by a signal after saving; ended because another rank did; ended by the watchdog
-EXIT_CONFIG, EXIT_STOPPED, EXIT_LOST, EXIT_HUNG = 2, 75, 76, 124
-
-# Environment variables of processes that the launcher started: the prepared data; on rank 0 also a listening socket
-LAUNCHED, LISTENER = "TITANLITE_LAUNCHED", "TITANLITE_LISTENER"
-
 # Pipeline schedules, and their default number of stages per process
 PP_SCHEDULES = dict.fromkeys(("GPipe", "1F1B"), 1)
 PP_SCHEDULES |= dict.fromkeys(
@@ -28,20 +22,6 @@ PP_SCHEDULES |= dict.fromkeys(
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on the same rank
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)  # gradients of weights and of inputs in two calls
 WIDE = 256  # from this width on, bfloat16 and compiling pay off on a CPU (benchmarks/levers.py)
-
-
-def printable(text: str) -> str:
-    """The text in one line; names from files could otherwise move the cursor or forge a message."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-class ConfigError(ValueError):
-    """The user's input is wrong. Contains every problem found, one line each, cut where it is very long."""
-
-    def __init__(self, problems: str | list[str]) -> None:
-        found = (printable(text[:2001]) for text in ([problems] if isinstance(problems, str) else problems))
-        self.problems = [text if len(text) < 2000 else text[:2000] + "..." for text in found]
-        super().__init__("\n".join(self.problems))
 
 
 def key(

@@ -12,9 +12,9 @@ import json
 import sys
 from collections.abc import Iterable
 
-from titanlite.config.schema import ConfigError
 from titanlite.data.token_text import CHARACTERS, to_bytes
 from titanlite.data.tokenizer import MAX_TOKEN, PATTERN
+from titanlite.runtime.errors import ConfigError
 
 
 def train_bpe_fast(texts: Iterable[str], num_tokens: int) -> list[bytes]:

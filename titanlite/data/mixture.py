@@ -17,7 +17,8 @@ import logging
 import numpy as np
 
 from titanlite.config.batch_sizes import first_sample
-from titanlite.config.schema import ConfigError, DataConfig, TrainingConfig
+from titanlite.config.schema import DataConfig, TrainingConfig
+from titanlite.runtime.errors import ConfigError
 
 logger = logging.getLogger("titanlite")
 PATTERN = 100_000  # samples

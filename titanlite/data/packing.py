@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.config.schema import ConfigError
 from titanlite.data.shards import Tokens
+from titanlite.runtime.errors import ConfigError
 
 Array = np.ndarray[Any, Any]
 logger = logging.getLogger("titanlite")

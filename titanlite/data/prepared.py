@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.schema import ConfigError, DataConfig
+from titanlite.config.schema import DataConfig
 from titanlite.data.shards import Tokens
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.errors import ConfigError
 
 
 def load_sources(section: DataConfig, folders: list[Path], tokenizer: Tokenizer) -> list[PreparedData]:

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanlite.config.schema import ConfigError, DataConfig, TrainingConfig
+from titanlite.config.schema import DataConfig, TrainingConfig
 from titanlite.data.prepared import PreparedData
 from titanlite.data.shards import Tokens
 from titanlite.distributed.watchdog import mark_phase
+from titanlite.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from titanlite.data.mixture import Mixture

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import tiktoken
 
-from titanlite.config.files import read_bounded
-from titanlite.config.schema import ConfigError
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import read_bounded
 
 BUNDLED = Path(__file__).with_name("tokenizer.model")  # 4,096 tokens, made by `titanlite tokenizer train`
 LLAMA3_RANKS = 128_000

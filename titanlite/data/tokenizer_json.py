@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.files import read_bounded
-from titanlite.config.schema import ConfigError
 from titanlite.data.token_text import CHARACTERS, to_bytes, to_text
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import read_bounded
 
 RANK_FILE, JSON_FILES = "tokenizer.model", ("tokenizer.json", "tokenizer_config.json")
 MAX_JSON_FILE = 1 << 25  # bytes; Llama 3.3's has 17 MB

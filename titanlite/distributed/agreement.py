@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from titanlite.config.schema import ConfigError
+from titanlite.runtime.errors import ConfigError
 
 PATH_ERRORS = (errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENAMETOOLONG)
 

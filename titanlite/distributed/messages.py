@@ -11,8 +11,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from titanlite.config.schema import ConfigError
 from titanlite.distributed.hang_diagnosis import Diagnosis, Heartbeat
+from titanlite.runtime.errors import ConfigError
 
 SAMPLE = Heartbeat(0, "", 0)
 

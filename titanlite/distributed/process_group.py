@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from titanlite.config.schema import EXIT_STOPPED, LAUNCHED, ConfigError
 from titanlite.distributed.watchdog import mark_phase
+from titanlite.runtime.errors import EXIT_STOPPED, LAUNCHED, ConfigError
 
 _host: Any = None  # see `host_group`
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
@@ -57,7 +57,7 @@ def start(device_name: str, timeout_seconds: int, seed: int, deterministic: bool
     data, but draw the same random numbers. Raises JoinError if other nodes are missing.
     """
     if deterministic:
-        from titanlite.distributed.deterministic import use_deterministic_operators
+        from titanlite.runtime.deterministic import use_deterministic_operators
 
         use_deterministic_operators()
     device = open_device(device_name)

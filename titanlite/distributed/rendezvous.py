@@ -11,8 +11,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from titanlite.config.schema import LISTENER
 from titanlite.distributed.agreement import JoinError
+from titanlite.runtime.errors import LISTENER
 
 JOIN = timedelta(minutes=15)  # how long the nodes wait for each other
 

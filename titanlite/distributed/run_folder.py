@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.files import NO_LOCKS, make_folder, read_bounded
-from titanlite.config.schema import ConfigError
 from titanlite.distributed.agreement import broadcast_from_rank0, require_agreement
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import NO_LOCKS, make_folder, read_bounded
 
 logger = logging.getLogger("titanlite")
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from titanlite.config.schema import LAUNCHED
+from titanlite.runtime.errors import LAUNCHED
 
 logger = logging.getLogger("titanlite")
 

@@ -27,9 +27,10 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from titanlite.config.schema import EXIT_HUNG, CommConfig
+from titanlite.config.schema import CommConfig
 from titanlite.distributed.hang_diagnosis import Diagnosis, Heartbeat, diagnose, locate
 from titanlite.distributed.torch_private import clone_default_store, flight_recorder
+from titanlite.runtime.errors import EXIT_HUNG
 
 KEY = "titanlite/heartbeat/"
 PERIOD, TICK = 0.5, 0.25  # seconds between heartbeats, and between looks at the clock

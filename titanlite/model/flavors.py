@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 
-from titanlite.config.schema import ConfigError, ModelConfig
+from titanlite.config.schema import ModelConfig
+from titanlite.runtime.errors import ConfigError
 
 # The parameters of a block in the model's order, each with its shape as attributes of LlamaConfig: (out, in).
 BLOCK_PARAMETERS: dict[str, tuple[str, ...]] = {

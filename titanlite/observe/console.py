@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from titanlite.config.schema import printable
+from titanlite.runtime.errors import printable
 
 HEADER_EVERY = 20  # rows
 HEADER_AGAIN = 5  # rows after which a header is repeated if another message has interrupted the table

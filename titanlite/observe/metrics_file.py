@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.files import replace_file
-from titanlite.config.schema import ConfigError
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import replace_file
 
 LONGEST = 1 << 20  # bytes of a line; what is longer is damaged
 SAMPLES = "samples.jsonl"  # of `samples.py`

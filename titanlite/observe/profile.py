@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from titanlite.config.schema import ConfigError, ProfilingConfig
+from titanlite.config.schema import ProfilingConfig
 from titanlite.distributed.torch_private import dump_memory_history, flight_recorder, record_memory_history
 from titanlite.distributed.watchdog import mark_phase
 from titanlite.observe.hottest import summary
 from titanlite.observe.metrics import Progress
+from titanlite.runtime.errors import ConfigError
 
 logger = logging.getLogger("titanlite")
 

@@ -17,13 +17,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from titanlite.config.schema import ConfigError, ValidationConfig
+from titanlite.config.schema import ValidationConfig
 from titanlite.data.prepared import PreparedData
 from titanlite.data.stream import IGNORED, Batch, TrainStream, Windows, validation_batches
 from titanlite.data.to_device import to_device
 from titanlite.distributed.mesh import Mesh, sum_dtype
 from titanlite.distributed.watchdog import mark_phase
 from titanlite.observe.metrics import Metrics
+from titanlite.runtime.errors import ConfigError
 
 
 class Validator:

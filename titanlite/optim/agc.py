@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.distributed.local_part import local_part
+from titanlite.distributed.dtensor import local_part
 
 EPS = 1e-3
 Axis = tuple[dist.ProcessGroup, str]  # over which units are divided, and the device type on which it communicates

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.config.schema import EmaConfig
-from titanlite.distributed.local_part import local_part
+from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.torch_private import foreach_lerp_
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.config.schema import ConfigError
+from titanlite.runtime.errors import ConfigError
 
 
 def withhold(optimizer: Any, flag: Tensor) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from titanlite.distributed import torch_private
-from titanlite.distributed.local_part import local_part
+from titanlite.distributed.dtensor import local_part
 
 Columns = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 CHUNK_NUMEL = 1 << 25  # numbers whose fp32 copies are in memory at a time

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.config.schema import OptimizerConfig
-from titanlite.distributed.local_part import local_part
+from titanlite.distributed.dtensor import local_part
 
 COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 Axis = tuple[DeviceMesh, Placement, tuple[int, int]]

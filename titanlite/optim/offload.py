@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.distributed.local_part import local_part
+from titanlite.distributed.dtensor import local_part
 
 PIECE_NUMEL = 1 << 26  # parameters whose state is on the device at a time
 Piece = list[tuple[dict[str, Any], list[Tensor]]]  # a group, and some of its parameters

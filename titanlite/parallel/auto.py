@@ -20,7 +20,7 @@ import torch
 from titanlite.config.schema import WIDE, Config
 from titanlite.distributed.agreement import require_agreement
 from titanlite.distributed.torch_private import mkldnn_has_bfloat16
-from titanlite.parallel.rules import reason_not_compiled
+from titanlite.rules.check import reason_not_compiled
 
 logger = logging.getLogger("titanlite")
 
@@ -34,7 +34,7 @@ def resolve_auto(config: Config, dim: int, degrees: Mapping[str, int], device_ty
     compute = compute_dtype(config, dim, device_type)
     require_agreement(compute_dtype=compute)
     if config.training.compute_dtype != compute == "float16":  # otherwise `check_layout` has applied its rules
-        from titanlite.parallel.precision_rules import require_float16
+        from titanlite.rules.precision_rules import require_float16
 
         require_float16(config)
     reason = _resolve_compile(config, dim, degrees, device_type)

@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from titanlite.config import interpreter
-from titanlite.config.schema import Config, ConfigError, RecomputeConfig
+from titanlite.config.schema import Config, RecomputeConfig
 from titanlite.distributed.agreement import gather
 from titanlite.distributed.torch_private import (
     OVERLAP_TENSOR_PARALLEL,
@@ -30,6 +29,8 @@ from titanlite.distributed.torch_private import (
     has_triton_package,
     set_activation_memory_budget,
 )
+from titanlite.runtime import interpreter
+from titanlite.runtime.errors import ConfigError
 
 
 @functools.cache

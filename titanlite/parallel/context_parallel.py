@@ -43,10 +43,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 
-from titanlite.config.schema import ConfigError
 from titanlite.data.stream import Batch
 from titanlite.distributed.torch_private import set_ring_rotation
 from titanlite.model.attention import attention
+from titanlite.runtime.errors import ConfigError
 
 HEAD_SHARD, SEQUENCE_SHARD = Shard(1), Shard(2)  # of a tensor (B, heads, S, Dh)
 

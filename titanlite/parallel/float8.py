@@ -33,8 +33,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from titanlite.config.schema import ConfigError, Float8Config
+from titanlite.config.schema import Float8Config
 from titanlite.distributed.torch_private import scaled_mm
+from titanlite.runtime.errors import ConfigError
 
 logger = logging.getLogger("titanlite")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -47,10 +47,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from titanlite.config.schema import ConfigError
 from titanlite.distributed.torch_private import use_symmetric_memory
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.chunked_loss import DeferredOutput, WeightHolder
+from titanlite.runtime.errors import ConfigError
 
 # Placements of the tensors between modules: sequence sharded (dim 1), replicated, vocabulary sharded (last dim)
 SEQUENCE_SHARD, REPLICATED, VOCABULARY_SHARD = Shard(1), Replicate(), Shard(-1)

@@ -1,0 +1,71 @@
+"""What runs beside training, in whole runs: its rows, its state, and that training does not notice."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from messages import refused
+from runs import curve, rows, train_run, train_until
+
+import train
+from titanlite.config.schema import Config
+from titanlite.tools.formats.convert import load_full_state
+
+MEASURED = ["--metrics.noise_scale_freq=2", "--metrics.layer_norms_freq=3", "--metrics.activations_freq=4"]
+MEASURED += ["--ema.decay=0.9"]
+
+
+def test_rows_of_a_run_and_the_same_loss(pool, arguments, whole_run, tmp_path):
+    assert pool.run(2, train_run, [*arguments, *MEASURED]) == [0, 0]
+    found = rows(tmp_path / "debug")
+    names: dict[str, list[int]] = {}
+    for row in found:
+        for name in row:
+            names.setdefault(name.partition("/")[0] if "validation" not in name else name, []).append(row["step"])
+    assert set(names["gradient_norm"]) == set(names["update_ratio"]) == {3, 6}
+    assert set(names["activation_rms"]) == set(names["attention_logit"]) == {4}
+    assert names["validation/numbers/ema_loss"] == names["validation/numbers/loss"] == [0, 3, 6]
+    noise = {row["step"]: row["noise_scale"] for row in found if "noise_scale" in row}
+    assert list(noise) == [1, 2, 3, 4, 5, 6]
+    assert noise[1] is None
+    assert noise[2] == noise[3]
+    plain = whole_run("--parallel.reshard_after_forward=always")  # also with FSDP
+    for step, (loss, norm) in curve(plain).items():
+        found_loss, found_norm = curve(tmp_path / "debug")[step]
+        assert abs(found_loss - loss) < 1e-5 * loss
+        assert abs(found_norm - norm) < 1e-4 * norm
+
+
+def test_a_resumed_run_continues_the_noise_scale(pool, options, tmp_path):
+    whole, resumed = ([*options, *MEASURED, f"--run.folder={tmp_path / name}"] for name in ("whole", "resumed"))
+    assert pool.run(1, train_run, whole) == [0]
+    assert pool.run(1, train_until, 4, resumed) == [75]
+    assert pool.run(1, train_run, resumed) == [0]
+    runs = [{r["step"]: r for r in rows(tmp_path / name / "debug") if "loss" in r} for name in ("whole", "resumed")]
+    assert runs[0].keys() == runs[1].keys()
+    for step, row in runs[0].items():
+        assert runs[1][step]["noise_scale"] == row["noise_scale"]
+    state = [load_full_state(tmp_path / name / "debug").others for name in ("whole", "resumed")]
+    averages = [others["noise_scale.averages"].read().tolist() for others in state]
+    assert averages[0] == averages[1]
+    assert all(averages[0])
+
+
+def refused_run(arguments: list[str]) -> None:
+    with refused("metrics.noise_scale_freq = 5", "training.global_batch_size = 8", error=AssertionError):
+        train_run(arguments)
+
+
+def test_what_cannot_be_measured_is_refused(pool, arguments):
+    wrong = [*arguments, "--metrics.noise_scale_freq=5", "--training.local_batch_size=4"]
+    assert pool.run(2, refused_run, wrong) == [None, None]
+
+
+def test_at_the_defaults_nothing_is_added():
+    stages: Any = SimpleNamespace()
+    states: dict[str, Any] = {}
+    same, connect = train.build_measures(Config(), stages, None, states)
+    assert same is stages
+    assert connect("validator") == "validator"
+    assert states == {}

@@ -1,0 +1,85 @@
+"""Files: what is read within limits, and what is written, synced and replaced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from titanlite.runtime import files
+
+
+@pytest.fixture
+def synced(monkeypatch) -> list[str]:
+    """The paths of files and folders that were synced."""
+    found: list[str] = []
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        found.append(os.readlink(f"/proc/self/fd/{descriptor}") if Path("/proc/self/fd").exists() else "")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    return found
+
+
+def test_a_new_file_is_synced_and_none_is_replaced(tmp_path, synced):
+    files.write_synced(tmp_path / "a", b"content")
+    assert (tmp_path / "a").read_bytes() == b"content"
+    assert synced in ([str(tmp_path / "a")], [""])
+    with pytest.raises(FileExistsError):
+        files.write_synced(tmp_path / "a", b"other")
+
+
+def test_each_new_folder_is_synced_into_its_parent(tmp_path, synced):
+    files.make_folder(tmp_path / "a/b/c")
+    assert (tmp_path / "a/b/c").is_dir()
+    assert synced in ([str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/b")], [""] * 3)
+    files.make_folder(tmp_path / "a/b/c")
+    assert len(synced) == 3
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    files.replace_file(path, b"old")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left") as caught:
+        patch.setattr(files, "write_synced", lambda path, content: (_ for _ in ()).throw(OSError(28, "No space left")))
+        files.replace_file(path, b"old")  # nothing to write
+        files.replace_file(path, b"new")
+    assert caught.value.filename == str(path)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        files.replace_file(tmp_path / "folder", b"")
+
+
+def test_a_file_that_another_process_replaces_meanwhile(tmp_path, monkeypatch):
+    path, rename = tmp_path / "a", Path.replace
+
+    def other_first(temporary: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", rename)
+        files.replace_file(path, b"of the other process", shared=True)
+        return rename(temporary, target)
+
+    monkeypatch.setattr(Path, "replace", other_first)
+    files.replace_file(path, b"of this one", shared=True)
+    assert path.read_bytes() == b"of this one"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_what_is_no_regular_file_or_too_long_is_not_read(tmp_path):
+    """Without waiting for the writer of a pipe. `test_fuzz.py` tries the same on every reader."""
+    (tmp_path / "file").write_bytes(b"12345")
+    assert files.read_bounded(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(OSError, match="expected a regular file of at most 4 bytes"):
+        files.read_bounded(tmp_path / "file", 4)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("pipe", "zero"):
+        with pytest.raises(OSError, match=f"expected a regular file .*{name}"):
+            files.read_bounded(tmp_path / name)
+    with pytest.raises(IsADirectoryError) as caught:
+        files.read_bounded(tmp_path)
+    assert caught.value.filename == str(tmp_path)

@@ -1,0 +1,123 @@
+"""What Python processes of ours can import; tests/e2e/test_hostile_folder.py starts every command."""
+
+from __future__ import annotations
+
+import ast
+import os
+import site
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanlite.runtime import interpreter
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def process(monkeypatch, tmp_path):
+    """As if this were a process that Python has just started in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["/usr/lib/python"])
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    monkeypatch.setattr(sys, "flags", type("Flags", (), {"isolated": 0}))  # of Python 3.10
+    return tmp_path
+
+
+@pytest.mark.parametrize("first", ["", "current", f"{ROOT}/titanlite"])
+def test_what_python_puts_first_is_taken_out(process, monkeypatch, first):
+    sys.path.insert(0, str(process) if first == "current" else first)
+    interpreter.leave_out_current_folder()
+    assert sys.path == ["/usr/lib/python"]
+    assert os.environ["PYTHONSAFEPATH"] == "1"
+
+
+@pytest.mark.parametrize("variable", [":/a", "/a:", "/a::/b"])
+def test_empty_entries_of_the_variable_are_taken_out(process, monkeypatch, variable):
+    monkeypatch.setenv("PYTHONPATH", variable)
+    sys.path[:0] = ["/bin", *(entry or str(process) for entry in variable.split(":"))]
+    interpreter.leave_out_current_folder()
+    assert sys.path == ["/bin", *filter(None, variable.split(":")), "/usr/lib/python"]
+    assert os.environ["PYTHONPATH"] == ":".join(filter(None, variable.split(":")))
+
+
+@pytest.mark.parametrize("variable", ["{}", ":{}", "."])
+def test_a_current_folder_that_the_variable_names_stays(process, monkeypatch, variable):
+    monkeypatch.setenv("PYTHONPATH", variable.format(process))
+    sys.path[:0] = ["/bin", str(process)]
+    interpreter.leave_out_current_folder()
+    assert sys.path == ["/bin", str(process), "/usr/lib/python"]
+    assert os.environ["PYTHONPATH"] == str(process)
+
+
+def test_a_safe_path_stays(process, monkeypatch):
+    """Its first entry is not the current folder that Python puts there, even if it is the same one."""
+    monkeypatch.setattr(sys, "flags", type("Flags", (), {"isolated": 0, "safe_path": True}))
+    sys.path.insert(0, str(process))
+    interpreter.leave_out_current_folder()
+    assert sys.path == [str(process), "/usr/lib/python"]
+
+
+def test_a_deleted_current_folder(process):
+    sys.path.insert(0, "")
+    process.rmdir()
+    interpreter.leave_out_current_folder()
+    assert sys.path == ["/usr/lib/python"]
+    process.mkdir()
+
+
+def test_children_find_the_package_unless_it_is_installed(monkeypatch):
+    assert interpreter.environment({}) == {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT)}
+    assert interpreter.environment({"PYTHONPATH": f":/a:{ROOT}:"})["PYTHONPATH"] == f"/a:{ROOT}"
+    monkeypatch.setattr(interpreter, "PACKAGES", site.getsitepackages()[0])
+    assert interpreter.environment({})["PYTHONPATH"] == ""
+
+
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_code_does_not_find_the_current_folder(tmp_path, safe):
+    """Without the variable too, which Python 3.10 does not know."""
+    (tmp_path / "json.py").write_text("raise SystemExit('imported')")
+    environment = os.environ | {"PYTHONSAFEPATH": safe}
+    done = subprocess.run(
+        interpreter.python("import json; print(sys.argv[1:])", 1, "a b"),
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "['1', 'a b']\n"
+
+
+def test_processes_are_started_from_the_root_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert interpreter.in_root_folder(os.getcwd) == "/"
+    with pytest.raises(ZeroDivisionError):
+        interpreter.in_root_folder(lambda: 1 / 0)
+    assert Path.cwd() == tmp_path
+
+
+# Where a program names the interpreter, or starts processes by multiprocessing, and why it finds no module of the
+# current folder. Anything else uses `interpreter.python` or `interpreter.call`.
+STARTERS = {
+    "runtime/interpreter.py": "the functions themselves",
+    "tools/cli/processes.py": "starts train.py by its path, in `interpreter.environment`",
+    "tools/formats/pickle_reader.py": "starts itself by its path, isolated (-I)",
+    "tools/prepare/parquet_reader.py": "the same",
+    "tools/verify/pool.py": "starts its server in / and in `interpreter.environment`",
+    "tools/cli/eject_command.py": "prints the interpreter's name",
+    "tools/report/summary.py": "prints the interpreter's name",
+}
+
+
+def test_every_interpreter_is_started_by_these_functions():
+    found = set()
+    for path in (ROOT / "titanlite").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+            if any(name.startswith(("sys.executable", "multiprocessing", "ProcessPoolExecutor")) for name in names):
+                found.add(path.relative_to(ROOT / "titanlite").as_posix())
+    assert found == STARTERS.keys()

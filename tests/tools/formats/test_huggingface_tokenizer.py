@@ -1,0 +1,153 @@
+"""Runs with the tokenizers of others: trained, resumed, sampled from, and exported to other software and back."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+from foreign_tokenizers import in_words, mixed_text, theirs, trained, write
+from messages import refused
+from runs import curve, train_run
+
+from titanlite.data.tokenizer import BUNDLED, Tokenizer
+from titanlite.tools.cli.main import main
+from titanlite.tools.formats.convert import convert, load_full_state
+from titanlite.tools.formats.gguf_file import pre_tokenizer
+from titanlite.tools.formats.huggingface_tokenizer import content_of, files_of, merge_list, read_tokenizer, to_files
+from titanlite.tools.formats.load_weights import read_weights
+
+STYLES = ("gpt2", "qwen")
+TEXT = mixed_text(3000)
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def run_of(pool, options, tmp_path_factory):
+    """style -> the folders of a tokenizer and of a run of two steps with it."""
+    found = {}
+
+    def run(style: str):
+        if style not in found:
+            folder = tmp_path_factory.mktemp(style)
+            tokenizer = write(folder / "tokenizer", trained(style))
+            more = [f"--run.folder={folder}", f"--data.tokenizer={tokenizer}", "--training.steps=2"]
+            assert pool.run(1, train_run, [*options, *more, "--run.sample_tokens=4"]) == [0]
+            found[style] = tokenizer, folder / "debug", [*options, *more]
+        return found[style]
+
+    return run
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_checkpoint_has_the_tokenizer_and_a_run_resumes(pool, run_of, style, capsys):
+    tokenizer, run, arguments = run_of(style)
+    step = run / "checkpoints/step-2"
+    again = Tokenizer(step)
+    assert again.content == Tokenizer(tokenizer).content == load_full_state(run).about.tokenizer
+    assert json.loads((step / "model.json").read_text())["vocab_size"] == again.size
+    assert main(["generate", str(run), "--prompt", "naïve", "--max-new-tokens=3"]) == 0
+    assert capsys.readouterr().out.startswith("naïve")
+    assert pool.run(1, train_run, [*arguments, "--training.steps=3"]) == [0]
+    assert list(curve(run)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_exports_to_hugging_face_and_back(run_of, style, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer, run, _ = run_of(style)
+    ours = Tokenizer(tokenizer)
+    convert(run, tmp_path / "hf", "hf", log=quiet)
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert (
+        found(TEXT, add_special_tokens=False)["input_ids"]
+        == theirs(trained(style)).encode(TEXT).ids
+        == ours.encode(TEXT)
+    )
+    assert (found.bos_token_id, found.eos_token_id) == (ours.bos, ours.eos)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (ours.bos, ours.eos)
+    for target, to in (("a.pt", ""), ("step", "titanlite"), ("dcp", "dcp"), ("safetensors", "safetensors")):
+        convert(tmp_path / "hf", tmp_path / target, to, log=quiet)
+        again = load_full_state(tmp_path / target).about.tokenizer
+        assert again is not None
+        assert Tokenizer("x", again).content == ours.content
+
+
+def test_metas_folder_keeps_the_file_that_metas_code_does_not_read(run_of, tmp_path, caplog):
+    tokenizer, run, _ = run_of("qwen")
+    with caplog.at_level(logging.WARNING):
+        convert(run, tmp_path / "meta", "llama", log=quiet)
+    assert "tokenizer.json, which Meta's code does not read" in caplog.text
+    assert load_full_state(tmp_path / "meta").about.tokenizer == Tokenizer(tokenizer).content
+
+
+@pytest.mark.parametrize(("style", "name"), [("gpt2", "gpt-2"), ("qwen", "qwen2")])
+def test_exports_to_gguf(run_of, style, name, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    tokenizer, run, _ = run_of(style)
+    ours = Tokenizer(tokenizer)
+    convert(run, tmp_path / "a.gguf", log=quiet)
+    fields = gguf.GGUFReader(tmp_path / "a.gguf").fields
+    values = {key: fields[f"tokenizer.ggml.{key}"].contents() for key in ("pre", "tokens", "merges", "eos_token_id")}
+    vocab = theirs(trained(style)).get_vocab()
+    assert (values["pre"], values["eos_token_id"]) == (name, ours.eos)
+    assert {text: i for i, text in enumerate(values["tokens"])} == vocab
+    assert [merge.split(" ") for merge in values["merges"]] == json.loads(trained(style))["model"]["merges"]
+
+
+def test_what_gguf_has_no_name_for_is_refused():
+    main = json.loads(trained("qwen"))
+    main["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r" ?\p{L}+|\s+"
+    with refused("--to gguf", "pattern"):
+        pre_tokenizer(Tokenizer("x", json.dumps(main).encode()))
+    main = in_words([("a", "b")], ["abc", "cba"], ignore_merges=True)
+    main["model"]["merges"].append(["ab", "c"])
+    with refused("--to gguf", "ignore_merges = False", "1 tokens"):
+        pre_tokenizer(Tokenizer("x", json.dumps(main).encode()))
+    assert pre_tokenizer(Tokenizer()) == "llama-bpe"
+
+
+def test_weights_of_another_encoding_are_warned_of(run_of, tmp_path, caplog):
+    """Other special tokens are no other encoding."""
+    _, run, _ = run_of("gpt2")
+    convert(run, tmp_path / "a.pt", log=quiet)
+    full = load_full_state(run)
+    state = {name: full[name].clone() for name in full}
+    other_names = json.loads(trained("gpt2"))
+    other_names["added_tokens"][0]["content"] = "<|end|>"
+    for content, warned in (
+        (full.about.tokenizer, False),
+        (Tokenizer("x", json.dumps(other_names).encode() + b'\0{"eos_token": "<|end|>"}').content, False),
+        (BUNDLED.read_bytes(), True),
+        (b"damaged", True),
+    ):
+        caplog.clear()
+        read_weights(tmp_path / "a.pt", state, full.model, content)
+        assert ("another tokenizer" in caplog.text) == warned
+
+
+def test_files_and_content():
+    rank = Tokenizer()
+    assert content_of(files_of(rank.content)) == rank.content
+    assert files_of(rank.content) == rank.files == {"tokenizer.model": BUNDLED.read_bytes()}
+    qwen = Tokenizer("x", trained("qwen").encode())
+    assert content_of(files_of(qwen.content)) == qwen.content
+    assert files_of(qwen.content) == qwen.files
+    assert content_of({}) is None
+
+
+def test_files_for_hugging_face(tmp_path):
+    """A file that was read is written as it was, whatever else is in it."""
+    main = json.loads(trained("qwen")) | {"truncation": None, "padding": None}
+    ours = Tokenizer("x", json.dumps(main).encode())
+    files = to_files(ours, 77)
+    assert json.loads(files["tokenizer.json"]) == main
+    config = json.loads(files["tokenizer_config.json"])
+    assert (config["model_max_length"], config["eos_token"]) == (77, "<|endoftext|>")
+    assert merge_list(ours) == [" ".join(merge) for merge in main["model"]["merges"]]
+    assert len(merge_list(Tokenizer())) > 4096 - 256
+    assert read_tokenizer(tmp_path) is None

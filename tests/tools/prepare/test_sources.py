@@ -1,0 +1,99 @@
+"""The files of a source: found in a fixed order, hidden ones left out, nothing opened."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from messages import refused
+
+from titanlite.tools.prepare.sources import STDLIB, Keys, Source, find, require_apart
+
+
+def test_default_corpus_is_the_standard_library():
+    found = find(Source(STDLIB))
+    names = {file.relative for file in found.files}
+    assert found.name == "stdlib"
+    assert {"json/decoder.py", "pydoc_data/topics.py"} <= names
+    assert not any("test" in name.split("/") for name in names)
+    assert 5e6 < sum(file.size for file in found.files) < 50e6
+
+
+def test_a_folder_is_searched_by_pattern(tmp_path):
+    (tmp_path / "deep").mkdir()
+    for name in ("b.txt", "a.txt", "deep/c.txt", "deep/d.md", ".hidden.txt"):
+        (tmp_path / name).write_text("x")
+    assert [file.relative for file in find(Source(str(tmp_path), "**/*.txt")).files] == ["a.txt", "b.txt", "deep/c.txt"]
+
+
+def test_a_name_is_a_file_name(tmp_path):
+    (tmp_path / "my corpus.jsonl.gz").write_bytes(b"x")
+    found = find(Source(str(tmp_path / "my corpus.jsonl.gz")))
+    assert (found.name, found.root, found.files[0].relative) == ("my_corpus", str(tmp_path), "my corpus.jsonl.gz")
+
+
+def test_a_local_data_set_is_identified_by_its_files(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}")
+    before = find(Source(f"hf:{tmp_path}")).files
+    (tmp_path / "rows.jsonl").write_text("{} ")
+    assert before != find(Source(f"hf:{tmp_path}")).files
+    assert find(Source("hf:some/name:en")).files == find(Source("hf:some/name:en")).files
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("absent", "no such file"), ("x" * 300, "name too long"), ("hf:", "no name"), ("hf::en", "no name")],
+)
+def test_messages_name_the_key(path, expected):
+    with refused("SOURCE = ", path[:50], expected):
+        find(Source(path, keys=Keys("SOURCE", "--pattern", "--field")))
+
+
+def test_prepared_data_below_a_source_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    inner = tmp_path / "deep" / "out"
+    inner.mkdir(parents=True)
+    for name in ("manifest.json", "train-00000.bin"):
+        (inner / name).write_text("{}")
+    with refused("data.path", str(inner), "data.pattern"):
+        find(Source(str(tmp_path)))
+    assert [file.relative for file in find(Source(str(tmp_path), "**/*.txt")).files] == ["a.txt"]
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def denied(path="."):  # for the superuser, no mode of a folder denies it
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with refused("data.path", str(tmp_path / "closed"), "Permission denied"):
+        find(Source(str(tmp_path)))
+    assert len(find(Source(str(tmp_path), "*.txt")).files) == 1
+
+
+def test_source_and_target_are_apart(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("text")
+    for path, target, apart in [
+        ("texts", "texts/out", False),
+        ("texts", "texts", False),
+        ("texts", ".", False),
+        ("texts", "out", True),
+        ("texts", "texts2", True),
+        ("texts/a.txt", "texts/out", True),
+        ("texts/a.txt", "texts", False),
+        ("hf:texts", "texts/out", False),
+    ]:
+        kind, _, name = path.rpartition(":")
+        source = Source(f"{kind}:{tmp_path / name}" if kind else str(tmp_path / name))
+        if apart:
+            require_apart(source, find(source), tmp_path / target)
+        else:
+            with refused("--out", str(tmp_path)):
+                require_apart(source, find(source), tmp_path / target)

@@ -1,0 +1,127 @@
+"""Text files: every byte once, in blocks and pieces that end between characters."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+import zstandard
+from messages import refused
+
+from titanlite.tools.prepare import compressed, documents, text_files
+from titanlite.tools.prepare.documents import BadRow, Document, Skipped
+from titanlite.tools.prepare.job import File, Piece
+from titanlite.tools.prepare.text_files import read_texts, text_documents
+
+LINES = "".join(f"line {i} 한국어 {'x' * (i % 50)}\n" for i in range(3000))
+LONG = "가나다" * 5000
+
+
+def file_of(path: Path, split: str, compression: str = "") -> File:
+    return File(str(path), path.name, path.stat().st_size, 0, "text", compression, split)
+
+
+def read(file: File, cuts: list[int]) -> list[Document]:
+    """The documents of all pieces between these places, their text joined."""
+    found = []
+    for begin, end in zip([0, *cuts], [*cuts, file.size], strict=True):
+        for document in text_documents(Piece(file, begin, end), joined=False):
+            if isinstance(document, Skipped):
+                continue
+            found.append(document._replace(blocks=["".join(document.blocks)]))
+    return found
+
+
+@pytest.mark.parametrize("text", [LINES, LONG])
+@pytest.mark.parametrize("split", ["train", "validation", "tail"])
+def test_pieces_are_the_whole(tmp_path, monkeypatch, text, split):
+    monkeypatch.setattr(text_files, "BLOCK", 1000)  # many blocks, each of which splits three-byte characters
+    path = tmp_path / "a.txt"
+    path.write_text(text)
+    size = path.stat().st_size
+    whole = read(file_of(path, split), [])
+    assert "".join(document.blocks[0] for document in whole) == text
+    assert len(whole) == 1 + (split == "tail")
+    for cuts in ([size // 2], [1, 2, 3], [size * i // 7 for i in range(1, 7)], [size - 1]):
+        pieces = read(file_of(path, split), cuts)
+        assert [d.begins for d in pieces].count(True) == [d.ends for d in pieces].count(True) == len(whole)
+        for kind in ("train", "validation"):
+            joined = ["".join(d.blocks[0] for d in found if d.split == kind) for found in (pieces, whole)]
+            assert joined[0] == joined[1]
+
+
+@pytest.mark.parametrize("name", ["gzip", "zstd"])
+def test_compressed_text_is_the_same(tmp_path, name):
+    data, path = LINES.encode(), tmp_path / "a"
+    path.write_bytes(gzip.compress(data) if name == "gzip" else zstandard.ZstdCompressor().compress(data))
+    plain = tmp_path / "b"
+    plain.write_bytes(data)
+    found, expected = (read(file_of(p, "tail", c), []) for p, c in ((path, name), (plain, "")))
+    assert [d.blocks for d in found] == [d.blocks for d in expected]
+
+
+@pytest.mark.parametrize("name", ["gzip", "zstd"])
+def test_progress_moves_while_compressed_text_is_checked(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(text_files, "BLOCK", 1000)
+    monkeypatch.setattr(text_files, "CHECKED", 10_000)
+    monkeypatch.setattr(compressed, "BUFFER", 1000)
+    data, path = LINES.encode(), tmp_path / "a"
+    path.write_bytes(gzip.compress(data) if name == "gzip" else zstandard.ZstdCompressor().compress(data))
+    file = file_of(path, "tail", name)
+    found = list(text_documents(Piece(file, 0, file.size), joined=False))
+    checked, documents = found[:-2], found[-2:]
+    assert {type(row) for row in checked} == {Skipped}
+    assert len(checked) == len(data) // 10_000
+    assert 0.4 * file.size < sum(row.progress for row in checked) <= 0.5 * file.size
+    assert file.size - 2 <= sum(row.progress for row in found) <= file.size
+    assert [type(row) for row in documents] == [Document, Document]
+
+
+@pytest.mark.parametrize("name", ["gzip", "zstd"])
+def test_text_that_expands_too_far_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(compressed, "FREE", 1 << 20)
+    data, path = b"\n" * (1 << 25), tmp_path / "a"
+    path.write_bytes(gzip.compress(data) if name == "gzip" else zstandard.ZstdCompressor().compress(data))
+    with refused(str(path), "expands to more than", "unpack it"):
+        read(file_of(path, "tail", name), [])
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "tail"])
+@pytest.mark.parametrize("compression", ["", "gzip"])
+def test_a_byte_order_mark_is_removed_at_the_start_only(tmp_path, split, compression):
+    path, text = tmp_path / "a", "one\n\ufefftwo\n" + "three\n" * 40
+    data = f"\ufeff{text}".encode()
+    path.write_bytes(gzip.compress(data) if compression else data)
+    file = file_of(path, split, compression)
+    for cuts in ([], [1], [2, 3], [4], [7]) if not compression else ([],):
+        found = read(file, cuts)
+        assert "".join(document.blocks[0] for document in found) == text
+        assert [d.begins for d in found].count(True) == [d.ends for d in found].count(True) == 1 + (split == "tail")
+    assert "".join(read_texts([file])) == text
+    path.write_bytes(data[:3])
+    assert read(file_of(path, split), []) == []
+
+
+@pytest.mark.parametrize(("content", "problem"), [(b"good\n" * 200_000 + b"\xff", "UTF-8"), (b"a\0b", "NUL")])
+def test_a_file_that_is_not_text_is_a_bad_row(tmp_path, content, problem):
+    path = tmp_path / "a"
+    path.write_bytes(content)
+    file = file_of(path, "train")
+    (found,) = text_documents(Piece(file, 0, file.size), joined=False)
+    assert isinstance(found, BadRow)
+    assert problem in found.problem
+    with refused(str(path), problem):  # a large one that is cut: another part may be written already
+        read(file, [1])
+
+
+def test_a_document_that_must_be_in_memory_has_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "MAX_DOCUMENT", 100)
+    assert documents.MAX_DOCUMENT > 100
+    path = tmp_path / "a"
+    path.write_text("word " * 21)
+    file = file_of(path, "train")
+    (found,) = text_documents(Piece(file, 0, file.size), joined=True)
+    assert "105 bytes" in found.problem
+    (found,) = text_documents(Piece(file, 0, file.size), joined=False)
+    assert "".join(found.blocks) == "word " * 21

@@ -1,0 +1,202 @@
+"""Token ids of other programs: their documents, each once, and damage with file and offset."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from messages import refused
+from preparing import TOKENIZER, write_megatron
+
+from titanlite.tools.prepare import token_files
+from titanlite.tools.prepare.job import File, Piece
+from titanlite.tools.prepare.token_files import has_documents, token_documents, token_layout
+
+BOS, EOS = TOKENIZER.bos, TOKENIZER.eos
+RANDOM = np.random.default_rng(0)
+DOCUMENTS = [RANDOM.integers(0, 4000, size).tolist() for size in RANDOM.integers(1, 60, 300)]
+
+
+def file_of(path: Path, kind: str = "tokens", split: str = "hash") -> File:
+    return File(str(path), path.name, path.stat().st_size, 0, kind, "", split)
+
+
+def read(file: File, cuts: list[int] = []) -> list[list[int]]:  # noqa: B006
+    found = []
+    for begin, end in zip([0, *cuts], [*cuts, file.size], strict=True):
+        documents = token_documents(Piece(file, begin, end), TOKENIZER)
+        found += [np.concatenate(list(document.ids)).tolist() for document in documents]
+    return found
+
+
+def ends_with_eos(path: Path, dtype: str) -> list[list[int]]:
+    expected = [[*document, EOS] for document in DOCUMENTS]
+    path.write_bytes(np.concatenate(expected).astype(dtype).tobytes())
+    return expected
+
+
+def begins_with_bos(path: Path, dtype: str) -> list[list[int]]:
+    expected = [[BOS, *document] for document in DOCUMENTS]
+    path.write_bytes(np.concatenate(expected).astype(dtype).tobytes())
+    return expected
+
+
+def with_header(path: Path, dtype: str) -> list[list[int]]:
+    expected = begins_with_bos(path, dtype)
+    magic, count = (20240520 if dtype == "<u2" else 20240801), sum(map(len, expected))
+    path.write_bytes(struct.pack("<3i", magic, 1, count) + bytes(1012) + path.read_bytes())
+    return expected
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+@pytest.mark.parametrize("write", [ends_with_eos, begins_with_bos, with_header])
+def test_documents_are_between_delimiters(tmp_path, monkeypatch, write, dtype):
+    monkeypatch.setattr(token_files, "BLOCK", 37)
+    expected = write(tmp_path / "a.bin", dtype)
+    file = file_of(tmp_path / "a.bin")
+    assert has_documents(file, TOKENIZER) or dtype == "<u4" or write is ends_with_eos  # in its first 37 ids
+    for cuts in ([], [1, 2, 3], [file.size * i // 9 for i in range(1, 9)]):
+        assert read(file, cuts) == expected
+
+
+@pytest.mark.parametrize("write", [ends_with_eos, begins_with_bos, with_header])
+def test_a_part_reads_only_its_own_documents(tmp_path, monkeypatch, write):
+    monkeypatch.setattr(token_files, "BLOCK", 37)
+    expected = write(tmp_path / "a.bin", "<u2")
+    file, ids = file_of(tmp_path / "a.bin"), []
+    layout = token_layout(file.path, file.size, TOKENIZER)
+    read_ids = np.fromfile
+    monkeypatch.setattr(token_files, "token_layout", lambda *arguments: layout)
+    monkeypatch.setattr(token_files.np, "fromfile", lambda *a, **k: ids.append(read_ids(*a, **k)) or ids[-1])
+    assert read(file, [file.size * i // 50 for i in range(1, 50)]) == expected
+    total = sum(map(len, expected))
+    assert 2 * total <= sum(map(len, ids)) < 4 * total  # to find its documents, and to copy them
+
+
+def test_cuts_at_every_byte(tmp_path):
+    for write in (ends_with_eos, begins_with_bos, with_header):
+        expected = write(tmp_path / "a.bin", "<u4")[:20]
+        path = tmp_path / "a.bin"
+        header = 1024 if write is with_header else 0
+        size = header + 4 * sum(map(len, expected))
+        data = bytearray(path.read_bytes()[:size])
+        if header:
+            struct.pack_into("<i", data, 8, (size - header) // 4)
+        path.write_bytes(data)
+        file = file_of(path)
+        assert read(file, list(range(1, size, 3))) == expected
+
+
+def test_documents_of_megatron(tmp_path):
+    write_megatron(tmp_path / "a", DOCUMENTS)
+    file = file_of(tmp_path / "a.bin", "megatron")
+    for cuts in ([], [1], [file.size * i // 9 for i in range(1, 9)]):
+        assert read(file, cuts) == DOCUMENTS
+
+
+def write_sequences(path: Path, sizes: np.ndarray, bounds: np.ndarray) -> None:
+    """A .bin of uint16 zeros and its .idx, with any number of sequences in a document."""
+    ends = np.cumsum(sizes, dtype="<i8")
+    path.with_suffix(".bin").write_bytes(bytes(2 * int(ends[-1])))
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(sizes), len(bounds))
+    arrays = sizes.astype("<i4"), ((ends - sizes) * 2).astype("<i8"), bounds.astype("<i8")
+    path.with_suffix(".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
+
+
+def test_documents_of_several_sequences_or_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "BLOCK", 7)
+    monkeypatch.setattr(token_files, "DOCUMENTS", 5)
+    sizes = RANDOM.integers(0, 4, 200)
+    bounds = np.concatenate([[0], np.sort(RANDOM.integers(0, 201, 90)), [200]])
+    write_sequences(tmp_path / "a", sizes, bounds)
+    places = np.concatenate([[0], np.cumsum(sizes)])[bounds]
+    expected = [[0] * int(size) for size in np.diff(places) if size]
+    file = file_of(tmp_path / "a.bin", "megatron")
+    for cuts in ([], [1], [file.size * i // 9 for i in range(1, 9)], list(range(1, file.size))):
+        assert read(file, cuts) == expected
+
+
+def test_a_piece_reads_only_its_part_of_the_index(tmp_path):
+    count = 300_000
+    write_sequences(tmp_path / "a", np.ones(count, int), np.arange(count + 1))
+    size, file = (tmp_path / "a.idx").stat().st_size, file_of(tmp_path / "a.bin", "megatron")
+    tracemalloc.start()
+    try:
+        layout = token_layout(file.path, file.size, TOKENIZER)
+        places = [(begin, end) for begin, end, _ in token_files._indexed(file, layout, 100_000, 103_000)]
+        assert tracemalloc.get_traced_memory()[1] < size / 5
+    finally:
+        tracemalloc.stop()
+    assert places == [(i, i + 1) for i in range(100_000, 103_000)]
+
+
+def test_a_damaged_index_is_found_wherever_it_is_cut(tmp_path):
+    write_megatron(tmp_path / "a", DOCUMENTS)
+    path = tmp_path / "a.idx"
+    good, found = path.read_bytes(), 0
+    file = file_of(tmp_path / "a.bin", "megatron")
+    cuts = [file.size * i // 9 for i in range(1, 9)]
+    for _ in range(60):
+        place = int(RANDOM.integers(34, len(good)))
+        path.write_bytes(good)
+        edit(path, place, "<B", good[place] ^ int(RANDOM.integers(1, 256)))
+        with refused("a.idx"):
+            read(file, cuts)
+        found += 1
+    assert found == 60
+
+
+def test_a_file_without_documents_is_cut_at_its_last_twentieth(tmp_path):
+    (tmp_path / "a.bin").write_bytes(np.arange(1000, dtype="<u2").tobytes())
+    file = file_of(tmp_path / "a.bin", split="tail")
+    assert not has_documents(file, TOKENIZER)
+    found = list(token_documents(Piece(file, 0, file.size), TOKENIZER))
+    assert [document.split for document in found] == ["train", "validation"]
+    assert [document.length for document in found] == [950, 50]
+    assert read(file, [500]) == read(file)
+
+
+def edit(path: Path, offset: int, layout: str, *values: int) -> None:
+    data = bytearray(path.read_bytes())
+    struct.pack_into(layout, data, offset, *values)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda a: edit(a / "a.bin", 40, "<H", 5000), "id 5000 at byte 40"),
+        (lambda a: (a / "a.bin").write_bytes((a / "a.bin").read_bytes()[:-1]), "not a whole number"),
+        (lambda a: (a / "a.bin").write_bytes((a / "a.bin").read_bytes()[:-20]), "sequence 299"),
+        (lambda a: (a / "a.idx").write_bytes((a / "a.idx").read_bytes()[:-3]), "truncated"),
+        (lambda a: (a / "a.idx").write_bytes((a / "a.idx").read_bytes()[:20]), "not a Megatron index"),
+        (lambda a: edit(a / "a.idx", 9, "<Q", 2), "not a Megatron index of version 1"),
+        (lambda a: edit(a / "a.idx", 17, "<B", 7), "type 7 at byte 17"),
+        (lambda a: edit(a / "a.idx", 34, "<i", -5), "sequence 0"),
+        (lambda a: edit(a / "a.idx", 34 + 1200, "<q", 8), "sequence 0, at byte 1234"),
+        (lambda a: edit(a / "a.idx", 34 + 3600 + 8, "<q", 7), "not in order"),
+        (lambda a: edit(a / "a.idx", 18, "<Q", 2**61), "truncated"),
+    ],
+)
+def test_damage_is_named_with_its_offset(tmp_path, damage, problem):
+    write_megatron(tmp_path / "a", DOCUMENTS)
+    damage(tmp_path)
+    with refused(str(tmp_path / "a."), problem):
+        read(file_of(tmp_path / "a.bin", "megatron"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda p: p.write_bytes(p.read_bytes()[:-2]), "ids at byte 8"),
+        (lambda p: edit(p, 8, "<i", -1), "ids at byte 8"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_named(tmp_path, damage, problem):
+    with_header(tmp_path / "a.bin", "<u2")
+    damage(tmp_path / "a.bin")
+    with refused(str(tmp_path / "a.bin"), problem):
+        read(file_of(tmp_path / "a.bin"))

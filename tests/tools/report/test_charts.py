@@ -1,0 +1,80 @@
+"""Which charts a report has, and which points."""
+
+from __future__ import annotations
+
+import numpy as np
+from report_runs import rows, write_run
+
+from titanlite.tools.report.charts import MOST_LINES, axis, charts
+from titanlite.tools.report.fit import Trend
+from titanlite.tools.report.page import trends_of
+from titanlite.tools.report.run_data import Run, read_run
+
+NONE = Trend(None, [], [])
+
+
+def by_title(runs: list[Run]) -> dict[str, dict]:
+    return {chart["title"]: chart for chart in charts(runs, [NONE] * len(runs))}
+
+
+def test_a_chart_without_values_is_left_out(tmp_path):
+    few = [{"step": step, "loss": 3.0, "tps": 5.0} for step in (1, 2)]
+    found = by_title([read_run(write_run(tmp_path / "a", few))])
+    assert list(found) == ["Loss"]
+    assert [series["label"] for series in found["Loss"]["series"]] == ["training"]
+
+
+def test_the_parts_of_a_step_are_of_the_same_rows(tmp_path):
+    found = by_title([read_run(write_run(tmp_path / "a"))])["Time of a step by part"]
+    assert found["kind"] == "stack"
+    assert [series["label"] for series in found["series"]] == ["data", "forward", "backward", "optimizer", "other"]
+    assert len({tuple(series["x"]) for series in found["series"]}) == 1
+    assert sum(series["y"][0] for series in found["series"]) == 0.1 + 0.8 + 1.4 + 0.2 + 0.01
+
+
+def test_of_many_layers_some_are_shown_and_only_of_one_run(tmp_path):
+    run = read_run(write_run(tmp_path / "a"))
+    chart = by_title([run])["Gradient norm of each layer"]
+    assert len(chart["series"]) == MOST_LINES
+    assert chart["help"] == "8 of 12"
+    assert (chart["series"][0]["label"], chart["series"][-1]["label"]) == ("layers.0", "layers.11")
+    assert "Gradient norm of each layer" not in by_title([run, run])
+
+
+def test_two_runs_are_in_the_same_charts(tmp_path):
+    runs = [read_run(write_run(tmp_path / "a")), read_run(write_run(tmp_path / "b", rows(1000)))]
+    found = by_title(runs)
+    assert [series["run"] for series in found["Loss"]["series"]] == [0, 0, 1, 1]
+    assert {"Time of a step by part, a", "Time of a step by part, b"} <= set(found)
+
+
+def test_several_validation_sets_have_a_mean(tmp_path):
+    values = {"validation/web/loss": 3.0, "validation/code/loss": 2.0, "validation/loss": 2.5}
+    metrics = [{"step": 1, "loss": 4.0}, {"step": 1, **values}]
+    run = read_run(write_run(tmp_path / "a", metrics))
+    labels = [series["label"] for series in by_title([run])["Loss"]["series"]]
+    assert labels == ["training", "validation, mean of all sets", "validation, web", "validation, code"]
+    labels = [series["label"] for series in by_title([run, run])["Loss"]["series"]]
+    assert labels == ["training", "validation, mean of all sets"] * 2
+
+
+def test_the_power_law_is_a_line_of_the_loss(tmp_path):
+    run = read_run(write_run(tmp_path / "a"))
+    first = charts([run], trends_of([run]))[0]
+    (law,) = [series for series in first["series"] if series["style"] == "fit"]
+    assert law["x"][-1] == 3000
+    assert 2.3 < law["y"][-1] < 2.6
+
+
+def test_a_logarithmic_axis_is_a_choice_only_for_positive_values(tmp_path):
+    metrics = [{"step": step, "loss": 3.0, "grad_norm": step - 1} for step in (1, 2, 3)]
+    found = by_title([read_run(write_run(tmp_path / "a", metrics))])
+    assert found["Loss"]["log"]
+    assert not found["Gradient norm"]["log"]
+
+
+def test_tokens_and_hours_of_steps(tmp_path):
+    found = axis(read_run(write_run(tmp_path / "a")))
+    assert found["step"][0] == found["tokens"][0] == found["hours"][0] == 0
+    np.testing.assert_allclose(np.interp(1555, found["step"], found["tokens"]), 4096 * 1555)
+    np.testing.assert_allclose(np.interp(1555, found["step"], found["hours"]), 2.5 * 1555 / 3600, rtol=1e-4)

@@ -1,0 +1,88 @@
+"""The end of a run. What a whole run prints: tests/e2e/test_run_train.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import torch
+from messages import assert_mentions
+from runs import train_run, train_until
+
+import train
+from titanlite.optim import clip
+from titanlite.runtime import interpreter
+from titanlite.tools.report import summary
+from titanlite.tools.report.run_data import read_run
+
+
+def train_with_little_memory(arguments: list[str]) -> int:
+    summary.SAMPLE_BYTES = 100_000
+    return train_run(arguments)
+
+
+def test_a_large_model_is_not_loaded_for_a_sample(pool, arguments, tmp_path):
+    assert pool.run(1, train_with_little_memory, [*arguments, "--training.steps=1", "--run.sample_tokens=20"]) == [0]
+    log = (tmp_path / "debug/log.txt").read_text()
+    assert_mentions(log, "no sample", "GB of CPU memory", "0.0 GB", "next:")
+    assert "a sample (" not in log
+
+
+def names(folder) -> list[tuple[str, int]]:
+    return [(event.name, event.step) for event in read_run(folder).events]
+
+
+def test_a_run_writes_its_events_and_names_its_report_last(pool, arguments, tmp_path):
+    folder = tmp_path / "debug"
+    assert pool.run(1, train_until, 3, arguments) == [75]
+    assert names(folder) == [("start", 0), ("signal", 3), ("save", 3), ("end", 3)]
+    assert "stopped, can be resumed" in (folder / "report.html").read_text()
+    assert pool.run(2, train_run, arguments) == [0, 0]
+    assert names(folder)[4:] == [("resume", 3), ("start", 3), ("save", 6), ("end", 6)]
+    (data,) = re.findall(r'id="data">(.*?)</script>', (folder / "report.html").read_text())
+    assert ["state", "finished"] in json.loads(data)["table"]
+    assert [chart["title"] for chart in json.loads(data)["charts"]][:2] == ["Loss", "Validation, bits per byte"]
+    assert (folder / "log.txt").read_text().splitlines()[-1].endswith(f"report: {folder}/report.html")
+
+
+def diverge(arguments: list[str]) -> int:
+    """train.py's `run`, whose gradient norm is NaN at step 3."""
+    original, steps = clip.clip_grad_norm, iter(range(1, 100))
+    clip.clip_grad_norm = lambda *values: original(*values) * (torch.nan if next(steps) == 3 else 1)
+    try:
+        return train.run(arguments)
+    finally:
+        clip.clip_grad_norm = original
+
+
+def test_a_run_that_has_diverged_has_a_report(pool, arguments, tmp_path):
+    assert pool.run(1, diverge, [*arguments, "--checkpoint.freq=2"]) == [1]
+    folder = tmp_path / "debug"
+    assert names(folder) == [("start", 0), ("save", 2), ("diverged", 3)]
+    assert "ended: training has diverged" in (folder / "report.html").read_text()
+
+
+def fail_to_report(arguments: list[str]) -> int:
+    from titanlite.tools.report import page
+
+    page.STATIC = page.STATIC / "absent"
+    return train_run(arguments)
+
+
+def test_a_run_without_a_report_is_a_run(pool, arguments, tmp_path):
+    assert pool.run(1, fail_to_report, [*arguments, "--training.steps=1"]) == [0]
+    assert_mentions((tmp_path / "debug/log.txt").read_text(), "WARNING no report was written", "done: 1 steps")
+
+
+def test_the_command_of_the_next_step_works_in_any_folder(tmp_path, monkeypatch):
+    """And imports nothing from it: a folder of data may contain a types.py."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.chdir(interpreter.PACKAGES)
+    assert summary.titanlite_command("python3") == "python3 -m titanlite"
+    monkeypatch.chdir(tmp_path)
+    safe_path = " -P" if interpreter.HAS_SAFE_PATH else ""
+    assert summary.titanlite_command("python3") == f"PYTHONPATH={interpreter.PACKAGES} python3{safe_path} -m titanlite"
+    (tmp_path / "titanlite").touch()
+    assert summary.titanlite_command("python3") == "titanlite"

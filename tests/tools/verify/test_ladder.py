@@ -1,0 +1,65 @@
+"""The ladder of layouts: what it covers, and how a layout is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from titanlite.config.load import load_config
+from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.tools.verify.ladder import Case, ladder, layouts, make_case, parse_layout
+
+SMALL = ["debug", "--model.dim=32", "--model.ffn_dim=64", "--training.seq_len=32"]
+
+
+def case(layout: str) -> tuple[Case, LlamaConfig]:
+    made = make_case(SMALL, layout, "cpu")
+    return made, resolve_flavor(made.config.model, 4112)
+
+
+def test_the_ladder_has_each_axis_each_pair_and_the_triples():
+    four = [set(degrees.items()) for degrees in layouts(4, quick=False)]
+    assert len(four) == 1 + 5 + 5 + 10
+    eight = [set(degrees.items()) for degrees in layouts(8, quick=False)]
+    for triple in (
+        ("dp_shard", "tp", "pp"),
+        ("dp_shard", "cp", "tp"),
+        ("dp_replicate", "dp_shard", "tp"),
+        ("cp", "pp", "tp"),
+    ):
+        assert {(axis, 2) for axis in triple} in eight
+    schedules = {text.partition("pp_schedule=")[2].partition(",")[0] for text in ladder(2, True, "cpu")}
+    assert len(schedules - {""}) == 6  # and 1F1B, the default
+    for processes in (1, 2, 3, 4, 8):
+        for quick in (False, True):
+            cases = [make_case(SMALL, text, "cpu") for text in ladder(processes, quick, "cpu")]
+            assert len({case.name for case in cases}) == len(cases)
+            assert max(case.processes for case in cases) <= processes
+
+
+def test_the_table_in_the_docs_is_the_quick_ladder():
+    text = (Path(__file__).parents[3] / "docs/parallelism.md").read_text().partition("layout      ")[2]
+    rows = [line.split() for line in text.partition("\n\n")[0].splitlines()[1:]]
+    names = [make_case(SMALL, layout, "cpu").name for layout in ladder(4, True, "cpu")]
+    assert [" ".join(row[:-7]) for row in rows] == names
+    assert {row[-1] for row in rows} == {"passed"}
+
+
+def test_a_cut_by_names_may_have_commas():
+    pairs = parse_layout("pp=4,pp_split=layers.1,layers.2, output,tp=2")
+    assert dict(pairs)["parallel.pp_split"] == "layers.1 layers.2 output"
+    assert dict(pairs)["parallel.tp"] == "2"
+
+
+def test_the_config_brings_model_and_optimizer_but_no_layout():
+    made, llama = case("dp_shard=2")
+    assert llama.dim == 32
+    other = [
+        "--parallel.tp=2",
+        "--parallel.reduce_every_microbatch=false",
+        "--recompute.mode=full",
+        "--compile.enabled",
+        "--training.batch_ramp=16 from step 9",
+    ]
+    assert make_case([*SMALL, *other], "dp_shard=2", "cpu").config == made.config
+    assert load_config(SMALL).optimizer.lr == made.config.optimizer.lr
+    assert (made.processes, made.config.training.global_batch_size, made.config.training.local_batch_size) == (2, 8, 4)

@@ -1,0 +1,150 @@
+"""Verification of prepared data: sizes, SHA-256, ids in the vocabulary, and document starts in order.
+
+What it is: a pass over all files at the first start after they were made or changed. Their sizes, modification times
+and hashes are then written to `verified.json` beside them; later starts read only these.
+What it costs: about a second per GB and core, once for each version of a file; at each start if the folder cannot be
+written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from titanlite.data.prepared_manifest import AGAIN, MANIFEST_BYTES, token_dtype
+from titanlite.data.shards import START
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import read_bounded, replace_file
+from titanlite.runtime.progress import progress_bar
+
+BLOCK = 1 << 22  # bytes, a multiple of every item's size
+RECORD = "verified.json"  # in a prepared folder: the versions of its files that have been verified
+
+
+class Expected(NamedTuple):
+    """A file of a prepared folder as its manifest describes it."""
+
+    sha256: str
+    size: int  # bytes
+    kind: str  # ids, starts or mask
+    limit: int  # every id, or every start, must be below it
+    first: bool  # the first shard of its split, which begins with a document
+
+
+def expected_files(manifest: dict[str, Any]) -> dict[str, Expected]:
+    """File name -> what the manifest says about it, for all files of both splits."""
+    files, vocabulary = {}, manifest["tokenizer"]["size"]
+    for split in ("train", "validation"):
+        for i, shard in enumerate(manifest["splits"][split]["shards"]):
+            tokens, starts, mask = shard["tokens"], shard["starts"], shard["mask"]
+            size = tokens * token_dtype(vocabulary).itemsize
+            files[shard["file"]] = Expected(shard["sha256"], size, "ids", vocabulary, i == 0)
+            size = shard["documents"] * START.itemsize
+            files[starts["file"]] = Expected(starts["sha256"], size, "starts", tokens, i == 0)
+            if mask is not None:
+                files[mask["file"]] = Expected(mask["sha256"], -(-tokens // 8), "mask", 0, i == 0)
+    return files
+
+
+def unverified(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """The files whose present version has not been verified. Raises ConfigError for a missing file or a wrong size."""
+    versions = _versions_on_disk(folder, manifest)
+    try:
+        record = json.loads(read_bounded(folder / RECORD, MANIFEST_BYTES))
+        return [name for name, version in versions.items() if record.get(name) != version]
+    except (OSError, ValueError, AttributeError, RecursionError):  # not written yet, or damaged
+        return list(versions)
+
+
+def _versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[Any]]:
+    """File -> [its expected SHA-256, limit of its items, bytes, time of modification in ns]."""
+    versions, problems = {}, []
+    for name, expected in expected_files(manifest).items():
+        path = folder / name
+        try:
+            status = path.stat()
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}; {AGAIN}")
+            continue
+        if status.st_size != expected.size or not stat.S_ISREG(status.st_mode):
+            problems.append(
+                f"{path}: {status.st_size} bytes, expected {expected.size} in a regular file: the data ends at byte "
+                f"{min(status.st_size, expected.size)}; {AGAIN}"
+            )
+        versions[name] = [expected.sha256, expected.limit, status.st_size, status.st_mtime_ns]
+    if problems:
+        raise ConfigError(problems)
+    return versions
+
+
+def verify(folder: Path, manifest: dict[str, Any], names: list[str]) -> None:
+    """Reads these files. Raises ConfigError with those that are not as the manifest says, and the offset."""
+    files, versions = expected_files(manifest), _versions_on_disk(folder, manifest)
+    with progress_bar(sum(files[name].size for name in names), "verifying the data") as bar:
+
+        def problem(name: str) -> str:
+            try:
+                return _problem(folder / name, files[name], token_dtype(manifest["tokenizer"]["size"]), bar.update)
+            except OSError as error:
+                return f"{folder / name}: {error.strerror or error}"
+
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+            if problems := [found for found in threads.map(problem, names) if found]:
+                raise ConfigError(problems)
+    with contextlib.suppress(OSError):  # a folder that cannot be written is verified at each start
+        replace_file(folder / RECORD, json.dumps(versions).encode())
+
+
+def _problem(path: Path, expected: Expected, dtype: np.dtype[Any], progress: Callable[[int], Any]) -> str:
+    """What is wrong with a file, "" if nothing is. An item out of bounds explains more than a wrong hash does."""
+    digest, offset, last = hashlib.sha256(), 0, -1
+    wrong = ""
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            if not wrong and expected.kind == "ids":
+                wrong = _wrong_id(np.frombuffer(block, dtype), expected.limit, offset)
+            elif not wrong and expected.kind == "starts":
+                starts = np.frombuffer(block, START)
+                wrong = _wrong_start(starts, last, expected, offset)
+                last = int(starts[-1])
+            offset += len(block)
+            progress(len(block))
+    if wrong:
+        return f"{path}: {wrong}; {AGAIN}"
+    if digest.hexdigest() != expected.sha256:
+        return f"{path}: its SHA-256 has changed since it was prepared; {AGAIN}"
+    return ""
+
+
+def _wrong_id(ids: np.ndarray[Any, Any], size: int, offset: int) -> str:
+    """The first id beyond the vocabulary."""
+    if int(ids.max()) < size:
+        return ""
+    first = int(np.argmax(ids >= size))
+    return (
+        f"holds token id {ids[first]} at byte {offset + first * ids.itemsize}; "
+        f"expected ids below {size}, the size of its tokenizer"
+    )
+
+
+def _wrong_start(starts: np.ndarray[Any, Any], last: int, expected: Expected, offset: int) -> str:
+    """The first start of a document that is not after the one before (`last`, -1 for none), or beyond the shard."""
+    if expected.first and last < 0 and starts[0] != 0:
+        return f"the first document starts at token {starts[0]}, expected 0"
+    values = np.minimum(starts, expected.limit).astype(np.int64)  # int64 has room for it, whatever is in the file
+    bad = (np.diff(values, prepend=last) <= 0) | (values == expected.limit)
+    if not bad.any():
+        return ""
+    first = int(np.argmax(bad))
+    allowed = f"more than {values[first - 1] if first else last} and less than {expected.limit}"
+    return f"a document starts at token {starts[first]}, at byte {offset + first * START.itemsize}; expected {allowed}"

@@ -1,0 +1,27 @@
+"""What a user's mistake raises, and how a training process tells its launcher why it ended.
+
+What it is: `ConfigError`, which every part of titanlite raises for wrong input, the exit codes of a training process,
+and the names of the environment variables between the launcher and its processes. Imports no torch.
+"""
+
+from __future__ import annotations
+
+# Exit codes: wrong input; stopped by a signal after saving; ended because another rank did; ended by the watchdog
+EXIT_CONFIG, EXIT_STOPPED, EXIT_LOST, EXIT_HUNG = 2, 75, 76, 124
+
+# Environment variables of processes that the launcher started: the prepared data; on rank 0 also a listening socket
+LAUNCHED, LISTENER = "TITANLITE_LAUNCHED", "TITANLITE_LISTENER"
+
+
+def printable(text: str) -> str:
+    """The text in one line; names from files could otherwise move the cursor or forge a message."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class ConfigError(ValueError):
+    """The user's input is wrong. Contains every problem found, one line each, cut where it is very long."""
+
+    def __init__(self, problems: str | list[str]) -> None:
+        found = (printable(text[:2001]) for text in ([problems] if isinstance(problems, str) else problems))
+        self.problems = [text if len(text) < 2000 else text[:2000] + "..." for text in found]
+        super().__init__("\n".join(self.problems))

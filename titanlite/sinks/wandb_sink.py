@@ -1,0 +1,86 @@
+"""Weights & Biases, offline unless online is asked for.
+
+What it is: a run with the same identifier after each resume. Offline, its folder is below `wandb/` in the run's folder;
+it is written anew from metrics.jsonl at each start of the run, so there is one folder, which has every step once, and
+`wandb sync` uploads it. Online, the server reports the last step that it has, and gets the rows after it. It cannot
+delete rows: a step that is trained again after a kill or a rollback keeps its first values.
+What it costs: a process of W&B's, which writes, uploads, and measures the machine every few seconds.
+
+W&B gets no source code, difference to a commit, console output, command line, list of packages or host name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of errors in W&B's own code; read when it is imported
+
+import wandb
+
+from titanlite.config.schema import MetricsConfig
+from titanlite.sinks.metric_names import Scalars
+from titanlite.sinks.provenance import Provenance
+
+
+class WandbSink:
+    """The run `run_id` of a project."""
+
+    def __init__(self, config: MetricsConfig, folder: Path, run_id: str, origin: Provenance) -> None:
+        mode = config.wandb_mode if config.wandb_mode != "auto" else os.environ.get("WANDB_MODE", "offline")
+        self.mode: Any = {"dryrun": "offline", "run": "online"}.get(mode, mode)  # W&B's older names
+        self.project = config.project or os.environ.get("WANDB_PROJECT", "titanlite")
+        self.folder, self.run_id, self.origin = folder, run_id, origin
+        self.run: Any = None
+
+    def open(self) -> defaultdict[str, int]:
+        """Begins the run, or resumes it. Returns the last step that W&B has."""
+        if self.run is not None:  # an earlier attempt, after which sending has failed
+            self.close(False)
+        if self.mode == "offline":
+            for path in self.folder.glob(f"wandb/offline-run-*-{self.run_id}"):
+                shutil.rmtree(path)
+        elif self.mode == "online" and not wandb.login(prompt=False):
+            raise ConnectionError("no API key: run `wandb login`, or set WANDB_API_KEY")
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            save_code=False,
+            x_disable_meta=True,  # the command line, which may contain a password, and paths
+            x_save_requirements=False,
+            host=self.origin.name,
+            init_timeout=60,
+        )
+        self.run = wandb.init(
+            id=self.run_id,
+            name=self.origin.name,
+            project=self.project,
+            dir=str(self.folder),
+            mode=self.mode,
+            resume=None if self.mode == "offline" else "allow",
+            reinit="create_new",
+            config=self.origin.settings | self.origin.facts | {"config.toml": self.origin.toml},
+            settings=settings,
+        )
+        first = 0 if self.mode == "offline" else self.run.starting_step
+        return defaultdict(lambda: first - 1)
+
+    @staticmethod
+    def metric_name(name: str) -> str:
+        return name
+
+    def send(self, rows: list[Scalars]) -> None:
+        """Hands the values to W&B's process. Rows of the same step become one."""
+        for step, time, values in rows:
+            self.run.log({**values, "_timestamp": time}, step=step)
+
+    def close(self, failed: bool) -> None:
+        """Ends the run, and waits until it is uploaded or its file is complete."""
+        ending, self.run = self.run, None  # also if this fails: the next attempt begins a new one
+        ending.finish(exit_code=int(failed))
+        wandb.teardown()  # finish() returns before W&B's process has written the end of the file

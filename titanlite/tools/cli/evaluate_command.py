@@ -1,0 +1,156 @@
+"""`titanlite evaluate`: perplexity on prepared text, and tasks of lm-eval, of a checkpoint of any format."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlite.config.schema import DataConfig
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import replace_file
+from titanlite.tools.cli.options import StrictParser, at_least
+
+if TYPE_CHECKING:
+    from titanlite.data.tokenizer import Tokenizer
+    from titanlite.model.llama import Llama
+    from titanlite.tools.formats.full_state import FullState
+
+EPILOG = """The results of a checkpoint in a run's folder are added to evaluations.jsonl there and appear in its report.
+Nothing is downloaded without --online. docs/evaluate.md describes tasks with local data."""
+OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def run(argv: list[str]) -> int:
+    """Prints a table of results, and records them. Raises ConfigError."""
+    options = _options(argv)
+    if not options.online:
+        os.environ |= dict.fromkeys(OFFLINE, "1")  # read when the libraries are imported
+    import torch
+
+    from titanlite.tools.evaluate.record import append, run_folder_of
+    from titanlite.tools.formats.load_weights import load_model, open_verified, tokenizer_of
+
+    full = open_verified(options.path, options.step, options.model, options.weights)
+    cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    if cuda and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device; allowed: auto, cpu")
+    tokenizer = tokenizer_of(full, options.tokenizer)
+    length = options.seq_len or full.about.seq_len
+    if not length:
+        raise ConfigError(f"{full.path}: the sequence length of training is not in the file; set --seq-len")
+    texts = _prepared(options, tokenizer)
+    device = torch.device("cuda" if cuda else "cpu")
+    model = load_model(full, device, length)
+    print(f"{full.path}: {model.config.num_parameters:,} parameters", file=sys.stderr)
+    with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
+        found = _evaluate(options, full, model, tokenizer, texts)
+    print("\n".join(_table(found)))
+    results = {f"evaluate/{name}/{metric}": value for name, values in found.items() for metric, value in values.items()}
+    settings = {"limit": options.limit, "num_fewshot": options.num_fewshot, "seq_len": length, "dtype": options.dtype}
+    if (folder := run_folder_of(full)) and full.about.step is not None:
+        path = append(folder, full.about.step, options.weights, results, settings)
+        print(f"recorded in {path}", file=sys.stderr)
+    if options.json:
+        content = json.dumps({"checkpoint": str(full.path), "step": full.about.step, **settings, "results": found})
+        try:
+            replace_file(options.json.absolute(), content.encode() + b"\n")
+        except OSError as error:
+            raise ConfigError(f"--json {options.json}: {error.strerror or error}; expected a file to write") from None
+    return 0
+
+
+def _options(argv: list[str]) -> argparse.Namespace:
+    parser = StrictParser(
+        prog="titanlite evaluate",
+        usage="titanlite evaluate CHECKPOINT [--tasks NAME,...] [--perplexity DATA ...] [options]",
+        description="Evaluate a checkpoint on tasks of lm-eval and on prepared text.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "path", type=Path, metavar="CHECKPOINT", help="a run's folder, or any format that convert reads"
+    )
+    parser.add_argument(
+        "--tasks", default="", metavar="NAME,...", help="tasks or groups of lm-eval; mmlu_* is a pattern"
+    )
+    parser.add_argument("--include", type=Path, metavar="FOLDER", help="a folder with more tasks; their code is run")
+    parser.add_argument(
+        "--perplexity", nargs="+", default=[], metavar="DATA", help="prepared folders, or text as in data.path"
+    )
+    parser.add_argument("--split", choices=("validation", "train"), default="validation", help="of --perplexity")
+    parser.add_argument("--step", type=at_least(int, 0), help="step of the checkpoint; default: the newest")
+    parser.add_argument("--weights", default="model", help="of a run: model, or ema for the averaged weights")
+    parser.add_argument("--model", default="", help="flavor or model.json, for files without the model's shape")
+    parser.add_argument("--tokenizer", default="", help="a tokenizer's file or folder, for checkpoints without one")
+    parser.add_argument("--seq-len", type=at_least(int, 2, 2**20), default=0, help="default: that of training")
+    parser.add_argument("--batch-size", type=at_least(int, 1, 10**6), default=8, help="texts at a time; default 8")
+    parser.add_argument("--limit", type=at_least(int, 1), help="only the first documents of a task, windows of a text")
+    parser.add_argument("--num-fewshot", type=at_least(int, 0, 1000), help="examples in a prompt; default: the task's")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--online", action="store_true", help="let lm-eval download the data of tasks")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    options = parser.parse_args(argv)
+    options.tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
+    problems = []
+    if not options.tasks and not options.perplexity:
+        problems.append("nothing to evaluate; expected --tasks, --perplexity or both")
+    if options.tasks and importlib.util.find_spec("lm_eval") is None:
+        problems.append("--tasks: lm-eval is not installed: pip install 'titanlite[evaluate]', or pip install lm-eval")
+    if options.include and not options.include.is_dir():
+        problems.append(f"--include {options.include}: no such folder")
+    if problems:
+        raise ConfigError(problems)
+    return options
+
+
+def _prepared(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Any]:
+    """The data of --perplexity; text that is not prepared yet is prepared with the checkpoint's tokenizer."""
+    from titanlite.data.prepared import PreparedData
+    from titanlite.tools.prepare.cache import prepare
+
+    folders = [prepare(DataConfig(path=path), tokenizer, _note) for path in options.perplexity]
+    data = [PreparedData(folder, tokenizer) for folder in folders]
+    names = [part.name for part in data]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"--perplexity: {', '.join(twice)}: several sets have this name; evaluate one at a time")
+    return data
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _evaluate(
+    options: argparse.Namespace, full: FullState, model: Llama, tokenizer: Tokenizer, texts: list[Any]
+) -> dict[str, dict[str, float]]:
+    """Set or task -> metric -> value."""
+    from titanlite.tools.evaluate.perplexity import Reading, perplexity
+
+    mask = full.about.config.get("data", {}).get("document_mask") is True
+    reading = Reading(model.seq_len, options.limit or 0, options.batch_size, mask)
+    found = {part.name: perplexity(model, part, options.split, reading) for part in texts}
+    if options.tasks:
+        from titanlite.tools.evaluate.harness import Evaluated, run_tasks
+
+        evaluated = Evaluated(model, tokenizer, options.batch_size)
+        found |= run_tasks(evaluated, options.tasks, options.include, options.num_fewshot, options.limit)
+    return found
+
+
+def _table(found: dict[str, dict[str, float]]) -> list[str]:
+    """A line for each metric, with its standard error if it has one."""
+    rows = []
+    for name, values in found.items():
+        for metric, value in values.items():
+            if not metric.endswith("_stderr"):
+                shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+                error = values.get(f"{metric}_stderr")
+                rows.append((name, metric, shown if error is None else f"{shown} ± {error:.4f}"))
+    widths = [max(len(row[i]) for row in rows) for i in (0, 1)] if rows else [0, 0]
+    return [f"{name:<{widths[0]}}  {metric:<{widths[1]}}  {shown}" for name, metric, shown in rows]

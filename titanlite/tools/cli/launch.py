@@ -1,0 +1,159 @@
+"""The launcher: checks a run and starts the training processes of this node.
+
+What it is: `titanlite train`, which run_train.sh calls. It checks the config and prepares the data without importing
+torch (except to count CUDA devices, where there is a driver), so that a mistake is reported at once. Then it starts
+NGPU processes of train.py (`processes.run`) and returns their exit code. A failed run is started again up to
+MAX_RESTARTS times, from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from titanlite.config.load import load_config, program_folder
+from titanlite.config.schema import DataConfig
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.rules.check import check_layout
+from titanlite.rules.degrees import resolve_degrees
+from titanlite.runtime.errors import EXIT_CONFIG, EXIT_STOPPED, LAUNCHED, ConfigError
+from titanlite.runtime.interpreter import without_package
+from titanlite.sinks.installed import require_installed
+from titanlite.tools.cli import processes
+from titanlite.tools.cli.stops import stoppable
+from titanlite.tools.prepare.cache import find_text, prepare
+from titanlite.tools.prepare.sources import Found
+
+DRIVERS = ("nvidiactl", "dxg", "kfd")  # of NVIDIA, on Linux and in WSL, and of AMD
+LOOPBACK = "127.0.0.1"
+TRAIN = program_folder() / "train.py"
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def launch(argv: list[str]) -> int:
+    """Trains with the config that `argv` describes; returns the workers' exit code. Raises ConfigError."""
+    if not TRAIN.exists():
+        raise ConfigError(f"{TRAIN}: no such file; titanlite is not completely installed, install it again")
+    if importlib.util.find_spec("torch") is None:  # which the training processes import, and this one does not
+        raise ConfigError(without_package("torch"))
+    config = load_config(argv)
+    nodes = _number("NNODES", 1)
+    node = _number("NODE_RANK", 0, low=0, high=nodes - 1)
+    here = _number("NGPU", 0) if os.environ.get("NGPU") else _default_processes(config.run.device)
+    restarts = _number("MAX_RESTARTS", 0, low=0, high=1000)
+    port = _number("MASTER_PORT", 29500, high=65535 - restarts)
+    # One thread per core, over all processes; with more, the processes wait for each other.
+    threads = _number("OMP_NUM_THREADS", max(1, usable_cores() // here))
+    if nodes > 1 and not os.environ.get("MASTER_ADDR"):
+        raise ConfigError(f"MASTER_ADDR is not set in the environment, and NNODES = {nodes}: expected node 0's address")
+    text: list[Found] = []  # of each source
+    tokenizer: list[Tokenizer] = []
+    llama: list[LlamaConfig] = []
+    problems: list[str] = []
+    checks: list[Callable[[], object]] = [functools.partial(_add_text, part, text) for part in config.data.parts()]
+    checks += [
+        lambda: require_installed(config.metrics.sinks),
+        lambda: tokenizer.append(Tokenizer(config.data.tokenizer)),
+        lambda: llama.append(resolve_flavor(config.model, tokenizer[0].size if tokenizer else 1)),
+        lambda: (
+            check_layout(config, llama[0], nodes * here) if llama else resolve_degrees(config.parallel, nodes * here)
+        ),
+    ]
+    for check in checks:  # independent mistakes are reported together
+        try:
+            check()
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    pairs = zip(config.data.parts(), text, strict=True)
+    with stoppable("stopped while the data was prepared; the same command goes on with what is missing"):
+        folders = [str(prepare(part, tokenizer[0], found=found)) for part, found in pairs]
+    variables = {LAUNCHED: json.dumps(folders), "OMP_NUM_THREADS": str(threads)}
+    # Processes of one machine meet on its loopback interface, where no other machine can connect.
+    address = os.environ["MASTER_ADDR"] if nodes > 1 else LOOPBACK
+    signals = processes.Signals()
+    for restart in range(restarts + 1):
+        # The next port for each restart: a faster node must not join the others' last attempt, which is still ending.
+        meeting = port + restart if nodes > 1 else 0  # 0: any free port
+        code = processes.run([str(TRAIN), *argv], variables, nodes, node, here, (address, meeting), signals)
+        if code in (0, EXIT_CONFIG, EXIT_STOPPED) or signals.requests or restart == restarts:
+            break
+        print(f"restarting ({restart + 1} of {restarts})", file=sys.stderr)
+    return code
+
+
+def _add_text(section: DataConfig, text: list[Found]) -> None:
+    text.append(find_text(section))
+
+
+def _number(name: str, default: int, low: int = 1, high: int = 1_000_000) -> int:
+    """A number from the environment. Raises ConfigError for anything else."""
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise ConfigError(f"{name} = {text!r} in the environment: expected an integer from {low} to {high}")
+    return int(text)
+
+
+def _default_processes(device: str) -> int:
+    """One process per CUDA device, or a single one on the CPU. Without a driver there is no need to import torch."""
+    if device == "cpu" or not any(Path("/dev", name).exists() for name in DRIVERS):
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def usable_cores() -> int:
+    """The number of cores to compute with, at least 1: that many threads, over all processes, are started.
+
+    Cores, not hardware threads: two threads that share a core have one set of arithmetic units, and a matrix product
+    gains nothing from the second. And not more than a container may use, which sees all cores of its machine.
+    """
+    threads = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = {_siblings(thread) for thread in threads}
+    return max(1, math.ceil(min(len(cores), _quota())))
+
+
+def _siblings(thread: int) -> str:
+    """The hardware threads that share this one's core, as Linux lists them; elsewhere the thread itself."""
+    with contextlib.suppress(OSError):
+        return (TOPOLOGY / f"cpu{thread}/topology/thread_siblings_list").read_text().strip()
+    return str(thread)
+
+
+def _quota() -> float:
+    """How many cores' time may be used: the least that this process's control group, or one above it, is given."""
+    own = ["0::/", "0:cpu:/"]
+    with contextlib.suppress(OSError):
+        own += OWN_GROUPS.read_text().splitlines()
+    least = float("inf")
+    for line in own:  # version 2: "0::/path"; version 1: "4:cpu,cpuacct:/path"
+        _, controllers, path = line.split(":", 2)
+        top = CONTROL_GROUPS / ("cpu" if "cpu" in controllers.split(",") else "")
+        group = top / path.strip("/")
+        while group.is_relative_to(top):  # in a container the path may not exist; then the root's limit counts
+            least = min(least, _limit(group))
+            group = group.parent
+    return least
+
+
+def _limit(group: Path) -> float:
+    """A control group's own quota in cores; infinite without one."""
+    with contextlib.suppress(OSError, ValueError):  # version 2: "200000 100000", or "max 100000"
+        limit, period = (group / "cpu.max").read_text().split()
+        return float("inf") if limit == "max" else int(limit) / int(period)
+    with contextlib.suppress(OSError, ValueError):  # version 1; -1 is no limit
+        limit, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(limit) / int(period) if int(limit) > 0 else float("inf")
+    return float("inf")

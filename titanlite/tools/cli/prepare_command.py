@@ -1,0 +1,204 @@
+"""`titanlite prepare`: tokenises data, from sources into a folder or from a configuration into the cache."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import sys
+from pathlib import Path
+
+from titanlite.config.load import flavors, load_config
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.progress import progress_bar
+from titanlite.tools.cli.options import StrictParser, at_least
+from titanlite.tools.cli.prepare_options import add_duplicate_options, add_filter_options, duplicates_from, filters_from
+from titanlite.tools.cli.stops import stoppable
+from titanlite.tools.prepare.build import BAD_ROWS, Options, begin, build, working_folder
+from titanlite.tools.prepare.cache import check, prepare
+from titanlite.tools.prepare.inspect import inspect
+from titanlite.tools.prepare.job import NAME, differences, read_job
+from titanlite.tools.prepare.locks import hold
+from titanlite.tools.prepare.merge import decide_duplicates, merge, missing_parts
+from titanlite.tools.prepare.part import run_part, verdicts_path
+from titanlite.tools.prepare.plan_job import Settings, plan_job
+from titanlite.tools.prepare.records import record_path
+from titanlite.tools.prepare.sources import Found, Keys, Source, find, is_prepared, require_apart
+
+KEYS = Keys("SOURCE", "--pattern", "--field", "--validation")
+USAGE = """titanlite prepare SOURCE... --out FOLDER [options]
+       titanlite prepare SOURCE... --out FOLDER --part I/N [options]
+       titanlite prepare --merge FOLDER
+       titanlite prepare --inspect FOLDER
+       titanlite prepare [CONFIG] [--section.key=value ...]"""
+EPILOG = """A SOURCE is a text file, JSON lines, Parquet, or a folder of these; token ids of nanoGPT, llm.c or Megatron
+(.bin, .idx); hf:NAME[:CONFIG[:SPLIT]] for a data set of the package datasets; or python-stdlib. Text and JSON lines may
+be compressed with gzip or zstd. Kinds are detected from the contents.
+
+Train on the result with --data.path=FOLDER. An interrupted command goes on when it is repeated. Without --out, --merge
+and --inspect, the arguments are those of `titanlite train`, and its data is prepared into the cache."""
+
+ADVICE = "stopped; the same command goes on with what is missing"
+TEXTS = {  # options with a text: (default, what stands for it in the help, help)
+    "tokenizer": ("", "FILE", "default: the bundled one of 4,096 tokens"),
+    "pattern": ("**/*", "GLOB", "which files of a folder to use; default: **/*"),
+    "field": ("text", "NAME", "field or column of JSON lines and Parquet with the text; default: text"),
+    "prompt-field": ("", "NAME", "field of a prompt before the text; its tokens are not targets of the loss"),
+    "validation": ("", "SOURCE", "where validation documents come from; default: one document of 20"),
+}
+
+
+def run(argv: list[str]) -> int:
+    """Prints the path of the prepared data."""
+    names = {word.partition("=")[0] for word in argv}
+    if not names & {"-h", "--help", "--out", "--merge", "--inspect"}:
+        with stoppable(ADVICE):
+            return _prepare_config(argv)
+    options = _parser().parse_args(argv)
+    if options.inspect or options.merge:
+        if options.sources or options.out or options.part:
+            raise ConfigError("--inspect and --merge take one prepared folder, and neither SOURCE, --out nor --part")
+        if options.inspect:
+            return inspect(options.inspect, options.tokenizer)
+        with stoppable(ADVICE):
+            return _merge(options)
+    if not options.sources:
+        raise ConfigError("--out without SOURCE: name what to prepare, as in: titanlite prepare my_texts --out my_data")
+    with stoppable(ADVICE):
+        return _prepare_sources(options)
+
+
+def _prepare_config(argv: list[str]) -> int:
+    """From [data] of a configuration into the cache."""
+    positional = [word for word in argv if not word.startswith("-")]
+    for word in positional[:1]:
+        if word not in flavors() and not word.endswith(".toml") and Path(word).exists():
+            raise ConfigError(f"{word!r} is a file or folder, not a config: add --out FOLDER to prepare it")
+    section = load_config(argv).data
+    tokenizer = Tokenizer(section.tokenizer)
+    for part in section.parts():
+        print(prepare(part, tokenizer, _log))
+    return 0
+
+
+def _parser() -> StrictParser:
+    parser = StrictParser(
+        prog="titanlite prepare",
+        usage=USAGE,
+        description="Tokenise data once, into a folder that training maps into memory.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("sources", nargs="*", metavar="SOURCE", help="what to prepare")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="the folder to make")
+    for name, (default, metavar, text) in TEXTS.items():
+        parser.add_argument(f"--{name}", default=default, metavar=metavar, help=text)
+    parser.add_argument(
+        "--max-bad-rows",
+        type=at_least(float, 0),
+        default=BAD_ROWS,
+        metavar="N",
+        help=f"how many documents may be unreadable; below 1: a share of all; default: {BAD_ROWS:g}",
+    )
+    parser.add_argument(
+        "--workers", type=at_least(int, 1, 4096), default=0, metavar="N", help="processes; default: one per core"
+    )
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where parts run; default: local")
+    add_filter_options(parser)
+    add_duplicate_options(parser)
+    parts = parser.add_argument_group("several machines")
+    parts.add_argument("--part", type=_part, metavar="I/N", help="make part I of N (1/N to N/N), on any machine")
+    parts.add_argument("--merge", type=Path, metavar="FOLDER", help="compare or join the parts of FOLDER")
+    parser.add_argument("--inspect", type=Path, metavar="FOLDER", help="print, verify and sample a prepared folder")
+    return parser
+
+
+def _part(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected I/N with I from 1 to N, as 3/64")
+    return int(match[1]), int(match[2])
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _prepare_sources(options: argparse.Namespace) -> int:
+    settings = Settings(options.part[1] if options.part else 0, filters_from(options), duplicates_from(options))
+    tokenizer, folder = Tokenizer(options.tokenizer), options.out.absolute()
+    sources: list[tuple[Source, Found]] = []
+    for path in options.sources:
+        source = Source(path, options.pattern, options.field, options.prompt_field, options.validation, KEYS)
+        if is_prepared(Path(path)):
+            raise ConfigError(f"{path}: is prepared already; train on it with --data.path={path}")
+        sources.append((source, find(source)))
+        require_apart(*sources[-1], folder)
+    if options.validation:
+        require_apart(held_out := source.held_out(), find(held_out), folder)
+    with contextlib.nullcontext() if folder.exists() else hold(folder, shared=bool(options.part)):
+        if folder.exists():
+            _repeated(sources, tokenizer, folder, settings)
+        elif options.part:
+            return _make_part(sources, tokenizer, folder, settings, options.part[0] - 1)
+        else:
+            how = Options(settings, options.workers, options.max_bad_rows, options.engine)
+            build(sources, tokenizer, folder, how, _log)
+    check(folder)
+    print(folder)
+    return 0
+
+
+def _repeated(sources: list[tuple[Source, Found]], tokenizer: Tokenizer, folder: Path, settings: Settings) -> None:
+    """The folder is there. Raises ConfigError unless it was made by this very command, which is then done."""
+    if not (folder / NAME).is_file() or not is_prepared(folder):
+        raise ConfigError(f"{folder}: exists and is not prepared data; choose another folder for --out")
+    done = read_job(folder)
+    if changed := differences(done, plan_job(sources, tokenizer, settings, done)):
+        raise ConfigError(f"{folder}: was prepared differently ({changed}); choose another folder for --out")
+    _log(f"{folder}: is prepared already")
+
+
+def _make_part(
+    sources: list[tuple[Source, Found]], tokenizer: Tokenizer, folder: Path, settings: Settings, part: int
+) -> int:
+    """The next step of one part."""
+    job, work = begin(sources, tokenizer, folder, settings), working_folder(folder)
+    with progress_bar(job.size([part]), f"part {part + 1}") as bar:
+        run_part(job, work, tokenizer, part, bar.update)
+    print(record_path(work, part, read=not record_path(work, part).exists()))
+    return 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    folder = options.merge.absolute()
+    work = working_folder(folder)
+    if not work.is_dir() and is_prepared(folder):
+        check(folder)
+        _log(f"{folder}: is merged already")
+        print(folder)
+        return 0
+    if not (work / NAME).is_file():
+        raise ConfigError(f"{folder}: nothing to merge; first: titanlite prepare SOURCE --out FOLDER --part I/N")
+    with hold(folder):
+        return _merge_parts(options, folder, work)
+
+
+def _merge_parts(options: argparse.Namespace, folder: Path, work: Path) -> int:
+    """The next step that needs all parts."""
+    job = read_job(work)
+    compared = job.duplicates.remove == "none" or verdicts_path(work, job.parts - 1, final=True).exists()
+    if (work / "manifest.json").exists():
+        pass
+    elif missing := missing_parts(job, work, read=not compared):
+        shown = ", ".join(f"{part + 1}/{job.parts}" for part in missing[:20]) + ", ..." * (len(missing) > 20)
+        raise ConfigError(f"{folder}: {len(missing)} of {job.parts} parts are missing: run with --part {shown}")
+    elif not compared:
+        decide_duplicates(job, work, _log)
+        _log("now run every part once more, which tokenises what is left, and then --merge again")
+        return 0
+    merge(job, work, folder, Tokenizer(job.tokenizer), options.max_bad_rows, _log)
+    check(folder)
+    print(folder)
+    return 0

@@ -1,0 +1,100 @@
+"""`titanlite schedule`: draws the learning rate, and the batch size if it changes, of every step of a run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+from titanlite.config.batch_sizes import samples_after, segments
+from titanlite.config.budget import epochs_in_steps
+from titanlite.config.changes import milestones
+from titanlite.config.load import load_config
+from titanlite.config.mistakes import suggestion
+from titanlite.config.schema import Config
+from titanlite.optim.schedule import lr_factor
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import replace_file
+from titanlite.tools.cli.curves import Curve, Mark, Picture, svg_picture, text_picture
+from titanlite.tools.cli.options import StrictParser
+
+EPILOG = """Draws what a run with this configuration would do; nothing is trained. With a budget in epochs, the data is
+prepared first, as for a run. The SVG file needs no other file, follows the reader's light or dark theme, and has a
+title and a description for screen readers."""
+
+
+def run(argv: list[str]) -> int:
+    """Prints the picture, and writes it as SVG if asked to. Raises ConfigError."""
+    parser = StrictParser(
+        prog="titanlite schedule",
+        usage="titanlite schedule [CONFIG] [--section.key=value ...] [--svg FILE]",
+        description="Draw the learning rate of every step, and the batch size if it changes.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture to this file")
+    options, rest = parser.parse_known_args(argv)
+    if unknown := [word for word in rest if word.startswith("--") and "." not in word.partition("=")[0]]:
+        raise ConfigError([f"unknown option {word}{suggestion(word, ['--svg'])}; see --help" for word in unknown])
+    picture = picture_of(_with_steps(load_config(rest)))
+    print(text_picture(picture, blocks="utf" in (sys.stdout.encoding or "").lower()))
+    if options.svg:
+        try:
+            replace_file(options.svg.absolute(), svg_picture(picture).encode())
+        except OSError as error:
+            raise ConfigError(f"--svg {options.svg}: {error.strerror or error}; expected a file to write") from None
+    return 0
+
+
+def _with_steps(config: Config) -> Config:
+    """The config with a number of steps, which for a budget in epochs is known once the data is prepared."""
+    if not config.training.epochs:
+        return config
+    from titanlite.data.prepared import load_sources
+    from titanlite.data.stream import build_samples
+    from titanlite.data.tokenizer import Tokenizer
+    from titanlite.tools.prepare.cache import prepare
+
+    tokenizer = Tokenizer(config.data.tokenizer)
+    folders = [prepare(part, tokenizer, lambda text: print(text, file=sys.stderr)) for part in config.data.parts()]
+    data = load_sources(config.data, folders, tokenizer)
+    return epochs_in_steps(config, build_samples(data, config.data, config.training, config.run.seed).rows[0].count)
+
+
+def picture_of(config: Config) -> Picture:
+    """The curves of a config whose budget is in steps, and its key points."""
+    training, schedule, peak = config.training, config.schedule, config.optimizer.lr
+    total = training.steps
+
+    def rate(step: int) -> float:
+        return peak * lr_factor(schedule, step - 1, total)
+
+    def tokens(step: int) -> int:
+        return samples_after(training, 0, step) * training.seq_len
+
+    def size(step: int) -> float:
+        return samples_after(training, 0, step) - samples_after(training, 0, step - 1)
+
+    warmup = max(1, schedule.warmup_steps)
+    points = {1: "first step", warmup: "peak" if warmup == 1 else "peak, end of warmup"}
+    if schedule.name == "wsd":
+        decay_steps = schedule.decay_steps or round(schedule.decay_fraction * total)
+        points.setdefault(max(warmup, total - decay_steps), "end of stable phase")
+    if schedule.name == "step":
+        points |= {m.step: "milestone" for m in milestones(schedule.milestones)}
+    curves = [Curve("learning rate", "{:.2e}", rate)]
+    if training.batch_ramp:
+        curves.append(Curve("sequences per step", "{:,.0f}", size))
+        ramp = segments(training)[1:]
+        points = {part.step: "batch size" for part in (ramp if len(ramp) <= 8 else (ramp[0], ramp[-1]))} | points
+    marks = [
+        Mark(name, step, tuple(curve.value(step) for curve in curves))
+        for step, name in sorted(({total: "last step"} | points).items())
+        if step <= total
+    ]
+    if marks[-1].step == total:
+        marks[-1] = dataclasses.replace(marks[-1], name="last step")
+    shape = f"wsd, {schedule.decay} decay" if schedule.name == "wsd" else schedule.name
+    return Picture(f"{config.run.name}: {shape}", total, tokens, tuple(curves), tuple(marks))

@@ -1,0 +1,112 @@
+"""`titanlite verify`: shows that layouts equal one process. The options of the command and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.load import load_config
+from titanlite.config.mistakes import suggestion
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.verify.campaign import run_cases
+from titanlite.tools.verify.ladder import MAX_PROCESSES, Case, ladder, make_case, reason_not_fitting
+
+EPILOG = """The degrees, batch sizes and recomputation of the config are not used: each layout sets them.
+Columns: the largest relative differences from one process, for the loss and the gradient norm of 5 steps, each
+parameter's gradient at step 1 and each parameter after step 5 (norm of the difference divided by the norm)."""
+
+
+def run(argv: list[str]) -> int:
+    """Runs the command. Returns 0 if every layout passed, 1 if any failed. Raises ConfigError."""
+    options, rest = _options(argv)
+    device = _device(load_config(rest).run.device)
+    processes = options.processes or (_cuda_devices() if device == "cuda" else 4)
+    if device == "cuda" and processes > _cuda_devices():
+        raise ConfigError(f"--processes {processes}: there are {_cuda_devices()} CUDA devices; or --run.device=cpu")
+    texts = options.layout or ladder(processes, options.quick, device)
+    tokenizer = Tokenizer(load_config(rest).data.tokenizer)
+    fitting: list[tuple[Case, LlamaConfig]] = []
+    skipped: list[str] = []
+    for case in (make_case(rest, text, device) for text in texts):
+        llama = resolve_flavor(case.config.model, tokenizer.size)
+        problem = reason_not_fitting(case, llama)
+        if device == "cuda" and case.processes > _cuda_devices():
+            problem = f"{case.processes} processes, but there are {_cuda_devices()} CUDA devices; or --run.device=cpu"
+        if not problem:
+            fitting.append((case, llama))
+        elif options.layout:
+            raise ConfigError(f"--layout {case.name}: {problem}")
+        else:
+            skipped.append(f"{case.name}: {problem}")
+    if not fitting:
+        raise ConfigError([f"no layout of up to {processes} processes fits; {text}" for text in skipped])
+    rows: list[dict[str, Any]] = []
+    try:
+        run_cases(fitting, device, options.timeout, rows)
+    finally:  # also after an interruption
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    print("".join(f"\ndoes not fit: {text}" for text in skipped).lstrip("\n"))
+    failed = [row["layout"] for row in rows if not row["passed"]]
+    beyond = f"; {len(skipped)} do not fit this model" if skipped else ""
+    print(f"{len(rows) - len(failed)} of {len(rows)} layouts equal one process{beyond}")
+    for name in failed:
+        print(f"FAILED: {name}")
+    return 1 if failed else 0
+
+
+def _device(name: str) -> str:
+    if name == "cpu":  # no need to import torch
+        return name
+    from titanlite.distributed.process_group import device_type
+
+    return device_type(name)
+
+
+def _cuda_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of the command, and the arguments of the config."""
+    parser = argparse.ArgumentParser(
+        prog="titanlite verify",
+        usage="titanlite verify [CONFIG] [--section.key=value ...] [options]",
+        description="Show that every parallel layout computes the same as one process.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=0,
+        help="largest number of processes; default: 4, or the number of CUDA devices",
+    )
+    layout = "run only this layout, as in dp_shard=2,tp=2 or pp=2,recompute.mode=full; may be repeated"
+    parser.add_argument("--layout", action="append", help=layout)
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer layouts: each axis, each pair of axes, each technique"
+    )
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--timeout", type=float, default=300, help="time-out of one layout in seconds (default 300)")
+    options, rest = parser.parse_known_args(argv)
+    own = [f"--{name}" for name in vars(options)]
+    if unknown := [word for word in rest if word.startswith("--") and "." not in word.partition("=")[0]]:
+        raise ConfigError([f"unknown option {word}{suggestion(word, own)}; see --help" for word in unknown])
+    if not 0 <= options.processes <= MAX_PROCESSES:
+        raise ConfigError(f"--processes {options.processes}: expected 1 to {MAX_PROCESSES}, or 0 for the default")
+    if not 0 < options.timeout < 1e6:
+        raise ConfigError(f"--timeout {options.timeout:g}: expected more than 0 seconds, and less than a million")
+    if options.json:
+        try:
+            options.json.open("a").close()
+        except OSError as error:
+            raise ConfigError(f"--json {options.json}: {error.strerror or error}; expected a file to write") from None
+    return options, rest

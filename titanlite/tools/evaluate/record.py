@@ -1,0 +1,44 @@
+"""evaluations.jsonl in a run's folder: one line per evaluation of a checkpoint of the run.
+
+Why it is not a part of metrics.jsonl: the run appends to that one step after step, and a resumed run removes what is
+after its checkpoint. An evaluation may be of any step, and made while the run trains or after it was resumed. The
+report reads both.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from titanlite.observe.metrics_file import EVALUATIONS
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.formats.full_state import FullState
+
+
+def run_folder_of(full: FullState) -> Path | None:
+    """The folder of the run that a checkpoint is in; None for a checkpoint elsewhere."""
+    run = full.path.parent.parent
+    return run if full.about.format == "titanlite" and (run / "metrics.jsonl").is_file() else None
+
+
+def append(folder: Path, step: int, weights: str, results: dict[str, float], settings: dict[str, Any]) -> Path:
+    """Adds a line with `results`, as evaluate/<task>/<metric> -> value. Raises ConfigError if it cannot be written.
+
+    One write appends the whole line, so evaluations at the same time do not mix.
+    """
+    path = folder / EVALUATIONS
+    finite = {name: value if math.isfinite(value) else None for name, value in results.items()}
+    row = {"step": step, "time": time.time(), "weights": weights, "settings": settings, **finite}
+    try:
+        with path.open("a+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            begin = b"\n" * (file.read(1) not in (b"", b"\n"))  # after a line that was cut off
+            file.write(begin + json.dumps(row).encode() + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; the results above are not recorded") from None
+    return path

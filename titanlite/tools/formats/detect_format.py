@@ -1,0 +1,292 @@
+"""Detects the format of a path and opens it as a `FullState`.
+
+What it is: the format is recognised by the names of files and their first bytes; one function per format makes the
+index. A run's folder means its newest committed step.
+What it costs: headers and small files are read, no tensor (but the two embeddings of a tied model saved twice).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+
+from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, part_key
+from titanlite.checkpoint.manifest_reader import file_problems, read_file, read_manifest
+from titanlite.checkpoint.read_step import find_step_folder
+from titanlite.checkpoint.storage import list_steps, step_folder
+from titanlite.config.mistakes import suggestion
+from titanlite.data.tokenizer_json import MAX_JSON_FILE
+from titanlite.model.flavors import FLAVORS, LlamaConfig
+from titanlite.model.shape_file import from_json, sequence_length
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import read_bounded
+from titanlite.tools.formats import huggingface, meta, stock
+from titanlite.tools.formats.full_state import ORIGIN, About, FullState, FullTensor, Record, same_numbers
+from titanlite.tools.formats.huggingface_tokenizer import content_of, tokenizer_in
+from titanlite.tools.formats.safetensors_files import INDEX, read_folder, read_header
+from titanlite.tools.formats.same_model import require_stated, without_tables
+from titanlite.tools.formats.torch_file import Tree, read_tree
+
+ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.")  # of the model's parameter names
+OTHERS = {  # whose names -> parts of them, of which ours have none; the first that fits is named
+    "torchtune's": (".sa_norm.", ".mlp_norm.", ".attn.output_proj."),
+    "GPT-2's": ("transformer.h.", "transformer.wte.", ".attn.c_attn.", ".mlp.c_fc."),
+    "GPT-NeoX's": ("gpt_neox.",),
+    "Megatron's": (".self_attention.linear_", ".mlp.linear_fc"),
+    "Hugging Face's": ("embed_tokens.", ".self_attn.", ".mlp.", "lm_head."),
+}
+ADVICE = {
+    "torchtune's": "titanlite does not read them; have torchtune's FullModelHFCheckpointer save it for Hugging Face",
+    "Hugging Face's": "give a folder with config.json and safetensors files",
+}
+TRAINING = ("optimizer.", "schedule.", "data.", "progress.", "random.", "ema.", "noise_scale.")  # what else a run saves
+WEIGHTS = ("model", "ema")  # the two sets of weights that a run can save: its own, and their average
+READABLE = (
+    "a run's or a step's folder, a stock DCP folder (.metadata), a Hugging Face folder (config.json), a folder with "
+    "consolidated.00.pth and params.json, a .safetensors file or folder, or a file of torch.save"
+)
+
+
+def open_full_state(path: Path, step: int | None = None, model: str = "", weights: str = "model") -> FullState:
+    """The checkpoint at `path`, of any format. `step` selects one of a run's checkpoints, None the newest.
+
+    `model`: a flavor or a model.json, for files without the model's shape. `weights`: ema for the averaged weights of a
+    run. Raises CorruptCheckpoint if it is incomplete, ConfigError if it is not a checkpoint, of a format that is not
+    read, or without such weights.
+    """
+    if weights not in WEIGHTS:
+        raise ConfigError(f"--weights {weights}{suggestion(weights, list(WEIGHTS))}; allowed: {', '.join(WEIGHTS)}")
+    try:
+        state = _open(path, step)
+    except OSError as error:
+        raise ConfigError(f"{str(error.filename or path)[:300]}: {error.strerror or error}") from None
+    if names := [name for name in (*state.tensors, *state.others) if not name.isprintable() or len(name) > 1000]:
+        raise ConfigError(f"{path}: holds a tensor named {names[0][:100]!r}; expected printable names")
+    if step is not None and state.about.format != "titanlite":
+        raise ConfigError(f"--step {step}: {path} is not a run; leave --step out")
+    if weights == "ema":
+        state = _averaged(state)
+    if model:
+        given = read_model(model, state)
+        if state.about.model:
+            require_stated(given, state.about.model, "--model", model, path)
+        state.about.model = given
+    if state.about.model and state.about.model.tied_embeddings:
+        drop_tied_output(state)
+    return state
+
+
+def drop_tied_output(state: FullState) -> None:
+    """Removes the output of a tied model if it is its embedding: one parameter, which state_dict() lists twice."""
+    output, embedding = (state.tensors.get(name) for name in ("output.weight", "tok_embeddings.weight"))
+    if output and embedding and same_numbers(output, embedding):
+        del state.tensors["output.weight"]
+
+
+def _averaged(state: FullState) -> FullState:
+    """The same checkpoint with the averaged weights as its tensors. Raises ConfigError if it has none."""
+    if state.about.format != "titanlite":
+        raise ConfigError(f"--weights ema: {state.path} is not a run; leave --weights out")
+    averages = {name.removeprefix("ema."): tensor for name, tensor in state.others.items() if name.startswith("ema.")}
+    tensors = {name: averages[name] for name in state.tensors if name in averages}  # without the count of steps
+    if not tensors:
+        raise ConfigError(f"--weights ema: {state.path} has no averaged weights; its run had ema.decay = 0")
+    about = dataclasses.replace(state.about, averaged=True)
+    return FullState(state.path, about, tensors)
+
+
+def read_model(model: str, state: FullState) -> LlamaConfig:
+    """The shape of a flavor, with the vocabulary of the saved embedding, or of a model.json. Raises ConfigError."""
+    if model in FLAVORS:
+        rows = state.tensors["tok_embeddings.weight"].shape[0] if "tok_embeddings.weight" in state.tensors else 0
+        return dataclasses.replace(FLAVORS[model], vocab_size=rows or FLAVORS[model].vocab_size)
+    try:
+        return from_json(read_bounded(Path(model)).decode())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"--model {model}: neither a model.json ({error}) nor a flavor{suggestion(model, list(FLAVORS))}; "
+            f"flavors: {', '.join(FLAVORS)}"
+        ) from None
+
+
+def is_step_folder(path: Path) -> bool:
+    """Whether the path is a step's folder, or a run's folder with a step."""
+    with contextlib.suppress(OSError):  # a name too long, say
+        return (path / "manifest.json").is_file() or any(list_steps(folder) for folder in (path / "checkpoints", path))
+    return False
+
+
+def _open(path: Path, step: int | None) -> FullState:
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file or folder; expected {READABLE}")
+    if path.is_file():
+        return _open_file(path)
+    if is_step_folder(path):
+        return _open_step(path, step)
+    if stock.is_stock_dcp(path):
+        return _named(path, stock.read_folder(path), _beside(path, "dcp"))
+    if (path / "params.json").is_file() and any(path.glob("consolidated.*.pth")):
+        return meta.open_folder(path)
+    weights = (path / INDEX).is_file() or (path / "model.safetensors").is_file()
+    if weights and (path / "config.json").is_file():
+        return huggingface.open_folder(path)
+    if weights:
+        return _named(path, read_folder(path), _beside(path, "safetensors"))
+    if any(path.glob("pytorch_model*.bin")):
+        raise ConfigError(
+            f"{path}: has its weights in pytorch_model.bin; have transformers write them as safetensors: "
+            "from_pretrained(...).save_pretrained(...)"
+        )
+    if any((path / name).exists() for name in ("config.json", "params.json", "model.json")):
+        raise CorruptCheckpoint(
+            f"{path}: describes a model, but has no weights (model.safetensors or {INDEX}) beside it"
+        )
+    raise ConfigError(f"{path}: not a checkpoint; expected {READABLE}")
+
+
+def _open_step(path: Path, step: int | None) -> FullState:
+    """A step folder of titanlite."""
+    folder = find_step_folder(path)
+    if step is not None:
+        folder = step_folder(folder.parent, step)
+        if not folder.is_dir():
+            have = ", ".join(map(str, list_steps(folder.parent)))
+            raise ConfigError(f"--step {step}: not in {folder.parent}; allowed: {have}")
+    manifest = read_manifest(folder)
+    if problems := file_problems(folder, manifest.files):
+        raise CorruptCheckpoint(problems)
+    headers = {name: read_header(folder / name)[0] for name in manifest.files if name.endswith(".safetensors")}
+    model: dict[str, FullTensor] = {}
+    others: dict[str, FullTensor] = {}
+    for name, entry in manifest.tensors.items():
+        parts = []
+        for box in entry.grid.boxes():
+            stored = headers[box.file].get(part_key(name, entry.shape, box.offsets, box.sizes))
+            if stored is None or (stored.dtype, stored.shape) != (DTYPES[entry.dtype], box.sizes):
+                raise CorruptCheckpoint(f"{folder / box.file}: does not hold {name} as the manifest says")
+            parts.append(dataclasses.replace(stored.parts[0], offsets=box.offsets))
+        whole = FullTensor(DTYPES[entry.dtype], entry.shape, tuple(parts))
+        group = model if name.startswith("model.") else others
+        group[name.removeprefix("model.")] = whole
+    small = {name: read_file(folder, manifest, name) for name in manifest.files if not name.endswith(".safetensors")}
+    layout = " ".join(f"{axis} {degree}" for axis, degree in manifest.layout.items() if degree > 1)
+    length = manifest.config.get("training", {}).get("seq_len", 0)
+    about = About(
+        "titanlite",
+        model_of(folder / "model.json", small.get("model.json")),
+        content_of(small),
+        manifest.step,
+        sequence_length(length),
+        layout or "one process",
+        manifest.finite,
+        manifest.config,
+        manifest.data,
+        small,
+    )
+    return FullState(folder, about, model, others)
+
+
+def model_of(path: Path, content: bytes | None, within: str = "") -> LlamaConfig | None:
+    """The model that a model.json describes; `within`: where in the file it is. Raises CorruptCheckpoint."""
+    if content is None:
+        return None
+    try:
+        return from_json(content.decode())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        what = f"its {within} is not titanlite's description of a model: " if within else ""
+        raise CorruptCheckpoint(f"{path}: {what}{type(error).__name__}: {error}") from None
+
+
+def _open_file(path: Path) -> FullState:
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == b"GGUF":
+        raise ConfigError(f"{path}: a GGUF file, which is written but not read; expected {READABLE}")
+    if start == b"PK\x03\x04":
+        return _of_tree(path, *read_tree(path))
+    if path.suffix == ".safetensors":
+        tensors, metadata = read_header(path)
+        shape = metadata["model"].encode() if "model" in metadata else None
+        about = About("safetensors", model_of(path, shape, "metadata entry 'model'"))
+        _add_origin(about, metadata.get("titanlite", "{}"))
+        return _named(path, tensors, about)
+    raise ConfigError(
+        f"{path}: neither a zip archive of torch.save (older files: load and save them with torch >= 1.6) nor a "
+        f".safetensors file; expected {READABLE}"
+    )
+
+
+def _of_tree(path: Path, tree: Tree, records: list[Record]) -> FullState:
+    """A tree given to torch.save: a model's state dict, or a dict that has it under one of the usual keys."""
+    about, flat = About("torch"), tree
+    for key in ("model", "state_dict", "model_state_dict"):
+        if isinstance(tree.get(key), dict):
+            flat = tree[key]
+    if isinstance(shape := tree.get("model_config"), dict):
+        about.model = model_of(path, json.dumps(shape, default=str).encode(), "'model_config'")
+    _add_origin(about, json.dumps({name: tree.get(name) for name in ("step", "seq_len")}, default=str))
+    tokenizer = tree.get("tokenizer")
+    if isinstance(tokenizer, FullTensor) and (tokenizer.dtype, len(tokenizer.shape)) == (torch.uint8, 1):
+        if tokenizer.nbytes > MAX_JSON_FILE:
+            raise ConfigError(f"{path}: its tokenizer has {tokenizer.nbytes} bytes; at most {MAX_JSON_FILE} are read")
+        about.tokenizer = tokenizer.read().numpy().tobytes()
+    state = _named(path, {name: value for name, value in flat.items() if isinstance(value, FullTensor)}, about)
+    state.records = records
+    if isinstance(rest := tree.get("training"), dict):
+        state.others |= {name: value for name, value in rest.items() if isinstance(value, FullTensor)}
+    if not state.tensors:
+        keys = ", ".join(map(repr, list(tree)[:8])) or "none"
+        raise ConfigError(
+            f"{path}: no tensors at the top level or under model, state_dict or model_state_dict; its keys: {keys}"
+        )
+    return state
+
+
+def _beside(folder: Path, form: str) -> About:
+    """The model's shape, the tokenizer, step and sequence length from the small files in a folder, if they exist."""
+    content = {
+        name: read_bounded(folder / name) if (folder / name).is_file() else None for name in ("model.json", ORIGIN)
+    }
+    about = About(form, model_of(folder / "model.json", content["model.json"]), tokenizer_in(folder))
+    _add_origin(about, (content[ORIGIN] or b"{}").decode("utf-8", "replace"))
+    return about
+
+
+def _add_origin(about: About, text: str) -> None:
+    """Adds step and sequence length from a JSON object, if they are valid."""
+    with contextlib.suppress(ValueError, RecursionError):
+        known = json.loads(text)
+        if isinstance(known, dict):
+            step, length = known.get("step"), known.get("seq_len")
+            about.step = step if type(step) is int and step >= 0 else about.step
+            about.seq_len = sequence_length(length) or about.seq_len
+
+
+def _named(path: Path, stored: dict[str, FullTensor], about: About) -> FullState:
+    """Separates parameters from training state; removes tables of RoPE, and prefixes of wrappers and other trainers.
+
+    Raises ConfigError if two names become one, or names are those of other software.
+    """
+    plain = {name.replace("_orig_mod.", "").removeprefix("module."): tensor for name, tensor in stored.items()}
+    if len(plain) < len(stored):
+        raise ConfigError(f"{path}: has the same parameters twice, with and without the prefix of a wrapper")
+    plain = without_tables(plain)
+    for whose, marks in OTHERS.items():
+        theirs = [name for name in plain if any(mark in name for mark in marks)]
+        if theirs:
+            advice = ADVICE.get(whose, "titanlite reads Llama models, with its own, Meta's or Hugging Face's names")
+            raise ConfigError(f"{path}: has {whose} names ({theirs[0]!r}); {advice}")
+    if plain and all(name.startswith(TRAINING) for name in plain):
+        raise ConfigError(f"{path}: holds only training state; name the folder that also has the model's files")
+    root, training, is_dcp = "", set[str](), about.format == "dcp"
+    if "tok_embeddings.weight" in plain:
+        # In DCP, trainers save arbitrary entries beside a model; elsewhere only titanlite's own are not parameters.
+        training = {n for n in plain if n.startswith(TRAINING) or (is_dcp and not n.startswith(ROOTS))}
+    elif "model.tok_embeddings.weight" in plain or (is_dcp and any(n.startswith("model.") for n in plain)):
+        root, training = "model.", {n for n in plain if not n.startswith("model.")}
+    model = {name.removeprefix(root): tensor for name, tensor in plain.items() if name not in training}
+    return FullState(path, about, model, {name: tensor for name, tensor in plain.items() if name in training})

@@ -1,0 +1,217 @@
+"""GGUF, llama.cpp's file: written by the `gguf` package (`pip install titanlite[gguf]`), and opened for the comparison.
+
+What it is: metadata, the tokenizer and the tensors in one file. Its `llama` architecture has titanlite's order of rows.
+Vectors are fp32 whatever the matrices are; `q8_0` stores 32 numbers of a row as 8-bit integers and a scale. Llama 3.1's
+RoPE scaling is a tensor of divisors, one per frequency.
+What it costs: one whole tensor in memory, because the package takes no less.
+Reference: github.com/ggml-org/ggml, docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titanlite.data.token_text import to_text
+from titanlite.data.tokenizer import PATTERN, Tokenizer
+from titanlite.data.tokenizer_json import GPT2_PATTERN
+from titanlite.model.flavors import LlamaConfig, parameter_shapes
+from titanlite.model.llama import rope_frequencies
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.formats.export import Export
+from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part
+from titanlite.tools.formats.huggingface_tokenizer import merge_list
+
+KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPES = {name: dtype for dtype, name in KINDS.items()}
+BLOCK_Q8_0 = 32  # numbers with one scale
+FREQUENCIES = "rope_freqs.weight"
+# pattern -> llama.cpp's name for it, and whether llama.cpp keeps a word that is a token whole
+PRE_TOKENIZERS = {
+    PATTERN: ("llama-bpe", True),
+    PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"): ("qwen2", False),
+    GPT2_PATTERN: ("gpt-2", False),
+}
+
+
+def package() -> Any:
+    """The gguf package. Raises ConfigError if it is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise ConfigError("--to gguf: needs the gguf package; pip install gguf") from None
+    return gguf
+
+
+def names(config: LlamaConfig) -> dict[str, str]:
+    """Our parameter name -> theirs, by the package's table, which knows Meta's names: they are ours."""
+    gguf = package()
+    theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
+    return {name: theirs.get_name(name, try_suffixes=(".weight",)) for name in parameter_shapes(config)}
+
+
+def frequency_factors(config: LlamaConfig) -> np.ndarray | None:
+    """The divisor of each rotary frequency, fp32 (Dh / 2,); None without scaling."""
+    if config.rope_scaling is None:
+        return None
+    unscaled = dataclasses.replace(config, rope_scaling=None)
+    plain, scaled = (rope_frequencies(c, torch.float64, torch.device("cpu")) for c in (unscaled, config))
+    return (plain / scaled).float().numpy()
+
+
+def kind_of(tensor: FullTensor, dtype: torch.dtype | None, q8: bool) -> str:
+    """The ggml type that a tensor is written as."""
+    if len(tensor.shape) < 2:
+        return "F32"
+    return "Q8_0" if q8 else KINDS[dtype or (tensor.dtype if tensor.dtype in KINDS else torch.float32)]
+
+
+def rounded(tensor: FullTensor, rows: Tensor, dtype: torch.dtype | None, q8: bool) -> Tensor:
+    """These rows as a reader of the file gets them."""
+    kind = kind_of(tensor, dtype, q8)
+    if kind == "Q8_0":
+        return torch.from_numpy(_dequantized(_encoded(rows, kind)))
+    return rows.to(DTYPES[kind])
+
+
+def _encoded(rows: Tensor, kind: str) -> np.ndarray:
+    """The bytes of these rows, (rows, bytes), or (numbers,) in fp32."""
+    if kind == "Q8_0":
+        gguf = package()
+        with np.errstate(over="ignore"):  # `Export.examine` finds scales that overflow fp16
+            return gguf.quants.quantize(rows.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
+    converted = rows.to(DTYPES[kind]).contiguous()
+    return converted.numpy() if rows.ndim < 2 else converted.view(torch.uint8).numpy()
+
+
+def _dequantized(data: np.ndarray) -> np.ndarray:
+    gguf = package()
+    return gguf.quants.dequantize(data, gguf.GGMLQuantizationType.Q8_0)
+
+
+def pre_tokenizer(tokenizer: Tokenizer) -> str:
+    """llama.cpp's name for the pattern. Raises ConfigError if it has none, or encodes otherwise under that name."""
+    name, keeps_words = PRE_TOKENIZERS.get(tokenizer.pattern, ("", False))
+    if not name:
+        raise ConfigError(
+            f"{tokenizer.path}: --to gguf: its pattern has no name there; allowed: those of GPT-2, Llama 3 and Qwen"
+        )
+    if tokenizer.unmade and keeps_words != (len(tokenizer.ranks) == len(tokenizer.tokens)):
+        raise ConfigError(
+            f"{tokenizer.path}: --to gguf: llama.cpp has ignore_merges = {keeps_words} for pattern {name}, and here "
+            f"{tokenizer.unmade} tokens encode otherwise then"
+        )
+    return name
+
+
+def write(path: Path, export: Export, length: int) -> None:
+    """Writes the file; `length` is the trained sequence length.
+
+    Raises ConfigError where the model does not fit the format, OSError.
+    """
+    gguf, config = package(), export.state.model
+    if export.q8 and (odd := [width for width in (config.dim, config.ffn_dim) if width % BLOCK_Q8_0]):
+        raise ConfigError(f"--dtype q8_0: rows of {odd[0]} numbers; allowed: multiples of {BLOCK_Q8_0}")
+    writer = gguf.GGUFWriter(path, "llama")
+    try:
+        _write_metadata(writer, export, length)
+        _write_tensors(writer, export)
+    finally:
+        writer.close()
+
+
+def _write_tensors(writer: Any, export: Export) -> None:
+    gguf, config = package(), export.state.model
+    tensors = {theirs: (ours, export.state.tensors[ours]) for ours, theirs in names(config).items()}
+    for theirs, (_, tensor) in tensors.items():
+        kind = gguf.GGMLQuantizationType[kind_of(tensor, export.dtype, export.q8)]
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        nbytes = math.prod(tensor.shape) // block * size
+        writer.add_tensor_info(theirs, tensor.shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
+    if (factors := frequency_factors(config)) is not None:
+        writer.add_tensor_info(FREQUENCIES, factors.shape, factors.dtype, factors.nbytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for ours, tensor in tensors.values():
+        kind, whole = kind_of(tensor, export.dtype, export.q8), np.empty(0, np.uint8)
+        for start, stop in tensor.row_ranges():
+            block = tensor.read(start, stop)
+            # The scale of q8_0 is the largest of 32 numbers / 127, in fp16, and must be finite.
+            export.examine(ours, (block / 127).half() if kind == "Q8_0" else block.to(DTYPES[kind]))
+            encoded = _encoded(block, kind)
+            if not start:
+                whole = np.empty((tensor.shape[0], *encoded.shape[1:]), encoded.dtype)
+            whole[start:stop] = encoded
+        writer.write_tensor_data(whole)
+    if factors is not None:
+        writer.write_tensor_data(factors)
+
+
+def _write_metadata(writer: Any, export: Export, length: int) -> None:
+    state = export.state
+    gguf, config = package(), state.model
+    matrix = kind_of(state.tensors["tok_embeddings.weight"], export.dtype, export.q8)
+    files = gguf.LlamaFileType
+    types = {"F32": files.ALL_F32, "F16": files.MOSTLY_F16, "BF16": files.MOSTLY_BF16, "Q8_0": files.MOSTLY_Q8_0}
+    writer.add_file_type(types[matrix])
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(length)
+    writer.add_embedding_length(config.dim)
+    writer.add_feed_forward_length(config.ffn_dim)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    if not state.about.tokenizer:
+        writer.add_tokenizer_model("none")
+        return
+    tokenizer = Tokenizer(state.path, state.about.tokenizer)
+    texts, kinds = [f"[PAD{i}]" for i in range(config.vocab_size)], [gguf.TokenType.UNUSED] * config.vocab_size
+    for token, i in tokenizer.tokens.items():
+        texts[i], kinds[i] = to_text(token), gguf.TokenType.NORMAL
+    for name, i in tokenizer.special.items():
+        texts[i], kinds[i] = name, gguf.TokenType.CONTROL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer(tokenizer))
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merge_list(tokenizer))
+    writer.add_bos_token_id(tokenizer.bos)
+    writer.add_eos_token_id(tokenizer.eos)
+    writer.add_add_bos_token(True)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedTensor(FullTensor):
+    """A q8_0 matrix, read as fp32."""
+
+    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+        (part,) = self.parts
+        stop = self.shape[0] if stop is None else stop
+        return torch.from_numpy(_dequantized(part.read(torch.uint8, start, stop).numpy()))
+
+
+def read_back(path: Path, config: LlamaConfig) -> FullState:
+    """The tensors of such a file by our names. Raises KeyError if one is missing."""
+    gguf = package()
+    there = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    found: dict[str, FullTensor] = {}
+    for ours, theirs in names(config).items():
+        entry = there[theirs]
+        shape, kind = tuple(int(size) for size in reversed(entry.shape)), entry.tensor_type.name
+        begin, offsets = int(entry.data_offset), (0,) * len(shape)
+        if kind == "Q8_0":
+            sizes = (shape[0], int(entry.n_bytes) // shape[0])
+            found[ours] = QuantizedTensor(torch.float32, shape, (Part(path, begin, offsets, sizes),))
+        else:
+            found[ours] = FullTensor(DTYPES[kind], shape, (Part(path, begin, offsets, shape),))
+    return FullState(path, About("gguf", config), found)

@@ -1,0 +1,163 @@
+"""A model folder of Hugging Face's transformers: names, config.json, order of rows.
+
+What it is: the same tensors under other names. The rows of wq and wk are permuted, because their RoPE rotates other
+pairs (`half_split`); w1 is `gate_proj`, w3 `up_proj`, w2 `down_proj`. A mistake here raises no error: logits are off by
+0.2.
+What it costs: config.json and the headers are read; tensors when they are used.
+Reference: transformers 5, `LlamaForCausalLM`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from titanlite.checkpoint.manifest import CorruptCheckpoint
+from titanlite.model.flavors import LlamaConfig, RopeScaling
+from titanlite.model.shape_file import checked, sequence_length
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import read_bounded
+from titanlite.tools.formats.full_state import About, FullState, FullTensor, same_numbers
+from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer
+from titanlite.tools.formats.safetensors_files import read_folder
+
+LAYER = {  # ours -> theirs
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
+PERMUTED = ("attention.wq", "attention.wk")  # RoPE rotates their rows
+
+
+def names(config: LlamaConfig) -> dict[str, str]:
+    """Our parameter name -> theirs, in our order."""
+    found = {"tok_embeddings.weight": "model.embed_tokens.weight"}
+    for i in range(config.num_layers):
+        found |= {f"layers.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in LAYER.items()}
+    found["norm.weight"] = "model.norm.weight"
+    if not config.tied_embeddings:
+        found["output.weight"] = "lm_head.weight"
+    return found
+
+
+def is_permuted(name: str) -> bool:
+    """Whether the rows of this parameter lie in another order in Hugging Face's files."""
+    return name.removesuffix(".weight").endswith(PERMUTED)
+
+
+def to_config(config: LlamaConfig, seq_len: int, dtype: str, bos: int | None, eos: int | None) -> dict[str, Any]:
+    """config.json for `LlamaForCausalLM`; `dtype` as torch names it, without `torch.`."""
+    scaling = None
+    if s := config.rope_scaling:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": s.factor,
+            "low_freq_factor": s.low_freq_factor,
+            "high_freq_factor": s.high_freq_factor,
+            "original_max_position_embeddings": s.original_context,
+        }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": config.tied_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": None,
+        "use_cache": True,
+        "torch_dtype": dtype,
+    }
+
+
+def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
+    """The model of a config.json. Raises ConfigError with every field that titanlite's Llama does not support."""
+    if (kind := fields.get("model_type")) != "llama":
+        raise ConfigError(f"{path}: model_type = {kind!r}; allowed: 'llama'")
+    rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    heads, dim = fields["num_attention_heads"], fields["hidden_size"]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    allowed = {
+        "hidden_act": (fields.get("hidden_act", "silu"), ("silu", "swish")),
+        "attention_bias": (fields.get("attention_bias", False), (False,)),
+        "mlp_bias": (fields.get("mlp_bias", False), (False,)),
+        "head_dim": (fields.get("head_dim") or dim // heads, (dim // heads,)),
+        "rope_type": (kind, ("default", "llama3")),
+        "partial_rotary_factor": (rope.get("partial_rotary_factor", fields.get("partial_rotary_factor") or 1), (1,)),
+        "sliding_window": (fields.get("sliding_window"), (None,)),
+        "quantization_config": (fields.get("quantization_config"), (None,)),
+        "rope_parameters of a kind of layer": (
+            next((name for name, value in rope.items() if isinstance(value, dict)), None),
+            (None,),
+        ),
+    }
+    if wrong := {key: value for key, value in allowed.items() if value[0] not in value[1]}:
+        raise ConfigError(
+            [
+                f"{path}: {key} = {value!r:.200}; allowed: {', '.join(map(repr, choices))}"
+                for key, (value, choices) in wrong.items()
+            ]
+        )
+    scaling = None
+    if kind == "llama3":
+        original = rope["original_max_position_embeddings"]
+        scaling = RopeScaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
+    config = LlamaConfig(
+        dim=dim,
+        num_layers=fields["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=fields.get("num_key_value_heads") or heads,
+        ffn_dim=fields["intermediate_size"],
+        vocab_size=fields["vocab_size"],
+        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        rope_theta=rope.get("rope_theta", fields.get("rope_theta", 10000.0)),
+        rope_scaling=scaling,
+        norm_eps=fields.get("rms_norm_eps", 1e-6),
+    )
+    return checked(config)
+
+
+def open_folder(folder: Path) -> FullState:
+    """The checkpoint in a folder with config.json and safetensors files. Raises CorruptCheckpoint or ConfigError."""
+    path = folder / "config.json"
+    try:
+        fields = json.loads(read_bounded(path))
+        config = from_config(path, fields)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise CorruptCheckpoint(f"{path}: not the configuration of a Llama ({type(error).__name__}: {error})") from None
+    theirs = read_folder(folder)
+    tensors: dict[str, FullTensor] = {}
+    for name, there in names(config).items():
+        if tensor := theirs.pop(there, None):
+            tensors[name] = dataclasses.replace(tensor, half_split=config.head_dim if is_permuted(name) else 0)
+    left = {name: tensor for name, tensor in theirs.items() if not name.endswith("rotary_emb.inv_freq")}
+    output, embedding = left.get("lm_head.weight"), tensors.get("tok_embeddings.weight")
+    if config.tied_embeddings and output and embedding and same_numbers(output, embedding):
+        del left["lm_head.weight"]
+    length = fields.get("max_position_embeddings", 0)
+    about = About("hf", config, read_tokenizer(folder), seq_len=sequence_length(length))
+    return FullState(folder, about, tensors | left)

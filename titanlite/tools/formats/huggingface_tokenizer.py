@@ -1,0 +1,131 @@
+"""A tokenizer in the files of other software: tokenizer.json, and the lists of tokens and merges of a GGUF file.
+
+What it is: a tokenizer that was read from a tokenizer.json is written as it was; for one of a rank file, the list of
+merges is every pair of tokens that makes a token, by the rank of what it makes. `ignore_merges` keeps a word that is a
+token whole, as tiktoken does.
+What it costs: the merges are found by splitting every token at every byte: a second for 128,000 tokens.
+Reference: https://huggingface.co/docs/tokenizers
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titanlite.data.bpe import rank_file
+from titanlite.data.token_text import merges_of, to_text
+from titanlite.data.tokenizer import PATTERN, Tokenizer
+from titanlite.data.tokenizer_json import JSON_FILES, MAX_JSON_FILE, RANK_FILE
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import read_bounded
+
+IDENTITY = ("tokens", "ranks", "special", "bos", "eos", "pattern", "nfc", "ids")
+logger = logging.getLogger("titanlite")
+
+
+def files_of(content: bytes) -> dict[str, bytes]:
+    """The files, by name, with which a folder has a tokenizer: `Tokenizer.files`, without reading them."""
+    main, _, config = content.partition(b"\0")
+    return {JSON_FILES[0]: main, JSON_FILES[1]: config or b"{}"} if main.lstrip()[:1] == b"{" else {RANK_FILE: content}
+
+
+def content_of(files: Mapping[str, bytes | None]) -> bytes | None:
+    """`Tokenizer.content` of the files of a folder, the inverse of `files_of`; None if they have none."""
+    main, config = (files.get(name) for name in JSON_FILES)
+    return files.get(RANK_FILE) if main is None else main + b"\0" + (config or b"{}")
+
+
+def tokenizer_in(folder: Path) -> bytes | None:
+    """`Tokenizer.content` of a folder with such files; None if it has none. Raises OSError."""
+    names = [name for name in (RANK_FILE, *JSON_FILES) if (folder / name).is_file()]
+    return content_of({name: read_bounded(folder / name, MAX_JSON_FILE) for name in names})
+
+
+def to_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, bytes]:
+    """tokenizer.json and tokenizer_config.json that encode as `tokenizer`."""
+    main, config = _parsed(tokenizer) or (_main(tokenizer), _names(tokenizer))
+    config |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": seq_len,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    values = zip(JSON_FILES, (main, config), strict=True)
+    return {name: (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode() for name, value in values}
+
+
+def merge_list(tokenizer: Tokenizer) -> list[str]:
+    """Its merges in order, as `first second`."""
+    main, _ = _parsed(tokenizer) or (None, None)
+    if main is None:
+        return [f"{to_text(a)} {to_text(b)}" for a, b in merges_of(tokenizer.tokens)]
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in main["model"]["merges"]]
+
+
+def _parsed(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The objects of its tokenizer.json and tokenizer_config.json; None if it was read from a rank file."""
+    if RANK_FILE in tokenizer.files:
+        return None
+    main, config = (json.loads(tokenizer.files[name]) for name in JSON_FILES)
+    return main, config
+
+
+def _names(tokenizer: Tokenizer) -> dict[str, Any]:
+    names = {i: name for name, i in tokenizer.special.items()}
+    return {"bos_token": names[tokenizer.bos], "eos_token": names[tokenizer.eos]}
+
+
+def _main(tokenizer: Tokenizer) -> dict[str, Any]:
+    """tokenizer.json of a rank file."""
+    special, tokens, bos = tokenizer.special, tokenizer.tokens, _names(tokenizer)["bos_token"]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    begin = {"SpecialToken": {"id": bos, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+    split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": name, **flags} for name, i in special.items()],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [begin, first],
+            "pair": [begin, first, {"SpecialToken": {"id": bos, "type_id": 1}}, second],
+            "special_tokens": {bos: {"id": bos, "ids": [special[bos]], "tokens": [bos]}},
+        },
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,
+            "vocab": {to_text(token): i for token, i in tokens.items()},
+            "merges": [[to_text(a), to_text(b)] for a, b in merges_of(tokens)],
+        },
+    }
+
+
+def read_tokenizer(folder: Path) -> bytes | None:
+    """The tokenizer of a folder's tokenizer.json; None, with a warning, if titanlite cannot encode as it does."""
+    if not (folder / JSON_FILES[0]).exists():
+        return None
+    try:
+        found = Tokenizer(folder)
+        tokens = sorted(found.tokens, key=found.tokens.__getitem__)
+        ours = Tokenizer(folder, rank_file(tokens))
+    except ConfigError as error:
+        logger.warning("its tokenizer is not used: %s", error)
+        return None
+    # Written by `to_files`, or the same: what checkpoints have is the rank file.
+    same = all(getattr(found, name) == getattr(ours, name) for name in IDENTITY)
+    return ours.content if same else found.content

@@ -1,0 +1,155 @@
+"""Files, compressed or not, as streams of bytes.
+
+What it is: gzip by the standard library, Zstandard by the package `zstandard` (extra `[zstd]`). Data is decompressed
+as it is read, so that memory does not grow with it. Time does: 128 kB of Zstandard can expand to 4 GB. So a file may
+expand to 200 times its size and 134 MB.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+from titanlite.runtime.errors import ConfigError
+
+COMPRESSIONS = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
+BUFFER = 1 << 20
+FED = 1 << 9  # compressed bytes that are decompressed at a time: at most 16 MB come out
+WINDOW = 1 << 27  # bytes that a Zstandard stream may refer back to, and that are kept in memory
+EXPANSION, FREE = 200, 1 << 27  # bytes of text from each byte of a file, and those that any file may have
+ROW = 256  # bytes that a row of Parquet counts as, besides its text: its time does not depend on its length
+LINE = 32  # the same for a line of compressed JSON lines, which is stored with its own bytes and read faster
+
+
+class ExpandsTooFar(ValueError):
+    """A file has more content than its size allows."""
+
+
+class Allowance:
+    """The bytes that a file, or a piece of one, may still expand to."""
+
+    def __init__(self, size: int, row: str, advice: str) -> None:
+        """`row`: what counts besides the text; `advice`: what helps where the file is meant to expand that far."""
+        self.most = FREE + EXPANSION * size
+        self.left = self.most
+        self._row = row
+        self._advice = advice
+
+    def spend(self, count: int) -> None:
+        """Counts what was read. Raises ExpandsTooFar."""
+        self.left -= count
+        if self.left < 0:
+            raise ExpandsTooFar(
+                f"expands to more than {self.most / 1e6:,.0f} MB, {EXPANSION} times its size and {FREE / 1e6:,.0f} MB "
+                f"({self._row} besides its text); if it is meant to, {self._advice}"
+            )
+
+
+def damaged() -> tuple[type[Exception], ...]:
+    """What a damaged file raises, or one that expands too far."""
+    try:
+        from zstandard import ZstdError
+    except ImportError:
+        return (OSError, EOFError, zlib.error, ExpandsTooFar)
+    return (OSError, EOFError, zlib.error, ExpandsTooFar, ZstdError)
+
+
+def unreadable(path: str, compression: str, error: Exception, line: int = 0) -> ConfigError:
+    """The error for a file that raised one of `damaged`; `line` from 1 on, if it is known."""
+    place = f"{path}:{line}" if line else path
+    return ConfigError(
+        f"{place}: {error}" if isinstance(error, ExpandsTooFar) else f"{place}: damaged {compression} data: {error}"
+    )
+
+
+def open_file(path: Path, compression: str) -> IO[bytes]:
+    """The decompressed bytes of a file. Raises ConfigError if the package for it is not installed."""
+    if not compression:
+        return path.open("rb")
+    return io.BufferedReader(Decompressed(path, compression), BUFFER)
+
+
+class Decompressed(io.RawIOBase):
+    """The decompressed bytes of a file, as far as its size allows."""
+
+    def __init__(self, path: Path, compression: str) -> None:
+        super().__init__()
+        self._file = path.open("rb")
+        try:
+            self._content: io.BufferedIOBase | io.RawIOBase
+            if compression == "gzip":
+                self._content = gzip.GzipFile(fileobj=self._file)
+            else:
+                self._content = _Zstandard(self._file, _decompressor(path))
+        except BaseException:
+            self._file.close()
+            raise
+        self.allowance = Allowance(
+            os.fstat(self._file.fileno()).st_size, f"each line of JSON lines counts {LINE} bytes", "unpack it"
+        )
+
+    @property
+    def position(self) -> int:
+        """The number of compressed bytes that have been read."""
+        return self._file.tell()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._content.readinto(buffer) or 0
+        self.allowance.spend(count)
+        return count
+
+    def close(self) -> None:
+        self._content.close()
+        self._file.close()
+        super().close()
+
+
+def decompression(stream: IO[bytes]) -> Decompressed | None:
+    """What is below the buffer of a stream of `open_file`; None if its file is not compressed."""
+    raw = stream.raw if isinstance(stream, io.BufferedReader) else None
+    return raw if isinstance(raw, Decompressed) else None
+
+
+def _decompressor(path: Path) -> Any:
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(f"{path}: needs the package zstandard: pip install 'titanlite[zstd]'") from None
+    return zstandard.ZstdDecompressor(max_window_size=WINDOW)
+
+
+class _Zstandard(io.RawIOBase):
+    """All frames of a file. The package's own stream ends without an error where a file is cut off."""
+
+    def __init__(self, file: IO[bytes], decompressor: Any) -> None:
+        super().__init__()
+        self._file = file
+        self._new_frame = decompressor.decompressobj
+        self._frame: Any = None
+        self._ready = memoryview(b"")
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = self._rest or self._file.read(FED)
+            if not data:
+                if self._frame is not None:
+                    raise EOFError("Zstandard data ends within a frame")
+                return 0
+            self._frame = self._frame or self._new_frame()
+            self._ready, self._rest = memoryview(self._frame.decompress(data)), b""
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count

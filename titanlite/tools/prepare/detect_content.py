@@ -1,0 +1,124 @@
+"""What a file contains: text, rows or token ids, and whether it is compressed.
+
+What it is: detection by the first bytes, and by the name (.bin, .idx, .jsonl) only where they are ambiguous. JSON lines
+and binary files are never read as text; the error for a known but unsupported format names it. A .bin may begin with
+any two ids, so that only marks of at least four bytes count there.
+What it costs: 4 KB of each file are read, once per preparation; of a long first line of JSON up to 1 MB.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.mistakes import suggestion
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.prepare.compressed import COMPRESSIONS, damaged, open_file, unreadable
+from titanlite.tools.prepare.documents import BYTE_ORDER_MARK
+from titanlite.tools.prepare.sources import Source
+
+SAMPLE, MOST = 4096, 1 << 20  # bytes
+ROW_NAMES = (".jsonl", ".ndjson")
+FOREIGN = {  # magic bytes -> (what it is, what to do)
+    b"PK\x03\x04": ("a zip archive", "unpack it"),
+    b"\xfd7zXZ": ("an xz file", "unpack it, or pack it with gzip or zstd"),
+    b"BZh": ("a bzip2 file", "unpack it, or pack it with gzip or zstd"),
+    b"ARROW1": ("an Arrow file", "give the data set's folder as hf:FOLDER"),
+    b"%PDF": ("a PDF", "extract its text"),
+    b"\xff\xfe": ("UTF-16 text", "convert it to UTF-8"),
+    b"\xfe\xff": ("UTF-16 text", "convert it to UTF-8"),
+    b"\x80\x02": ("a pickle", "pickles are not read: they can run code"),
+    b"\x80\x04": ("a pickle", "pickles are not read: they can run code"),
+    b"\x93NUMPY": ("a NumPy file", "write its ids as raw uint16 or uint32"),
+}
+WEAK = 4  # bytes; shorter magic bytes may be the first ids of a .bin
+GZIP = re.compile(rb"\x1f\x8b\x08[\x00-\x1f].{4}[\x00\x02\x04]", re.DOTALL)  # method, flags, time, level: RFC 1952
+MEGATRON = b"MMIDIDX\x00\x00"
+ARRAY = re.compile(rb'(\xef\xbb\xbf)?\s*\[\s*\{\s*"')  # of objects; Markdown and TOML can begin with [, too
+LLMC = {20240520: "<u2", 20240801: "<u4"}  # the magic number in the header of llm.c's token files -> type of its ids
+
+
+def detect(path: Path, source: Source) -> tuple[str, str]:
+    """(kind, compression) of a file; the kind is "" for Megatron's index, which is read with its .bin.
+
+    Raises ConfigError for a file that is none of these, naming what it is if that is known.
+    """
+    compression = ""
+    try:
+        with path.open("rb") as file:
+            start = file.read(16)
+        compression = next((name for name, magic in COMPRESSIONS.items() if start.startswith(magic)), "")
+        if compression == "gzip" and path.suffix == ".bin" and not GZIP.match(start):
+            compression = ""
+        with open_file(path, compression) as file:
+            sample = file.read(SAMPLE)
+            if sample.startswith(BYTE_ORDER_MARK):
+                sample = sample.removeprefix(BYTE_ORDER_MARK) + file.read(len(BYTE_ORDER_MARK))
+            if sample.lstrip()[:1] in (b"{", b"[") and b"\n" not in sample:
+                sample += file.read(MOST)
+    except damaged() as error:
+        if compression:
+            raise unreadable(str(path), compression, error) from None
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    if sample.startswith(b"PAR1"):
+        if compression:
+            raise ConfigError(f"{path}: a Parquet file within {compression}; unpack it")
+        return "parquet", ""
+    if sample.startswith(MEGATRON):
+        return "", ""
+    if path.with_suffix(".idx").is_file() and path.suffix == ".bin":
+        return "megatron", compression
+    if int.from_bytes(sample[:4], "little") in LLMC and len(sample) >= 1024:
+        return "tokens", compression
+    for magic, (what, remedy) in FOREIGN.items():
+        if sample.startswith(magic) and (len(magic) >= WEAK or path.suffix != ".bin"):
+            raise ConfigError(f"{path}: is {what}; {remedy}")
+    named = path.name.removesuffix(".gz").removesuffix(".zst").endswith(ROW_NAMES)
+    if not _is_text(sample) and not named:  # among rows, some may be text
+        if path.suffix == ".bin":
+            return "tokens", compression
+        problem = "contains a NUL byte, so it is not text" if b"\0" in sample else "not UTF-8 text"
+        raise ConfigError(f"{path}: {problem}; select the text files with {source.keys.pattern}")
+    return ("jsonl" if _is_rows(path, sample, source, named) else "text"), compression
+
+
+def _is_text(sample: bytes) -> bool:
+    """UTF-8 without NUL; the last character may be cut."""
+    try:
+        return "\0" not in sample.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.start >= len(sample) - 3 and b"\0" not in sample and "unexpected end" in error.reason
+
+
+def _is_rows(path: Path, sample: bytes, source: Source, named: bool) -> bool:
+    """Whether the lines are JSON objects. Raises ConfigError if they are, without the field of the text.
+
+    `named`: the name says so.
+    """
+    *lines, last = sample.split(b"\n")
+    lines = [line for line in lines if line.strip()][:20]
+    if not lines and len(sample) < SAMPLE and last.strip():  # a single line without a line end
+        lines.append(last)
+    objects = [value for line in lines if isinstance(value := _parse(line), dict)]
+    if not lines and sample.lstrip().startswith((b'{"', b"{ ")):  # its first line is longer than the sample
+        return True
+    if named and lines and not objects:
+        raise ConfigError(f"{path}: is named as JSON lines, but none of its first {len(lines)} lines is a JSON object")
+    if not named and ARRAY.match(sample) and f'"{source.field}"'.encode() in sample:
+        raise ConfigError(f"{path}: is one JSON array; write one object per line (jq -c '.[]' FILE > FILE.jsonl)")
+    with_field = sum(source.field in value for value in objects)  # among rows, some may be broken
+    is_rows = named or (len(objects) == len(lines) > 1) or (2 * with_field >= len(lines) > 0)
+    if is_rows and objects and not with_field:
+        names = list(objects[0])
+        near = suggestion(source.field, names) or f"; it has {', '.join(map(str, names[:20]))}"
+        raise ConfigError(f"{path}: its rows have no field {source.keys.field} = {source.field!r}{near}")
+    return is_rows
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,218 @@
+"""What a source of data is: files, found and listed in a fixed order.
+
+What it is: a path as it stands in a config or on the command line -> a name, a root and a list of files with sizes and
+times of modification. Hidden files and folders are left out, and `**` does not follow links to folders. A folder that
+cannot be listed is an error, and so are prepared data below a source, whose files would be read as ids and text once
+more. Nothing is opened here, so that a start of training that finds its data prepared costs one `stat`
+per file. `python-stdlib` is the source of the running interpreter's standard library: Python code with English
+documentation, which every machine has. `hf:NAME` is a data set that the package `datasets` reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from titanlite.runtime.errors import ConfigError
+
+STDLIB, HUB = "python-stdlib", "hf:"
+NO_CORPUS = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+
+
+class Keys(NamedTuple):
+    """How messages name the settings of a source: as keys of a config, or as options of the command line."""
+
+    path: str = "data.path"
+    pattern: str = "data.pattern"
+    field: str = "data.field"
+    validation: str = "validation"
+
+
+CONFIG_KEYS = Keys()
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where documents come from."""
+
+    path: str = STDLIB
+    pattern: str = "**/*"
+    field: str = "text"  # of a row: the text
+    prompt_field: str = ""  # of a row: text before it, which the model reads but is not trained on
+    validation: str = ""  # another source, of validation documents; empty: a part of this one
+    keys: Keys = CONFIG_KEYS
+
+    def held_out(self) -> Source:
+        """The source of the validation documents, if they are not a part of this one."""
+        keys = self.keys._replace(path=self.keys.validation)
+        return Source(self.validation, "**/*", self.field, self.prompt_field, "", keys)
+
+
+class FoundFile(NamedTuple):
+    path: str
+    relative: str  # to the root; it decides whether a text file is held out
+    size: int
+    mtime_ns: int
+
+
+class Found(NamedTuple):
+    """The files of a source."""
+
+    name: str  # in metrics, and of the prepared folder
+    root: str
+    files: list[FoundFile]
+
+
+def find(source: Source) -> Found:
+    """The files of a source in a fixed order. Raises ConfigError if there are none, or all are empty."""
+    path, keys = source.path, source.keys
+    if path in ("", STDLIB):
+        return _standard_library(keys)
+    if path.startswith(HUB):
+        return _hub(path, keys)
+    try:
+        root = Path(path).resolve()
+        if root.is_file():
+            name = root.stem if root.suffix not in (".gz", ".zst") else Path(root.stem).stem
+            if not root.stat().st_size:
+                raise ConfigError(f"{keys.path} = {path!r}: the file is empty")
+            return _found(name, root.parent, [root])
+        if not root.is_dir():
+            raise ConfigError(f"{keys.path} = {path!r}: no such file or folder")
+    except (OSError, RuntimeError) as error:  # the name is too long, or a link points to itself
+        raise ConfigError(f"{keys.path} = {path!r}: {error}") from None
+    try:
+        if "**" in source.pattern:
+            _require_readable(root)
+        files = [p for p in root.glob(source.pattern) if p.is_file()]
+    except OSError as error:
+        raise ConfigError(f"{keys.path} = {path!r}: {error.filename}: {error.strerror}") from None
+    except (ValueError, IndexError, NotImplementedError) as error:
+        raise ConfigError(
+            f"{keys.pattern} = {source.pattern!r}: {error}; expected a glob pattern such as **/*.txt"
+        ) from None
+    files = [p for p in files if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+    if not files:
+        raise ConfigError(f"{keys.path} = {path!r}: no file matches {keys.pattern} = {source.pattern!r}")
+    for folder in sorted({p.parent for p in files if p.suffix in (".bin", ".json")}):
+        if is_prepared(folder):
+            raise ConfigError(
+                f"{keys.path} = {path!r}: {folder} is a folder of prepared data; move it elsewhere, or select "
+                f"the files to prepare with {keys.pattern}"
+            )
+    found = _found(root.name, root, sorted(files))
+    if not any(file.size for file in found.files):
+        raise ConfigError(f"{keys.path} = {path!r}: its {len(files)} files are empty")
+    return found
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether a path is a prepared folder, perhaps a damaged one: it has a manifest and at least one shard."""
+    with contextlib.suppress(OSError):
+        shards = (*folder.glob("train-*.bin"), *folder.glob("validation-*.bin"))
+        return (folder / "manifest.json").is_file() and bool(shards)
+    return False
+
+
+def require_apart(source: Source, found: Found, target: Path) -> None:
+    """Raises ConfigError if the prepared folder would be within the source, or the source is within it."""
+    root, target = Path(found.root.removeprefix(HUB).split(":")[0]).resolve(), target.resolve()
+    if source.path in ("", STDLIB) or not root.is_dir():
+        return
+    given = f"{source.keys.path} = {source.path!r}"
+    if target.is_relative_to(root) and not Path(source.path).is_file():
+        raise ConfigError(f"--out {target}: is within {given}; expected a folder elsewhere")
+    if root.is_relative_to(target):
+        raise ConfigError(f"{given}: is within --out {target}; expected a folder elsewhere")
+
+
+def _require_readable(root: Path) -> None:
+    """Raises OSError for a folder that cannot be listed, which `glob` passes over."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    for _, folders, _ in os.walk(root, onerror=stop):
+        folders[:] = [folder for folder in folders if not folder.startswith(".")]
+
+
+def _found(name: str, root: Path, paths: list[Path]) -> Found:
+    """These files with their sizes."""
+    try:
+        files = [_with_size(path, path.relative_to(root).as_posix()) for path in paths]
+    except OSError as error:  # it has vanished since
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+    return Found(_plain(name), str(root), files)
+
+
+def _plain(name: str) -> str:
+    """A name that can be that of a file."""
+    return re.sub(r"[^\w.-]", "_", name) or "text"
+
+
+def _with_size(path: Path, relative: str) -> FoundFile:
+    status = path.stat()
+    return FoundFile(str(path), relative, status.st_size, status.st_mtime_ns)
+
+
+def index_of(path: str, relative: str) -> FoundFile | None:
+    """Megatron's index, which is read with the .bin file beside it; None if there is none."""
+    index = Path(path).with_suffix(".idx")
+    if not path.endswith(".bin") or not index.is_file():
+        return None
+    return _with_size(index, str(PurePosixPath(relative).with_suffix(".idx")))
+
+
+def versions(files: Iterable[FoundFile]) -> list[tuple[str, int, int]]:
+    """(relative path, size, time) of all files that are read: these, and the indexes that belong to them."""
+    listed = {file.path: file for file in files}
+    for file in [*listed.values()]:
+        if index := index_of(file.path, file.relative):
+            listed.setdefault(index.path, index)
+    return [(file.relative, file.size, file.mtime_ns) for file in listed.values()]
+
+
+def version_of(files: Iterable[FoundFile]) -> str:
+    """A hash that changes when one of these files does."""
+    return hashlib.sha256(json.dumps([file[1:] for file in files]).encode()).hexdigest()[:16]
+
+
+def _standard_library(keys: Keys) -> Found:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for where, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if f not in NO_CORPUS]
+        files += [Path(where, n) for n in names if n.endswith(".py")]
+    found = _found("stdlib", root, sorted(files))
+    if sum(file.size for file in found.files) < 1_000_000:
+        raise ConfigError(
+            f"the default corpus is the source of Python's standard library, but {root} has only {len(files)} "
+            f".py files (a stripped or frozen interpreter); set {keys.path} to a text file or folder"
+        )
+    return found
+
+
+def _hub(path: str, keys: Keys) -> Found:
+    """A data set of the package `datasets`. A local folder is identified by its files, any other by its name."""
+    name = path.removeprefix(HUB).split(":")[0]
+    if not name:
+        raise ConfigError(f"{keys.path} = {path!r}: has no name; expected {HUB}NAME[:CONFIG[:SPLIT]]")
+    if name.startswith((".", "/")) and not Path(name).is_dir():
+        raise ConfigError(f"{keys.path} = {path!r}: no such folder")
+    found = Found(_plain(Path(name).name), path, hub_files(path))
+    return found if found.files else found._replace(files=[FoundFile(path, path, 1, 0)])
+
+
+def hub_files(path: str) -> list[FoundFile]:
+    """The files of a data set in a local folder; none of one on the Hub."""
+    folder = Path(path.removeprefix(HUB).split(":")[0])
+    files = sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []
+    return _found(folder.name, folder, files).files

@@ -1,0 +1,285 @@
+"""What a run left in its folder: metrics, events, samples and settings.
+
+What it is: `read_run` reads metrics.jsonl, evaluations.jsonl, events.jsonl, samples.jsonl and config.toml. What is not
+there is skipped, since the run may be young or of an older version; damaged lines are skipped and counted in `notes`.
+Nothing here waits for a pipe or reads without end: a run's folder may have been copied from another machine. Of files
+beyond the limits below the end is read, and of events and samples the newest are kept.
+What it costs: 16 bytes of memory per number, and about 3 s per 100,000 rows of 22 columns.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import sys
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanlite.observe.metrics_file import EVALUATIONS, LONGEST
+from titanlite.runtime.errors import printable
+from titanlite.runtime.files import read_bounded
+
+MOST_BYTES = 1 << 31  # of metrics.jsonl
+MOST_COLUMNS = 4096  # seven measures of each of 126 layers are 882
+MOST_EVENTS = 20_000
+MOST_SAMPLES = 20_000
+LARGEST = 1 << 53  # a step or a number of tokens beyond it is damage, and no float has it exactly
+
+ENDS = ("end", "diverged")  # events that a process writes when it ends
+
+
+@dataclass(frozen=True)
+class Event:
+    """A line of events.jsonl."""
+
+    time: float  # seconds since 1970
+    step: int
+    name: str
+    text: str
+    about: dict[str, Any] = field(default_factory=dict)  # of a start: model, device, layout; of an end: finished
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Text that the model generated during training."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass
+class Column:
+    """The finite values of a column, in the order of their steps; each step is there once."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+@dataclass
+class Run:
+    """The content of a run's folder."""
+
+    folder: Path
+    columns: dict[str, Column] = field(default_factory=dict)
+    broken: list[int] = field(default_factory=list)  # steps whose loss was not finite
+    events: list[Event] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)  # section.key -> value
+    notes: list[str] = field(default_factory=list)  # what could not be read
+    parts: int = 1  # of the folder that are in the name
+
+    @property
+    def name(self) -> str:
+        """The last parts of the folder; see `read_runs`."""
+        return printable("/".join(self.folder.parts[-self.parts :])) or "/"
+
+    @property
+    def last_step(self) -> int:
+        """The last step of the metrics or events, 0 if there is none."""
+        steps = [int(column.steps[-1]) for column in self.columns.values()] + [event.step for event in self.events]
+        return max(steps, default=0)
+
+    def column(self, name: str) -> Column:
+        """A column, empty if the run has none of this name."""
+        return self.columns.get(name) or Column(np.empty(0, np.int64), np.empty(0))
+
+
+def read_runs(folders: list[Path]) -> list[Run]:
+    """Reads different folders. If two have the same name, the names get as many last parts of the path as differ."""
+    runs = [read_run(folder) for folder in folders]
+    for run in runs:
+        others = [other.folder.parts for other in runs if other.folder != run.folder]
+        while run.parts < len(run.folder.parts) and any(
+            other[-run.parts :] == run.folder.parts[-run.parts :] for other in others
+        ):
+            run.parts += 1
+    return runs
+
+
+def read_run(folder: Path) -> Run:
+    """Reads a run's folder. Raises nothing: what cannot be read is in `notes`."""
+    run = Run(folder.resolve())
+    for name, read in (
+        ("metrics.jsonl", _read_metrics),
+        (EVALUATIONS, _read_evaluations),
+        ("events.jsonl", _read_events),
+        ("samples.jsonl", _read_samples),
+        ("config.toml", _read_config),
+    ):
+        try:
+            read(folder / name, run)
+        except FileNotFoundError:
+            if name == "metrics.jsonl":
+                run.notes.append("no metrics.jsonl: nothing has been logged yet")
+        except OSError as error:
+            run.notes.append(f"{name}: {error.strerror or error}")
+    return run
+
+
+def _objects(path: Path, run: Run, most_bytes: int) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file's lines; a note says how many lines were damaged. Raises OSError."""
+    damaged = 0
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not os.path.isfile(file.fileno()):
+            raise OSError(errno.EINVAL, "expected a regular file", str(path))
+        size = os.fstat(file.fileno()).st_size  # a run may append lines while this one is read
+        left = min(size, most_bytes)
+        if size > most_bytes:  # the end, from the next line on
+            file.seek(size - most_bytes)
+            left -= len(file.readline())
+        while left > 0 and (line := file.readline(LONGEST)):
+            left -= len(line)
+            try:
+                value = json.loads(line)
+                if not isinstance(value, dict):
+                    raise ValueError("not an object")
+            except (ValueError, RecursionError):
+                damaged += left > 0 or line.endswith(b"\n")  # the last line may be half written
+                continue
+            yield value
+    if damaged:
+        run.notes.append(f"{path.name}: {damaged} damaged {'line was' if damaged == 1 else 'lines were'} skipped")
+    if size > most_bytes:
+        run.notes.append(f"{path.name}: only its last {most_bytes / 1e9:.1f} GB were read")
+
+
+def _step(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < LARGEST else None
+
+
+def _read_metrics(path: Path, run: Run) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        for row in _objects(path, run, MOST_BYTES):
+            if "loss" in row and row["loss"] is None and (step := _step(row.get("step"))) is not None:
+                run.broken.append(step)
+            yield row
+
+    run.columns = _columns(rows())
+
+
+def _read_evaluations(path: Path, run: Run) -> None:
+    """Results of the averaged weights are columns evaluate_ema/..."""
+
+    def results() -> Iterator[dict[str, Any]]:
+        for row in _objects(path, run, 1 << 26):
+            prefix = "evaluate_ema/" if row.get("weights") == "ema" else "evaluate/"
+            found = {k.replace("evaluate/", prefix, 1): v for k, v in row.items() if k.startswith("evaluate/")}
+            yield {"step": row.get("step"), **found}
+
+    run.columns |= _columns(results())
+
+
+def _columns(rows: Iterator[dict[str, Any]]) -> dict[str, Column]:
+    """The finite numbers of rows with a step, by name."""
+    found: dict[str, tuple[array[int], array[float]]] = {}
+    for row in rows:
+        step = _step(row.get("step"))
+        if step is None:
+            continue
+        for name, value in row.items():
+            if type(value) not in (int, float) or name == "step" or not -1e300 < value < 1e300:
+                continue
+            if name not in found:
+                if len(found) == MOST_COLUMNS:
+                    continue
+                found[name] = array("q"), array("d")
+            steps, values = found[name]
+            steps.append(step)
+            values.append(value)
+    return {name: _ordered(*arrays) for name, arrays in found.items()}
+
+
+def _ordered(steps: array[int], values: array[float]) -> Column:
+    """Of a step that was written twice, the last value."""
+    s, v = np.frombuffer(steps, np.int64), np.frombuffer(values, np.float64)
+    if len(s) > 1 and not (np.diff(s) > 0).all():
+        order = np.argsort(s, kind="stable")
+        s, v = s[order], v[order]
+        last = np.append(np.diff(s) > 0, True)
+        s, v = s[last], v[last]
+    return Column(s, v)
+
+
+def _read_events(path: Path, run: Run) -> None:
+    found = deque[tuple[float, int | None, str, str, dict[str, Any]]](maxlen=MOST_EVENTS)
+    for row in _objects(path, run, 1 << 26):
+        time, name, text, about = (row.get(key) for key in ("time", "event", "text", "about"))
+        if isinstance(time, bool) or not isinstance(time, (int, float)):
+            continue
+        if not isinstance(name, str) or not isinstance(text, str):
+            continue
+        if 0 <= time < 1e11:
+            about = about if isinstance(about, dict) else {}
+            text = " ".join(text.split())[:500]
+            found.append((float(time), _step(row.get("step")), name[:40], text, about))
+    run.events = _with_restarts(_with_steps(list(found)))
+
+
+def _with_steps(found: list[tuple[float, int | None, str, str, dict[str, Any]]]) -> list[Event]:
+    """Events; a signal does not know its step, which is that of the save or the end that follows it at once.
+
+    If another event follows, the process was killed before it had saved: then it is the largest step before.
+    """
+    events, largest = list[Event](), 0
+    for (time, step, name, text, about), after in zip(found, [*found[1:], None], strict=False):
+        if step is None and after and after[2] in ("save", *ENDS):
+            step = after[1]
+        step = largest if step is None else step
+        largest = max(largest, step)
+        events.append(Event(time, step, name, text, about))
+    return events
+
+
+def _with_restarts(events: list[Event]) -> list[Event]:
+    """Adds a restart before each start of a process whose predecessor has not written that it ended."""
+    result, running = list[Event](), False
+    for event in events:
+        if event.name == "start":
+            if running:
+                lost = "the process before ended without a message: it was killed, failed with an error, or hung"
+                place = len(result) - (result[-1].name == "resume")  # a process resumes, then says that it starts
+                result.insert(place, Event(event.time, event.step, "restart", lost))
+            running = True
+        elif event.name in ENDS:
+            running = False
+        result.append(event)
+    return result
+
+
+def _read_samples(path: Path, run: Run) -> None:
+    found = deque[Sample](maxlen=MOST_SAMPLES)
+    for row in _objects(path, run, 1 << 26):
+        step, prompt, text = _step(row.get("step")), row.get("prompt"), row.get("text")
+        if step is not None and isinstance(prompt, str) and isinstance(text, str):
+            found.append(Sample(step, prompt[:2000], text[:4000]))
+    run.samples = list(found)
+
+
+def _read_config(path: Path, run: Run) -> None:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    try:
+        tables = tomllib.loads(read_bounded(path).decode())
+    except (ValueError, RecursionError) as error:
+        run.notes.append(f"config.toml: {str(error)[:200]}")
+        return
+    for section, keys in tables.items():
+        for name, value in keys.items() if isinstance(keys, dict) else ():
+            if type(value) is not int or abs(value) < 1 << 63:  # no setting is larger
+                run.config[f"{section}.{name}"] = value
+
+
+def finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
