@@ -1,8 +1,9 @@
 """Puts train.py and train_configs/ into a wheel, as titanlite/program/.
 
 What it is: one build step on top of pyproject.toml, which has everything else.
-Why it is here: `titanlite train` starts train.py. In a clone it is beside the package, where a reader looks for it; an
-installed package can only find it inside itself. Copied at build time, there is one train.py in the repository.
+Why it is here: `titanlite train` starts train.py. In a clone it is beside the package, where a
+reader looks for it; an installed package can only find it inside itself. Copied at build time,
+there is one train.py in the repository.
 """
 
 import shutil

@@ -33,7 +33,13 @@ from titanlite.data.stream import TrainStream, build_samples, count_targets
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed import process_group
-from titanlite.distributed.agreement import PATIENT, JoinError, StorageError, broadcast_from_rank0, require_agreement
+from titanlite.distributed.agreement import (
+    PATIENT,
+    JoinError,
+    StorageError,
+    broadcast_from_rank0,
+    require_agreement,
+)
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.run_folder import claim_folder
 from titanlite.distributed.signals import FileRequest, Requests
@@ -58,11 +64,16 @@ logger = logging.getLogger("titanlite")
 
 
 def main(config: Config) -> int:
-    """Trains until `training.steps` or a signal. Returns the exit code: 0 finished, 75 stopped after saving."""
+    """Trains until `training.steps` or a signal.
+
+    Returns the exit code: 0 finished, 75 stopped after saving.
+    """
     # 1. World: the ranks, how they are arranged, and the folder they share
-    timeout, deterministic = config.comm.group_timeout_seconds, config.debug.deterministic
+    timeout = config.comm.group_timeout_seconds
+    deterministic = config.debug.deterministic
     device = process_group.start(config.run.device, timeout, config.run.seed, deterministic)
-    rank, folder = dist.get_rank(), Path(config.run.folder, config.run.name)
+    rank = dist.get_rank()
+    folder = Path(config.run.folder, config.run.name)
     setup_logging(rank)
     require_agreement(configuration=portable(config))
     tokenizer = Tokenizer(config.data.tokenizer)
@@ -70,27 +81,33 @@ def main(config: Config) -> int:
     degrees = check_layout(config, llama, dist.get_world_size())
     _lock = claim_folder(folder)  # held until this function returns
     broadcast_from_rank0(lambda: log_to_file(folder / "log.txt"))
-    asked, config = config, resolve_auto(config, llama.dim, degrees, device.type)
+    asked = config
+    config = resolve_auto(config, llama.dim, degrees, device.type)
     mesh = Mesh(device.type, degrees, timeout)
     progress = Progress()
-    watchdog = Watchdog(config.comm, folder, lambda: progress.step, device.type == "cpu")  # reports a rank that hangs
+    # Reports a rank that hangs
+    watchdog = Watchdog(config.comm, folder, lambda: progress.step, device.type == "cpu")
     requests = Requests()  # from here on a signal makes the run save and end
 
     # 2. Data: text is tokenised once; sample i of the stream is a function of (seed, i)
     data = load_sources(config.data, prepared_folders(config.data, tokenizer), tokenizer)
-    require_agreement(PATIENT, data=fingerprint_of(data))  # preparing it takes a node as long as it takes
+    # Preparing it takes a node as long as it takes
+    require_agreement(PATIENT, data=fingerprint_of(data))
     samples = build_samples(data, config.data, config.training, config.run.seed)
     if config.training.epochs:
         from titanlite.config.budget import epochs_in_steps
 
         config = epochs_in_steps(config, samples.rows[0].count)
     training = config.training
-    stream = TrainStream(samples, training, mesh.data_rank, mesh.data_size, config.data.document_mask)
+    stream = TrainStream(
+        samples, training, mesh.data_rank, mesh.data_size, config.data.document_mask
+    )
 
     # 3. Model: first shapes only; then memory and weights for this rank's part of it
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
-    model_parts = build_model_parts(model, config, mesh, device)  # one part, or this rank's pipeline stages
+    # One part, or this rank's pipeline stages
+    model_parts = build_model_parts(model, config, mesh, device)
     stages = Stages(model_parts, config, mesh, device)
 
     # 4. Training state: everything that a step changes, and its checkpoints
@@ -104,19 +121,23 @@ def main(config: Config) -> int:
         "random": RandomState(),
     }
     clip = build_clip(stages, optimizer, training, config.optimizer, device, states)
-    record = dataclasses.replace(config, compile=asked.compile)  # checkpoints keep `auto`: each start resolves it
+    # Checkpoints keep `auto`: each start resolves it
+    record = dataclasses.replace(config, compile=asked.compile)
     metadata = RunMetadata(mesh.degrees, dataclasses.asdict(record), fingerprint_of(data))
     files = checkpoint_files(record, data, llama)
     checkpoint = Checkpointer(config.checkpoint, folder, states, files, metadata, device)
     guard = checkpoint.guard = build_guard(config.stability, states, optimizer, device, mesh)
     stages, connect = build_measures(config, stages, optimizer, states)
     if not checkpoint.load() and config.checkpoint.initial_load:
-        from titanlite.tools.formats.load_weights import load_weights  # other formats: imported only if used
+        # Other formats: imported only if used
+        from titanlite.tools.formats.load_weights import load_weights
 
         load_weights(config.checkpoint, ModelState(model_parts), llama, tokenizer)
 
     # 5. Metrics and validation
-    workload = Workload(training, config.validation, config.checkpoint, llama, process_group.device_name(device))
+    workload = Workload(
+        training, config.validation, config.checkpoint, llama, process_group.device_name(device)
+    )
     metrics = Metrics(config.metrics, folder, device, progress, workload)
     metrics.more += [state.columns for state in states.values() if hasattr(state, "columns")]
     validator = connect(Validator(config.validation, data, stream, stages.evaluate, mesh, metrics))
@@ -137,7 +158,8 @@ def main(config: Config) -> int:
 
             # One optimizer step
             batches = stream.next_step()  # local batches of tokens and labels (B, S)
-            num_targets = mesh.sum_counts(to_device(count_targets(batches), device))  # over all ranks
+            # Over all ranks
+            num_targets = mesh.sum_counts(to_device(count_targets(batches), device))
             loss = torch.zeros((), device=device)
             for i, batch in enumerate(prefetch(batches, device)):
                 loss += stages.forward_backward(batch, num_targets, last=i == len(batches) - 1)
@@ -145,7 +167,8 @@ def main(config: Config) -> int:
             lr = schedule.set_lr(progress.step)
             checkpoint.wait_for_staging()  # weights and moments are about to change
             if guard:
-                guard.judge(progress.step, loss, grad_norm)  # withholds the update if the step is bad
+                # Withholds the update if the step is bad
+                guard.judge(progress.step, loss, grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             metrics.count_step(stream.step_tokens)
@@ -154,7 +177,8 @@ def main(config: Config) -> int:
             agreed = requests.agree(checkpoint.wants_save(), checkpoint.failed, wants_profile())
             finished = progress.step == training.steps
             last = finished or agreed.stop
-            logs, saves = metrics.due(last), checkpoint.due(progress.step, last, agreed.save)
+            logs = metrics.due(last)
+            saves = checkpoint.due(progress.step, last, agreed.save)
             validates = validator.due(progress.step, finished)
             read = logs or saves or validates or checkpoint.unproven or agreed.failed
             if read:
@@ -168,13 +192,18 @@ def main(config: Config) -> int:
                 checkpoint.close()  # raises the error of the save
             if saves or validates:
                 with metrics.paused():
-                    held_out_loss = validator.maybe_run(progress.step, finished, requests.agree_to_stop)
-                    checkpoint.maybe_save(progress.step, last or requests.stop, agreed.save, held_out_loss)
+                    held_out_loss = validator.maybe_run(
+                        progress.step, finished, requests.agree_to_stop
+                    )
+                    checkpoint.maybe_save(
+                        progress.step, last or requests.stop, agreed.save, held_out_loss
+                    )
             garbage.step(progress.step)
             profile_step(agreed.profile, last or requests.stop)
     watchdog.close()
     garbage.close()
-    from titanlite.tools.report.summary import log_end  # with what it needs for a sample and the report
+    # With what it needs for a sample and the report
+    from titanlite.tools.report.summary import log_end
 
     code = log_end(config, Path(__file__), progress.step, tokenizer, llama)
     requests.restore()
@@ -182,8 +211,11 @@ def main(config: Config) -> int:
 
 
 def build_profiler(config: ProfilingConfig, folder: Path, progress: Progress) -> Any:
-    """Two functions for each step: whether this process has a request to record steps, and what records them."""
-    profiler, file = None, FileRequest(folder / "PROFILE")
+    """Two functions for each step: whether this process has a request to record steps, and what
+    records them.
+    """
+    profiler = None
+    file = FileRequest(folder / "PROFILE")
 
     def step(requested: bool, last: bool) -> None:
         nonlocal profiler
@@ -210,9 +242,15 @@ def sinks(config: Config, folder: Path, metadata: RunMetadata) -> Any:
 
 
 def build_measures(config: Config, stages: Stages, optimizer: Any, states: dict[str, Any]) -> Any:
-    """Adds [ema], measures of [metrics], and samples. Returns the run's stages, and a function of its validator."""
-    section, keys = config.metrics, ("noise_scale_freq", "layer_norms_freq", "activations_freq")
-    if not any((config.ema.decay, config.validation.prompts, *(getattr(section, key) for key in keys))):
+    """Adds [ema], measures of [metrics], and samples.
+
+    Returns the run's stages, and a function of its validator.
+    """
+    section = config.metrics
+    keys = ("noise_scale_freq", "layer_norms_freq", "activations_freq")
+    if not any(
+        (config.ema.decay, config.validation.prompts, *(getattr(section, key) for key in keys))
+    ):
         return stages, lambda validator: validator
     from titanlite.probes.probes import Measures
 
@@ -221,7 +259,8 @@ def build_measures(config: Config, stages: Stages, optimizer: Any, states: dict[
 
 
 def prepared_folders(section: DataConfig, tokenizer: Tokenizer) -> list[Path]:
-    """The folder of each source's prepared data: from the launcher, once per node, or found or made here.
+    """The folder of each source's prepared data: from the launcher, once per node, or found or made
+    here.
 
     Raises ConfigError as `prepare` does.
     """
@@ -232,8 +271,12 @@ def prepared_folders(section: DataConfig, tokenizer: Tokenizer) -> list[Path]:
     return [prepare(part, tokenizer, logger.info) for part in section.parts()]
 
 
-def checkpoint_files(config: Config, data: list[PreparedData], llama: LlamaConfig) -> dict[str, bytes]:
-    """The small files with which a checkpoint can be used without the run's folder: name -> content."""
+def checkpoint_files(
+    config: Config, data: list[PreparedData], llama: LlamaConfig
+) -> dict[str, bytes]:
+    """The small files with which a checkpoint can be used without the run's folder: name ->
+    content.
+    """
     return {
         "config.toml": to_toml(config).encode(),
         "data.json": description(data),
@@ -242,20 +285,42 @@ def checkpoint_files(config: Config, data: list[PreparedData], llama: LlamaConfi
     }
 
 
-def log_start(config: Config, llama: LlamaConfig, mesh: Mesh, device: torch.device, step: int) -> None:
-    """Logs the model, the ranks and the batch, which settings have no effect, and if the run is already complete."""
+def log_start(
+    config: Config, llama: LlamaConfig, mesh: Mesh, device: torch.device, step: int
+) -> None:
+    """Logs the model, the ranks and the batch, which settings have no effect, and if the run is
+    already complete.
+    """
     for note in unused_settings(config, mesh.degrees):
         logger.info(note)
     training = config.training
-    dtype, whole_sequences = getattr(torch, training.compute_dtype), mesh.degrees["cp"] == 1
-    attention = attention_kernel(llama, training.seq_len, dtype, device) if whole_sequences else "over ranks"
-    attention = "within documents" if config.data.document_mask else attention  # see `block_mask.py`
-    layout = ", ".join(f"{axis} {degree}" for axis, degree in mesh.degrees.items() if degree > 1) or "one process"
-    compiled = f"compiled by {config.compile.backend}" if config.compile.enabled == "true" else "not compiled"
+    dtype = getattr(torch, training.compute_dtype)
+    whole_sequences = mesh.degrees["cp"] == 1
+    attention = (
+        attention_kernel(llama, training.seq_len, dtype, device)
+        if whole_sequences
+        else "over ranks"
+    )
+    # See `block_mask.py`
+    attention = "within documents" if config.data.document_mask else attention
+    layout = (
+        ", ".join(f"{axis} {degree}" for axis, degree in mesh.degrees.items() if degree > 1)
+        or "one process"
+    )
+    compiled = (
+        f"compiled by {config.compile.backend}"
+        if config.compile.enabled == "true"
+        else "not compiled"
+    )
     later = f" (later {training.batch_ramp})" if training.batch_ramp else ""
     local_batches = training.global_batch_size // (training.local_batch_size * mesh.data_size)
     used = f"{process_group.device_name(device)} x {dist.get_world_size()}"
-    about = {"parameters": llama.num_parameters, "device": used, "layout": layout, "torch": torch.__version__}
+    about = {
+        "parameters": llama.num_parameters,
+        "device": used,
+        "layout": layout,
+        "torch": torch.__version__,
+    }
     logger.info(
         f"{config.model.flavor}: {llama.num_parameters:,} parameters, vocabulary {llama.vocab_size:,}; "
         f"{used} ({layout}), compute {training.compute_dtype}, reduce {training.reduce_dtype}, attention {attention}, "
@@ -264,7 +329,9 @@ def log_start(config: Config, llama: LlamaConfig, mesh: Mesh, device: torch.devi
         extra={"event": "start", "step": step, "about": about},
     )
     if step >= training.steps:
-        logger.info(f"nothing left to train: the run is at step {step}, and training.steps = {training.steps}")
+        logger.info(
+            f"nothing left to train: the run is at step {step}, and training.steps = {training.steps}"
+        )
 
 
 def run(argv: list[str]) -> int:
@@ -275,13 +342,15 @@ def run(argv: list[str]) -> int:
         print(help_text())
         return 0
     try:
-        return main(config := load_config(argv, Path(__file__).resolve().with_name("train_configs")))
+        config = load_config(argv, Path(__file__).resolve().with_name("train_configs"))
+        return main(config)
     except (ConfigError, JoinError, NonFinite, SaveError, StorageError) as error:
         # One process of each node prints it; before it has joined the others, each its own
         if os.environ.get("LOCAL_RANK", "0") == "0" or not dist.is_initialized():
             print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
         if isinstance(error, NonFinite):  # on all ranks
-            from titanlite.tools.report.summary import report_together  # what the run did until then
+            # What the run did until then
+            from titanlite.tools.report.summary import report_together
 
             report_together(Path(config.run.folder, config.run.name))
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1

@@ -1,10 +1,11 @@
-"""How long the ranks take to agree after each step, by gloo's ring and by messages to ranks 1, 2, 4, ... further on.
+"""How long the ranks take to agree after each step, by gloo's ring and by messages to ranks 1, 2,
+4, ... further on.
 
     python benchmarks/agreement.py [--processes 2 4 8 16 32] [--delay-ms 20] [--calls 8]
 
-Each process runs under strace, which delays every call that sends on a socket. So a hop takes a known time, however
-many processes share the cores. The result is the median time of `bitwise_or` in numbers of such delays, and the CPU
-time of a call without delays. Needs strace. Takes five minutes.
+Each process runs under strace, which delays every call that sends on a socket. So a hop takes a
+known time, however many processes share the cores. The result is the median time of `bitwise_or` in
+numbers of such delays, and the CPU time of a call without delays. Needs strace. Takes five minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 
 import report
 
-KINDS = {"ring": 1 << 30, "messages": 0}  # -> `exchange.MANY`, from which number of ranks on messages are used
+# -> `exchange.MANY`, from which number of ranks on messages are used
+KINDS = {"ring": 1 << 30, "messages": 0}
 
 
 def one_rank(rank: int, processes: int, store: str, kind: str, calls: int) -> None:
@@ -68,12 +70,22 @@ def measure(processes: int, kind: str, delay_ms: float, calls: int) -> dict[str,
     strace = ["strace", "--seccomp-bpf", "-qq", "-f", "-o", "/dev/null", "-e", f"trace={sends}"]
     strace += ["-e", f"inject={sends}:delay_enter={int(delay_ms * 1000)}"]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--one", str(processes), f"{folder}/store", kind, str(calls)]
+        command = [
+            sys.executable,
+            __file__,
+            "--one",
+            str(processes),
+            f"{folder}/store",
+            kind,
+            str(calls),
+        ]
         return report.child([*strace, *command] if delay_ms else command)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4, 8, 16, 32])
     parser.add_argument("--delay-ms", type=float, default=20)
     parser.add_argument("--calls", type=int, default=8)
@@ -85,10 +97,15 @@ def main() -> None:
         return
     if not shutil.which("strace"):
         raise SystemExit("needs strace")
-    body = ["| processes | ring: delays | messages: delays | ring: CPU ms | messages: CPU ms |", "|---" * 5 + "|"]
+    body = [
+        "| processes | ring: delays | messages: delays | ring: CPU ms | messages: CPU ms |",
+        "|---" * 5 + "|",
+    ]
     results: dict[str, Any] = {}
     for processes in options.processes:
-        delayed = {kind: measure(processes, kind, options.delay_ms, options.calls) for kind in KINDS}
+        delayed = {
+            kind: measure(processes, kind, options.delay_ms, options.calls) for kind in KINDS
+        }
         plain = {kind: measure(processes, kind, 0, 200) for kind in KINDS}
         results[str(processes)] = {"delayed": delayed, "plain": plain}
         cells = [f"{delayed[kind]['seconds'] / options.delay_ms * 1e3:.1f}" for kind in KINDS]

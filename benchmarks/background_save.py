@@ -1,13 +1,14 @@
 """How much an asynchronous save slows a training step, on a process that simulates rank 0 of many.
 
-The saving thread and the training thread share Python's lock, so what the saving thread does in Python can delay the
-launch of operations. The number of tensors, their layout and the messages of the other ranks are those of the large
-model; the tensors are narrow, so that little time goes into copying and writing bytes. The save is that of a run: a
-copy of the state, the plan, the files with their hashes, the manifest and the renaming.
+The saving thread and the training thread share Python's lock, so what the saving thread does in
+Python can delay the launch of operations. The number of tensors, their layout and the messages of
+the other ranks are those of the large model; the tensors are narrow, so that little time goes into
+copying and writing bytes. The save is that of a run: a copy of the state, the plan, the files with
+their hashes, the manifest and the renaming.
 
-A step is a number of small operations that take `STEP_SECONDS` on a quiet machine, so the training thread launches
-operations all the time: the worst case, since with a GPU it also waits. Steps without and with a save that begins with
-the step alternate in the order A B B A.
+A step is a number of small operations that take `STEP_SECONDS` on a quiet machine, so the training
+thread launches operations all the time: the worst case, since with a GPU it also waits. Steps
+without and with a save that begins with the step alternate in the order A B B A.
 """
 
 from __future__ import annotations
@@ -40,20 +41,30 @@ def in_memory(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             return torch.zeros(value.shape, dtype=value.dtype)
         local = torch.zeros(value.to_local().shape, dtype=value.dtype)
         shape, stride = value.shape, value.stride()
-        return DTensor.from_local(local, value.device_mesh, value.placements, shape=shape, stride=stride)
+        return DTensor.from_local(
+            local, value.device_mesh, value.placements, shape=shape, stride=stride
+        )
 
-    return {part: {name: zeros(value) for name, value in values.items()} for part, values in state.items()}
+    return {
+        part: {name: zeros(value) for name, value in values.items()}
+        for part, values in state.items()
+    }
 
 
 def pretend_messages(state: dict[str, dict[str, Any]], ranks: int) -> None:
-    """Lets rank 0 receive what other ranks would send in a save: their plans, then what they have written."""
+    """Lets rank 0 receive what other ranks would send in a save: their plans, then what they have
+    written.
+    """
     from titanlite.checkpoint import storage
     from titanlite.checkpoint.write_plan import Plan
 
     layouts = examples(state, Plan(state).table)
     boxes = [pretended_report(layouts, rank) for rank in range(1, ranks)]
     plans = [json.dumps((({}, own), "")) for own in boxes]
-    written = [json.dumps(({box.file: ((1 << 40, "0" * 64), True) for _, _, box in own}, "")) for own in boxes]
+    written = [
+        json.dumps(({box.file: ((1 << 40, "0" * 64), True) for _, _, box in own}, ""))
+        for own in boxes
+    ]
 
     def receive(value: Any, channel: Any) -> list[Any]:
         return [value, *map(json.loads, plans if isinstance(value[0], tuple) else written)]
@@ -63,7 +74,9 @@ def pretend_messages(state: dict[str, dict[str, Any]], ranks: int) -> None:
 
 
 def clock() -> float:
-    """Seconds, without those for which this thread was ready to run and other processes had the cores (Linux)."""
+    """Seconds, without those for which this thread was ready to run and other processes had the
+    cores (Linux).
+    """
     schedule = Path("/proc/thread-self/schedstat")
     waited = int(schedule.read_text().split()[1]) / 1e9 if schedule.exists() else 0.0
     return time.perf_counter() - waited
@@ -124,11 +137,14 @@ def measure(llama: LlamaConfig, ranks: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         steps = Steps(AsyncSaver("async", 0, torch.device("cpu")), state, Path(folder))
         steps.run(True)  # fills caches
-        steps.count = int(STEP_SECONDS / statistics.median(steps.operations() for _ in range(5)) * steps.count)
+        steps.count = int(
+            STEP_SECONDS / statistics.median(steps.operations() for _ in range(5)) * steps.count
+        )
         for saves in [False, True, True, False] * rounds:
             found[saves].append(steps.run(saves))
     quiet, saving = (
-        {key: statistics.median(one[key] for one in found[saves]) for key in found[saves][0]} for saves in (False, True)
+        {key: statistics.median(one[key] for one in found[saves]) for key in found[saves][0]}
+        for saves in (False, True)
     )
     return {
         "ranks": ranks,

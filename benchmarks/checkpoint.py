@@ -2,10 +2,12 @@
 
     python benchmarks/checkpoint.py [--gb 1.5] [--folder PATH]
 
-1. Saving the state of a model of that size with one process and with two, compared with a plain write and fsync of as
+1. Saving the state of a model of that size with one process and with two, compared with a plain
+write and fsync of as
    many bytes by as many processes (in the order A B B A, five times). Everything is written twice and the second write
    is measured: a virtual machine returns free memory to its host, and the first write has to allocate it again.
-2. A run of `cpu_25m` (0.3 GB of state) in each mode: how long training waits for a save, and the time of the steps.
+2. A run of `cpu_25m` (0.3 GB of state) in each mode: how long training waits for a save, and the
+time of the steps.
 3. Loading, and verifying before it, with the files in the page cache and without.
 Takes six minutes on two cores and four times the bytes on the disk of the folder.
 """
@@ -52,7 +54,10 @@ def make_state(num_bytes: int) -> dict[str, dict[str, Any]]:
         return DTensor.from_local(torch.randn(rows, 512), mesh, [Shard(0)])
 
     weights = {f"layers.{i}.weight": tensor() for i in range(NUM_WEIGHTS)}
-    return {"model": weights, "optimizer": {f"{name}.{key}": tensor() for name in weights for key in ("m", "v")}}
+    return {
+        "model": weights,
+        "optimizer": {f"{name}.{key}": tensor() for name in weights for key in ("m", "v")},
+    }
 
 
 def raw_write(path: Path, state: dict[str, dict[str, Any]]) -> None:
@@ -142,7 +147,10 @@ def loading(folder: Path, state: dict[str, Any]) -> dict[str, float]:
 def run_processes(world: int, num_bytes: int, folder: Path) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    processes = [context.Process(target=process, args=(r, world, num_bytes, folder, answers)) for r in range(world)]
+    processes = [
+        context.Process(target=process, args=(r, world, num_bytes, folder, answers))
+        for r in range(world)
+    ]
     for one in processes:
         one.start()
     result: dict[str, float] = answers.get(timeout=600)
@@ -152,9 +160,21 @@ def run_processes(world: int, num_bytes: int, folder: Path) -> dict[str, float]:
 
 
 def train(mode: str, folder: Path) -> tuple[float, float, float]:
-    """(seconds of a save, seconds training waited for it, seconds of a step), medians of a run that saves often."""
-    options = [f"--run.folder={folder}", f"--run.name={mode}", f"--checkpoint.async_mode={mode}", "--checkpoint.freq=2"]
-    options += ["--checkpoint.keep=1", "--training.steps=14", "--validation.freq=0", "--run.sample_tokens=0"]
+    """(seconds of a save, seconds training waited for it, seconds of a step), medians of a run that
+    saves often.
+    """
+    options = [
+        f"--run.folder={folder}",
+        f"--run.name={mode}",
+        f"--checkpoint.async_mode={mode}",
+        "--checkpoint.freq=2",
+    ]
+    options += [
+        "--checkpoint.keep=1",
+        "--training.steps=14",
+        "--validation.freq=0",
+        "--run.sample_tokens=0",
+    ]
     options += ["--training.global_batch_size=4", "--metrics.log_freq=1"]
     command = [sys.executable, "train.py", "cpu_25m", *options]
     done = subprocess.run(command, cwd=report.ROOT, capture_output=True, text=True)
@@ -172,25 +192,38 @@ def train(mode: str, folder: Path) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--gb", type=float, default=1.5, help="bytes of state; a 125M-parameter model has 1.5")
+    parser.add_argument(
+        "--gb", type=float, default=1.5, help="bytes of state; a 125M-parameter model has 1.5"
+    )
     parser.add_argument("--folder", default=None, help="a folder on the disk to measure")
     options = parser.parse_args()
     num_bytes = int(options.gb * 1e9)
     body: list[str] = [f"State of {options.gb} GB.", ""]
     results: dict[str, Any] = {}
-    body += ["| processes | bare write + fsync | save | save's speed / the disk's |", "|---|---|---|---|"]
+    body += [
+        "| processes | bare write + fsync | save | save's speed / the disk's |",
+        "|---|---|---|---|",
+    ]
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         for world in (1, 2):
             found = results[f"{world} processes"] = run_processes(world, num_bytes, Path(name))
             speeds = [options.gb / found[key] for key in ("raw", "save")]
-            body.append(f"| {world} | {speeds[0]:.2f} GB/s | {speeds[1]:.2f} GB/s | {speeds[1] / speeds[0]:.2f} |")
+            body.append(
+                f"| {world} | {speeds[0]:.2f} GB/s | {speeds[1]:.2f} GB/s | {speeds[1] / speeds[0]:.2f} |"
+            )
             print(body[-1], flush=True)
         found = results["1 processes"]
         body += ["", "| loading, one process | in the page cache | not |", "|---|---|---|"]
         body.append(f"| load alone | {found['load warm']:.3f} s | {found['load cold']:.3f} s |")
         body.append(f"| verify | {found['verify warm']:.3f} s | {found['verify cold']:.3f} s |")
-        body.append(f"| load after verifying | {found['load warm']:.3f} s | {found['load after verify']:.3f} s |")
-        body += ["", "| cpu_25m, saving every 2nd step | a save | training waits | a step |", "|---|---|---|---|"]
+        body.append(
+            f"| load after verifying | {found['load warm']:.3f} s | {found['load after verify']:.3f} s |"
+        )
+        body += [
+            "",
+            "| cpu_25m, saving every 2nd step | a save | training waits | a step |",
+            "|---|---|---|---|",
+        ]
         modes = ["disabled", "async", "async", "disabled"]
         runs = [(mode, train(mode, Path(name, str(i)))) for i, mode in enumerate(modes)]
         results["training"] = {f"{i} {mode}": values for i, (mode, values) in enumerate(runs)}

@@ -1,8 +1,10 @@
-"""The training steps that the benchmarks compare: the same Llama in titanlite and in other code, on one device.
+"""The training steps that the benchmarks compare: the same Llama in titanlite and in other code, on
+one device.
 
-Each contestant is built from the same configuration and starts with the weights of `Titanlite` for that seed. Its
-method `step(tokens, labels)`, with tokens and labels (B, S), is one optimizer step and returns the mean loss before it,
-on the device. All of them clip to norm 1 and use fused AdamW at a constant rate.
+Each contestant is built from the same configuration and starts with the weights of `Titanlite` for
+that seed. Its method `step(tokens, labels)`, with tokens and labels (B, S), is one optimizer step
+and returns the mean loss before it, on the device. All of them clip to norm 1 and use fused AdamW
+at a constant rate.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def configuration(arguments: list[str]) -> tuple[Config, LlamaConfig]:
-    """The config and model shape as train.py resolves them; the vocabulary is 4,112 if the flavor has none."""
+    """The config and model shape as train.py resolves them; the vocabulary is 4,112 if the flavor
+    has none.
+    """
     config = load_config(arguments)
     return config, resolve_flavor(config.model, 4112)
 
@@ -91,7 +95,9 @@ class Titanlite:
         self.parts = build_model_parts(model, self.config, mesh, self.device)
         self.stages = Stages(self.parts, self.config, mesh, self.device)
         self.optimizer = build_optimizer(self.parts, self.config.optimizer)
-        self.schedule = Schedule(self.optimizer, constant, self.config.optimizer.lr, self.config.training.steps)
+        self.schedule = Schedule(
+            self.optimizer, constant, self.config.optimizer.lr, self.config.training.steps
+        )
         reason = reason_not_compiled(asked, degrees, self.llama.dim, self.device.type)
         self.guard = None
         if self.config.stability.action != "stop" or self.config.stability.threshold:
@@ -121,7 +127,9 @@ class Titanlite:
             num_targets = to_device(num_targets, self.device)
             (batch,) = prefetch([batch], self.device)
         loss = self.stages.forward_backward(batch, num_targets, True)
-        norm = clip_grad_norm(self.parts, self.config.training.max_norm, self.device, self.stages.shared_params)
+        norm = clip_grad_norm(
+            self.parts, self.config.training.max_norm, self.device, self.stages.shared_params
+        )
         self.steps += 1
         self.schedule.set_lr(self.steps)
         if self.guard is not None:
@@ -186,7 +194,10 @@ class Bare:
 
 
 class HuggingFace:
-    """transformers' LlamaForCausalLM with SDPA attention. `compiled`: the whole model, as its guide recommends."""
+    """transformers' LlamaForCausalLM with SDPA attention.
+
+    `compiled`: the whole model, as its guide recommends.
+    """
 
     name = "transformers"
 
@@ -204,7 +215,9 @@ class HuggingFace:
         with torch.no_grad():
             for name, there in huggingface.names(llama).items():
                 turned = huggingface.is_permuted(name)
-                theirs[there].copy_(half_split(source[name], llama.head_dim) if turned else source[name])
+                theirs[there].copy_(
+                    half_split(source[name], llama.head_dim) if turned else source[name]
+                )
         self.model.train()
         self.optimizer = adamw(self.model, config)
         bfloat16 = config.training.compute_dtype == "bfloat16"
@@ -227,7 +240,9 @@ def wait(device: torch.device) -> None:
 
 
 def timed(step: Step, batches: list[tuple[Tensor, Tensor]], device: torch.device) -> list[float]:
-    """Seconds of each step; on CUDA between events, so that the host runs ahead as it does in training."""
+    """Seconds of each step; on CUDA between events, so that the host runs ahead as it does in
+    training.
+    """
     if device.type != "cuda":
         seconds = []
         for tokens, labels in batches:
@@ -249,7 +264,8 @@ def side_by_side(
 ) -> tuple[tuple[list[float], list[float]], list[float]]:
     """A B B A, so often; every turn takes all batches. The seconds of each step of A and of B.
 
-    Also by round how much faster A is: the median over rounds stays fair where a machine's speed drifts.
+    Also by round how much faster A is: the median over rounds stays fair where a machine's speed
+    drifts.
     """
     found: tuple[list[float], list[float]] = ([], [])
     ratios = []

@@ -2,11 +2,12 @@
 
     python benchmarks/convert.py [--flavor llama3_1b] [--folder PATH]
 
-Makes a checkpoint of the flavor with random weights. Then it runs, each in a separate process, a plain copy with fsync
-and the conversions from the step folder to every format and back, each twice in the order A B B A with the copy, and
-reports medians. Everything is written twice in a row and the second write is measured: a virtual machine returns free
-memory to its host, and the first write has to allocate it again. The comparison of result and source (`--verify`) is
-timed separately. Memory is the peak of the resident set minus the resident set after the imports. Takes about 15
+Makes a checkpoint of the flavor with random weights. Then it runs, each in a separate process, a
+plain copy with fsync and the conversions from the step folder to every format and back, each twice
+in the order A B B A with the copy, and reports medians. Everything is written twice in a row and
+the second write is measured: a virtual machine returns free memory to its host, and the first write
+has to allocate it again. The comparison of result and source (`--verify`) is timed separately.
+Memory is the peak of the resident set minus the resident set after the imports. Takes about 15
 minutes on two cores and five times the checkpoint's bytes on the disk.
 """
 
@@ -52,12 +53,22 @@ weights = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape 
 files = {"model.json": config.to_json().encode()}
 write_step(Path(sys.argv[2]), 1, {"model": weights}, files, RunMetadata({}, {"training": {"seq_len": 8192}}, ""))
 """
-FORMATS = {"hf": "", "safetensors": "", "torch": ".pt", "llama": "", "dcp": "", "gguf": ".gguf", "titanlite": ""}
+FORMATS = {
+    "hf": "",
+    "safetensors": "",
+    "torch": ".pt",
+    "llama": "",
+    "dcp": "",
+    "gguf": ".gguf",
+    "titanlite": "",
+}
 
 
 def run(*arguments: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(report.ROOT)}
-    return subprocess.run([sys.executable, "-c", *arguments], check=True, stdout=-1, text=True, env=environment).stdout
+    return subprocess.run(
+        [sys.executable, "-c", *arguments], check=True, stdout=-1, text=True, env=environment
+    ).stdout
 
 
 def remove(path: Path) -> None:
@@ -65,7 +76,11 @@ def remove(path: Path) -> None:
 
 
 def size_of(path: Path) -> int:
-    return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
+    return sum(
+        file.stat().st_size
+        for file in (path.rglob("*") if path.is_dir() else [path])
+        if file.is_file()
+    )
 
 
 def copy(source: Path, target: Path) -> float:
@@ -85,7 +100,9 @@ def copy(source: Path, target: Path) -> float:
 
 
 def measure(source: Path, target: Path, to: str) -> dict[str, float]:
-    """Medians of a conversion and of plain copies of its source; the result of the conversion stays."""
+    """Medians of a conversion and of plain copies of its source; the result of the conversion
+    stays.
+    """
     copies, found = [], []
     beside = target.with_name("copy")
 
@@ -111,7 +128,9 @@ def measure(source: Path, target: Path, to: str) -> dict[str, float]:
 
 def verified(source: Path, target: Path, to: str) -> dict[str, float]:
     """Seconds and memory of one conversion with its comparison."""
-    return json.loads(run(CHILD, json.dumps({"source": str(source), "target": str(target), "to": to})))
+    return json.loads(
+        run(CHILD, json.dumps({"source": str(source), "target": str(target), "to": to}))
+    )
 
 
 def main() -> None:
@@ -127,17 +146,23 @@ def main() -> None:
         run(MAKE, options.flavor, str(folder / "run"))
         step = folder / "run/step-1"
         body += [f"{options.flavor}: {size_of(step) / 1e9:.2f} GB in fp32.", ""]
-        body += ["| conversion | copy / conversion | conversion | speed | memory | with comparison | its memory |"]
+        body += [
+            "| conversion | copy / conversion | conversion | speed | memory | with comparison | its memory |"
+        ]
         body += ["|---|---|---|---|---|---|---|"]
         for to in options.formats.split(","):
             there, back = folder / f"there{FORMATS[to]}", folder / "back"
-            ways = [(step, there, to)] + ([(there, back, "titanlite")] if to not in ("gguf", "titanlite") else [])
+            ways = [(step, there, to)] + (
+                [(there, back, "titanlite")] if to not in ("gguf", "titanlite") else []
+            )
             for source, target, form in ways:
                 one = measure(source, target, form)
                 whole = verified(source, target, form) if target == there else {}
                 results[f"{source.name} to {form} ({to})"] = {"plain": one, "verified": whole}
                 label = f"titanlite to {to}" if target == there else f"{to} to titanlite"
-                comparison = f"{whole['seconds']:.1f} s | {whole['memory'] / 1e9:.2f} GB" if whole else " | "
+                comparison = (
+                    f"{whole['seconds']:.1f} s | {whole['memory'] / 1e9:.2f} GB" if whole else " | "
+                )
                 ratio, speed = one["copy"] / one["seconds"], one["bytes"] / one["seconds"] / 1e9
                 body.append(
                     f"| {label} | {ratio:.2f} | {one['seconds']:.1f} s | {speed:.2f} GB/s "

@@ -2,9 +2,10 @@
 
     python benchmarks/data.py [--path FOLDER]
 
-Tokenises text into shards, as the first start of a run does, and then reads the batches of steps from them, as training
-does: first with a cold page cache if the system can drop it, then with a warm one. Then the cost in CPU time of several
-sources, of packing and of document masks. Takes a minute on two cores.
+Tokenises text into shards, as the first start of a run does, and then reads the batches of steps
+from them, as training does: first with a cold page cache if the system can drop it, then with a
+warm one. Then the cost in CPU time of several sources, of packing and of document masks. Takes a
+minute on two cores.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def drop(folder: Path) -> bool:
     return True
 
 
-def stream_of(prepared: Path, packing: str = "split", document_mask: bool = False, sources: int = 1) -> TrainStream:
+def stream_of(
+    prepared: Path, packing: str = "split", document_mask: bool = False, sources: int = 1
+) -> TrainStream:
     """The stream of a run; `sources`: how many sources have this text, each with another weight."""
     tokens = Tokens(prepared, read_manifest(prepared), "train")
     training = TrainingConfig(seq_len=SEQ_LEN, global_batch_size=BATCH, local_batch_size=BATCH)
@@ -59,7 +62,8 @@ def stream_of(prepared: Path, packing: str = "split", document_mask: bool = Fals
 def read(prepared: Path) -> float:
     """Tokens per second of batches, as one process reads them."""
     stream = stream_of(prepared)
-    steps = stream.order.rows[0].count // BATCH  # one epoch: what is read twice is in the page cache the second time
+    # One epoch: what is read twice is in the page cache the second time
+    steps = stream.order.rows[0].count // BATCH
     started = time.perf_counter()
     for _ in range(steps):
         stream.next_step()
@@ -67,7 +71,9 @@ def read(prepared: Path) -> float:
 
 
 def per_cpu_second(stream: TrainStream) -> float:
-    """Tokens per second of CPU time: the fastest of five times 100 steps, as a busy machine slows some down."""
+    """Tokens per second of CPU time: the fastest of five times 100 steps, as a busy machine slows
+    some down.
+    """
     stream.next_step()  # maps the files
     seconds = []
     for _ in range(5):
@@ -86,7 +92,9 @@ def main() -> None:
         parser.error(f"--path {options.path}: no such file or folder")
     with tempfile.TemporaryDirectory() as cache:
         started = time.perf_counter()
-        prepared = prepare(DataConfig(path=options.path, cache=cache), Tokenizer(), lambda text: None)
+        prepared = prepare(
+            DataConfig(path=options.path, cache=cache), Tokenizer(), lambda text: None
+        )
         seconds = time.perf_counter() - started
         manifest = read_manifest(prepared)
         tokens = sum(len(Tokens(prepared, manifest, part)) for part in ("train", "validation"))
@@ -97,7 +105,9 @@ def main() -> None:
             "four sources": per_cpu_second(stream_of(prepared, sources=4)),
             "best-fit packing": per_cpu_second(stream_of(prepared, "best_fit")),
             "document mask": per_cpu_second(stream_of(prepared, document_mask=True)),
-            "four sources, packing and mask": per_cpu_second(stream_of(prepared, "best_fit", True, 4)),
+            "four sources, packing and mask": per_cpu_second(
+                stream_of(prepared, "best_fit", True, 4)
+            ),
         }
         started = time.process_time()
         packed = PackedRows(Tokens(prepared, manifest, "train"), SEQ_LEN, "text")

@@ -2,11 +2,12 @@
 
     python benchmarks/duplicates.py [--text LANGUAGE=FILE ...] [--threshold 0.55] [--pages /usr/share/man]
 
-Plants changed copies in a corpus of each language (`planted_duplicates.py`) and counts which are found. Then measures
-the speed of signatures and of all filters in MB of text per CPU second, and the time and memory of a search among
-millions of signatures; also datasketch and rensa, if they are installed. `--pages` compares what is dropped of the
-files of a folder, which may be compressed with gzip, with what connected components of similar documents would drop.
-Takes four minutes on two cores.
+Plants changed copies in a corpus of each language (`planted_duplicates.py`) and counts which are
+found. Then measures the speed of signatures and of all filters in MB of text per CPU second, and
+the time and memory of a search among millions of signatures; also datasketch and rensa, if they are
+installed. `--pages` compares what is dropped of the files of a folder, which may be compressed with
+gzip, with what connected components of similar documents would drop. Takes four minutes on two
+cores.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ from planted_duplicates import KINDS, LANGUAGES, Document, pieces, planted
 
 sys.path.insert(0, str(report.ROOT))
 
-from titanlite.tools.prepare.duplicates import BANDS, ROWS, THRESHOLD, DuplicateConfig, find_duplicates
+from titanlite.tools.prepare.duplicates import (
+    BANDS,
+    ROWS,
+    THRESHOLD,
+    DuplicateConfig,
+    find_duplicates,
+)
 from titanlite.tools.prepare.filters import RULES, FilterConfig, rejection
 from titanlite.tools.prepare.shingles import simplify, window_hashes
 from titanlite.tools.prepare.signatures import NUM_HASHES, RECORD, WINDOW, signature
@@ -51,15 +58,19 @@ def per_second(function: Callable[[str], Any], texts: list[str]) -> float:
 
 def similarity(one: str, other: str) -> float:
     """The exact Jaccard similarity of two documents, without MinHash."""
-    a, b = (set(np.concatenate(list(window_hashes(text, WINDOW))).tolist()) for text in (one, other))
+    a, b = (
+        set(np.concatenate(list(window_hashes(text, WINDOW))).tolist()) for text in (one, other)
+    )
     return len(a & b) / len(a | b)
 
 
 def quality(documents: list[Document], folder: Path, threshold: float) -> dict[str, Any]:
-    """Recall of each kind of copy, the share of which do not stay beside their original; and precision.
+    """Recall of each kind of copy, the share of which do not stay beside their original; and
+    precision.
 
-    Two precisions of what is dropped: the share of planted copies; and the share that is planted or really has the
-    similarity of the threshold, because real text has near duplicates that were not planted.
+    Two precisions of what is dropped: the share of planted copies; and the share that is planted or
+    really has the similarity of the threshold, because real text has near duplicates that were not
+    planted.
     """
     path = folder / "signatures"
     path.write_bytes(b"".join(signature(document.text) for document in documents))
@@ -69,7 +80,9 @@ def quality(documents: list[Document], folder: Path, threshold: float) -> dict[s
     for kind in KINDS:
         copies = [i for i, document in enumerate(documents) if document.kind == kind]
         originals = [original[documents[i].origin] for i in copies]
-        both_stay = [first[i] == i and first[o] == o for i, o in zip(copies, originals, strict=True)]
+        both_stay = [
+            first[i] == i and first[o] == o for i, o in zip(copies, originals, strict=True)
+        ]
         found[kind] = 1.0 - float(np.mean(both_stay))
     dropped = [(documents[i], documents[first[i]]) for i in range(len(documents)) if first[i] != i]
     right = [one.origin == other.origin for one, other in dropped]
@@ -80,13 +93,17 @@ def quality(documents: list[Document], folder: Path, threshold: float) -> dict[s
 
 
 def pages(folder: Path, threshold: float, most: int = 4000) -> list[dict[str, Any]]:
-    """What is dropped of a folder's files, and what connected components of all similar pairs would drop."""
+    """What is dropped of a folder's files, and what connected components of all similar pairs would
+    drop.
+    """
     texts: dict[str, None] = {}
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     random.Random(0).shuffle(paths)
     for path in paths:
         with contextlib.suppress(OSError, UnicodeDecodeError, EOFError):
-            text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+            text = (
+                gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            ).decode()
             if len(text) >= 500 and len(texts) < most:
                 texts[text] = None
     with tempfile.TemporaryDirectory() as temporary:
@@ -97,10 +114,15 @@ def pages(folder: Path, threshold: float, most: int = 4000) -> list[dict[str, An
     equal = np.stack([np.count_nonzero(numbers == row, axis=1) for row in numbers])
     similar = equal >= threshold * NUM_HASHES
     component = np.arange(len(similar))
-    while not np.array_equal(component, lower := np.where(similar, component, len(component)).min(axis=1)):
+    while not np.array_equal(
+        component, lower := np.where(similar, component, len(component)).min(axis=1)
+    ):
         component = lower
     rows = []
-    for name, kept in (("as here", stays), ("connected components", component == np.arange(len(component)))):
+    for name, kept in (
+        ("as here", stays),
+        ("connected components", component == np.arange(len(component))),
+    ):
         with_similar = np.count_nonzero(similar[:, kept], axis=1) > 0
         others = similar[np.ix_(kept, kept)].sum(axis=1) > 1
         rows.append(
@@ -116,7 +138,9 @@ def pages(folder: Path, threshold: float, most: int = 4000) -> list[dict[str, An
 
 
 def search(count: int) -> dict[str, Any]:
-    """Time and peak memory of the search among signatures, half of which are near duplicates (J = 0.75) of others."""
+    """Time and peak memory of the search among signatures, half of which are near duplicates (J =
+    0.75) of others.
+    """
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{part}") for part in range(10)]
@@ -201,11 +225,24 @@ CHILDREN = {"datasketch": datasketch, "rensa": rensa}
 
 def tables(results: dict[str, Any]) -> list[str]:
     languages, found = results["languages"], results["search"]
-    columns = ["documents", *KINDS, "precision", "precision, planted", "signature MB/s", "filters MB/s"]
-    body = [f"Recall of each kind of copy, and precision, at {results['threshold']}; speed per CPU second:", ""]
+    columns = [
+        "documents",
+        *KINDS,
+        "precision",
+        "precision, planted",
+        "signature MB/s",
+        "filters MB/s",
+    ]
+    body = [
+        f"Recall of each kind of copy, and precision, at {results['threshold']}; speed per CPU second:",
+        "",
+    ]
     body += [f"| language | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for language, row in languages.items():
-        formats = ("," if column == "documents" else ".1f" if "MB" in column else ".3f" for column in columns)
+        formats = (
+            "," if column == "documents" else ".1f" if "MB" in column else ".3f"
+            for column in columns
+        )
         shown = [format(row[column], style) for column, style in zip(columns, formats, strict=True)]
         body.append(f"| {language} | {' | '.join(shown)} |")
     body += ["", "Search among signatures, half of them near duplicates of others:", ""]
@@ -216,23 +253,42 @@ def tables(results: dict[str, Any]) -> list[str]:
         body += ["", "Whole files of a folder, in random order:", ""]
         body += [f"| {' | '.join(results['pages'][0])} |", "|---" * len(results["pages"][0]) + "|"]
     for row in results["pages"]:
-        shown = [format(value, ".3f") if isinstance(value, float) else str(value) for value in row.values()]
+        shown = [
+            format(value, ".3f") if isinstance(value, float) else str(value)
+            for value in row.values()
+        ]
         body.append(f"| {' | '.join(shown)} |")
     if results["libraries"]:
         body += ["", f"Libraries, {NUM_HASHES} hashes and {BANDS} bands:", ""]
-        body += ["| library | text to MinHash, MB/s | memory per document, bytes |", "|---|---|---|"]
+        body += [
+            "| library | text to MinHash, MB/s | memory per document, bytes |",
+            "|---|---|---|",
+        ]
     for name, row in results["libraries"].items():
-        shown = [row["failed"], ""] if "failed" in row else [f"{row['MB/s']:.1f}", f"{row['bytes per document']:,.0f}"]
+        shown = (
+            [row["failed"], ""]
+            if "failed" in row
+            else [f"{row['MB/s']:.1f}", f"{row['bytes per document']:,.0f}"]
+        )
         body.append(f"| {name} | {' | '.join(shown)} |")
     return body
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--text", action="append", default=[], metavar="LANGUAGE=FILE", help="more text, UTF-8")
+    parser.add_argument(
+        "--text", action="append", default=[], metavar="LANGUAGE=FILE", help="more text, UTF-8"
+    )
     parser.add_argument("--threshold", type=float, default=THRESHOLD, help="of similarity")
-    parser.add_argument("--pages", type=Path, metavar="FOLDER", help="whole files, such as /usr/share/man")
-    parser.add_argument("--per-kind", type=int, default=300, help="copies of each kind, at most a sixth of the text's")
+    parser.add_argument(
+        "--pages", type=Path, metavar="FOLDER", help="whole files, such as /usr/share/man"
+    )
+    parser.add_argument(
+        "--per-kind",
+        type=int,
+        default=300,
+        help="copies of each kind, at most a sixth of the text's",
+    )
     parser.add_argument("--signatures", type=int, default=2_500_000, help="of the search")
     parser.add_argument("--child", choices=["search", *CHILDREN], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -251,7 +307,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for language, texts in corpora.items():
             documents = planted(texts, min(options.per_kind, len(set(texts)) // 6), seed=0)
-            row = results["languages"][language] = quality(documents, Path(folder), options.threshold)
+            row = results["languages"][language] = quality(
+                documents, Path(folder), options.threshold
+            )
             row["signature MB/s"] = per_second(signature, texts)
             row["filters MB/s"] = per_second(lambda text: rejection(text, PASS_ALL), texts)
     command = [sys.executable, __file__, f"--signatures={options.signatures}", "--child"]

@@ -1,11 +1,12 @@
-"""What must work on a machine before anything is measured there: training, saving, stopping and resuming.
+"""What must work on a machine before anything is measured there: training, saving, stopping and
+resuming.
 
     python benchmarks/first_checks.py [--device cuda]
 
-The checks run one after the other, each in separate processes: the versions of what torch uses; a run by
-`python train.py` that saves in the background and is stopped by SIGTERM; its continuation under torchrun; a run by
-`./run_train.sh` on all GPUs (on one, if their number is not a power of two). The results are written after each check,
-with the end of the output of one that fails.
+The checks run one after the other, each in separate processes: the versions of what torch uses; a
+run by `python train.py` that saves in the background and is stopped by SIGTERM; its continuation
+under torchrun; a run by `./run_train.sh` on all GPUs (on one, if their number is not a power of
+two). The results are written after each check, with the end of the output of one that fails.
 Takes half a minute on two CPU cores (`--device cpu`).
 """
 
@@ -27,7 +28,13 @@ from typing import Any
 import report
 
 LIMIT = 120  # seconds for one process
-OPTIONS = ["debug", "--training.steps=60", "--run.sample_tokens=0", "--metrics.log_freq=1", "--validation.freq=30"]
+OPTIONS = [
+    "debug",
+    "--training.steps=60",
+    "--run.sample_tokens=0",
+    "--metrics.log_freq=1",
+    "--validation.freq=30",
+]
 SAVES = ["--checkpoint.freq=20", "--checkpoint.async_mode=async_pinned"]
 VERSIONS = """
 import json, torch
@@ -45,7 +52,10 @@ print(json.dumps(found))
 
 
 def run(command: list[str], expected: int = 0, **environment: str) -> str:
-    """Runs a command. Raises RuntimeError with the end of its output if its exit code is another."""
+    """Runs a command.
+
+    Raises RuntimeError with the end of its output if its exit code is another.
+    """
     done = subprocess.run(
         command,
         cwd=report.ROOT,
@@ -56,7 +66,9 @@ def run(command: list[str], expected: int = 0, **environment: str) -> str:
         timeout=LIMIT,
     )
     if done.returncode != expected:
-        raise RuntimeError(f"exit code {done.returncode}, expected {expected}\n{done.stdout[-3000:]}")
+        raise RuntimeError(
+            f"exit code {done.returncode}, expected {expected}\n{done.stdout[-3000:]}"
+        )
     return done.stdout
 
 
@@ -68,9 +80,18 @@ def versions(folder: Path, device: str) -> dict[str, Any]:
 
 
 def stopped(folder: Path, device: str) -> dict[str, Any]:
-    """`python train.py`, stopped by SIGTERM after step 10: exit code 75, and the checkpoints that are there then."""
+    """`python train.py`, stopped by SIGTERM after step 10: exit code 75, and the checkpoints that
+    are there then.
+    """
     log = (folder / "output.txt").open("w+")
-    command = [sys.executable, "train.py", *OPTIONS, *SAVES, f"--run.device={device}", f"--run.folder={folder}"]
+    command = [
+        sys.executable,
+        "train.py",
+        *OPTIONS,
+        *SAVES,
+        f"--run.device={device}",
+        f"--run.folder={folder}",
+    ]
     process = subprocess.Popen(command, cwd=report.ROOT, stdout=log, stderr=subprocess.STDOUT)
     metrics, deadline = folder / "debug/metrics.jsonl", time.monotonic() + LIMIT
     try:
@@ -84,12 +105,22 @@ def stopped(folder: Path, device: str) -> dict[str, Any]:
         process.kill()
     if code != 75:
         raise RuntimeError(f"exit code {code}, expected 75\n{Path(log.name).read_text()[-3000:]}")
-    return {"checkpoints": sorted(path.name for path in (folder / "debug/checkpoints").glob("step-*"))}
+    return {
+        "checkpoints": sorted(path.name for path in (folder / "debug/checkpoints").glob("step-*"))
+    }
 
 
 def resumed(folder: Path, device: str) -> dict[str, Any]:
     """The same run to its end, under torchrun with one process."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "train.py"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        "train.py",
+    ]
     output = run([*launcher, *OPTIONS, *SAVES, f"--run.device={device}", f"--run.folder={folder}"])
     if "resumed from" not in output:
         raise RuntimeError(f"it did not resume\n{output[-3000:]}")
@@ -101,7 +132,9 @@ def resumed(folder: Path, device: str) -> dict[str, Any]:
 
 
 def all_devices(folder: Path, device: str) -> dict[str, Any]:
-    """`./run_train.sh` on all GPUs if their number is a power of two, otherwise on one; two processes on a CPU."""
+    """`./run_train.sh` on all GPUs if their number is a power of two, otherwise on one; two
+    processes on a CPU.
+    """
     count = len(report.gpus()) if device == "cuda" else 2
     if count & (count - 1):
         count = 1  # the batch of the debug config is a power of two
@@ -126,7 +159,8 @@ def main() -> None:
                 results[check.__name__] = found = check(Path(folder), device)
                 result = ", ".join(f"{name} {value}" for name, value in found.items())
             except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
-                output = getattr(error, "output", None) or b""  # of a time-out; the others' messages have it
+                # Of a time-out; the others' messages have it
+                output = getattr(error, "output", None) or b""
                 error = RuntimeError(f"{error}\n{output[-3000:]!r}" if output else str(error))
                 results[check.__name__] = {"failed": str(error)}
                 result = f"FAILED: {str(error).splitlines()[0]}"

@@ -1,8 +1,10 @@
-"""A user's first runs: the first command trains, several processes agree, and a stopped run resumes.
+"""A user's first runs: the first command trains, several processes agree, and a stopped run
+resumes.
 
     python benchmarks/first_run.py
 
-Runs ./run_train.sh as a user would, prints a table and writes it to benchmarks/results/ as Markdown and JSON.
+Runs ./run_train.sh as a user would, prints a table and writes it to benchmarks/results/ as Markdown
+and JSON.
 Needs the environment of run_train.sh. Takes ten minutes on two cores.
 """
 
@@ -40,7 +42,9 @@ def run(arguments: list[str], processes: int = 1, expected: int = 0) -> tuple[fl
     process = start(arguments, processes)
     output, _ = process.communicate()
     if process.returncode != expected:
-        raise SystemExit(f"{arguments}: exit code {process.returncode}, expected {expected}\n{output}")
+        raise SystemExit(
+            f"{arguments}: exit code {process.returncode}, expected {expected}\n{output}"
+        )
     return time.monotonic() - started, output
 
 
@@ -50,28 +54,44 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 def curve(folder: Path) -> Curve:
     """step -> (loss, gradient norm)."""
-    return {int(row["step"]): (row["loss"], row["grad_norm"]) for row in rows(folder) if "loss" in row}
+    return {
+        int(row["step"]): (row["loss"], row["grad_norm"]) for row in rows(folder) if "loss" in row
+    }
 
 
 def validation(folder: Path) -> dict[int, float]:
-    return {int(r["step"]): v for r in rows(folder) for k, v in r.items() if k.startswith("validation") and "loss" in k}
+    return {
+        int(r["step"]): v
+        for r in rows(folder)
+        for k, v in r.items()
+        if k.startswith("validation") and "loss" in k
+    }
 
 
 def difference(a: Curve, b: Curve) -> tuple[float, float]:
-    """Largest relative difference of the losses and of the gradient norms; the steps must be the same."""
+    """Largest relative difference of the losses and of the gradient norms; the steps must be the
+    same.
+    """
     assert sorted(a) == sorted(b), (sorted(a), sorted(b))
     loss, norm = ([abs(a[step][i] - b[step][i]) / abs(a[step][i]) for step in a] for i in (0, 1))
     return max(loss), max(norm)
 
 
 def stop(arguments: list[str], folder: Path, number: signal.Signals, processes: int) -> int:
-    """Sends a signal once step 10 is logged: SIGTERM to the launcher, SIGKILL to a worker. Returns the exit code."""
+    """Sends a signal once step 10 is logged: SIGTERM to the launcher, SIGKILL to a worker.
+
+    Returns the exit code.
+    """
     process = start(arguments, processes)
-    while process.poll() is None and (not (folder / "metrics.jsonl").exists() or max(curve(folder), default=0) < 10):
+    while process.poll() is None and (
+        not (folder / "metrics.jsonl").exists() or max(curve(folder), default=0) < 10
+    ):
         time.sleep(0.01)
     target = process.pid
     if number == signal.SIGKILL:
-        listing = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+        listing = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+        ).stdout
         target = int(listing.split()[0])
     os.kill(target, number)
     process.communicate()
@@ -88,12 +108,21 @@ def train_fully(folder: Path) -> list[tuple[str, str]]:
     return [
         ("./run_train.sh, environment ready, whole command", f"{seconds:.0f} s"),
         ("of that in training steps", f"{last_row['seconds']:.0f} s"),
-        ("validation loss at the start and at the end", f"{first:.3f} -> {last:.3f} (fell by {first - last:.2f} nats)"),
+        (
+            "validation loss at the start and at the end",
+            f"{first:.3f} -> {last:.3f} (fell by {first - last:.2f} nats)",
+        ),
     ]
 
 
 def agree(folder: Path) -> list[tuple[str, str]]:
-    base = ["debug", f"--run.folder={folder}", "--training.steps=20", "--metrics.log_freq=1", "--run.sample_tokens=0"]
+    base = [
+        "debug",
+        f"--run.folder={folder}",
+        "--training.steps=20",
+        "--metrics.log_freq=1",
+        "--run.sample_tokens=0",
+    ]
     for processes in (1, 2, 4):
         run([*base, f"--run.name={processes}"], processes)
     lines = []
@@ -102,12 +131,20 @@ def agree(folder: Path) -> list[tuple[str, str]]:
         one, many = validation(folder / "1"), validation(folder / str(processes))
         held_out = max(abs(one[step] - many[step]) / one[step] for step in one)
         text = f"loss {loss:.1e}, gradient norm {norm:.1e}, validation loss {held_out:.1e}"
-        lines.append((f"debug, 20 steps, 1 and {processes} processes: largest relative difference", text))
+        lines.append(
+            (f"debug, 20 steps, 1 and {processes} processes: largest relative difference", text)
+        )
     return lines
 
 
 def resume(folder: Path) -> list[tuple[str, str]]:
-    base = ["debug", f"--run.folder={folder}", "--training.steps=20", "--metrics.log_freq=1", "--run.sample_tokens=0"]
+    base = [
+        "debug",
+        f"--run.folder={folder}",
+        "--training.steps=20",
+        "--metrics.log_freq=1",
+        "--run.sample_tokens=0",
+    ]
     base += ["--validation.freq=0", "--checkpoint.freq=4"]
     lines = []
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -118,7 +155,9 @@ def resume(folder: Path) -> list[tuple[str, str]]:
             reached = max(curve(folder / name))
             run([*base, f"--run.name={name}"], after)
             loss, norm = difference(curve(folder / f"whole-{after}"), curve(folder / name))
-            text = f"exit code {code} after step {reached}; loss {loss:.1e}, gradient norm {norm:.1e}"
+            text = (
+                f"exit code {code} after step {reached}; loss {loss:.1e}, gradient norm {norm:.1e}"
+            )
             what = f"{number.name} near step 10 of 20 with {before} processes, then {after}: against a run not stopped"
             lines.append((what, text + (" (every bit the same)" if loss == norm == 0 else "")))
     return lines

@@ -1,9 +1,11 @@
-"""The effect of keeping the memory of freed tensors (`keep_freed_memory` in titanlite/distributed/process_group.py).
+"""The effect of keeping the memory of freed tensors (`keep_freed_memory` in
+titanlite/distributed/process_group.py).
 
     python benchmarks/freed_memory.py [--cases "debug;25m"] [--steps 12] [--rounds 2]
 
-Each case of `throughput.py` runs in separate processes in the order A B B A, once a round: A as it is, B with an
-environment that leaves the C library's default. Reported are the medians of their speeds and of their peak memory.
+Each case of `throughput.py` runs in separate processes in the order A B B A, once a round: A as it
+is, B with an environment that leaves the C library's default. Reported are the medians of their
+speeds and of their peak memory.
 """
 
 from __future__ import annotations
@@ -38,11 +40,16 @@ def compare(case: str, steps: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", default="debug;25m, fp32;25m;124m", help="names of cases, with ;")
+    parser.add_argument(
+        "--cases", default="debug;25m, fp32;25m;124m", help="names of cases, with ;"
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
-    body = ["| case | s per step: kept, default | times as fast | peak GiB: kept, default |", "|---|---|---|---|"]
+    body = [
+        "| case | s per step: kept, default | times as fast | peak GiB: kept, default |",
+        "|---|---|---|---|",
+    ]
     results: dict[str, Any] = {}
     for case in named([name.strip() for name in options.cases.split(";")]):
         results[case] = one = compare(case, options.steps, options.rounds)
@@ -52,7 +59,9 @@ def main() -> None:
             (kept, default), (less, more) = (
                 [statistics.median(side) for side in one[key]] for key in ("seconds", "GiB")
             )
-            body.append(f"| {case} | {kept:.3f}, {default:.3f} | {default / kept:.2f} | {less:.2f}, {more:.2f} |")
+            body.append(
+                f"| {case} | {kept:.3f}, {default:.3f} | {default / kept:.2f} | {less:.2f}, {more:.2f} |"
+            )
         print(body[-1], flush=True)
     report.write("freed_memory", "Keeping the memory of freed tensors", body, results)
     report.exit_code(results)

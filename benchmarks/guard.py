@@ -2,9 +2,10 @@
 
     python benchmarks/guard.py [--steps 12] [-- CONFIG --section.key=value ...]
 
-Whole steps with and without the guard differ by less than single steps of a shared machine do (`levers.py` has that
-pair). So this measures the parts: `judge`, and the optimizer's step with and without `found_inf`, in turn. The default
-is 26 million parameters with a window of losses and gradient norms. Takes two minutes on two cores.
+Whole steps with and without the guard differ by less than single steps of a shared machine do
+(`levers.py` has that pair). So this measures the parts: `judge`, and the optimizer's step with and
+without `found_inf`, in turn. The default is 26 million parameters with a window of losses and
+gradient norms. Takes two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("config", nargs="*", default=CASES["25m, guarded"])
     options = parser.parse_args()
@@ -62,7 +65,9 @@ def main() -> None:
     for number in range(UNCOUNTED + options.steps):
         step(*make_batch(trainer.config, trainer.device, number))
     whole, judge = statistics.median(steps[UNCOUNTED:]), statistics.median(judged[UNCOUNTED:])
-    with_flag, without = (statistics.median(updates[guarded][UNCOUNTED // 2 :]) for guarded in (True, False))
+    with_flag, without = (
+        statistics.median(updates[guarded][UNCOUNTED // 2 :]) for guarded in (True, False)
+    )
     added = judge + max(0.0, with_flag - without)
     rows = [
         "| part | milliseconds |",
@@ -75,7 +80,12 @@ def main() -> None:
         f"The guard adds {100 * added / whole:.2f} % to a step of `{' '.join(options.config)}`.",
     ]
     print("\n".join(rows))
-    results = {"step": steps, "judge": judged, "update guarded": updates[True], "update": updates[False]}
+    results = {
+        "step": steps,
+        "judge": judged,
+        "update guarded": updates[True],
+        "update": updates[False],
+    }
     report.write("guard", "The guard's share of a step", rows, results)
 
 

@@ -2,11 +2,12 @@
 
     python benchmarks/levers.py [--pairs "25m, full/25m; ..."] [--rounds 6]
 
-Each pair is two cases of `throughput.py` in one process: rounds of steps in the order A B B A, after a few that are not
-measured, and the median over the rounds of the ratio of their speeds. So a drift of the machine's speed affects both.
-On a CPU half of the rounds run in a second process in which B is built first, because the placement of memory changes
-the speed by some per cent. Peak memory is in the table of `throughput.py`, which runs each case in a separate process.
-Takes ten minutes on two cores.
+Each pair is two cases of `throughput.py` in one process: rounds of steps in the order A B B A,
+after a few that are not measured, and the median over the rounds of the ratio of their speeds. So a
+drift of the machine's speed affects both. On a CPU half of the rounds run in a second process in
+which B is built first, because the placement of memory changes the speed by some per cent. Peak
+memory is in the table of `throughput.py`, which runs each case in a separate process. Takes ten
+minutes on two cores.
 """
 
 from __future__ import annotations
@@ -41,14 +42,21 @@ PAIRS = {
         "debug, documents/debug",
         "25m, documents/25m",
     ],
-    # The memory budget is one setting for a whole process: its case is in the table of throughput.py only.
-    "gpu": [f"{name}/1b" for name in CASES if name.startswith("1b, ") and not name.endswith(("8192", "budget 0.5"))],
+    # The memory budget is one setting for a whole process: its case is in the table of
+    # throughput.py only.
+    "gpu": [
+        f"{name}/1b"
+        for name in CASES
+        if name.startswith("1b, ") and not name.endswith(("8192", "budget 0.5"))
+    ],
 }
 UNCOUNTED = 3
 
 
 def child(pair: str, rounds: int, order: list[int]) -> dict[str, Any]:
-    """Measures one pair in this process: the seconds of the steps of both, and the ratios of all rounds."""
+    """Measures one pair in this process: the seconds of the steps of both, and the ratios of all
+    rounds.
+    """
     from contestants import Titanlite, make_batch, side_by_side, timed
 
     built = {i: Titanlite(CASES[pair.split("/")[i]]) for i in order}
@@ -65,13 +73,24 @@ def measure(pair: str, rounds: int, orders: tuple[str, ...]) -> dict[str, Any]:
     """As many processes as orders of building, with a share of the rounds each."""
     found = []
     for order in orders:
-        command = [sys.executable, __file__, "--child", pair, order, "--rounds", str(math.ceil(rounds / len(orders)))]
+        command = [
+            sys.executable,
+            __file__,
+            "--child",
+            pair,
+            order,
+            "--rounds",
+            str(math.ceil(rounds / len(orders))),
+        ]
         found.append(report.child(command))
     if failed := report.failure(*found):
         return {"failed": failed}
     return {
         "ratio": statistics.median(ratio for one in found for ratio in one["ratios"]),
-        "seconds": [statistics.median(second for one in found for second in one["seconds"][i]) for i in (0, 1)],
+        "seconds": [
+            statistics.median(second for one in found for second in one["seconds"][i])
+            for i in (0, 1)
+        ],
         "by process": [statistics.median(one["ratios"]) for one in found],
     }
 
@@ -79,7 +98,9 @@ def measure(pair: str, rounds: int, orders: tuple[str, ...]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--pairs", default="", help="cpu, gpu, or A/B; A/B of throughput's cases; default: by the device"
+        "--pairs",
+        default="",
+        help="cpu, gpu, or A/B; A/B of throughput's cases; default: by the device",
     )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
@@ -97,7 +118,10 @@ def main() -> None:
     pairs = PAIRS.get(chosen) or [pair.strip() for pair in chosen.split(";")]
     if bad := [pair for pair in pairs if len(named(pair.split("/"))) != 2]:
         parser.error(f"--pairs {bad[0]!r}: expected two cases, as in 25m, full/25m")
-    body = ["| case | against | times as fast | by process | seconds per step |", "|---|---|---|---|---|"]
+    body = [
+        "| case | against | times as fast | by process | seconds per step |",
+        "|---|---|---|---|---|",
+    ]
     results: dict[str, Any] = {}
     for pair in pairs:
         a, b = pair.split("/")
@@ -111,8 +135,21 @@ def main() -> None:
         seconds = ", ".join(f"{second:.3f}" for second in one["seconds"])
         body.append(f"| {a} | {b} | {one['ratio']:.2f} | {by_process} | {seconds} |")
         print(body[-1], flush=True)
-        lines = [*body, "", *(f"- {name}: `{' '.join(CASES[name])}`" for pair in results for name in pair.split("/"))]
-        report.write(f"levers_{chosen}" if chosen in PAIRS else "levers", "Levers", list(dict.fromkeys(lines)), results)
+        lines = [
+            *body,
+            "",
+            *(
+                f"- {name}: `{' '.join(CASES[name])}`"
+                for pair in results
+                for name in pair.split("/")
+            ),
+        ]
+        report.write(
+            f"levers_{chosen}" if chosen in PAIRS else "levers",
+            "Levers",
+            list(dict.fromkeys(lines)),
+            results,
+        )
     report.exit_code(results)
 
 

@@ -1,19 +1,22 @@
-"""What many ranks cost each other at the start, in a save and in a load of a large model, without having them.
+"""What many ranks cost each other at the start, in a save and in a load of a large model, without
+having them.
 
     python benchmarks/many_ranks.py [--ranks 8 128 512 1024] [--stock 8 128] [--background 64] [--before CHECKOUT]
 
-One process pretends to be rank 0 of N, on the meta device: tp 8, the rest dp_shard. Its own plan is made by the code of
-a run. What the other ranks would send is computed from the placements; a second process, pretending to be another rank,
-checks that this is what that rank plans. Nothing of the tensors is read or written, and no message crosses a network.
+One process pretends to be rank 0 of N, on the meta device: tp 8, the rest dp_shard. Its own plan is
+made by the code of a run. What the other ranks would send is computed from the placements; a second
+process, pretending to be another rank, checks that this is what that rank plans. Nothing of the
+tensors is read or written, and no message crosses a network.
 
     save   plan; read the messages of all ranks; check that the parts make up all tensors; write the manifest
     load   read the manifest; find the files and ranges of this rank's parts
 
-`--stock`: the same with the planner of torch.distributed.checkpoint: its local plan, unpickling the plans of all ranks,
-removing duplicates and checking (`create_global_plan`), and pickling them again. It is measured for these numbers of
-ranks only, because its time grows with them. The manifest of format 1, which listed all parts, is made and
-read for comparison. `--background`: a training step during a save, see background_save.py. Descriptors and file
-operations: see run_counts.py; `--before` counts those of another checkout too.
+`--stock`: the same with the planner of torch.distributed.checkpoint: its local plan, unpickling the
+plans of all ranks, removing duplicates and checking (`create_global_plan`), and pickling them
+again. It is measured for these numbers of ranks only, because its time grows with them. The
+manifest of format 1, which listed all parts, is made and read for comparison. `--background`: a
+training step during a save, see background_save.py. Descriptors and file operations: see
+run_counts.py; `--before` counts those of another checkout too.
 """
 
 from __future__ import annotations
@@ -55,7 +58,9 @@ def measure(flavor: str, ranks: int) -> dict[str, Any]:
     state = state_of(FLAVORS[flavor], ranks, 0)
     plan, plan_seconds = timed(lambda: Plan(state))
     own, other = plan.boxes(), ranks // 2 + 1
-    planned = report.child([sys.executable, __file__, "--flavor", flavor, "--one", "boxes", str(ranks), str(other)])
+    planned = report.child(
+        [sys.executable, __file__, "--flavor", flavor, "--one", "boxes", str(ranks), str(other)]
+    )
     layouts = examples(state, plan.table)
     pretended = json.loads(json.dumps(pretended_report(layouts, other)))
     assert sorted(planned["boxes"]) == sorted(pretended), "another rank plans something else"
@@ -68,7 +73,9 @@ def measure(flavor: str, ranks: int) -> dict[str, Any]:
 
     def commit() -> str:
         results = [json.loads(message)[0] for message in messages]
-        entries = tensor_entries([plan.table, *({} for _ in range(ranks - 1))], [boxes for _, boxes in results])
+        entries = tensor_entries(
+            [plan.table, *({} for _ in range(ranks - 1))], [boxes for _, boxes in results]
+        )
         files = {name: FileEntry(*entry) for own, _ in results for name, (entry, _) in own.items()}
         return to_text(Manifest(1, True, "", "", {}, {}, "", None, files, entries))
 
@@ -78,7 +85,11 @@ def measure(flavor: str, ranks: int) -> dict[str, Any]:
 
     def find() -> int:
         tensors = manifest.tensors
-        return sum(1 for p, _ in local_parts(state) for _ in tensors[p.name].grid.overlapping(p.offsets, p.sizes))
+        return sum(
+            1
+            for p, _ in local_parts(state)
+            for _ in tensors[p.name].grid.overlapping(p.offsets, p.sizes)
+        )
 
     pieces, find_seconds = timed(find)
     fields = json.loads(text.rpartition(manifests.SEAL)[0] + "}")
@@ -107,7 +118,10 @@ def format_1(fields: dict[str, Any]) -> str:
     for name, entry in fields["tensors"].items():
         edges, files = (grids[str(entry["grid"])][key] for key in ("edges", "files"))
         cells = itertools.product(*(itertools.pairwise(line) for line in edges))
-        chunks = [[f, [a for a, _ in cell], [b - a for a, b in cell]] for cell, f in zip(cells, files, strict=True)]
+        chunks = [
+            [f, [a for a, _ in cell], [b - a for a, b in cell]]
+            for cell, f in zip(cells, files, strict=True)
+        ]
         tensors[name] = {"dtype": entry["dtype"], "shape": entry["shape"], "chunks": chunks}
     rest = {key: value for key, value in fields.items() if key != "grids"}
     return json.dumps(rest | {"format": 1, "tensors": tensors})[:-1]
@@ -128,8 +142,11 @@ def measure_stock(flavor: str, ranks: int) -> dict[str, Any]:
     local, plan_seconds = timed(planner.create_local_plan)
     table, sent = Plan(state).table, []
     for rank in range(ranks):
-        # A layout differs between tensors of one kind by its writer only, so its box is that of all of them.
-        boxes = {layout: box_of(value, rank) for layout, (_, value, _) in examples(state, table).items()}
+        # A layout differs between tensors of one kind by its writer only, so its box is that of all
+        # of them.
+        boxes = {
+            layout: box_of(value, rank) for layout, (_, value, _) in examples(state, table).items()
+        }
         items = []
         for item in local.items:
             layout = table[item.index.fqn][2]
@@ -175,19 +192,29 @@ ROWS = {  # label -> key, format
     "file operations of all ranks: load": ("operations_load", "{:,.0f}"),
     "file operations of all ranks: save": ("operations_save", "{:,.0f}"),
 }
-COUNTED = [label for label, (key, _) in ROWS.items() if key.startswith(("descriptors", "operations"))]
+COUNTED = [
+    label for label, (key, _) in ROWS.items() if key.startswith(("descriptors", "operations"))
+]
 ROWS |= {f"before: {label}": (f"before_{ROWS[label][0]}", "{:,.0f}") for label in COUNTED}
 
 
-def counts(root: Path, ranks: list[int], prefix: str) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """What is counted in runs with 2, 4 and 8 processes: for these numbers of ranks, and as lines of a table."""
+def counts(
+    root: Path, ranks: list[int], prefix: str
+) -> tuple[dict[int, dict[str, float]], list[str]]:
+    """What is counted in runs with 2, 4 and 8 processes: for these numbers of ranks, and as lines
+    of a table.
+    """
     found = {processes: run_counts.count(root, processes) for processes in (2, 4, 8)}
     print(prefix, found, flush=True)
     lines = [
-        f"| {prefix}{key.replace('_', ' ')} | " + " | ".join(str(f[key]) for f in found.values()) + " |"
+        f"| {prefix}{key.replace('_', ' ')} | "
+        + " | ".join(str(f[key]) for f in found.values())
+        + " |"
         for key in found[2]
     ]
-    return {n: {prefix + key: value for key, value in run_counts.fit(found, n).items()} for n in ranks}, lines
+    return {
+        n: {prefix + key: value for key, value in run_counts.fit(found, n).items()} for n in ranks
+    }, lines
 
 
 def in_background(flavor: str, ranks: int) -> tuple[dict[str, float], str]:
@@ -205,11 +232,19 @@ def in_background(flavor: str, ranks: int) -> tuple[dict[str, float], str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 128, 512, 1024])
     parser.add_argument("--stock", type=int, nargs="*", default=[8, 128])
-    parser.add_argument("--background", type=int, default=64, help="number of ranks; 0: not measured")
-    parser.add_argument("--before", type=Path, help="another checkout, whose descriptors and file operations to count")
+    parser.add_argument(
+        "--background", type=int, default=64, help="number of ranks; 0: not measured"
+    )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        help="another checkout, whose descriptors and file operations to count",
+    )
     parser.add_argument("--flavor", default="llama3_405b")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -230,14 +265,25 @@ def main() -> None:
         run = [sys.executable, __file__, "--flavor", options.flavor, "--one"]
         found = report.child([*run, "own", str(ranks)])
         if ranks in options.stock:
-            found |= {f"stock_{key}": value for key, value in report.child([*run, "stock", str(ranks)]).items()}
-        found |= {key.replace("_bytes", "_mb"): value / 1e6 for key, value in found.items() if key.endswith("_bytes")}
+            found |= {
+                f"stock_{key}": value
+                for key, value in report.child([*run, "stock", str(ranks)]).items()
+            }
+        found |= {
+            key.replace("_bytes", "_mb"): value / 1e6
+            for key, value in found.items()
+            if key.endswith("_bytes")
+        }
         results[str(ranks)] = found | counted[ranks]
         print(ranks, found, flush=True)
     body += ["| | " + " | ".join(f"{ranks:,} ranks" for ranks in options.ranks) + " |"]
     body += ["|---" * (len(options.ranks) + 1) + "|"]
     for label, (key, form) in ROWS.items():
-        cells = [form.format(f[key]) if key in f else "not measured" for n, f in results.items() if n != "background"]
+        cells = [
+            form.format(f[key]) if key in f else "not measured"
+            for n, f in results.items()
+            if n != "background"
+        ]
         body.append(f"| {label} | " + " | ".join(cells) + " |")
     body += ["", "Counted with 2, 4 and 8 processes, and continued as a line or parabola:", ""]
     body += ["| | 2 processes | 4 processes | 8 processes |", "|---|---|---|---|", *lines]

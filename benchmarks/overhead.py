@@ -2,11 +2,12 @@
 
     python benchmarks/overhead.py [--steps 8] [--rounds 3] [-- CONFIG --section.key=value ...]
 
-Runs three processes in rounds in the order A B C C B A: train.py itself (data, clipping, metrics, signals, watchdog), a
-plain loop around the same model on text, and the same loop with `fully_shard` around each block and the model. Each
-runs `--steps` steps after two that are not measured. Each round compares the medians of its steps. The result is the
-median over the rounds, with their range, because single rounds vary on a shared machine. The default is 25 million
-parameters and 2,048 tokens per step. Takes a quarter of an hour on two cores.
+Runs three processes in rounds in the order A B C C B A: train.py itself (data, clipping, metrics,
+signals, watchdog), a plain loop around the same model on text, and the same loop with `fully_shard`
+around each block and the model. Each runs `--steps` steps after two that are not measured. Each
+round compares the medians of its steps. The result is the median over the rounds, with their range,
+because single rounds vary on a shared machine. The default is 25 million parameters and 2,048
+tokens per step. Takes a quarter of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ import report
 
 DEFAULT = ["cpu_25m", "--training.local_batch_size=4", "--training.global_batch_size=4"]
 DEFAULT += ["--training.compute_dtype=float32", "--compile.enabled=false"]  # as the bare loop does
-ALONE = ["--checkpoint.freq=0", "--validation.freq=0", "--metrics.log_freq=1", "--run.sample_tokens=0"]
+ALONE = [
+    "--checkpoint.freq=0",
+    "--validation.freq=0",
+    "--metrics.log_freq=1",
+    "--run.sample_tokens=0",
+]
 UNCOUNTED = 2
 BARE = """
 import json, sys, time
@@ -52,12 +58,18 @@ def measure(kind: str, arguments: list[str], steps: int, folder: Path) -> list[f
     own = [f"--run.folder={run}", "--run.name=run", f"--training.steps={steps}", *ALONE]
     bare = ["-c", BARE, json.dumps(arguments), str(steps), KINDS[kind]]
     command = [sys.executable, *(bare if KINDS[kind] else ["train.py", *arguments, *own])]
-    done = subprocess.run(command, cwd=report.ROOT, env=environment, check=False, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, cwd=report.ROOT, env=environment, check=False, stdout=subprocess.PIPE, text=True
+    )
     if done.returncode:
-        raise SystemExit(f"{kind} ended with exit code {done.returncode}")  # its output has the reason
+        # Its output has the reason
+        raise SystemExit(f"{kind} ended with exit code {done.returncode}")
     if KINDS[kind]:
         return json.loads(done.stdout.splitlines()[-1])[UNCOUNTED:]
-    seconds = [json.loads(line)["seconds"] for line in Path(run, "run/metrics.jsonl").read_text().splitlines()]
+    seconds = [
+        json.loads(line)["seconds"]
+        for line in Path(run, "run/metrics.jsonl").read_text().splitlines()
+    ]
     return [b - a for a, b in zip([0.0, *seconds], seconds, strict=False)][UNCOUNTED:]
 
 
@@ -68,9 +80,12 @@ def main() -> None:
     parser.add_argument("arguments", nargs="*", default=DEFAULT)
     options = parser.parse_args()
     if min(options.steps, options.rounds) < 1:
-        parser.error(f"--steps {options.steps} --rounds {options.rounds}: expected at least 1 of each")
+        parser.error(
+            f"--steps {options.steps} --rounds {options.rounds}: expected at least 1 of each"
+        )
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    over: dict[str, list[float]] = {kind: [] for kind in KINDS}  # a round's median step over the bare loop's, less one
+    # a round's median step over the bare loop's, less one
+    over: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(options.rounds):
             here: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -80,14 +95,25 @@ def main() -> None:
                 print(f"{kind}: {statistics.median(seconds):.3f} s per step", flush=True)
             for kind, seconds in here.items():
                 found[kind] += seconds
-                over[kind].append(statistics.median(seconds) / statistics.median(here["bare loop"]) - 1)
+                over[kind].append(
+                    statistics.median(seconds) / statistics.median(here["bare loop"]) - 1
+                )
     body = [f"`{' '.join(options.arguments)}`, {options.rounds} rounds", ""]
-    body += ["| | median step | over the bare loop, by rounds | least and most |", "|---|---|---|---|"]
+    body += [
+        "| | median step | over the bare loop, by rounds | least and most |",
+        "|---|---|---|---|",
+    ]
     for kind, seconds in found.items():
-        least, middle, most = (f"{100 * f(over[kind]):+.1f} %" for f in (min, statistics.median, max))
+        least, middle, most = (
+            f"{100 * f(over[kind]):+.1f} %" for f in (min, statistics.median, max)
+        )
         body.append(f"| {kind} | {statistics.median(seconds):.3f} s | {middle} | {least}, {most} |")
     print("\n".join(body))
-    results: dict[str, Any] = {"arguments": options.arguments, "steps": found, "over the bare loop": over}
+    results: dict[str, Any] = {
+        "arguments": options.arguments,
+        "steps": found,
+        "over the bare loop": over,
+    }
     report.write("overhead", "titanlite over a bare loop", body, results)
 
 

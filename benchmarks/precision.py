@@ -2,11 +2,12 @@
 
     python benchmarks/precision.py [--config debug] [--steps 200] [--cases "float16; offloaded moments"] [KEY=VALUE ...]
 
-Each case is a run of train.py in a separate process with the same data, seed and initial weights; further arguments are
-keys of all of them. The table has the mean loss of all steps and of the last tenth, their differences from fp32 in per
-cent, tokens per second of the second half (the median of the logged steps), and the peak memory. float16 is left out on
-CPUs, which multiply it a hundred times slower than fp32, unless `--cases` names it. An hour on two cores with debug's
-own batches; shorter with `training.global_batch_size=4 training.seq_len=128`.
+Each case is a run of train.py in a separate process with the same data, seed and initial weights;
+further arguments are keys of all of them. The table has the mean loss of all steps and of the last
+tenth, their differences from fp32 in per cent, tokens per second of the second half (the median of
+the logged steps), and the peak memory. float16 is left out on CPUs, which multiply it a hundred
+times slower than fp32, unless `--cases` names it. An hour on two cores with debug's own batches;
+shorter with `training.global_batch_size=4 training.seq_len=128`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ CASES = {
     "bfloat16 parameters": ["training.compute_dtype=float32", "training.param_dtype=bfloat16"],
     "offloaded moments": ["training.compute_dtype=float32", "parallel.optimizer_offload"],
     "full recomputation": ["training.compute_dtype=float32", "recompute.mode=full"],
-    "offloaded inputs of blocks": ["training.compute_dtype=float32", "recompute.mode=full", "recompute.offload"],
+    "offloaded inputs of blocks": [
+        "training.compute_dtype=float32",
+        "recompute.mode=full",
+        "recompute.offload",
+    ],
     "deterministic": ["training.compute_dtype=float32", "debug.deterministic"],
 }
 ON_GPU_ONLY = ("float16",)
@@ -47,14 +52,36 @@ ON_GPU_ONLY = ("float16",)
 def measure(case: str, config: str, steps: int, keys: list[str]) -> dict[str, Any]:
     """Loss, speed and memory of one run, or {"failed": reason}."""
     with tempfile.TemporaryDirectory() as folder:
-        options = [*keys, *CASES[case], f"training.steps={steps}", f"run.folder={folder}", "run.name=case"]
-        options += ["metrics.log_freq=1", "validation.freq=0", "checkpoint.freq=0", "run.sample_tokens=0"]
-        command = [sys.executable, str(report.ROOT / "train.py"), config, *(f"--{option}" for option in options)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=report.ROOT, env=os.environ, check=False)
+        options = [
+            *keys,
+            *CASES[case],
+            f"training.steps={steps}",
+            f"run.folder={folder}",
+            "run.name=case",
+        ]
+        options += [
+            "metrics.log_freq=1",
+            "validation.freq=0",
+            "checkpoint.freq=0",
+            "run.sample_tokens=0",
+        ]
+        command = [
+            sys.executable,
+            str(report.ROOT / "train.py"),
+            config,
+            *(f"--{option}" for option in options),
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=report.ROOT, env=os.environ, check=False
+        )
         if done.returncode:
-            last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
+            last = next(
+                (line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message"
+            )
             return {"failed": f"exit code {done.returncode}: {last[:200]}"}
-        rows = [json.loads(line) for line in Path(folder, "case/metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in Path(folder, "case/metrics.jsonl").read_text().splitlines()
+        ]
     losses = [row["loss"] for row in rows]
     return {
         "mean loss": statistics.mean(losses),
@@ -90,7 +117,10 @@ def main() -> None:
     names = names or [name for name in CASES if cuda or name not in ON_GPU_ONLY]
     if bad := [name for name in names if name not in CASES]:
         parser.error(f"--cases {bad[0]!r}: expected some of {'; '.join(CASES)}")
-    body = ["| case | mean loss | last tenth | tokens per second | peak GiB |", "|---|---|---|---|---|"]
+    body = [
+        "| case | mean loss | last tenth | tokens per second | peak GiB |",
+        "|---|---|---|---|---|",
+    ]
     results: dict[str, Any] = {}
     for name in dict.fromkeys(["fp32", *names]):
         results[name] = measure(name, options.config, options.steps, options.keys)

@@ -2,10 +2,10 @@
 
     python benchmarks/prepare.py [--gigabytes 5] [--tokenizer FILE]
 
-Makes a JSON lines file, a text file and a Parquet file on the spot, of the standard library's source, and prepares each
-in separate processes. CPU seconds and memory are sums over all processes. Memory is the peak of ten samples per second
-of the proportional set size (PSS: a shared page is divided among the processes that map it). 0.2 GB take two minutes on
-two cores.
+Makes a JSON lines file, a text file and a Parquet file on the spot, of the standard library's
+source, and prepares each in separate processes. CPU seconds and memory are sums over all processes.
+Memory is the peak of ten samples per second of the proportional set size (PSS: a shared page is
+divided among the processes that map it). 0.2 GB take two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def make(path: Path, size: int) -> None:
         return
     with path.open("w") as file:
         for text in rows():
-            made += file.write(json.dumps({"text": text}) + "\n" if path.suffix == ".jsonl" else text)
+            made += file.write(
+                json.dumps({"text": text}) + "\n" if path.suffix == ".jsonl" else text
+            )
             if made >= size:
                 return
 
@@ -68,7 +70,9 @@ def memory(root: int) -> int:
     """PSS of a process and of the processes that it started, in bytes."""
     total = 0
     with contextlib.suppress(OSError):
-        total += 1024 * int(re.findall(r"^Pss:\s+(\d+)", Path(f"/proc/{root}/smaps_rollup").read_text(), re.M)[0])
+        total += 1024 * int(
+            re.findall(r"^Pss:\s+(\d+)", Path(f"/proc/{root}/smaps_rollup").read_text(), re.M)[0]
+        )
         for task in Path(f"/proc/{root}/task").iterdir():
             total += sum(memory(int(child)) for child in (task / "children").read_text().split())
     return total
@@ -80,14 +84,19 @@ def measure(source: Path, workers: int, tokenizer: str, folder: Path) -> dict[st
     command += ["--workers", str(workers), "--tokenizer", tokenizer]
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     peak = 0
-    with subprocess.Popen(command, cwd=report.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command, cwd=report.ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
         while process.poll() is None:
             peak = max(peak, memory(process.pid))
             time.sleep(0.1)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds, cpu = time.perf_counter() - started, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seconds, cpu = (
+        time.perf_counter() - started,
+        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+    )
     splits = json.loads((folder / "manifest.json").read_text())["splits"].values()
     size = sum(split["bytes"] for split in splits)
     return {"MB": size / 1e6, "seconds": seconds, "cpu seconds": cpu, "peak MB": peak / 1e6}
@@ -110,16 +119,23 @@ def main() -> None:
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     found: dict[str, Any] = {"tiktoken MB/cpu s": limit(options.tokenizer)}
-    body = ["| source | processes | MB/s | MB per CPU second | peak memory |", "|---|---|---|---|---|"]
+    body = [
+        "| source | processes | MB/s | MB per CPU second | peak memory |",
+        "|---|---|---|---|---|",
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         for kind in options.kinds.split(","):
             source = Path(scratch, f"source.{kind}")
             make(source, int(options.gigabytes * 1e9))
             for workers in sorted({1, cores}):
-                one = measure(source, workers, options.tokenizer, Path(scratch, f"{kind}-{workers}"))
+                one = measure(
+                    source, workers, options.tokenizer, Path(scratch, f"{kind}-{workers}")
+                )
                 found[f"{kind}, {workers}"] = one
                 speeds = f"{one['MB'] / one['seconds']:.1f} | {one['MB'] / one['cpu seconds']:.1f}"
-                body.append(f"| {one['MB']:,.0f} MB of {kind} | {workers} | {speeds} | {one['peak MB']:,.0f} MB |")
+                body.append(
+                    f"| {one['MB']:,.0f} MB of {kind} | {workers} | {speeds} | {one['peak MB']:,.0f} MB |"
+                )
             source.unlink()
     body += ["", f"`Tokenizer.encode` alone: {found['tiktoken MB/cpu s']:.1f} MB per CPU second."]
     print("\n".join(body))

@@ -1,4 +1,5 @@
-"""One process as a rank of many: the tensors it would have, and the messages that the other ranks would send.
+"""One process as a rank of many: the tensors it would have, and the messages that the other ranks
+would send.
 
 The process group is torch's fake one. The layout is tp 8, the rest dp_shard.
 """
@@ -15,7 +16,12 @@ sys.path.insert(0, str(report.ROOT))
 
 from titanlite.model.flavors import LlamaConfig
 
-OPTIONS = ["--parallel.tp=8", "--run.device=cpu", "--compile.enabled=false", "--recompute.mode=none"]
+OPTIONS = [
+    "--parallel.tp=8",
+    "--run.device=cpu",
+    "--compile.enabled=false",
+    "--recompute.mode=none",
+]
 OPTIONS += ["--training.compute_dtype=bfloat16", "--training.reduce_dtype=float32"]
 
 
@@ -37,8 +43,15 @@ def state_of(llama: LlamaConfig, ranks: int, rank: int) -> dict[str, dict[str, A
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
     weights = ModelState(split_and_parallelize(model, config, mesh)).state_dict()
-    moments = {f"state.{n}.{key}": torch.empty_like(w) for n, w in weights.items() for key in ("exp_avg", "exp_avg_sq")}
-    return {"model": weights, "optimizer": moments | {f"state.{n}.step": torch.zeros(()) for n in weights}}
+    moments = {
+        f"state.{n}.{key}": torch.empty_like(w)
+        for n, w in weights.items()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    return {
+        "model": weights,
+        "optimizer": moments | {f"state.{n}.step": torch.zeros(()) for n in weights},
+    }
 
 
 def box_of(value: Any, rank: int) -> tuple[Any, Any]:
@@ -47,7 +60,9 @@ def box_of(value: Any, rank: int) -> tuple[Any, Any]:
 
     mesh = value.device_mesh
     place = (mesh.mesh == rank).nonzero()[0].tolist()
-    sizes, offsets = _compute_local_shape_and_global_offset(value.shape, tuple(mesh.shape), place, value.placements)
+    sizes, offsets = _compute_local_shape_and_global_offset(
+        value.shape, tuple(mesh.shape), place, value.placements
+    )
     return tuple(offsets), tuple(sizes)
 
 
@@ -55,15 +70,23 @@ def flat(state: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {f"{part}.{name}": value for part, own in state.items() for name, value in own.items()}
 
 
-def examples(state: dict[str, dict[str, Any]], table: dict[str, Any]) -> dict[int, tuple[str, Any, int | None]]:
-    """Layout -> name and value of its last tensor, and which replica writes it: replicas, along tp, take turns."""
+def examples(
+    state: dict[str, dict[str, Any]], table: dict[str, Any]
+) -> dict[int, tuple[str, Any, int | None]]:
+    """Layout -> name and value of its last tensor, and which replica writes it: replicas, along tp,
+    take turns.
+    """
     from torch.distributed.tensor import DTensor
 
     found: dict[int, tuple[str, Any, int | None]] = {}
     turns = itertools.count()
     for name, value in flat(state).items():
         if isinstance(value, DTensor):
-            writer = next(turns) % value.device_mesh.size(1) if value.placements[1].is_replicate() else None
+            writer = (
+                next(turns) % value.device_mesh.size(1)
+                if value.placements[1].is_replicate()
+                else None
+            )
             found[table[name][2]] = (name, value, writer)
     return found
 

@@ -2,11 +2,12 @@
 
     python benchmarks/pretended_memory.py [--cases "NAME;NAME"] [--list]
 
-Each case trains three steps in a separate process on the GPU of tests/nullgpu, which computes nothing and whose memory
-is never touched: it needs a CUDA build of torch, g++ and no GPU. The allocator, the compiler and the order of
-allocations are the real ones, and so are the peaks, except for what a library allocates by itself on a real device: the
-CUDA context, NCCL's buffers, cuBLAS's workspaces beyond torch's own. The device has 640 GiB, so that no case runs out.
-A planner of memory must predict these numbers.
+Each case trains three steps in a separate process on the GPU of tests/nullgpu, which computes
+nothing and whose memory is never touched: it needs a CUDA build of torch, g++ and no GPU. The
+allocator, the compiler and the order of allocations are the real ones, and so are the peaks, except
+for what a library allocates by itself on a real device: the CUDA context, NCCL's buffers, cuBLAS's
+workspaces beyond torch's own. The device has 640 GiB, so that no case runs out. A planner of memory
+must predict these numbers.
 """
 
 from __future__ import annotations
@@ -27,9 +28,14 @@ sys.path.insert(0, str(report.ROOT / "tests/nullgpu"))
 from pretended_gpu import build, environment, why_not
 
 GIB = 2**30
-STEPS = 3  # the second has the moments and gradients that the first creates; the third must not be larger
+# The second has the moments and gradients that the first creates; the third must not be larger
+STEPS = 3
 CAPACITY = 640.0
-COMMON = ["--training.seq_len=4096", "--training.local_batch_size=2", "--training.global_batch_size=2"]
+COMMON = [
+    "--training.seq_len=4096",
+    "--training.local_batch_size=2",
+    "--training.global_batch_size=2",
+]
 OPTIONS = {
     "compiled, 8 chunks": ["--compile.enabled=true", "--loss.num_chunks=8"],
     "compiled, whole loss": ["--compile.enabled=true", "--loss.num_chunks=1"],
@@ -60,9 +66,16 @@ def child(arguments: list[str]) -> dict[str, Any]:
     for _ in range(STEPS):
         subject.step(*batch)
         torch.cuda.synchronize()
-        peaks.append((torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB))
+        peaks.append(
+            (torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB)
+        )
     parameters = sum(p.numel() for part in subject.parts for p in part.parameters())
-    return {"parameters": parameters, "allocated": peaks[-1][0], "reserved": peaks[-1][1], "peaks by step": peaks}
+    return {
+        "parameters": parameters,
+        "allocated": peaks[-1][0],
+        "reserved": peaks[-1][1],
+        "peaks by step": peaks,
+    }
 
 
 def measure(name: str, library: Path) -> dict[str, Any]:
@@ -79,7 +92,9 @@ def measure(name: str, library: Path) -> dict[str, Any]:
 def row(name: str, found: dict[str, Any]) -> str:
     if "failed" in found:
         return f"| {name} | {found['failed']} | | |"
-    return f"| {name} | {found['parameters']:,} | {found['allocated']:.2f} | {found['reserved']:.2f} |"
+    return (
+        f"| {name} | {found['parameters']:,} | {found['allocated']:.2f} | {found['reserved']:.2f} |"
+    )
 
 
 def main() -> None:

@@ -19,7 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 def cpu() -> str:
     """The processor's name and number of cores."""
     info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in info.read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
@@ -37,14 +41,20 @@ def p99(seconds: list[float]) -> float:
 
 
 def child(command: list[str]) -> dict[str, Any]:
-    """The last line that a process prints, as JSON; {"failed": reason} if it fails, so that other cases continue."""
+    """The last line that a process prints, as JSON; {"failed": reason} if it fails, so that other
+    cases continue.
+    """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode == 0:
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
         return found
     last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no message")
-    return {"failed": NO_MEMORY if "OutOfMemory" in done.stderr else f"exit code {done.returncode}: {last[:200]}"}
+    return {
+        "failed": NO_MEMORY
+        if "OutOfMemory" in done.stderr
+        else f"exit code {done.returncode}: {last[:200]}"
+    }
 
 
 def failure(*found: dict[str, Any]) -> str | None:
@@ -53,15 +63,27 @@ def failure(*found: dict[str, Any]) -> str | None:
 
 
 def exit_code(results: dict[str, Any]) -> None:
-    """Ends with 1 if something failed that a larger memory would not mend: benchmarks/gpu.sh tries it again."""
+    """Ends with 1 if something failed that a larger memory would not mend: benchmarks/gpu.sh tries
+    it again.
+    """
     if any(one.get("failed", NO_MEMORY) != NO_MEMORY for one in results.values()):
         raise SystemExit(1)
 
 
 def write(name: str, title: str, body: list[str], results: Any) -> None:
     """Writes the lines of `body` as Markdown and `results` as JSON."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    changed = ["git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    changed = [
+        "git",
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ".",
+        ":!benchmarks/results",
+    ]
     if subprocess.run(changed, cwd=ROOT, capture_output=True, text=True).stdout:
         commit = f"{commit.strip()} and changes"
     head = {
@@ -73,7 +95,9 @@ def write(name: str, title: str, body: list[str], results: Any) -> None:
         "commit": commit.strip(),
     }
     target = ROOT / "benchmarks/results" / f"{head['date']}-{name}"
-    target.with_suffix(".json").write_text(json.dumps({**head, "results": results}, indent=1) + "\n")
+    target.with_suffix(".json").write_text(
+        json.dumps({**head, "results": results}, indent=1) + "\n"
+    )
     lines = [f"# {title}", "", *(f"- {key}: {value}" for key, value in head.items()), "", *body]
     target.with_suffix(".md").write_text("\n".join(lines) + "\n")
     print(f"wrote {target}.md and .json")

@@ -1,11 +1,13 @@
-"""A CPU's training speed as a part of the speed of its matrix products, and where the rest of a step goes.
+"""A CPU's training speed as a part of the speed of its matrix products, and where the rest of a
+step goes.
 
     python benchmarks/roofline.py [--cases "25m;25m, fp32"] [--steps 8]
 
-Each case runs in a separate process, with `--steps` steps after as many that are not measured. Before and after them
-the process times matrix products of the compute dtype: squares of 1024, 2048 and 3072, of which the fastest counts as
-the limit, and those of the model's feed-forward and output layers, forward. A step's FLOPs are those of
-`titanlite/model/flops.py`. Time by group is self time in a profile of two more steps.
+Each case runs in a separate process, with `--steps` steps after as many that are not measured.
+Before and after them the process times matrix products of the compute dtype: squares of 1024, 2048
+and 3072, of which the fastest counts as the limit, and those of the model's feed-forward and output
+layers, forward. A step's FLOPs are those of `titanlite/model/flops.py`. Time by group is self time
+in a profile of two more steps.
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ GROUPS = {  # group -> words in the names of its operations; the first that fits
     "attention": ("scaled_dot_product",),
     "loss": ("softmax", "nll_loss"),
     "optimizer": ("_fused_adamw_",),
-    "casts, copies, fills": ("aten::copy_", "aten::cat", "aten::fill_", "aten::zero_", "aten::_to_copy"),
+    "casts, copies, fills": (
+        "aten::copy_",
+        "aten::cat",
+        "aten::fill_",
+        "aten::zero_",
+        "aten::_to_copy",
+    ),
     "compiled, without its products": ("CompiledFxGraph",),
 }
 
@@ -53,7 +61,10 @@ def by_group(step: Any) -> dict[str, float]:
             step()
     seconds = dict.fromkeys([*GROUPS, "other"], 0.0)
     for event in found.key_averages():
-        name = next((group for group, words in GROUPS.items() if any(word in event.key for word in words)), "other")
+        name = next(
+            (group for group, words in GROUPS.items() if any(word in event.key for word in words)),
+            "other",
+        )
         seconds[name] += event.self_cpu_time_total
     return {name: value / sum(seconds.values()) for name, value in seconds.items()}
 
@@ -67,7 +78,10 @@ def child(case: str, steps: int) -> dict[str, Any]:
 
     subject = Titanlite(CASES[case])
     training, llama = subject.config.training, subject.llama
-    dtype, tokens = getattr(torch, training.compute_dtype), training.local_batch_size * training.seq_len
+    dtype, tokens = (
+        getattr(torch, training.compute_dtype),
+        training.local_batch_size * training.seq_len,
+    )
     batches = [make_batch(subject.config, subject.device, number) for number in range(steps)]
     timed(subject.step, batches, subject.device)
 
@@ -89,7 +103,9 @@ def child(case: str, steps: int) -> dict[str, Any]:
         "GFLOP/s": speed,
         "limit": limit,
         "limit before and after": [before[0], after[0]],
-        "feed-forward, output layer": [statistics.mean(pair) for pair in zip(before[1], after[1], strict=True)],
+        "feed-forward, output layer": [
+            statistics.mean(pair) for pair in zip(before[1], after[1], strict=True)
+        ],
         "part": speed / limit,
         "groups": by_group(lambda: subject.step(*batches[0])),
     }
@@ -97,7 +113,11 @@ def child(case: str, steps: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", default="25m, fp32;25m, fp32, not compiled;25m;124m", help="names of cases, with ;")
+    parser.add_argument(
+        "--cases",
+        default="25m, fp32;25m, fp32, not compiled;25m;124m",
+        help="names of cases, with ;",
+    )
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -110,7 +130,9 @@ def main() -> None:
     body += ["|---" * (6 + len(columns)) + "|"]
     results: dict[str, Any] = {}
     for name in names:
-        results[name] = one = report.child([sys.executable, __file__, "--child", name, "--steps", str(options.steps)])
+        results[name] = one = report.child(
+            [sys.executable, __file__, "--child", name, "--steps", str(options.steps)]
+        )
         if "failed" in one:
             body.append(f"| {name} | {one['failed']} |" + " |" * (4 + len(columns)))
         else:

@@ -1,8 +1,10 @@
-"""Descriptors and file operations of the processes of a run, counted in real runs with a few processes.
+"""Descriptors and file operations of the processes of a run, counted in real runs with a few
+processes.
 
-Both grow linearly with the number of processes, so `fit` extrapolates to many. File operations are calls of Python
-(stat, open, listdir, mkdir, rename, remove) on paths below the folders of text, prepared data and run, which
-many nodes would share. Descriptors are the largest number that a process has open at one time.
+Both grow linearly with the number of processes, so `fit` extrapolates to many. File operations are
+calls of Python (stat, open, listdir, mkdir, rename, remove) on paths below the folders of text,
+prepared data and run, which many nodes would share. Descriptors are the largest number that a
+process has open at one time.
 
 Three runs: one that saves once; one that saves twice; the first resumed, to save once more.
 """
@@ -50,7 +52,12 @@ if "RANK" in os.environ:
     os.stat, os.lstat, os._exit = counting("stat", os.stat), counting("lstat", os.lstat), leave
     threading.Thread(target=watch, daemon=True).start()
 """
-OPTIONS = ["--run.device=cpu", "--checkpoint.async_mode=async", "--run.sample_tokens=0", "--validation.freq=0"]
+OPTIONS = [
+    "--run.device=cpu",
+    "--checkpoint.async_mode=async",
+    "--run.sample_tokens=0",
+    "--validation.freq=0",
+]
 OPTIONS += ["--checkpoint.freq=2", "--training.seq_len=32", "--training.local_batch_size=1"]
 OPTIONS += ["--training.global_batch_size=8", "--data.pattern=*.txt"]
 FILES = 20  # of text
@@ -63,11 +70,27 @@ def run(root: Path, folder: Path, processes: int, steps: int, name: str) -> list
     (folder / "hooks").mkdir(exist_ok=True)
     (folder / "hooks/sitecustomize.py").write_text(COUNTER)
     counted = [str(folder / part) for part in ("text", "runs", "cache")]
-    environment = os.environ | {"NGPU": str(processes), "OMP_NUM_THREADS": "1", "TITANLITE_CACHE": counted[2]}
+    environment = os.environ | {
+        "NGPU": str(processes),
+        "OMP_NUM_THREADS": "1",
+        "TITANLITE_CACHE": counted[2],
+    }
     environment |= {"COUNTED": ":".join(counted), "COUNTS": str(results)}
     environment["PYTHONPATH"] = os.pathsep.join([str(folder / "hooks"), str(root)])
-    command = [sys.executable, "-m", "titanlite", "train", "debug", *OPTIONS, f"--data.path={folder / 'text'}"]
-    command += [f"--run.folder={folder / 'runs'}", f"--run.name={name}", f"--training.steps={steps}"]
+    command = [
+        sys.executable,
+        "-m",
+        "titanlite",
+        "train",
+        "debug",
+        *OPTIONS,
+        f"--data.path={folder / 'text'}",
+    ]
+    command += [
+        f"--run.folder={folder / 'runs'}",
+        f"--run.name={name}",
+        f"--training.steps={steps}",
+    ]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{command}:\n{done.stdout}\n{done.stderr}")
@@ -79,16 +102,23 @@ def run(root: Path, folder: Path, processes: int, steps: int, name: str) -> list
 
 
 def count(root: Path, processes: int) -> dict[str, int]:
-    """Of rank 0 and of the last rank: descriptors; file operations of all ranks in a start, a load and a save."""
+    """Of rank 0 and of the last rank: descriptors; file operations of all ranks in a start, a load
+    and a save.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "text").mkdir()
         for i in range(FILES):
             (folder / f"text/{i}.txt").write_text("".join(f"{n} " for n in range(20_000 + i)))
         run(root, folder, processes, 2, "prepares")
-        once, twice = run(root, folder, processes, 2, "once"), run(root, folder, processes, 4, "twice")
+        once, twice = (
+            run(root, folder, processes, 2, "once"),
+            run(root, folder, processes, 4, "twice"),
+        )
         resumed = run(root, folder, processes, 4, "once")
-    one, two, again = (sum(counts["operations"] for counts in ranks) for ranks in (once, twice, resumed))
+    one, two, again = (
+        sum(counts["operations"] for counts in ranks) for ranks in (once, twice, resumed)
+    )
     return {
         "descriptors_0": max(ranks[0]["descriptors"] for ranks in (once, twice, resumed)),
         "descriptors": max(ranks[-1]["descriptors"] for ranks in (once, twice, resumed)),
@@ -99,8 +129,9 @@ def count(root: Path, processes: int) -> dict[str, int]:
 
 
 def fit(found: dict[int, dict[str, int]], ranks: int) -> dict[str, float]:
-    """The counts of so many ranks, from those of three numbers of processes: on a line, if they lie on one to 5 %,
-    otherwise on a parabola, because in older versions each rank looks up the files of all.
+    """The counts of so many ranks, from those of three numbers of processes: on a line, if they lie
+    on one to 5 %, otherwise on a parabola, because in older versions each rank looks up the files
+    of all.
     """
     (a, first), (b, second), (c, third) = sorted(found.items())
     counts = {}
@@ -108,6 +139,8 @@ def fit(found: dict[int, dict[str, int]], ranks: int) -> dict[str, float]:
         slope, later = (second[key] - first[key]) / (b - a), (third[key] - second[key]) / (c - b)
         straight = first[key] + (third[key] - first[key]) * (ranks - a) / (c - a)
         middle = first[key] + (third[key] - first[key]) * (b - a) / (c - a)
-        bent = first[key] + slope * (ranks - a) + (later - slope) / (c - a) * (ranks - a) * (ranks - b)
+        bent = (
+            first[key] + slope * (ranks - a) + (later - slope) / (c - a) * (ranks - a) * (ranks - b)
+        )
         counts[key] = straight if abs(middle - second[key]) <= 0.05 * second[key] else bent
     return counts

@@ -2,9 +2,10 @@
 
     python benchmarks/sinks.py [--rows 300]
 
-For each sink, in a separate process and a new folder, with no network: rows of a usual number of columns are appended
-to metrics.jsonl one by one, and the CPU time of the process is measured until each is sent. MLflow writes
-into a local file; with a server, a row is an HTTP request. The machine may be busy: CPU time depends little on it.
+For each sink, in a separate process and a new folder, with no network: rows of a usual number of
+columns are appended to metrics.jsonl one by one, and the CPU time of the process is measured until
+each is sent. MLflow writes into a local file; with a server, a row is an HTTP request. The machine
+may be busy: CPU time depends little on it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def measure(name: str, rows: int) -> dict[str, Any]:
         found["open"] = time.process_time() - started
         started = time.process_time()
         for step in range(rows):
-            row = {"step": step, "time": 1.8e9 + step} | {f"column_{i}": step / (i + 1) for i in range(COLUMNS)}
+            row = {"step": step, "time": 1.8e9 + step} | {
+                f"column_{i}": step / (i + 1) for i in range(COLUMNS)
+            }
             with feed.path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             feed._copy()
@@ -63,11 +66,17 @@ def main() -> None:
         print(json.dumps(measure(args.child, args.rows)))
         return
     results: dict[str, Any] = {}
-    lines = ["| CPU time in the training process | import | first opening | each row |", "|---|---|---|---|"]
+    lines = [
+        "| CPU time in the training process | import | first opening | each row |",
+        "|---|---|---|---|",
+    ]
     for name in ("tensorboard", "wandb", "mlflow"):
         one = report.child([sys.executable, __file__, "--child", name, "--rows", str(args.rows)])
         results[name] = one
-        cells = one.get("failed") or f"{one['import']:.1f} s | {one['open']:.2f} s | {1000 * one['row']:.2f} ms"
+        cells = (
+            one.get("failed")
+            or f"{one['import']:.1f} s | {one['open']:.2f} s | {1000 * one['row']:.2f} ms"
+        )
         lines.append(f"| {name} | {cells} |")
     print("\n".join(lines))
     report.write("sinks", "What the sinks cost the process that trains", lines, results)

@@ -2,11 +2,12 @@
 
     python benchmarks/throughput.py [--cases "SET or NAME;NAME"] [--steps 20] [--list]
 
-Each case is a configuration in a separate process, built from the parts that train.py is built from: up to 20 steps
-that are not measured, then those that are, on text. Reported are tokens per second by the median step; MFU by the
-formula of `titanlite/model/flops.py`; the median step, and the 99th percentile (of fewer than 100 steps the slowest)
-relative to it; peak memory; how often the host waited for the device in a step, which should be 0 (CUDA only); the
-dtype, and whether blocks were compiled, or why not. A case that runs out of memory is reported as such, and the others
+Each case is a configuration in a separate process, built from the parts that train.py is built
+from: up to 20 steps that are not measured, then those that are, on text. Reported are tokens per
+second by the median step; MFU by the formula of `titanlite/model/flops.py`; the median step, and
+the 99th percentile (of fewer than 100 steps the slowest) relative to it; peak memory; how often the
+host waited for the device in a step, which should be 0 (CUDA only); the dtype, and whether blocks
+were compiled, or why not. A case that runs out of memory is reported as such, and the others
 continue.
 """
 
@@ -27,9 +28,24 @@ sys.path.insert(0, str(report.ROOT))
 from titanlite.config.mistakes import suggestion
 
 UNCOUNTED = 20
-ONE_B = ["llama3_1b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"]
-THREE_B = ["llama3_3b", "--training.seq_len=4096", "--training.local_batch_size=2", "--recompute.mode=none"]
-EIGHT_B = ["llama3_8b", "--training.seq_len=8192", "--training.local_batch_size=1", "--recompute.mode=full"]
+ONE_B = [
+    "llama3_1b",
+    "--training.seq_len=4096",
+    "--training.local_batch_size=2",
+    "--recompute.mode=none",
+]
+THREE_B = [
+    "llama3_3b",
+    "--training.seq_len=4096",
+    "--training.local_batch_size=2",
+    "--recompute.mode=none",
+]
+EIGHT_B = [
+    "llama3_8b",
+    "--training.seq_len=8192",
+    "--training.local_batch_size=1",
+    "--recompute.mode=full",
+]
 WIDTH_256 = [
     "cpu_25m",
     "--compile.enabled=false",
@@ -61,13 +77,22 @@ CASES: dict[str, list[str]] = {
     "debug, bf16": ["debug", "--training.local_batch_size=8", "--training.compute_dtype=bfloat16"],
     "256 wide, fp32": [*WIDTH_256, "--training.compute_dtype=float32"],
     "256 wide, bf16": [*WIDTH_256, "--training.compute_dtype=bfloat16"],
-    "256 wide, bf16, compiled": [*WIDTH_256, "--training.compute_dtype=bfloat16", "--compile.enabled"],
+    "256 wide, bf16, compiled": [
+        *WIDTH_256,
+        "--training.compute_dtype=bfloat16",
+        "--compile.enabled",
+    ],
     "25m": ["cpu_25m"],
     "25m, documents": ["cpu_25m", "--data.document_mask"],
     "25m, 4 chunks": ["cpu_25m", "--loss.num_chunks=4"],
     "25m, compiled loss": ["cpu_25m", "--compile.loss"],
     "25m, no step times": ["cpu_25m", "--metrics.step_times=false"],
-    "25m, guarded": ["cpu_25m", "--stability.action=skip", "--stability.threshold=1e9", "--stability.warmup_steps=0"],
+    "25m, guarded": [
+        "cpu_25m",
+        "--stability.action=skip",
+        "--stability.threshold=1e9",
+        "--stability.warmup_steps=0",
+    ],
     "124m": [
         "cpu_25m",
         "--model.dim=768",
@@ -83,7 +108,11 @@ CASES: dict[str, list[str]] = {
     "25m, full": ["cpu_25m", "--recompute.mode=full"],
     "25m, not compiled": ["cpu_25m", "--compile.enabled=false"],
     "25m, fp32": ["cpu_25m", "--training.compute_dtype=float32"],
-    "25m, fp32, not compiled": ["cpu_25m", "--training.compute_dtype=float32", "--compile.enabled=false"],
+    "25m, fp32, not compiled": [
+        "cpu_25m",
+        "--training.compute_dtype=float32",
+        "--compile.enabled=false",
+    ],
 }
 SETS = {
     "gpu": [name for name, arguments in CASES.items() if arguments[0].startswith("llama3")],
@@ -177,7 +206,9 @@ def row(name: str, found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cases", default="", help="a set (cpu, gpu, 1b, levers, 3b, 8b), or names")
+    parser.add_argument(
+        "--cases", default="", help="a set (cpu, gpu, 1b, levers, 3b, 8b), or names"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--name", default="", help="of the results; default: throughput_SET")
     parser.add_argument("--list", action="store_true", help="print the cases and what they are")
@@ -195,7 +226,9 @@ def main() -> None:
 
     chosen = options.cases or ("gpu" if torch.cuda.is_available() else "cpu")
     names = SETS.get(chosen) or named([name.strip() for name in chosen.split(";") if name.strip()])
-    body = ["| case | tok/s | TFLOP/s | MFU | p50, s | p99 / p50 | peak GiB | host waits | computed |"]
+    body = [
+        "| case | tok/s | TFLOP/s | MFU | p50, s | p99 / p50 | peak GiB | host waits | computed |"
+    ]
     body += ["|---|---|---|---|---|---|---|---|---|"]
     results = {}
     for name in names:

@@ -1,9 +1,11 @@
-"""The Trainer of torchtitan 0.2.2 as a contestant: its model, loop, optimizer and options, with given tokens.
+"""The Trainer of torchtitan 0.2.2 as a contestant: its model, loop, optimizer and options, with
+given tokens.
 
-Different from a plain run of torchtitan are the shape of the model (a flavor of titanlite), the missing tokenizer and
-data loader, and for the pair `fsdp` a call of its `apply_fsdp` on a mesh of one process, which it makes only for more
-processes. Nothing of torchtitan is copied or changed. torchtitan has no CPU path. Without CUDA, this file replaces the
-device functions that it calls, so that the comparison can be tried on any machine; its speed there has no meaning.
+Different from a plain run of torchtitan are the shape of the model (a flavor of titanlite), the
+missing tokenizer and data loader, and for the pair `fsdp` a call of its `apply_fsdp` on a mesh of
+one process, which it makes only for more processes. Nothing of torchtitan is copied or changed.
+torchtitan has no CPU path. Without CUDA, this file replaces the device functions that it calls, so
+that the comparison can be tried on any machine; its speed there has no meaning.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ RECOMPUTE = {"none": ("none", "op"), "full": ("full", "op"), "selective": ("sele
 
 
 def _stand_in_for_cuda() -> None:
-    """Makes the CPU a device for torchtitan, without Triton and memory statistics. Call it before the import."""
+    """Makes the CPU a device for torchtitan, without Triton and memory statistics.
+
+    Call it before the import.
+    """
     kernels = types.ModuleType("torchtitan.models.moe.kernels")
     kernels.generate_permute_indices = None  # type: ignore[attr-defined]
     sys.modules[kernels.__name__] = kernels
@@ -43,7 +48,9 @@ def _stand_in_for_cuda() -> None:
 
 
 def _stand_in_for_datasets() -> None:
-    """Lets torchtitan be imported without the package `datasets`, whose loaders this comparison does not use."""
+    """Lets torchtitan be imported without the package `datasets`, whose loaders this comparison
+    does not use.
+    """
     if importlib.util.find_spec("datasets") is None:
         sys.modules |= {"datasets": mock.MagicMock(), "datasets.distributed": mock.MagicMock()}
 
@@ -55,13 +62,21 @@ def job(config: Config, compute: str) -> Any:
     made = JobConfig()
     made.model.name, made.model.flavor = "llama3", "same"
     training, optimizer = made.training, made.optimizer
-    training.local_batch_size, training.seq_len = config.training.local_batch_size, config.training.seq_len
+    training.local_batch_size, training.seq_len = (
+        config.training.local_batch_size,
+        config.training.seq_len,
+    )
     training.max_norm, training.mixed_precision_param = config.training.max_norm, compute
     optimizer.lr, (optimizer.beta1, optimizer.beta2) = config.optimizer.lr, config.optimizer.betas
     optimizer.eps, optimizer.weight_decay = config.optimizer.eps, config.optimizer.weight_decay
     made.lr_scheduler.warmup_steps, made.lr_scheduler.decay_ratio = 0, 0.0
-    made.activation_checkpoint.mode, made.activation_checkpoint.selective_ac_option = RECOMPUTE[config.recompute.mode]
-    made.compile.enable, made.compile.components = config.compile.enabled == "true", ["model", "loss"]
+    made.activation_checkpoint.mode, made.activation_checkpoint.selective_ac_option = RECOMPUTE[
+        config.recompute.mode
+    ]
+    made.compile.enable, made.compile.components = (
+        config.compile.enabled == "true",
+        ["model", "loss"],
+    )
     made.metrics.log_freq = 1 << 40
     made.training.gc_freq = config.training.gc_freq or 1 << 40
     return made
@@ -114,7 +129,10 @@ def build(config: Config, llama: LlamaConfig, pair: str, weights: dict[str, Tens
         norm_eps=llama.norm_eps,
         rope_theta=llama.rope_theta,
         rope_scaling_args=RoPEScalingArgs(
-            scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context
+            scaling.factor,
+            scaling.low_freq_factor,
+            scaling.high_freq_factor,
+            scaling.original_context,
         )
         if scaling
         else RoPEScalingArgs(scaling_factor=1.0),

@@ -2,8 +2,9 @@
 
     python benchmarks/verify.py
 
-Runs the quick ladder, the whole ladder of four processes, and products of three axes on eight processes; then the test
-that counts the parameters of the large flavors. Takes ten minutes on two cores.
+Runs the quick ladder, the whole ladder of four processes, and products of three axes on eight
+processes; then the test that counts the parameters of the large flavors. Takes ten minutes on two
+cores.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from typing import Any
 
 import report
 
-EIGHT = ["dp_shard=2,tp=2,pp=2", "dp_shard=2,cp=2,tp=2", "dp_replicate=2,dp_shard=2,tp=2", "cp=2,pp=2,tp=2"]
+EIGHT = [
+    "dp_shard=2,tp=2,pp=2",
+    "dp_shard=2,cp=2,tp=2",
+    "dp_replicate=2,dp_shard=2,tp=2",
+    "cp=2,pp=2,tp=2",
+]
 PARTS = {
     "titanlite verify --quick": ["--quick"],
     "titanlite verify": [],
@@ -47,7 +53,9 @@ def main() -> None:
             table, rows, seconds = verify(options, Path(name))
             body += [f"## `{title}`: {seconds:.0f} s", "", "```", table, "```", ""]
             results[title] = {"seconds": seconds, "rows": rows}
-    large = subprocess.run([sys.executable, *LARGE], cwd=report.ROOT, capture_output=True, text=True).stdout.strip()
+    large = subprocess.run(
+        [sys.executable, *LARGE], cwd=report.ROOT, capture_output=True, text=True
+    ).stdout.strip()
     print(large)
     body += ["## `python " + " ".join(LARGE) + "`", "", "```", large, "```"]
     report.write("verify", "Every layout against one process", body, results)

@@ -1,22 +1,25 @@
-"""titanlite and torchtitan 0.2.2 compared: same model, weights, tokens and options, each in a separate process.
+"""titanlite and torchtitan 0.2.2 compared: same model, weights, tokens and options, each in a
+separate process.
 
     python benchmarks/vs_torchtitan.py [--flavor llama3_1b] [--seq-len 4096] [--batch 2] [--pairs autocast,fsdp] ...
 
-torchtitan is the unchanged wheel of the package index (`pip install torchtitan==0.2.2`): its Trainer, with a data
-loader that returns the tokens that titanlite gets, and the model shape of the flavor. There are two pairs: `autocast`
-is what torchtitan runs on one device, against titanlite's own casts, and `fsdp` is `fully_shard` at world size 1 in
-both, where weights are freed after the forward.
+torchtitan is the unchanged wheel of the package index (`pip install torchtitan==0.2.2`): its
+Trainer, with a data loader that returns the tokens that titanlite gets, and the model shape of the
+flavor. There are two pairs: `autocast` is what torchtitan runs on one device, against titanlite's
+own casts, and `fsdp` is `fully_shard` at world size 1 in both, where weights are freed after the
+forward.
 
-Two gates come first: the losses of 20 steps from the same weights, on 4 batches of text in turn, must decrease and
-agree, otherwise no speed is reported. The first gate is in fp32, on short sequences and with larger weights in
-attention, to 1e-5: a RoPE with another theta differs by about 1e-4 there. The second is in the compared setting, to
-1e-3, the size of rounding in bfloat16.
+Two gates come first: the losses of 20 steps from the same weights, on 4 batches of text in turn,
+must decrease and agree, otherwise no speed is reported. The first gate is in fp32, on short
+sequences and with larger weights in attention, to 1e-5: a RoPE with another theta differs by about
+1e-4 there. The second is in the compared setting, to 1e-3, the size of rounding in bfloat16.
 
-Then blocks of `--steps` steps are measured, after as many that are not, in the order A B B A: tokens per second by the
-median step, p99, and peak memory reserved. Both get their batches in CPU memory, count their targets, copy them to the
-device and step their schedule. torchtitan has no tied embeddings, so flavors with tied embeddings are untied for both
-(`model.embeddings = untied`). Both compute all logits and the loss at once (`loss.num_chunks = 1`), recompute as
-`--recompute` sets, and compile each block and the loss, which is torchtitan's default. The effect of titanlite's
+Then blocks of `--steps` steps are measured, after as many that are not, in the order A B B A:
+tokens per second by the median step, p99, and peak memory reserved. Both get their batches in CPU
+memory, count their targets, copy them to the device and step their schedule. torchtitan has no tied
+embeddings, so flavors with tied embeddings are untied for both (`model.embeddings = untied`). Both
+compute all logits and the loss at once (`loss.num_chunks = 1`), recompute as `--recompute` sets,
+and compile each block and the loss, which is torchtitan's default. The effect of titanlite's
 presets (the loss in chunks) is in the table of throughput.py.
 """
 
@@ -60,14 +63,19 @@ def arguments_of(options: argparse.Namespace) -> list[str]:
     if options.pair == "fsdp":
         arguments += ["--parallel.reshard_after_forward=always"]
     if options.gate == "fp32":
-        arguments += [f"--training.seq_len={min(options.seq_len, 1024)}", "--training.compute_dtype=float32"]
+        arguments += [
+            f"--training.seq_len={min(options.seq_len, 1024)}",
+            "--training.compute_dtype=float32",
+        ]
         arguments += ["--training.local_batch_size=1", "--training.global_batch_size=1"]
         arguments += ["--compile.enabled=false", "--compile.loss=false"]
     return arguments
 
 
 def stress(model: Any) -> None:
-    """Enlarges attention's weights in place: with initial weights, wrong positions would hardly change the loss."""
+    """Enlarges attention's weights in place: with initial weights, wrong positions would hardly
+    change the loss.
+    """
     import torch
 
     with torch.no_grad():
@@ -88,7 +96,9 @@ def ours(arguments: list[str], weights: Path, stressed: bool) -> Any:
     for model in changed if stressed else []:
         stress(model)
     if not weights.exists():
-        torch.save({name: tensor.cpu() for name, tensor in changed[-1].state_dict().items()}, weights)
+        torch.save(
+            {name: tensor.cpu() for name, tensor in changed[-1].state_dict().items()}, weights
+        )
     return subject, subject.step
 
 
@@ -103,9 +113,23 @@ def theirs(arguments: list[str], weights: Path, pair: str) -> Any:
     return trainer, trainer.step
 
 
-def block(options: argparse.Namespace, who: str, pair: str, weights: Path, gate: str = "") -> dict[str, Any]:
-    """One process: the losses of the first steps, or the seconds of steps that count, and memory; or why it failed."""
-    words = [sys.executable, __file__, "--child", who, "--weights", str(weights), "--pair", pair, *sys.argv[1:]]
+def block(
+    options: argparse.Namespace, who: str, pair: str, weights: Path, gate: str = ""
+) -> dict[str, Any]:
+    """One process: the losses of the first steps, or the seconds of steps that count, and memory;
+    or why it failed.
+    """
+    words = [
+        sys.executable,
+        __file__,
+        "--child",
+        who,
+        "--weights",
+        str(weights),
+        "--pair",
+        pair,
+        *sys.argv[1:],
+    ]
     words += ["--gate", gate] if gate else []
     return report.child(words)
 
@@ -114,7 +138,8 @@ def clock() -> int | None:
     """MHz, where the package that asks the driver (nvidia-ml-py) is there and the driver answers."""
     import torch
 
-    with contextlib.suppress(Exception):  # the package's errors have no common base that is there without it
+    # The package's errors have no common base that is there without it
+    with contextlib.suppress(Exception):
         return torch.cuda.clock_rate()
     return None
 
@@ -154,7 +179,9 @@ def compare(options: argparse.Namespace, pair: str, folder: Path) -> dict[str, A
         a, b = (one["losses"] for one in both)
         apart[gate] = max(abs(x - y) / y for x, y in zip(a, b, strict=True))
         if not (apart[gate] <= allowed and sum(a[-GATE_BATCHES:]) < sum(a[:GATE_BATCHES])):
-            return {"failed": f"gate {gate}: losses {apart[gate]:.2e} apart, or none learnt: {a} {b}"}
+            return {
+                "failed": f"gate {gate}: losses {apart[gate]:.2e} apart, or none learnt: {a} {b}"
+            }
     found: list[list[dict[str, Any]]] = [[], []]
     for which in (0, 1, 1, 0):
         found[which].append(block(options, CONTESTANTS[which], pair, weights))
@@ -182,7 +209,9 @@ def main() -> None:
     parser.add_argument("--recompute", choices=("none", "full", "selective"), default="none")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--pairs", default=",".join(PAIRS))
-    parser.add_argument("--key", action="append", default=[], help="another --section.key=value for both")
+    parser.add_argument(
+        "--key", action="append", default=[], help="another --section.key=value for both"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--weights", help=argparse.SUPPRESS)
     parser.add_argument("--pair", help=argparse.SUPPRESS)
@@ -205,7 +234,11 @@ def main() -> None:
                 print(body[-1], flush=True)
                 continue
             for who in CONTESTANTS:
-                ratio = f"{one['titanlite']['tok/s'] / one['torchtitan']['tok/s']:.3f}" if who == "titanlite" else ""
+                ratio = (
+                    f"{one['titanlite']['tok/s'] / one['torchtitan']['tok/s']:.3f}"
+                    if who == "titanlite"
+                    else ""
+                )
                 row = one[who]
                 body.append(
                     f"| {pair} | {who} | {row['tok/s']:,.0f} | {ratio} | {row['p99 / median']:.3f} "
@@ -214,7 +247,10 @@ def main() -> None:
                 print(body[-1], flush=True)
     which = "" if options.pairs == ",".join(PAIRS) else f"_{options.pairs.replace(',', '_')}"
     report.write(
-        f"vs_torchtitan_{options.flavor}{which}", f"titanlite and torchtitan {VERSION}, one device", body, results
+        f"vs_torchtitan_{options.flavor}{which}",
+        f"titanlite and torchtitan {VERSION}, one device",
+        body,
+        results,
     )
     report.exit_code(results)
 

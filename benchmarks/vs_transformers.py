@@ -2,14 +2,15 @@
 
     python benchmarks/vs_transformers.py [--sizes 1M,25M,125M] [--no-compile] [--compute bfloat16]
 
-Both have the same weights and tokens, compute in fp32 on CPU and in bfloat16 on CUDA or on request (transformers by
-autocast), use fused AdamW and clip to norm 1; titanlite is built from the parts of train.py. On a CPU both have glibc
-keep freed memory, since they share a process. First the losses of the first step and of two after it must agree. Then
-the speed is the median over rounds in the order A B B A, eager and compiled: titanlite by block and the loss,
-transformers as a whole.
+Both have the same weights and tokens, compute in fp32 on CPU and in bfloat16 on CUDA or on request
+(transformers by autocast), use fused AdamW and clip to norm 1; titanlite is built from the parts of
+train.py. On a CPU both have glibc keep freed memory, since they share a process. First the losses
+of the first step and of two after it must agree. Then the speed is the median over rounds in the
+order A B B A, eager and compiled: titanlite by block and the loss, transformers as a whole.
 
-The rounds are spread over several processes, and in every second one transformers is built first: at 1 million
-parameters the placement of memory changes a step by 4 %, differently in each process. Takes forty minutes on two cores.
+The rounds are spread over several processes, and in every second one transformers is built first:
+at 1 million parameters the placement of memory changes a step by 4 %, differently in each process.
+Takes forty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ SIZES = {  # arguments of train.py, steps of a turn, rounds of four turns in a p
     "125M": (
         [
             "cpu_25m",
-            *("--model.dim=768", "--model.num_layers=12", "--model.num_heads=12", "--model.num_kv_heads=12"),
+            *(
+                "--model.dim=768",
+                "--model.num_layers=12",
+                "--model.num_heads=12",
+                "--model.num_kv_heads=12",
+            ),
             *("--model.ffn_dim=2048", "--model.vocab_size=50304", "--training.local_batch_size=2"),
         ],
         1,
@@ -54,13 +60,19 @@ SIZES = {  # arguments of train.py, steps of a turn, rounds of four turns in a p
         2,
     ),
 }
-GATE = {"float32": 1e-5, "bfloat16": 1e-3}  # of the first loss, relative; ten times that for two more
+# Of the first loss, relative; ten times that for two more
+GATE = {"float32": 1e-5, "bfloat16": 1e-3}
 
 
 def one_process(size: str, compute: str, compiled: bool, theirs_first: bool) -> dict[str, Any]:
-    """What a process finds: the first losses, the seconds of all steps, and how much faster titanlite is by round."""
+    """What a process finds: the first losses, the seconds of all steps, and how much faster
+    titanlite is by round.
+    """
     arguments, steps, rounds, _ = SIZES[size]
-    arguments = [*arguments, *(f"--compile.{what}={str(compiled).lower()}" for what in ("enabled", "loss"))]
+    arguments = [
+        *arguments,
+        *(f"--compile.{what}={str(compiled).lower()}" for what in ("enabled", "loss")),
+    ]
     arguments += [f"--training.compute_dtype={compute}"]
     config, llama = configuration(arguments)
     device = process_group.start(config.run.device, 600, config.run.seed)
@@ -90,10 +102,21 @@ def compare(size: str, compute: str, compiled: bool) -> dict[str, Any]:
     """All processes of a size, one after the other."""
     found = []
     for number in range(SIZES[size][-1]):
-        command = [sys.executable, __file__, "--one", size, compute, str(int(compiled)), str(number % 2)]
+        command = [
+            sys.executable,
+            __file__,
+            "--one",
+            size,
+            compute,
+            str(int(compiled)),
+            str(number % 2),
+        ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found.append(json.loads(done.stdout.splitlines()[-1]))
-        print(f"{size}, compiled {compiled}, theirs first {bool(number % 2)}: {found[-1]['ratios']}", flush=True)
+        print(
+            f"{size}, compiled {compiled}, theirs first {bool(number % 2)}: {found[-1]['ratios']}",
+            flush=True,
+        )
     ours, theirs = (statistics.median(s for one in found for s in one["steps"][i]) for i in (0, 1))
     tokens = found[0]["tokens per step"]
     return {
@@ -118,7 +141,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         size, compute, *switches = options.one
-        print(json.dumps(one_process(size, compute, *(switch == "1" for switch in switches))), flush=True)
+        print(
+            json.dumps(one_process(size, compute, *(switch == "1" for switch in switches))),
+            flush=True,
+        )
         os._exit(0)  # gloo's threads can abort an orderly end
     sizes = [size.strip() for size in options.sizes.split(",")]
     if unknown := [size for size in sizes if size not in SIZES]:
@@ -128,7 +154,9 @@ def main() -> None:
     import transformers
 
     body = [f"transformers {transformers.__version__}, {threads()}, {options.compute}.", ""]
-    body += ["| parameters | tokens per step | | titanlite | transformers | ratio | by process | first losses apart |"]
+    body += [
+        "| parameters | tokens per step | | titanlite | transformers | ratio | by process | first losses apart |"
+    ]
     body += ["|---|---|---|---|---|---|---|---|"]
     results = {}
     for size in sizes:

@@ -2,11 +2,12 @@
 
     python docs/draw_schedule.py [--schedule 1F1B] [--pp 2] [--microbatches 4] [--stages 1]
 
-What it is: the order in which each rank computes, and a simulation that places it into slots of time. A forward and a
-backward take one slot each, and messages take none. The forward of a microbatch on a stage waits for its forward on the
-stage before; its backward waits for its backward on the stage after, and on the last stage for its forward.
-Why it is here: the pictures in parallelism.md are the output of this script. Tests compare them, compare the order with
-what torch runs, and compare the idle slots with the formulas of the bubble.
+What it is: the order in which each rank computes, and a simulation that places it into slots of
+time. A forward and a backward take one slot each, and messages take none. The forward of a
+microbatch on a stage waits for its forward on the stage before; its backward waits for its backward
+on the stage after, and on the last stage for its forward.
+Why it is here: the pictures in parallelism.md are the output of this script. Tests compare them,
+compare the order with what torch runs, and compare the idle slots with the formulas of the bubble.
 What it costs: nothing; no process is started and nothing is sent.
 """
 
@@ -19,7 +20,8 @@ from typing import Any, NamedTuple
 
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")  # those that compute a backward in one piece
+# Those that compute a backward in one piece
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
 
 
 class Task(NamedTuple):
@@ -30,28 +32,40 @@ class Task(NamedTuple):
     microbatch: int
 
 
-def rank_orders(schedule: str, pp: int, microbatches: int, stages_per_rank: int = 1) -> list[list[Task]]:
+def rank_orders(
+    schedule: str, pp: int, microbatches: int, stages_per_rank: int = 1
+) -> list[list[Task]]:
     """What each rank computes, in order."""
     if schedule == "GPipe":  # all forwards, then all backwards
         return [_forwards_and_backwards(rank, microbatches, microbatches) for rank in range(pp)]
-    if schedule == "1F1B":  # a rank starts as many forwards as there are ranks from it to the end of the pipeline
-        return [_forwards_and_backwards(rank, microbatches, min(microbatches, pp - rank)) for rank in range(pp)]
+    # a rank starts as many forwards as there are ranks from it to the end of the pipeline
+    if schedule == "1F1B":
+        return [
+            _forwards_and_backwards(rank, microbatches, min(microbatches, pp - rank))
+            for rank in range(pp)
+        ]
     return _order_of_torch(schedule, pp, microbatches, stages_per_rank)
 
 
 def _forwards_and_backwards(stage: int, microbatches: int, warmup: int) -> list[Task]:
-    """Warmup: `warmup` forwards. Steady: one backward, one forward. Cooldown: the backwards that are left."""
+    """Warmup: `warmup` forwards.
+
+    Steady: one backward, one forward. Cooldown: the backwards that are left.
+    """
     order = [Task("F", stage, i) for i in range(warmup)]
     for i in range(microbatches - warmup):
         order += [Task("B", stage, i), Task("F", stage, warmup + i)]
     return order + [Task("B", stage, i) for i in range(microbatches - warmup, microbatches)]
 
 
-def _order_of_torch(schedule: str, pp: int, microbatches: int, stages_per_rank: int) -> list[list[Task]]:
+def _order_of_torch(
+    schedule: str, pp: int, microbatches: int, stages_per_rank: int
+) -> list[list[Task]]:
     """`pipeline_order` of torch's schedule, without its idle slots.
 
-    That is what torch runs where a rank has several stages. For GPipe and 1F1B torch runs a loop instead, and the
-    `pipeline_order` of 1F1B differs from it: the last rank begins with microbatch 1 (torch 2.13).
+    That is what torch runs where a rank has several stages. For GPipe and 1F1B torch runs a loop
+    instead, and the `pipeline_order` of 1F1B differs from it: the last rank begins with microbatch
+    1 (torch 2.13).
     """
     num_stages = pp * stages_per_rank
     stages: Any = [  # the attributes of rank 0's PipelineStages that the order depends on
@@ -79,15 +93,22 @@ def _order_of_torch(schedule: str, pp: int, microbatches: int, stages_per_rank: 
 
 
 def place_in_slots(order: list[list[Task]]) -> list[list[Task | None]]:
-    """The same tasks in slots of time, each rank's in its order and as early as its inputs are there; None is idle."""
+    """The same tasks in slots of time, each rank's in its order and as early as its inputs are
+    there; None is idle.
+    """
     last_stage = max(task.stage for tasks in order for task in tasks)
     slots: list[list[Task | None]] = [[] for _ in order]
     finished: set[Task] = set()
     waiting = [list(tasks) for tasks in order]
     while any(waiting):
-        ready = [tasks[0] if tasks and _inputs(tasks[0], last_stage) <= finished else None for tasks in waiting]
+        ready = [
+            tasks[0] if tasks and _inputs(tasks[0], last_stage) <= finished else None
+            for tasks in waiting
+        ]
         if not any(ready):
-            raise ValueError(f"this order cannot be run: every rank waits, at {[tasks[:1] for tasks in waiting]}")
+            raise ValueError(
+                f"this order cannot be run: every rank waits, at {[tasks[:1] for tasks in waiting]}"
+            )
         for rank, task in enumerate(ready):
             slots[rank].append(task)
             if task:
@@ -101,7 +122,9 @@ def _inputs(task: Task, last_stage: int) -> set[Task]:
     kind, stage, microbatch = task
     if kind == "F":
         return {Task("F", stage - 1, microbatch)} if stage else set()
-    return {Task("F", stage, microbatch)} | ({Task("B", stage + 1, microbatch)} if stage < last_stage else set())
+    return {Task("F", stage, microbatch)} | (
+        {Task("B", stage + 1, microbatch)} if stage < last_stage else set()
+    )
 
 
 def bubble(slots: list[list[Task | None]]) -> Fraction:
@@ -111,13 +134,14 @@ def bubble(slots: list[list[Task | None]]) -> Fraction:
 
 
 def draw(slots: list[list[Task | None]]) -> str:
-    """One line per rank: `>0` is the forward of microbatch 0, `<0` its backward, `2>0` names stage 2 as well, `.` is
-    an idle slot."""
+    """One line per rank: `>0` is the forward of microbatch 0, `<0` its backward, `2>0` names stage
+    2 as well, `.` is an idle slot."""
     several = any(task and task.stage != rank for rank, row in enumerate(slots) for task in row)
     cells = [[_cell(task, several) for task in row] for row in slots]
     width = max(len(cell) for row in cells for cell in row)
     lines = (
-        f"rank {rank}   " + " ".join(f"{cell:<{width}}" for cell in row).rstrip() for rank, row in enumerate(cells)
+        f"rank {rank}   " + " ".join(f"{cell:<{width}}" for cell in row).rstrip()
+        for rank, row in enumerate(cells)
     )
     return "\n".join(lines)
 
@@ -135,7 +159,9 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--stages", type=int, default=1, help="stages of each process")
     options = parser.parse_args()
-    slots = place_in_slots(rank_orders(options.schedule, options.pp, options.microbatches, options.stages))
+    slots = place_in_slots(
+        rank_orders(options.schedule, options.pp, options.microbatches, options.stages)
+    )
     print(draw(slots))
     print(f"idle: {bubble(slots)} of all slots")
 

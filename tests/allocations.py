@@ -23,7 +23,10 @@ class Largest(TorchDispatchMode):
             return NotImplemented  # comes back with the local tensors
         result = function(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
-            if type(tensor) is torch.Tensor and (key := tensor.untyped_storage().data_ptr()) not in self.alive:
+            if (
+                type(tensor) is torch.Tensor
+                and (key := tensor.untyped_storage().data_ptr()) not in self.alive
+            ):
                 self.alive[key] = size = tensor.untyped_storage().nbytes()
                 self.now += size
                 self.most = max(self.most, self.now)

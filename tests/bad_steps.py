@@ -14,7 +14,8 @@ from titanlite.parallel.stages import Stages
 
 @contextlib.contextmanager
 def nan_with(sample: int, victim: int, where: str):
-    """Within it, rank `victim` gets a loss or a gradient of NaN in each step in which it reads this sample.
+    """Within it, rank `victim` gets a loss or a gradient of NaN in each step in which it reads this
+    sample.
 
     Yields the sample numbers that this rank has read.
     """

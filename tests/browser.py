@@ -1,4 +1,6 @@
-"""A headless Chromium that tests drive through a pipe: the DevTools protocol, without a package and without a port."""
+"""A headless Chromium that tests drive through a pipe: the DevTools protocol, without a package and
+without a port.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BINARY = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), "")
+BINARY = next(
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (path := shutil.which(name))
+    ),
+    "",
+)
 FLAGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    ),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
     *("--hide-scrollbars", "--remote-debugging-pipe"),
 ]
@@ -31,7 +47,9 @@ class Page:
         self.requests: list[str] = []
         self._number, self._rest, self._loaded, self._session = 0, b"", False, ""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -40,7 +58,9 @@ class Page:
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         os.write(
-            self.to, json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode() + b"\0"
+            self.to,
+            json.dumps(message | ({"sessionId": self._session} if self._session else {})).encode()
+            + b"\0",
         )
         while (answer := self._next()).get("id") != self._number:
             pass
@@ -50,7 +70,9 @@ class Page:
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + 30
         while b"\0" not in self._rest:
-            assert select.select([self.back], [], [], max(0, deadline - time.monotonic()))[0], "the browser hangs"
+            assert select.select([self.back], [], [], max(0, deadline - time.monotonic()))[0], (
+                "the browser hangs"
+            )
             part = os.read(self.back, 1 << 20)
             assert part, "the browser has ended"
             self._rest += part
@@ -61,7 +83,9 @@ class Page:
             case "Page.loadEventFired":
                 self._loaded = True
             case "Runtime.exceptionThrown":
-                self.messages.append(str(values["exceptionDetails"].get("exception", {}).get("description")))
+                self.messages.append(
+                    str(values["exceptionDetails"].get("exception", {}).get("description"))
+                )
             case "Runtime.consoleAPICalled":
                 self.messages.append(str([argument.get("value") for argument in values["args"]]))
             case "Log.entryAdded":
@@ -70,36 +94,62 @@ class Page:
                 self.requests.append(values["request"]["url"])
         return message
 
-    def open(self, url: str, width: int = 1280, height: int = 900, dark: bool = False, touch: bool = False) -> None:
+    def open(
+        self,
+        url: str,
+        width: int = 1280,
+        height: int = 900,
+        dark: bool = False,
+        touch: bool = False,
+    ) -> None:
         """Loads a page in a window of this size, and waits until it has drawn."""
         self.messages.clear(), self.requests.clear()
-        size = {"width": width, "height": height, "deviceScaleFactor": 2 if touch else 1, "mobile": touch}
+        size = {
+            "width": width,
+            "height": height,
+            "deviceScaleFactor": 2 if touch else 1,
+            "mobile": touch,
+        }
         self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self._loaded = False
-        self.call("Page.navigate", url="about:blank")  # a change of the fragment alone would not load it again
+        # a change of the fragment alone would not load it again
+        self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=url)
         deadline = time.monotonic() + 30
         while self.run("document.documentElement?.dataset.ready") != "yes":
             assert time.monotonic() < deadline, self.messages
             time.sleep(0.05)
-        self.requests = [request for request in self.requests if request not in ("about:blank", url)]
+        self.requests = [
+            request for request in self.requests if request not in ("about:blank", url)
+        ]
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""
-        result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        result = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def press(self, key: str, code: int, text: str = "") -> None:
         more = {"text": text} if text else {}
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **more)
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=code,
+                **more,
+            )
             more = {}
 
     def screenshot(self, path: Path, whole: bool = True) -> None:
-        content = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
+        content = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)[
+            "data"
+        ]
         path.write_bytes(base64.b64decode(content))
 
     def pdf(self) -> bytes:

@@ -18,7 +18,8 @@ os.environ["LOG_RANK"] = "none"
 
 @pytest.fixture(scope="session")
 def pool():
-    return Pool(["train", "tomllib", "pytest"])  # imported once, by the server that forks the workers
+    # Imported once, by the server that forks the workers
+    return Pool(["train", "tomllib", "pytest"])
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,7 +52,10 @@ def folder(section) -> Path:
 def text_file(tmp_path_factory) -> Path:
     """150 kB of text that is the same everywhere and has something to learn."""
     path = tmp_path_factory.mktemp("text") / "numbers.py"
-    blocks = (f"def add_{i}(x):\n    y = x + {i * i % 97}\n    return y * {i % 7}\n\n\n" for i in range(2600))
+    blocks = (
+        f"def add_{i}(x):\n    y = x + {i * i % 97}\n    return y * {i % 7}\n\n\n"
+        for i in range(2600)
+    )
     path.write_text("".join(blocks))
     return path
 
@@ -87,7 +91,10 @@ def arguments(options, tmp_path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def whole_run(pool, options, tmp_path_factory) -> Callable[..., Path]:
-    """More options -> the folder of a run with these, on one process and never interrupted. Each is run once."""
+    """More options -> the folder of a run with these, on one process and never interrupted.
+
+    Each is run once.
+    """
     from runs import train_run  # with torch, which not every test needs
 
     @functools.cache

@@ -20,7 +20,11 @@ tokenizers = pytest.importorskip("tokenizers")
 PATTERNS = {"gpt2": GPT2_PATTERN, "llama3": PATTERN, "qwen": PATTERN.replace("{N}{1,3}", "{N}")}
 SPECIAL = {
     "gpt2": ["<|endoftext|>"],
-    "llama3": ["<|begin_of_text|>", "<|end_of_text|>", *(f"<|reserved_special_token_{i}|>" for i in range(14))],
+    "llama3": [
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        *(f"<|reserved_special_token_{i}|>" for i in range(14)),
+    ],
     "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
 }
 SCRIPTS = {  # ranges of letters, and what stands between words
@@ -38,7 +42,20 @@ SCRIPTS = {  # ranges of letters, and what stands between words
     "accents": ((0x0061, 0x007A), "\u0301"),
 }
 ODD = [
-    *("    ", "\t\t", "\n\n\n", "\r\n", " \n ", "\u00a0", "\u3000", "\u2028", "\x85", "  \t x", "\x00", "\x1c"),
+    *(
+        "    ",
+        "\t\t",
+        "\n\n\n",
+        "\r\n",
+        " \n ",
+        "\u00a0",
+        "\u3000",
+        "\u2028",
+        "\x85",
+        "  \t x",
+        "\x00",
+        "\x1c",
+    ),
     *(
         "don't",
         "I'LL",
@@ -71,7 +88,9 @@ ODD = [
 
 
 def mixed_text(size: int, seed: int = 0) -> str:
-    """About `size` characters: a third is Python, the rest words of many scripts, spaces, digits, odd characters."""
+    """About `size` characters: a third is Python, the rest words of many scripts, spaces, digits,
+    odd characters.
+    """
     chance = random.Random(seed)
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     parts, total = [], 0
@@ -84,8 +103,14 @@ def mixed_text(size: int, seed: int = 0) -> str:
         ]  # a small alphabet, so that there is what to merge
         words = ["".join(chance.choices(letters, k=chance.randint(1, 6))) for _ in range(60)]
         prose = between.join(chance.choices(words, k=300))
-        odd = " ".join(chance.choices(ODD, k=30)) + " " * chance.randint(0, 70) + "\n" * chance.randint(0, 4)
-        line = "".join(chance.choices(ODD, k=20)) + "".join(chr(chance.randint(32, 0x2FFF)) for _ in range(40))
+        odd = (
+            " ".join(chance.choices(ODD, k=30))
+            + " " * chance.randint(0, 70)
+            + "\n" * chance.randint(0, 4)
+        )
+        line = "".join(chance.choices(ODD, k=20)) + "".join(
+            chr(chance.randint(32, 0x2FFF)) for _ in range(40)
+        )
         parts += [source[start : start + chance.randint(100, 4000)], prose, odd, line]
         total += sum(map(len, parts[-4:]))
     return "".join(parts)
@@ -95,7 +120,10 @@ def mixed_text(size: int, seed: int = 0) -> str:
 def trained(style: str, num_tokens: int = 1500) -> str:
     """A tokenizer.json in the style of gpt2, llama3 or qwen."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer(style), tokenizers.decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizer(style),
+        tokenizers.decoders.ByteLevel(),
+    )
     if style == "qwen":
         tokenizer.normalizer = tokenizers.normalizers.NFC()
     trainer = tokenizers.trainers.BpeTrainer(
@@ -116,17 +144,35 @@ def pre_tokenizer(style: str):
     if style == "gpt2":
         return level(add_prefix_space=False)
     split = tokenizers.pre_tokenizers.Split(regex, "isolated")
-    return tokenizers.pre_tokenizers.Sequence([split, level(add_prefix_space=False, use_regex=False)])
+    return tokenizers.pre_tokenizers.Sequence(
+        [split, level(add_prefix_space=False, use_regex=False)]
+    )
 
 
 def in_words(merges: list[tuple[str, str]], more: list[str], **options) -> dict:
     """A tokenizer.json whose pieces are words of letters."""
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     alphabet = sorted(CHARACTERS.values())
     texts = dict.fromkeys([*alphabet, *(a + b for a, b in merges), *more])
     model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
-    model |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    model |= {
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+    }
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     return {
         "version": "1.0",
         "truncation": None,
@@ -146,7 +192,9 @@ def in_words(merges: list[tuple[str, str]], more: list[str], **options) -> dict:
 
 
 def write(folder: Path, main: str | dict, **config) -> Path:
-    """Writes tokenizer.json, and tokenizer_config.json if there is something to say in it; returns the folder."""
+    """Writes tokenizer.json, and tokenizer_config.json if there is something to say in it; returns
+    the folder.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(main if isinstance(main, str) else json.dumps(main))
     if config:
@@ -171,8 +219,14 @@ def random_unicode(size: int, seed: int) -> str:
     chance = random.Random(seed)
     marks = _marks()
     spaces = [c for c in map(chr, range(0x3001)) if c.isspace()]
-    anywhere = [chr(i) for i in (chance.randrange(0x110000) for _ in range(size // 2)) if not 0xD800 <= i < 0xE000]
+    anywhere = [
+        chr(i)
+        for i in (chance.randrange(0x110000) for _ in range(size // 2))
+        if not 0xD800 <= i < 0xE000
+    ]
     near = [chr(chance.randrange(0x3100)) for _ in range(size // 4)]
-    text = anywhere + near + chance.choices(marks, k=size // 8) + chance.choices(spaces, k=size // 8)
+    text = (
+        anywhere + near + chance.choices(marks, k=size // 8) + chance.choices(spaces, k=size // 8)
+    )
     chance.shuffle(text)
     return "".join(text)

@@ -2,13 +2,16 @@
 
     python tests/fuzz.py --seconds 3600 [--reader NAME ...] [--seed N]
 
-What it is: mutates valid samples (`fuzz_mutations.py`) and gives them to the readers (`fuzz_readers.py`). Inputs that
-reach a new line of titanlite are mutated further. Each must give a value, or a ConfigError of short printable lines.
-Findings are: another exception, code that is run, a file opened outside the folder, more than 10 s or 1 GB, a crash.
-They are shortened and stored in tests/corpus/<reader>/, which `test_fuzz.py` replays; those above 8 kB with zlib.
-Why it is not Hypothesis: that builds values from strategies. What finds faults here are small changes of valid files,
-feedback from the lines they reach, and limits of time and memory, which it does not have.
-What it costs: a forked process with limits per batch of inputs, and a tracer of lines for every eighth input.
+What it is: mutates valid samples (`fuzz_mutations.py`) and gives them to the readers
+(`fuzz_readers.py`). Inputs that reach a new line of titanlite are mutated further. Each must give a
+value, or a ConfigError of short printable lines. Findings are: another exception, code that is run,
+a file opened outside the folder, more than 10 s or 1 GB, a crash. They are shortened and stored in
+tests/corpus/<reader>/, which `test_fuzz.py` replays; those above 8 kB with zlib.
+Why it is not Hypothesis: that builds values from strategies. What finds faults here are small
+changes of valid files, feedback from the lines they reach, and limits of time and memory, which it
+does not have.
+What it costs: a forked process with limits per batch of inputs, and a tracer of lines for every
+eighth input.
 Limit: files that the safetensors library opens itself are not noticed.
 """
 
@@ -45,7 +48,8 @@ from titanlite.tools.formats import pickle_reader  # noqa: E402
 from titanlite.tools.prepare import parquet_reader  # noqa: E402
 
 CORPUS = ROOT / "tests/corpus"
-SECONDS, MEMORY, LINE = 10, 1 << 30, 3000  # limits of one execution: time, bytes beyond those at the start, characters
+# Limits of one execution: time, bytes beyond those at the start, characters
+SECONDS, MEMORY, LINE = 10, 1 << 30, 3000
 MEMORY_DISK = "/dev/shm" if os.path.isdir("/dev/shm") else None  # some readers sync what they write
 PLAIN = 8000  # bytes of a corpus file; larger ones are compressed
 
@@ -72,19 +76,43 @@ def corpus(reader: str) -> list[bytes]:
     """The stored inputs of a reader, which have failed once."""
     found = []
     for path in sorted((CORPUS / slug(reader)).glob("*")):
-        found.append(zlib.decompress(path.read_bytes()) if path.suffix == ".zlib" else path.read_bytes())
+        found.append(
+            zlib.decompress(path.read_bytes()) if path.suffix == ".zlib" else path.read_bytes()
+        )
     return found
 
 
-RUNS = ("pickle.find_class", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.connect")
-LIMITED = (pickle_reader.__file__, parquet_reader.__file__)  # programs of processes with limits, which may be started
-CHANGES = tuple(f"os.{name}" for name in ("remove", "rename", "mkdir", "rmdir", "link", "symlink", "truncate", "chmod"))
+RUNS = (
+    "pickle.find_class",
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "socket.connect",
+)
+# Programs of processes with limits, which may be started
+LIMITED = (pickle_reader.__file__, parquet_reader.__file__)
+CHANGES = tuple(
+    f"os.{name}"
+    for name in ("remove", "rename", "mkdir", "rmdir", "link", "symlink", "truncate", "chmod")
+)
 EVALUATES = ("typing", "dataclasses", "collections")  # annotations, and the methods of classes
-READABLE = (sys.prefix, sys.base_prefix, f"{ROOT}/titanlite", f"{ROOT}/train_configs", "/proc", os.devnull)
+READABLE = (
+    sys.prefix,
+    sys.base_prefix,
+    f"{ROOT}/titanlite",
+    f"{ROOT}/train_configs",
+    "/proc",
+    os.devnull,
+)
 
 
 class Child:
-    """Executes inputs, in a forked process with limits. `shared` holds their number and the current one."""
+    """Executes inputs, in a forked process with limits.
+
+    `shared` holds their number and the current one.
+    """
 
     def __init__(self, name: str, reader: Reader, folder: Path, shared: mmap.mmap) -> None:
         self.reader, self.folder, self.shared = reader, folder / "files", shared
@@ -96,9 +124,11 @@ class Child:
         for stream in (0, 1, 2):
             os.dup2(sys.stdin.fileno(), stream)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent
-        # The interpreter would write the .pyc files of modules that a reader imports first, where none are installed.
+        # The interpreter would write the .pyc files of modules that a reader imports first, where
+        # none are installed.
         sys.dont_write_bytecode = True
-        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork: an operation would wait for them for ever
+        # OpenMP's threads do not survive a fork: an operation would wait for them for ever
+        torch.set_num_threads(1)
         faulthandler.disable()  # the parent reports crashes
         faulthandler.register(signal.SIGUSR1, (folder / "stack").open("w"), all_threads=True)
         os.chdir(self.folder)
@@ -112,18 +142,30 @@ class Child:
         if self.events is None:
             return
         if event == "exec":
-            if arguments[0].co_filename == "<string>" and sys._getframe(1).f_globals["__name__"] not in EVALUATES:
+            if (
+                arguments[0].co_filename == "<string>"
+                and sys._getframe(1).f_globals["__name__"] not in EVALUATES
+            ):
                 self.events.append("runs code")
         elif event == "open" or event in CHANGES:
             path = arguments[event == "os.symlink"]
             place = path if type(path) is int else os.path.abspath(os.fsdecode(path))
-            reads = event == "open" and arguments[1] in ("r", "rb", None) and not arguments[2] & os.O_ACCMODE
+            reads = (
+                event == "open"
+                and arguments[1] in ("r", "rb", None)
+                and not arguments[2] & os.O_ACCMODE
+            )
             allowed = (str(self.folder), *(READABLE if reads else READABLE[-1:]))
             # A config and a job may name any path, and a descriptor has been opened before.
-            named = self.name in ("command line", "TOML", "job.json", "job.json, all parts") or type(place) is int
+            named = (
+                self.name in ("command line", "TOML", "job.json", "job.json, all parts")
+                or type(place) is int
+            )
             if not named and not place.startswith(allowed):
                 self.events.append(f"{event} outside the folder: {ascii(place)[1:-1][:200]}")
-        elif event in RUNS and not (event == "subprocess.Popen" and set(LIMITED) & set(arguments[1])):
+        elif event in RUNS and not (
+            event == "subprocess.Popen" and set(LIMITED) & set(arguments[1])
+        ):
             self.events.append(event)
 
     def trace(self, frame: Any, event: str, argument: Any) -> Any:
@@ -138,17 +180,24 @@ class Child:
         self.count += 1
         self.shared[: 16 + len(data)] = struct.pack("<QQ", self.count, len(data)) + data
         self.events, what = [], ""
-        sys.settrace(self.trace if self.count < 10 or self.count % 8 == 0 else None)  # not always: it is slow
+        # Not always: it is slow
+        sys.settrace(self.trace if self.count < 10 or self.count % 8 == 0 else None)
         try:
             self.reader.read(self.folder, data)
         except ConfigError as error:
             sys.settrace(None)
             longest = max(error.problems, key=len)
-            if len(longest) > LINE or not all(map(str.isprintable, error.problems)) or "Traceback" in longest:
+            if (
+                len(longest) > LINE
+                or not all(map(str.isprintable, error.problems))
+                or "Traceback" in longest
+            ):
                 what = "a long or unprintable message"
         except BaseException as error:
             sys.settrace(None)
-            what = f"{type(error).__name__} in {innermost(traceback.extract_tb(error.__traceback__))}"
+            what = (
+                f"{type(error).__name__} in {innermost(traceback.extract_tb(error.__traceback__))}"
+            )
         sys.settrace(None)
         events, self.events = self.events, None
         return what or (events[0] if events else "")
@@ -187,7 +236,11 @@ class Child:
 
 def innermost(stack: Any) -> str:
     """The last function of titanlite in a stack."""
-    names = [f"{Path(f.filename).stem}.{f.name}" for f in stack if f.filename.startswith(str(ROOT / "titanlite"))]
+    names = [
+        f"{Path(f.filename).stem}.{f.name}"
+        for f in stack
+        if f.filename.startswith(str(ROOT / "titanlite"))
+    ]
     return names[-1] if names else "the reader"
 
 
@@ -195,7 +248,12 @@ class Fuzzed:
     """The executions and findings of one reader."""
 
     def __init__(self, name: str, folder: Path, seed: int = 0) -> None:
-        self.name, self.reader, self.seed, self.folder = name, READERS[name], seed, folder / slug(name)
+        self.name, self.reader, self.seed, self.folder = (
+            name,
+            READERS[name],
+            seed,
+            folder / slug(name),
+        )
         for part in ("files", "queue", "found"):
             (self.folder / part).mkdir(parents=True)
         self.samples = self.reader.prepare(self.folder / "files")
@@ -207,12 +265,16 @@ class Fuzzed:
         """Of the samples, and of inputs that reached new lines: without end."""
         chance = random.Random(f"{self.seed} {self.name} {self.batches}")
         while True:
-            yield mutate(chance.choice(chance.choice((pool, self.samples))), self.reader.kind, pool, chance)
+            yield mutate(
+                chance.choice(chance.choice((pool, self.samples))), self.reader.kind, pool, chance
+            )
 
     def run(self, seconds: float, inputs: Iterator[bytes] | None = None) -> None:
         """One batch: inputs until the time is over or one ends the process."""
         started = time.monotonic()
-        pool = self.samples + [path.read_bytes() for path in sorted((self.folder / "queue").glob("*"))]
+        pool = self.samples + [
+            path.read_bytes() for path in sorted((self.folder / "queue").glob("*"))
+        ]
         known = [] if inputs else pool + ([] if self.batches else corpus(self.name))
         self.batches += 1
         inputs = inputs or itertools.chain(known, self.mutations(pool))
@@ -220,7 +282,9 @@ class Fuzzed:
         process = os.fork()
         if process == 0:
             try:
-                Child(self.name, self.reader, self.folder, self.shared).run(inputs, seconds, len(known))
+                Child(self.name, self.reader, self.folder, self.shared).run(
+                    inputs, seconds, len(known)
+                )
                 os._exit(0)
             except BaseException:
                 (self.folder / "stack").write_text(traceback.format_exc())
@@ -242,10 +306,18 @@ class Fuzzed:
         self.executions += count
         self.seconds += time.monotonic() - started
         if status:
-            stack = re.findall(r'File "(\S+)", line \d+ in (\S+)', (self.folder / "stack").read_text())
+            stack = re.findall(
+                r'File "(\S+)", line \d+ in (\S+)', (self.folder / "stack").read_text()
+            )
             stack = [frame for frame in stack if "/titanlite/" in frame[0]] or stack
             where = f" in {Path(stack[0][0]).stem}.{stack[0][1]}" if stack else ""
-            what = ("hang" if hung else f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "exit") + where
+            what = (
+                "hang"
+                if hung
+                else f"signal {os.WTERMSIG(status)}"
+                if os.WIFSIGNALED(status)
+                else "exit"
+            ) + where
             self._add(what, self.shared[16 : 16 + length])
         for path in sorted((self.folder / "found").glob("*")):
             what, _, data = path.read_bytes().partition(b"\n")
@@ -269,7 +341,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument(
-        "--reader", action="append", choices=list(READERS), help="a reader; may be repeated; default: all"
+        "--reader",
+        action="append",
+        choices=list(READERS),
+        help="a reader; may be repeated; default: all",
     )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -278,7 +353,9 @@ def main() -> int:
     print(f"{'reader':<24}{'executions':>12}{'per second':>12}  findings")
     for reader in readers:
         kinds = "; ".join(reader.findings) or "none"
-        print(f"{reader.name:<24}{reader.executions:>12,}{reader.executions / reader.seconds:>12,.0f}  {kinds}")
+        print(
+            f"{reader.name:<24}{reader.executions:>12,}{reader.executions / reader.seconds:>12,.0f}  {kinds}"
+        )
     print(f"{'all':<24}{sum(reader.executions for reader in readers):>12,}")
     findings = [finding for reader in readers for finding in reader.findings.values()]
     for finding in findings:

@@ -1,7 +1,8 @@
 """Mutations of files and messages, for the fuzzer.
 
-What it is: changes of any bytes; of words, lines and values where the input is text or JSON; and of operations where it
-is a pickle. Most are small, so that what comes before and after is still read; some repeat a part a thousand times.
+What it is: changes of any bytes; of words, lines and values where the input is text or JSON; and of
+operations where it is a pickle. Most are small, so that what comes before and after is still read;
+some repeat a part a thousand times.
 """
 
 from __future__ import annotations
@@ -19,18 +20,40 @@ HOSTILE = rb"""0 -1 1 2 -0.0 1.5 1e400 -1e999 1e-400 NaN -Infinity null true fal
 [0] [0,1] {"":0} {"a":{"a":0}} {a=1} "" '' "\u0000" "\ud800" "\u001b[2J\n" "../outside" "/etc/passwd" "/dev/zero" "."
 "1" "1e999" "F64" 1979-05-27T07:32:00Z""".split()
 HOSTILE += [b"9" * 400, b"9" * 5000, b"[" * 500 + b"]" * 500, b" " * 5000]
-HOSTILE += [b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 50_000, b'"' + b"x" * 3000 + b'"', b'"' + b"x" * 300_000 + b'"']
+HOSTILE += [
+    b"[" * 100_000 + b"]" * 100_000,
+    b'{"a":' * 50_000,
+    b'"' + b"x" * 3000 + b'"',
+    b'"' + b"x" * 300_000 + b'"',
+]
 HOSTILE += [b"\xff\xfe", b"\x00", b"\r\n", b"\n", b"\xe2\x80\xa8", b"\xef\xbb\xbf", b"\x1b[2J"]
-HOSTILE += [str(2**n + d).encode() for n in (8, 16, 24, 31, 32, 53, 61, 62, 63, 64, 128) for d in (-1, 0)]
+HOSTILE += [
+    str(2**n + d).encode() for n in (8, 16, 24, 31, 32, 53, 61, 62, 63, 64, 128) for d in (-1, 0)
+]
 OPCODES = [bytes([code]) for code in b"N012(t)\x85\x86\x87}]aesubR\x81Q.\x94\x88\x93o\x92"]
-OPCODES += [b"K\xff", b"J\xff\xff\xff\xff", b"\x8a\x08" + b"\xff" * 7 + b"\x7f", b"h\x00", b"cposix\nsystem\n"]
-OPCODES += [b"ctorch\nSize\n", b"\x8c\x04true\x85R", b"X\x00\x01\x00\x00" + b"x" * 256, b"r\x00\x00\x00\x10"]
+OPCODES += [
+    b"K\xff",
+    b"J\xff\xff\xff\xff",
+    b"\x8a\x08" + b"\xff" * 7 + b"\x7f",
+    b"h\x00",
+    b"cposix\nsystem\n",
+]
+OPCODES += [
+    b"ctorch\nSize\n",
+    b"\x8c\x04true\x85R",
+    b"X\x00\x01\x00\x00" + b"x" * 256,
+    b"r\x00\x00\x00\x10",
+]
 TOKEN = re.compile(rb'"(?:[^"\\\n]|\\.)*"|-?\d[\d.eE+_-]*|\w+|[^\w\s]|\n')
 
 
 def mutate(data: bytes, kind: str, samples: list[bytes], chance: random.Random) -> bytes:
     kinds: list[Callable[..., bytes]] = [change_bytes]
-    kinds += {"text": [change_tokens, change_lines, change_json] * 2, "pickle": [change_opcodes] * 4, "bytes": []}[kind]
+    kinds += {
+        "text": [change_tokens, change_lines, change_json] * 2,
+        "pickle": [change_opcodes] * 4,
+        "bytes": [],
+    }[kind]
     for _ in range(chance.choice((1, 1, 1, 2, 2, 3, 6))):
         data = chance.choice(kinds)(data, samples, chance)[:LARGEST]
     return data
@@ -59,16 +82,22 @@ def change_tokens(data: bytes, samples: list[bytes], chance: random.Random) -> b
     """Replaces, deletes, inserts or repeats words, numbers, strings and signs."""
     places = [match.span() for match in TOKEN.finditer(data[:50_000])] or [(0, len(data))]
     first = chance.randrange(len(places))
-    begin, end = places[first][0], places[min(len(places) - 1, first + chance.choice((0, 0, 0, 0, 1, 3, 10)))][1]
+    begin, end = (
+        places[first][0],
+        places[min(len(places) - 1, first + chance.choice((0, 0, 0, 0, 1, 3, 10)))][1],
+    )
     other = data[slice(*chance.choice(places))]
     new = chance.choice(
-        (chance.choice(HOSTILE),) * 4 + (other, b"", data[begin:end][:2000] * chance.choice((2, 3, 500)))
+        (chance.choice(HOSTILE),) * 4
+        + (other, b"", data[begin:end][:2000] * chance.choice((2, 3, 500)))
     )
     return data[:begin] + new + data[end:]
 
 
 def change_lines(data: bytes, samples: list[bytes], chance: random.Random) -> bytes:
-    """Replaces what follows the first `=`, `:` or space of a line, or removes, doubles, moves or exchanges lines."""
+    """Replaces what follows the first `=`, `:` or space of a line, or removes, doubles, moves or
+    exchanges lines.
+    """
     lines = data.split(b"\n", 5000)
     at = chance.randrange(len(lines))
     line, other = lines[at], chance.choice(chance.choice(samples).split(b"\n"))
@@ -80,7 +109,9 @@ def change_lines(data: bytes, samples: list[bytes], chance: random.Random) -> by
 
 
 def change_json(data: bytes, samples: list[bytes], chance: random.Random) -> bytes:
-    """Replaces a value by a hostile one, or removes, renames, doubles or adds a key, where it is JSON."""
+    """Replaces a value by a hostile one, or removes, renames, doubles or adds a key, where it is
+    JSON.
+    """
     try:
         tree = json.loads(data if len(data) < 50_000 else b"")
     except (ValueError, RecursionError):
@@ -88,7 +119,9 @@ def change_json(data: bytes, samples: list[bytes], chance: random.Random) -> byt
     inner = [tree] if isinstance(tree, (dict, list)) and tree else []
     for holder in inner:
         inner += [
-            v for v in (holder.values() if isinstance(holder, dict) else holder[:300]) if v and type(v) in (dict, list)
+            v
+            for v in (holder.values() if isinstance(holder, dict) else holder[:300])
+            if v and type(v) in (dict, list)
         ]
     if not inner:
         return chance.choice(HOSTILE)
@@ -101,7 +134,9 @@ def change_json(data: bytes, samples: list[bytes], chance: random.Random) -> byt
     elif action == 4:
         del holder[place]
     elif action == 5 and isinstance(holder, dict):
-        holder[chance.choice((*holder, "", "x", "\x1b[2J", "x" * 3000, "../x", "__class__", mark))] = value
+        holder[
+            chance.choice((*holder, "", "x", "\x1b[2J", "x" * 3000, "../x", "__class__", mark))
+        ] = value
     elif action == 5:
         holder[place:place] = [value] * chance.choice((1, 2, 1000 if len(data) < 3000 else 3))
     elif action == 6:

@@ -1,8 +1,11 @@
-"""Every reader of files and messages, for the fuzzer: how valid samples are made, and a function of any bytes.
+"""Every reader of files and messages, for the fuzzer: how valid samples are made, and a function of
+any bytes.
 
-What it is: `READERS`, name -> `Reader`. `prepare` fills an empty folder with valid files and returns samples of the one
-input that is mutated; `read` puts any bytes in its place, reads it as the commands do, and uses what it has read.
-What it costs: samples are made on the spot, of a model with 5,080 parameters, 0.3 s for all readers.
+What it is: `READERS`, name -> `Reader`. `prepare` fills an empty folder with valid files and
+returns samples of the one input that is mutated; `read` puts any bytes in its place, reads it as
+the commands do, and uses what it has read.
+What it costs: samples are made on the spot, of a model with 5,080 parameters, 0.3 s for all
+readers.
 """
 
 from __future__ import annotations
@@ -35,7 +38,12 @@ from titanlite.checkpoint.divergence import read_record
 from titanlite.checkpoint.manifest import NAME, SEAL, RunMetadata
 from titanlite.checkpoint.manifest_reader import read_manifest
 from titanlite.checkpoint.read_step import load_states, read_step
-from titanlite.checkpoint.resume import EXCLUDED, read_excluded, require_compatible, training_changes
+from titanlite.checkpoint.resume import (
+    EXCLUDED,
+    read_excluded,
+    require_compatible,
+    training_changes,
+)
 from titanlite.checkpoint.retention import PROVEN, Retention, read_proof, steps_to_delete
 from titanlite.checkpoint.state import RandomState
 from titanlite.checkpoint.storage import RECORD as DIVERGED
@@ -112,7 +120,15 @@ def _tree() -> bytes:
     """A file of torch.save."""
     tokenizer = torch.frombuffer(bytearray(RANKS), dtype=torch.uint8)
     shape = dataclasses.asdict(LLAMA)
-    return _saved({"model": _weights(), "model_config": shape, "step": 3, "seq_len": 64, "tokenizer": tokenizer})
+    return _saved(
+        {
+            "model": _weights(),
+            "model_config": shape,
+            "step": 3,
+            "seq_len": 64,
+            "tokenizer": tokenizer,
+        }
+    )
 
 
 def _converted(to: str, name: str, folder: Path, **options: Any) -> list[bytes]:
@@ -149,7 +165,9 @@ def _weights() -> dict[str, torch.Tensor]:
 def _write_step(folder: Path) -> list[bytes]:
     """A run in `folder`, whose step 3 is complete; returns its manifest."""
     state = {"model": _weights(), "random": RandomState().state_dict()}
-    write_step(folder / "checkpoints", 3, state, FILES, RunMetadata({"dp_shard": 1}, CONFIG, "f" * 64, 1.5))
+    write_step(
+        folder / "checkpoints", 3, state, FILES, RunMetadata({"dp_shard": 1}, CONFIG, "f" * 64, 1.5)
+    )
     return [(folder / STEP / NAME).read_bytes()]
 
 
@@ -265,11 +283,16 @@ def _read_ranks(folder: Path, data: bytes) -> None:
 
 
 def _json_of_others() -> list[bytes]:
-    """As GPT-2's: one step of pre-tokenisation, and words that are tokens are not kept whole; and with Qwen's NFC."""
+    """As GPT-2's: one step of pre-tokenisation, and words that are tokens are not kept whole; and
+    with Qwen's NFC.
+    """
     main = json.loads(to_files(Tokenizer("", RANKS), 16)["tokenizer.json"])
     main["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     main["model"]["ignore_merges"] = False
-    return [json.dumps(main | {"normalizer": normalizer}).encode() for normalizer in (None, {"type": "NFC"})]
+    return [
+        json.dumps(main | {"normalizer": normalizer}).encode()
+        for normalizer in (None, {"type": "NFC"})
+    ]
 
 
 def _read_json(folder: Path, data: bytes) -> None:
@@ -313,7 +336,10 @@ def _read_shard(folder: Path, data: bytes) -> None:
     split = manifest["splits"]["train"]
     (shard,) = split["shards"]
     (folder / "data" / shard["file"]).write_bytes(data)
-    shard |= {"tokens": len(data) // np.dtype(manifest["dtype"]).itemsize, "sha256": hashlib.sha256(data).hexdigest()}
+    shard |= {
+        "tokens": len(data) // np.dtype(manifest["dtype"]).itemsize,
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
     split["tokens"] = shard["tokens"]
     _read_data(folder, "manifest.json", json.dumps(manifest).encode())
 
@@ -343,7 +369,8 @@ def _build(source: Source, made: Path, **settings: Any) -> None:
     build([(source, find(source))], Tokenizer("", RANKS), made, how, lambda text: None)
 
 
-STAGES = ("begun", "read", "compared", "complete", "merging")  # of a preparation that was interrupted
+# Of a preparation that was interrupted
+STAGES = ("begun", "read", "compared", "complete", "merging")
 
 
 def _prepare_job(folder: Path, name: str, stage: str) -> list[bytes]:
@@ -351,9 +378,16 @@ def _prepare_job(folder: Path, name: str, stage: str) -> list[bytes]:
     rows = [{"text": f"row {i % 20} \u00e9"} for i in range(30)] + [{"text": "short"}, {"text": 1}]
     (folder / "rows.jsonl").write_bytes(_lines(rows))
     (folder / "ranks").write_bytes(RANKS)
-    source, tokenizer, reached = Source(str(folder / "rows.jsonl")), Tokenizer(folder / "ranks"), STAGES.index(stage)
+    source, tokenizer, reached = (
+        Source(str(folder / "rows.jsonl")),
+        Tokenizer(folder / "ranks"),
+        STAGES.index(stage),
+    )
     settings = Settings(2, FilterConfig(min_chars=6), DuplicateConfig("near"))
-    job, work = begin([(source, find(source))], tokenizer, folder / "made", settings), working_folder(folder / "made")
+    job, work = (
+        begin([(source, find(source))], tokenizer, folder / "made", settings),
+        working_folder(folder / "made"),
+    )
     for part in range(2 if reached > 0 else 0):
         run_part(job, work, tokenizer, part, lambda count: None)
     if reached > 1:
@@ -396,7 +430,9 @@ def _read_source(name: str, folder: Path, data: bytes) -> None:
     """A source of any kind, or the index of one."""
     (folder / name).write_bytes(data)
     path = folder / name
-    _build(Source(str(path.with_suffix(".bin") if path.suffix == ".idx" else path)), folder / "made")
+    _build(
+        Source(str(path.with_suffix(".bin") if path.suffix == ".idx" else path)), folder / "made"
+    )
 
 
 def _prepare_megatron(folder: Path, name: str) -> list[bytes]:
@@ -412,7 +448,9 @@ def _compressed(module: Any, content: str = "") -> bytes:
 def _parquet() -> list[bytes]:
     """Plain, dictionary-encoded and compressed columns; several row groups, and another column."""
     samples = []
-    table = pyarrow.table({"text": [f"row {i % 7} \u00e9" for i in range(40)], "other": list(range(40))})
+    table = pyarrow.table(
+        {"text": [f"row {i % 7} \u00e9" for i in range(40)], "other": list(range(40))}
+    )
     for options in ({"compression": "none"}, {"compression": "none", "use_dictionary": False}, {}):
         buffer = io.BytesIO()
         pyarrow.parquet.write_table(table, buffer, row_group_size=20, **options)
@@ -432,7 +470,8 @@ def _read_toml(folder: Path, data: bytes) -> None:
 
 
 def _read_arguments(folder: Path, data: bytes) -> None:
-    _use(load_config(data.decode("utf-8", "surrogateescape").split("\n")))  # as the system gives them
+    # As the system gives them
+    _use(load_config(data.decode("utf-8", "surrogateescape").split("\n")))
 
 
 def _read_metrics(folder: Path, data: bytes) -> None:
@@ -474,7 +513,19 @@ def _read_record(folder: Path, data: bytes) -> None:
     assert type(record.attempts) is type(record.newest) is int
 
 
-BEAT = Heartbeat(0, "node", 7, 1.5, 3, '"training" of step 4', 100.0, "comm.timeout_seconds", 200.0, 2, "train.py:9")
+BEAT = Heartbeat(
+    0,
+    "node",
+    7,
+    1.5,
+    3,
+    '"training" of step 4',
+    100.0,
+    "comm.timeout_seconds",
+    200.0,
+    2,
+    "train.py:9",
+)
 
 
 def _read_beat(folder: Path, data: bytes) -> None:
@@ -491,18 +542,29 @@ def _write(name: str, *samples: bytes) -> Callable[[Path], list[bytes]]:
 
 
 TOML = b'base = "base.toml"\n' + to_toml(Config(run=RunConfig("x"))).encode()
-SHORT = b'base = "base.toml"\n[training]\nsteps = 10\nseq_len = 64\n[optimizer]\nbetas = [0.9, 0.95]\n'
+SHORT = (
+    b'base = "base.toml"\n[training]\nsteps = 10\nseq_len = 64\n[optimizer]\nbetas = [0.9, 0.95]\n'
+)
 ARGUMENTS = b"debug\n--training.steps=100\n--training.seq_len\n64\n--compile.enabled\n--optimizer.betas=[0.9, 0.95]"
 ROLLED_BACK = json.dumps({
     "attempts": 2, "newest": 4, "config": "ab", "last": "step 5", "rollbacks": [
         {"step": 5, "resumed": 4, "first": 32, "end": 40}, {"step": 9, "first": 72, "end": 80}
 ]}).encode()  # fmt: skip
-ROWS = b"".join(json.dumps({"step": i, "loss": 2.5, "mfu": None}).encode() + b"\n" for i in range(6))
-LOGGED = [{"step": i, "loss": 9 / i, "tokens": 8 * i, "seconds": 0.5 * i, "time/data": 0.1} for i in range(1, 50)]
-HAPPENED = [{"time": 1e9, "step": i, "event": name, "text": name} for i, name in enumerate(("start", "save", "end"))]
+ROWS = b"".join(
+    json.dumps({"step": i, "loss": 2.5, "mfu": None}).encode() + b"\n" for i in range(6)
+)
+LOGGED = [
+    {"step": i, "loss": 9 / i, "tokens": 8 * i, "seconds": 0.5 * i, "time/data": 0.1}
+    for i in range(1, 50)
+]
+HAPPENED = [
+    {"time": 1e9, "step": i, "event": name, "text": name}
+    for i, name in enumerate(("start", "save", "end"))
+]
 DRAWN = [{"step": i, "prompt": "def", "text": f" f({i})"} for i in range(3)]
 EVALUATED = [
-    {"step": i, "weights": w, "evaluate/a/acc": 0.5, "evaluate/a/acc_stderr": 0.1} for i, w in ((2, "ema"), (4, ""))
+    {"step": i, "weights": w, "evaluate/a/acc": 0.5, "evaluate/a/acc_stderr": 0.1}
+    for i, w in ((2, "ema"), (4, ""))
 ]
 HAPPENED[0]["about"] = {"parameters": 5080, "device": "CPU", "layout": "one process"}
 HEARTBEATS = [json.dumps(dataclasses.asdict(dataclasses.replace(BEAT, diagnosis=d))).encode() for d in (
@@ -510,9 +572,13 @@ HEARTBEATS = [json.dumps(dataclasses.asdict(dataclasses.replace(BEAT, diagnosis=
 
 READERS = {
     "manifest": Reader("text", _write_step, _read_step),
-    "manifest, sealed": Reader("text", _unsealed, lambda folder, data: _read_step(folder, _seal(data))),
+    "manifest, sealed": Reader(
+        "text", _unsealed, lambda folder, data: _read_step(folder, _seal(data))
+    ),
     "model.json of a step": Reader(
-        "text", lambda f: _write_step(f) and [SHAPE], functools.partial(_read_small_file, "model.json")
+        "text",
+        lambda f: _write_step(f) and [SHAPE],
+        functools.partial(_read_small_file, "model.json"),
     ),
     "data.json of a step": Reader(
         "text",
@@ -520,7 +586,9 @@ READERS = {
         functools.partial(_read_small_file, "data.json"),
     ),
     f"{EXCLUDED} of a step": Reader(
-        "text", lambda f: _write_step(f) and [b"[[32, 40], [72, 80]]"], functools.partial(_read_small_file, EXCLUDED)
+        "text",
+        lambda f: _write_step(f) and [b"[[32, 40], [72, 80]]"],
+        functools.partial(_read_small_file, EXCLUDED),
     ),
     "random state": Reader("bytes", lambda f: [_state_bytes()], _read_random_state),
     "safetensors": Reader("bytes", _safetensors, functools.partial(_read_file, "x.safetensors")),
@@ -528,7 +596,9 @@ READERS = {
     "safetensors header": Reader(
         "text",
         _headers,
-        lambda folder, data: _read_file("x.safetensors", folder, _header(data) + bytes(4 * LLAMA.num_parameters)),
+        lambda folder, data: _read_file(
+            "x.safetensors", folder, _header(data) + bytes(4 * LLAMA.num_parameters)
+        ),
     ),
     "safetensors index": Reader(
         "text",
@@ -536,31 +606,48 @@ READERS = {
         functools.partial(_read_in, INDEX),
     ),
     "model.json": Reader(
-        "text", functools.partial(_converted, "safetensors", "model.json"), functools.partial(_read_in, "model.json")
+        "text",
+        functools.partial(_converted, "safetensors", "model.json"),
+        functools.partial(_read_in, "model.json"),
     ),
     "--model": Reader(
         "text",
         lambda f: _safetensors(f) and [SHAPE],
         lambda f, data: (
-            (f / "m.json").write_bytes(data) and read_model(str(f / "m.json"), open_full_state(f / "x.safetensors"))
+            (f / "m.json").write_bytes(data)
+            and read_model(str(f / "m.json"), open_full_state(f / "x.safetensors"))
         ),
     ),
-    ORIGIN: Reader("text", functools.partial(_converted, "safetensors", ORIGIN), functools.partial(_read_in, ORIGIN)),
+    ORIGIN: Reader(
+        "text",
+        functools.partial(_converted, "safetensors", ORIGIN),
+        functools.partial(_read_in, ORIGIN),
+    ),
     "config.json": Reader(
-        "text", functools.partial(_converted, "hf", "config.json"), functools.partial(_read_in, "config.json")
+        "text",
+        functools.partial(_converted, "hf", "config.json"),
+        functools.partial(_read_in, "config.json"),
     ),
     "tokenizer.json": Reader(
-        "text", functools.partial(_converted, "hf", "tokenizer.json"), functools.partial(_read_in, "tokenizer.json")
+        "text",
+        functools.partial(_converted, "hf", "tokenizer.json"),
+        functools.partial(_read_in, "tokenizer.json"),
     ),
     "params.json": Reader(
-        "text", functools.partial(_converted, "llama", "params.json"), functools.partial(_read_in, "params.json")
+        "text",
+        functools.partial(_converted, "llama", "params.json"),
+        functools.partial(_read_in, "params.json"),
     ),
     "rank file": Reader("text", _write("ranks", RANKS), _read_ranks),
     "data.tokenizer": Reader("text", lambda folder: _json_of_others(), _read_json),
-    "prepared manifest": Reader("text", _prepare_data, lambda f, data: _read_data(f, "manifest.json", data)),
+    "prepared manifest": Reader(
+        "text", _prepare_data, lambda f, data: _read_data(f, "manifest.json", data)
+    ),
     "verified.json": Reader(
         "text",
-        lambda f: [_prepare_data(f) and (_read_data(f, "x", b"") or (f / "data" / RECORD).read_bytes())],
+        lambda f: [
+            _prepare_data(f) and (_read_data(f, "x", b"") or (f / "data" / RECORD).read_bytes())
+        ],
         lambda f, data: _read_data(f, RECORD, data),
     ),
     JOB: _of_job(Path(JOB), "begun"),
@@ -571,37 +658,61 @@ READERS = {
     "signatures": _of_job(signatures_path(Path(), 0), "read"),
     "verdicts": _of_job(verdicts_path(Path(), 0), "read"),
     "verdicts, final": _of_job(verdicts_path(Path(), 0, final=True), "compared"),
-    "shard": Reader("bytes", lambda f: _prepare_data(f) and [(f / "data/train-00000.bin").read_bytes()], _read_shard),
+    "shard": Reader(
+        "bytes",
+        lambda f: _prepare_data(f) and [(f / "data/train-00000.bin").read_bytes()],
+        _read_shard,
+    ),
     "starts": Reader(
-        "bytes", lambda f: _prepare_data(f) and [(f / "data/train-00000.starts.bin").read_bytes()], _read_starts
+        "bytes",
+        lambda f: _prepare_data(f) and [(f / "data/train-00000.starts.bin").read_bytes()],
+        _read_starts,
     ),
     "text": Reader("bytes", _write("text", TEXT.encode(), "é😀\r\n".encode() * 9), _read_text),
-    "JSON lines": Reader("text", _write("rows.jsonl", ROWS_OF_TEXT), functools.partial(_read_source, "rows.jsonl")),
+    "JSON lines": Reader(
+        "text", _write("rows.jsonl", ROWS_OF_TEXT), functools.partial(_read_source, "rows.jsonl")
+    ),
     "gzip": Reader(
-        "bytes", _write("rows.jsonl.gz", _compressed(gzip)), functools.partial(_read_source, "rows.jsonl.gz")
+        "bytes",
+        _write("rows.jsonl.gz", _compressed(gzip)),
+        functools.partial(_read_source, "rows.jsonl.gz"),
     ),
     "gzip text": Reader(
-        "bytes", _write("text.gz", _compressed(gzip, TEXT)), functools.partial(_read_source, "text.gz")
+        "bytes",
+        _write("text.gz", _compressed(gzip, TEXT)),
+        functools.partial(_read_source, "text.gz"),
     ),
     "zstd": Reader(
-        "bytes", _write("rows.zst", _compressed(zstandard)), functools.partial(_read_source, "rows.jsonl.zst")
+        "bytes",
+        _write("rows.zst", _compressed(zstandard)),
+        functools.partial(_read_source, "rows.jsonl.zst"),
     ),
     "zstd text": Reader(
-        "bytes", _write("text.zst", _compressed(zstandard, TEXT)), functools.partial(_read_source, "text.zst")
+        "bytes",
+        _write("text.zst", _compressed(zstandard, TEXT)),
+        functools.partial(_read_source, "text.zst"),
     ),
-    "Parquet": Reader("bytes", lambda f: _parquet(), functools.partial(_read_source, "rows.parquet")),
+    "Parquet": Reader(
+        "bytes", lambda f: _parquet(), functools.partial(_read_source, "rows.parquet")
+    ),
     "token ids with a header": Reader(
         "bytes", _write("ids.bin", LLMC_HEADER + IDS), functools.partial(_read_source, "ids.bin")
     ),
-    "token ids": Reader("bytes", _write("ids.bin", IDS), functools.partial(_read_source, "ids.bin")),
+    "token ids": Reader(
+        "bytes", _write("ids.bin", IDS), functools.partial(_read_source, "ids.bin")
+    ),
     "Megatron index": Reader(
-        "bytes", lambda f: _prepare_megatron(f, "ids.idx"), functools.partial(_read_source, "ids.idx")
+        "bytes",
+        lambda f: _prepare_megatron(f, "ids.idx"),
+        functools.partial(_read_source, "ids.idx"),
     ),
     "TOML": Reader("text", _write("run.toml", TOML, SHORT), _read_toml),
     "command line": Reader("text", _write("", ARGUMENTS), _read_arguments),
     "metrics.jsonl": Reader("text", _write("metrics.jsonl", ROWS), _read_metrics),
     "report, metrics": Reader(
-        "text", _write("metrics.jsonl", ROWS, _lines(LOGGED)), functools.partial(_read_report, "metrics.jsonl")
+        "text",
+        _write("metrics.jsonl", ROWS, _lines(LOGGED)),
+        functools.partial(_read_report, "metrics.jsonl"),
     ),
     "report, evaluations": Reader(
         "text",
@@ -609,22 +720,38 @@ READERS = {
         functools.partial(_read_report, "evaluations.jsonl"),
     ),
     "report, events": Reader(
-        "text", _write("events.jsonl", _lines(HAPPENED)), functools.partial(_read_report, "events.jsonl")
+        "text",
+        _write("events.jsonl", _lines(HAPPENED)),
+        functools.partial(_read_report, "events.jsonl"),
     ),
     "report, samples": Reader(
-        "text", _write("samples.jsonl", _lines(DRAWN)), functools.partial(_read_report, "samples.jsonl")
+        "text",
+        _write("samples.jsonl", _lines(DRAWN)),
+        functools.partial(_read_report, "samples.jsonl"),
     ),
-    "report, config": Reader("text", _write("config.toml", TOML), functools.partial(_read_report, "config.toml")),
+    "report, config": Reader(
+        "text", _write("config.toml", TOML), functools.partial(_read_report, "config.toml")
+    ),
     PROVEN: Reader("bytes", _write(PROVEN, PROOF), _read_proven),
     DIVERGED: Reader("text", _write(DIVERGED, ROLLED_BACK, b"{}"), _read_record),
     "heartbeat": Reader("text", _write("", *HEARTBEATS), _read_beat),
-    "message": Reader("text", _write("", b'[null, [], ""]', b'["no such folder"]'), lambda f, data: read_message(data)),
+    "message": Reader(
+        "text",
+        _write("", b'[null, [], ""]', b'["no such folder"]'),
+        lambda f, data: read_message(data),
+    ),
     "DCP index": Reader(
-        "pickle", functools.partial(_converted, "dcp", ".metadata"), functools.partial(_read_in, ".metadata")
+        "pickle",
+        functools.partial(_converted, "dcp", ".metadata"),
+        functools.partial(_read_in, ".metadata"),
     ),
     "DCP data": Reader(
-        "bytes", functools.partial(_converted, "dcp", "__0_0.distcp"), functools.partial(_read_in, "__0_0.distcp")
+        "bytes",
+        functools.partial(_converted, "dcp", "__0_0.distcp"),
+        functools.partial(_read_in, "__0_0.distcp"),
     ),
     "torch.save": Reader("bytes", lambda f: [_tree()], functools.partial(_read_file, "x.pt")),
-    "torch.save pickle": Reader("pickle", _program, lambda f, data: _read_file("x.pt", f, _zipped(data))),
+    "torch.save pickle": Reader(
+        "pickle", _program, lambda f, data: _read_file("x.pt", f, _zipped(data))
+    ),
 }

@@ -1,4 +1,6 @@
-"""./run_train.sh as a subprocess: starts it, waits for its steps, and leaves none of its processes behind."""
+"""./run_train.sh as a subprocess: starts it, waits for its steps, and leaves none of its processes
+behind.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This environment with the running interpreter first, so run_train.sh takes it and installs nothing.
+    """This environment with the running interpreter first, so run_train.sh takes it and installs
+    nothing.
 
-    Compiled files are kept beside the prepared data of these tests, also where the environment forbids them: each
-    process would compile the package again.
+    Compiled files are kept beside the prepared data of these tests, also where the environment
+    forbids them: each process would compile the package again.
     """
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": f"{os.environ['TITANLITE_CACHE']}/compiled"}
+    compiled = {
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPYCACHEPREFIX": f"{os.environ['TITANLITE_CACHE']}/compiled",
+    }
     return {**os.environ, **compiled, "PATH": path, "LOG_RANK": "0", **variables}
 
 
@@ -54,11 +60,17 @@ def workers(process: subprocess.Popen) -> list[int]:
         ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
     ).stdout
     lines = [line.split(None, 2) for line in listing.splitlines()]
-    return [int(pid) for pid, parent, command in lines if int(parent) == process.pid and "train.py" in command]
+    return [
+        int(pid)
+        for pid, parent, command in lines
+        if int(parent) == process.pid and "train.py" in command
+    ]
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended may stay in the table until init reads its exit code."""
+    """Whether the process runs; one that has ended may stay in the table until init reads its exit
+    code.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,5 @@
-"""Checks of error messages by what a reader needs of them: the key, the value found, what is allowed.
+"""Checks of error messages by what a reader needs of them: the key, the value found, what is
+allowed.
 
 The rest of a sentence is free to change.
 """
@@ -29,7 +30,9 @@ def refused(*parts: str, error: type[BaseException] = ConfigError) -> Iterator[N
 
 @contextlib.contextmanager
 def run_refused(*parts: str) -> Iterator[None]:
-    """Like `refused`, for a run on the worker pool, where a ConfigError comes back within a stack trace."""
+    """Like `refused`, for a run on the worker pool, where a ConfigError comes back within a stack
+    trace.
+    """
     with pytest.raises(AssertionError) as caught:
         yield
     _, raised, message = str(caught.value).rpartition("ConfigError: ")

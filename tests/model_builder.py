@@ -1,4 +1,6 @@
-"""A small Llama with weights, for tests: whole, or the parts of it that a process of some layout holds."""
+"""A small Llama with weights, for tests: whole, or the parts of it that a process of some layout
+holds.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,20 @@ from titanlite.parallel.stages import Stages
 from titanlite.rules.degrees import AXES
 
 SMALL = LlamaConfig(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=101)
-EVEN = LlamaConfig(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=104)  # fits tp and pp
+# Fits tp and pp
+EVEN = LlamaConfig(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=104)
 
 GROUPED = LlamaConfig(dim=64, num_layers=3, num_heads=8, num_kv_heads=2, ffn_dim=96, vocab_size=211)
 EXPORTED = {  # shapes that other software is given
     "debug": dataclasses.replace(FLAVORS["debug"], vocab_size=4112),
     "untied": GROUPED,
     "all heads": dataclasses.replace(GROUPED, num_kv_heads=8, vocab_size=4112),
-    "one head for keys": dataclasses.replace(GROUPED, num_kv_heads=1, tied_embeddings=True, rope_theta=10000.0),
-    "llama 3.1": dataclasses.replace(GROUPED, rope_scaling=RopeScaling(8.0, original_context=32), norm_eps=1e-6),
+    "one head for keys": dataclasses.replace(
+        GROUPED, num_kv_heads=1, tied_embeddings=True, rope_theta=10000.0
+    ),
+    "llama 3.1": dataclasses.replace(
+        GROUPED, rope_scaling=RopeScaling(8.0, original_context=32), norm_eps=1e-6
+    ),
 }
 
 
@@ -51,9 +58,14 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def build_stages(
-    parallel: dict[str, Any], seed: int = 0, llama: LlamaConfig = SMALL, *sections: Any, **training: Any
+    parallel: dict[str, Any],
+    seed: int = 0,
+    llama: LlamaConfig = SMALL,
+    *sections: Any,
+    **training: Any,
 ) -> Stages:
-    """This process's parts of the model in a layout: `parallel` is the section, `training` others of its keys.
+    """This process's parts of the model in a layout: `parallel` is the section, `training` others
+    of its keys.
 
     `sections`: others, as objects.
     """
@@ -63,7 +75,9 @@ def build_stages(
         **{type(section).__name__.removesuffix("Config").lower(): section for section in sections},
     )
     degrees = {axis: parallel.get(axis, 1) for axis in AXES}
-    config = resolve_auto(dataclasses.replace(config, run=RunConfig(seed=seed)), llama.dim, degrees, "cpu")
+    config = resolve_auto(
+        dataclasses.replace(config, run=RunConfig(seed=seed)), llama.dim, degrees, "cpu"
+    )
     mesh = Mesh("cpu", degrees, 77)
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
@@ -89,9 +103,13 @@ def assert_same(found: dict, expected: dict, **tolerance) -> None:
 
 
 def make_file(path: Path, config: LlamaConfig) -> None:
-    """A model whose attention looks about: with weights as they are drawn, every order of heads would nearly do."""
+    """A model whose attention looks about: with weights as they are drawn, every order of heads
+    would nearly do.
+    """
     model = small_model(config=config)
-    weights = {name: 4 * w if "attention.w" in name else w for name, w in model.state_dict().items()}
+    weights = {
+        name: 4 * w if "attention.w" in name else w for name, w in model.state_dict().items()
+    }
     ranks = torch.frombuffer(bytearray(BUNDLED.read_bytes()), dtype=torch.uint8)
     tree = {"model": weights, "model_config": dataclasses.asdict(config), "step": 3, "seq_len": 512}
     torch.save(tree | ({"tokenizer": ranks} if config.vocab_size >= 4112 else {}), path)

@@ -35,13 +35,17 @@ def documents_of(folder: Path) -> list[str]:
 
 def content(folder: Path) -> dict[str, bytes]:
     """Every file but the record of what was verified, which contains times."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "verified.json"}
+    return {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.name != "verified.json"
+    }
 
 
 def write_megatron(path: Path, documents: list[list[int]], code: int = 8) -> None:
     """A .bin of uint16 and its .idx, of one sequence per document, as Megatron-LM writes them."""
     sizes = [len(document) for document in documents]
-    path.with_suffix(".bin").write_bytes(np.concatenate([np.array(d, "<u2") for d in documents]).tobytes())
+    path.with_suffix(".bin").write_bytes(
+        np.concatenate([np.array(d, "<u2") for d in documents]).tobytes()
+    )
     pointers = np.cumsum([0, *sizes[:-1]]) * 2
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sizes), len(sizes) + 1)
     bounds = np.arange(len(sizes) + 1).astype("<i8").tobytes()

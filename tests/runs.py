@@ -11,7 +11,10 @@ import train
 
 
 def train_run(arguments: list[str]) -> int:
-    """train.py with these arguments on this rank; returns the exit code. An unexpected error is raised."""
+    """train.py with these arguments on this rank; returns the exit code.
+
+    An unexpected error is raised.
+    """
     from titanlite.config.load import load_config
     from titanlite.runtime.errors import ConfigError
 

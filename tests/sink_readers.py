@@ -1,6 +1,8 @@
-"""Reads back what the sinks wrote, with the libraries' own readers: metric -> (step, value) in the order of the file.
+"""Reads back what the sinks wrote, with the libraries' own readers: metric -> (step, value) in the
+order of the file.
 
-No test and none of its runs contacts another machine: importing this sets the variables that make sure of it.
+No test and none of its runs contacts another machine: importing this sets the variables that make
+sure of it.
 """
 
 from __future__ import annotations
@@ -75,7 +77,10 @@ def read_wandb(folder: Path) -> tuple[Points, dict[str, Any]]:
         record = Record.FromString(content)
         for item in record.run.config.update:
             config[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
-        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        items = {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
         for name, value in items.items():
             if not name.startswith("_"):
                 found.setdefault(name, []).append((items["_step"], value))
@@ -83,8 +88,11 @@ def read_wandb(folder: Path) -> tuple[Points, dict[str, Any]]:
 
 
 def _records(content: bytes) -> Iterator[bytes]:
-    """The records of a LevelDB log, which W&B's files are after 7 bytes: blocks of 32 kB with parts of records."""
-    block, header = 1 << 15, struct.Struct("<IHB")  # checksum, length, and whether it is whole, first, middle or last
+    """The records of a LevelDB log, which W&B's files are after 7 bytes: blocks of 32 kB with parts
+    of records.
+    """
+    # Checksum, length, and whether it is whole, first, middle or last
+    block, header = 1 << 15, struct.Struct("<IHB")
     at, record = 7, b""
     while at + header.size <= len(content):
         if block - at % block < header.size:
@@ -125,10 +133,28 @@ def mlflow_server(folder: Path) -> Iterator[str]:
     """The address of an MLflow server on the loopback interface, with its data in the folder."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    store = ["--backend-store-uri", f"sqlite:///{folder}/server.db", "--artifacts-destination", f"{folder}/artifacts"]
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    store = [
+        "--backend-store-uri",
+        f"sqlite:///{folder}/server.db",
+        "--artifacts-destination",
+        f"{folder}/artifacts",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+    ]
     with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen([*command, *store], stdout=log, stderr=log, start_new_session=True, cwd=folder)
+        process = subprocess.Popen(
+            [*command, *store], stdout=log, stderr=log, start_new_session=True, cwd=folder
+        )
         try:
             deadline = time.monotonic() + 120
             while time.monotonic() < deadline and process.poll() is None:

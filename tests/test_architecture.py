@@ -17,7 +17,8 @@ from titanlite.tools.prepare.cache import prepare
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "train.py", *sorted((ROOT / "titanlite").rglob("*.py"))]
 
-# From the ground up. A file imports from its own folder and from the floors below; rooms of one floor stand apart.
+# From the ground up. A file imports from its own folder and from the floors below; rooms of one
+# floor stand apart.
 FLOORS = [
     {"runtime"},
     {"config"},
@@ -75,12 +76,17 @@ def test_the_model_knows_no_parallelism_and_parallelism_no_model():
 
 
 def test_nothing_but_the_entry_points_is_at_the_root():
-    assert {path.name for path in (ROOT / "titanlite").glob("*.py")} == {"__init__.py", "__main__.py"}
+    assert {path.name for path in (ROOT / "titanlite").glob("*.py")} == {
+        "__init__.py",
+        "__main__.py",
+    }
 
 
 def test_no_module_imports_itself_by_way_of_others():
     """Also within a room, where the floors say nothing."""
-    modules = {module_of(path): {m for m in imports(path) if m != module_of(path)} for path in FILES}
+    modules = {
+        module_of(path): {m for m in imports(path) if m != module_of(path)} for path in FILES
+    }
     done: set[str] = set()
 
     def visit(module: str, chain: tuple[str, ...]) -> None:
@@ -121,8 +127,12 @@ def test_a_plain_run_loads_no_room_that_training_does_not_need(arguments):
     prepared = prepare(load_config(arguments).data, Tokenizer())
     command = [sys.executable, "-c", LOADED, *arguments]
     environment = os.environ | {LAUNCHED: json.dumps([str(prepared)])}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("LOADED ")] or [result.stderr]
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("LOADED ")] or [
+        result.stderr
+    ]
     rooms = {name.split("/")[1] for name in json.loads(line.removeprefix("LOADED "))}
     assert {"checkpoint", "data", "model", "optim", "parallel"} <= rooms
     assert "tools" not in rooms
@@ -135,10 +145,13 @@ def test_every_file_says_what_it_is(path):
 
 def lines_of_code(path: Path) -> int:
     """Lines on which something of the program begins: no blank lines, no comments."""
-    return len({node.lineno for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "lineno")})
+    return len(
+        {node.lineno for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "lineno")}
+    )
 
 
-# Modules of more than 40 lines of code without a test file of their name, and the tests that run them instead.
+# Modules of more than 40 lines of code without a test file of their name, and the tests that run
+# them instead.
 # The list may only become shorter.
 TESTED_ELSEWHERE = {
     "checkpoint/manager": "tests/checkpoint/test_checkpoint.py, tests/e2e/test_resume.py",
@@ -166,8 +179,19 @@ TESTED_ELSEWHERE = {
 def test_each_module_has_tests_of_its_name():
     """titanlite/<room>/<name>.py is tested in tests/<room>/test_<name>.py."""
     large = {p.relative_to(ROOT / "titanlite") for p in FILES[1:] if lines_of_code(p) > 40}
-    missing = {str(p.with_suffix("")) for p in large if not (ROOT / "tests" / p.parent / f"test_{p.name}").exists()}
+    missing = {
+        str(p.with_suffix(""))
+        for p in large
+        if not (ROOT / "tests" / p.parent / f"test_{p.name}").exists()
+    }
     assert not missing - TESTED_ELSEWHERE.keys(), "no test file"
-    assert not TESTED_ELSEWHERE.keys() - missing, "has a test file now, or is gone: remove it from the list"
-    files = [word for text in TESTED_ELSEWHERE.values() for word in text.split(", ") if word.startswith("tests/")]
+    assert not TESTED_ELSEWHERE.keys() - missing, (
+        "has a test file now, or is gone: remove it from the list"
+    )
+    files = [
+        word
+        for text in TESTED_ELSEWHERE.values()
+        for word in text.split(", ")
+        if word.startswith("tests/")
+    ]
     assert all((ROOT / name).exists() for name in files)

@@ -56,7 +56,10 @@ def test_the_example_of_collectives_prints_what_the_text_shows(pool):
 
 @pytest.mark.parametrize(
     ("options", "arguments"),
-    [("", ("1F1B", 2, 4, 1)), (" --schedule Interleaved1F1B --stages 2", ("Interleaved1F1B", 2, 4, 2))],
+    [
+        ("", ("1F1B", 2, 4, 1)),
+        (" --schedule Interleaved1F1B --stages 2", ("Interleaved1F1B", 2, 4, 2)),
+    ],
 )
 def test_pictures_of_schedules_are_drawn_from_the_schedules(options, arguments):
     slots = place_in_slots(rank_orders(*arguments))
@@ -65,7 +68,9 @@ def test_pictures_of_schedules_are_drawn_from_the_schedules(options, arguments):
 
 
 SIZES = [(1, 3), (2, 2), (2, 4), (2, 7), (3, 6), (4, 4), (4, 8), (8, 16)]
-CASES = [(name, *size) for name in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS") for size in SIZES]
+CASES = [
+    (name, *size) for name in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS") for size in SIZES
+]
 CASES.remove(("Interleaved1F1B", 2, 7))  # the formula is for a multiple of pp
 
 
@@ -125,7 +130,11 @@ def order_of_run(schedule: str, microbatches: int, stages_per_rank: int) -> list
     ]
     cls = get_schedule_class(schedule)
     single = schedule in ("GPipe", "1F1B")
-    run = cls(stages[0] if single else stages, n_microbatches=microbatches, loss_fn=lambda x, y: (x - y).sum())
+    run = cls(
+        stages[0] if single else stages,
+        n_microbatches=microbatches,
+        loss_fn=lambda x, y: (x - y).sum(),
+    )
     numbers = torch.arange(float(microbatches))[:, None]
     run.step(*[numbers] * (rank == 0), target=numbers if rank == pp - 1 else None, losses=[])
     return tasks
@@ -150,6 +159,10 @@ def test_links_of_documents_lead_somewhere(document):
             continue
         target = document.parent / link if link else document
         assert target.exists(), link
-        headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE) if target.suffix == ".md" else []
+        headings = (
+            re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+            if target.suffix == ".md"
+            else []
+        )
         names = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
         assert not anchor or anchor in names, anchor

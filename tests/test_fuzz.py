@@ -1,4 +1,6 @@
-"""The fuzzer: what it once found does not fail again, new inputs give a value or an error, planted faults are found."""
+"""The fuzzer: what it once found does not fail again, new inputs give a value or an error, planted
+faults are found.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from titanlite.tools.formats import safetensors_files
 from titanlite.tools.formats.detect_format import read_model
 from titanlite.tools.formats.full_state import About, FullState
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits of memory need Linux")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="limits of memory need Linux"
+)
 FOLDERS = ("safetensors index", "model.json", "config.json", "params.json", "DCP index")
 
 
@@ -41,7 +45,9 @@ def folder():
 
 
 def failures(readers: list[fuzz.Fuzzed]) -> list[tuple[str, str, bytes]]:
-    return [(f.reader, f.what, f.data[:1000]) for reader in readers for f in reader.findings.values()]
+    return [
+        (f.reader, f.what, f.data[:1000]) for reader in readers for f in reader.findings.values()
+    ]
 
 
 def test_corpus_and_new_inputs(folder):
@@ -80,7 +86,8 @@ QUICK = ("manifest, sealed", ".proven")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PLANTED]
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PLANTED],
 )
 def test_a_planted_fault_is_found(folder, monkeypatch, name):
     """Within 3,000 inputs; without the fault none is found."""
@@ -111,11 +118,16 @@ def test_every_kind_of_failure_is_found(folder, monkeypatch):
     for fault, (_, kind) in FAULTS.items():
         reader.findings.clear()
         reader.run(5.0, iter([fault]))
-        assert any(what.startswith(kind) for what in reader.findings), (fault, list(reader.findings))
+        assert any(what.startswith(kind) for what in reader.findings), (
+            fault,
+            list(reader.findings),
+        )
 
 
 def test_what_the_interpreter_does_itself_is_no_failure(folder, monkeypatch):
-    """A module that is imported by a reader, of which there is no .pyc file, and threads that a fork has ended."""
+    """A module that is imported by a reader, of which there is no .pyc file, and threads that a
+    fork has ended.
+    """
     installed = folder / "site-packages"
     installed.mkdir()
     (installed / "imported_late.py").write_text("")
@@ -139,7 +151,8 @@ def test_what_the_interpreter_does_itself_is_no_failure(folder, monkeypatch):
 
 
 NOTHING = FullState(Path(), About(""), {})
-FILES: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {  # what makes a folder, and what reads it
+# What makes a folder, and what reads it
+FILES: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
     **{name: (READERS[name].prepare, lambda f: read_any(f / "x")) for name in FOLDERS},
     "run": (READERS["manifest"].prepare, read_run),
     "data": (READERS["prepared manifest"].prepare, lambda f: read_data(f / "data")),
@@ -185,7 +198,12 @@ def test_pipes_devices_and_folders_in_place_of_files(folder, monkeypatch, name):
     monkeypatch.setitem(READERS, "special", Reader("bytes", lambda f: [prepare(f)][:0], replace))
     reader = fuzz.Fuzzed("special", folder)
     files = folder / "special/files"
-    inputs = [f"{p.relative_to(files)}|{kind}".encode() for p in files.rglob("*") if p.is_file() for kind in KINDS]
+    inputs = [
+        f"{p.relative_to(files)}|{kind}".encode()
+        for p in files.rglob("*")
+        if p.is_file()
+        for kind in KINDS
+    ]
     reader.run(60.0, iter(inputs))
     assert not failures([reader])
     assert reader.executions == len(inputs) > 0
@@ -197,6 +215,8 @@ def test_fuzz_for_five_minutes():
     names = list(READERS)
     command = [sys.executable, fuzz.__file__, "--seconds", "150", "--seed", "1"]
     halves = [[f"--reader={name}" for name in half] for half in (names[::2], names[1::2])]
-    processes = [subprocess.Popen([*command, *half], stdout=subprocess.PIPE, text=True) for half in halves]
+    processes = [
+        subprocess.Popen([*command, *half], stdout=subprocess.PIPE, text=True) for half in halves
+    ]
     outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)

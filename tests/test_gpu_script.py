@@ -1,4 +1,6 @@
-"""benchmarks/gpu.sh with a Python that only records how it is called: parts, marks, time limits, results."""
+"""benchmarks/gpu.sh with a Python that only records how it is called: parts, marks, time limits,
+results.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def script(tmp_path):
     shutil.copy(ROOT / "benchmarks/gpu.sh", tmp_path / "benchmarks")
     (tmp_path / "bin/python3").write_text(PYTHON)
     (tmp_path / "bin/python3").chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
+    environment = os.environ | {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "OUT": str(tmp_path / "out"),
+    }
     environment |= {"CALLS": str(tmp_path / "calls"), "SLOW": ""}
 
     def start(*arguments: str, **more: str) -> subprocess.Popen:
@@ -46,7 +51,10 @@ def script(tmp_path):
 def archived(folder: Path) -> dict[str, str]:
     """The results in the archive, by name without the date."""
     with tarfile.open(folder / "out/results.tgz") as archive:
-        return {Path(one.name).name.split("-")[-1]: archive.extractfile(one).read().decode() for one in archive}
+        return {
+            Path(one.name).name.split("-")[-1]: archive.extractfile(one).read().decode()
+            for one in archive
+        }
 
 
 def test_a_finished_part_is_not_repeated_and_a_failed_one_is(script, tmp_path):

@@ -1,4 +1,6 @@
-"""The examples of docs/orchestrators.md: run where the tool is installed, otherwise compared with its schema."""
+"""The examples of docs/orchestrators.md: run where the tool is installed, otherwise compared with
+its schema.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_the_kedro_node_trains_in_a_nested_run(arguments, tmp_path, tracking, ke
     if kedro:
         runner, io = pytest.importorskip("kedro.runner"), pytest.importorskip("kedro.io")
         catalog = io.DataCatalog({"params:training": io.MemoryDataset(given)})
-        found = runner.SequentialRunner().run(kedro_node.create_pipeline(), catalog)["training_result"]
+        found = runner.SequentialRunner().run(kedro_node.create_pipeline(), catalog)[
+            "training_result"
+        ]
         result = found if isinstance(found, dict) else found.load()
     else:
         result = kedro_node.train(given)
@@ -81,9 +85,13 @@ def test_ray_trains_on_its_local_cluster(arguments, tmp_path, nodes):
     ray = pytest.importorskip("ray")
     from docs.orchestrators import ray_train
 
-    ray.init(num_cpus=3, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}})
+    ray.init(
+        num_cpus=3, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}}
+    )
     try:
-        found = ray_train.run(parameters(arguments) | {"processes": 1}, nodes, str(tmp_path / "ray"))
+        found = ray_train.run(
+            parameters(arguments) | {"processes": 1}, nodes, str(tmp_path / "ray")
+        )
     finally:
         ray.shutdown()
     assert found.return_value["step"] == 6
@@ -98,7 +106,9 @@ def manifest() -> dict[str, Any]:
 
 
 def check(value: Any, kind: str, models: Any, where: str) -> None:
-    """Raises AssertionError if a value of a manifest is not of the type that the client's models declare."""
+    """Raises AssertionError if a value of a manifest is not of the type that the client's models
+    declare.
+    """
     if kind.startswith("list["):
         assert isinstance(value, list), where
         for number, entry in enumerate(value):
@@ -116,14 +126,17 @@ def check(value: Any, kind: str, models: Any, where: str) -> None:
         for key, entry in value.items():
             assert key in names, f"{where}.{key}: allowed are {sorted(names)}"
             check(entry, model.openapi_types[names[key]], models, f"{where}.{key}")
-        model(**{names[key]: entry for key, entry in value.items()})  # raises ValueError if a required one is missing
+        # Raises ValueError if a required one is missing
+        model(**{names[key]: entry for key, entry in value.items()})
 
 
 def test_the_manifest_is_that_of_a_pytorchjob():
     models = pytest.importorskip("kubeflow.training.models")
     check(manifest(), "KubeflowOrgV1PyTorchJob", models, "")
     wrong = manifest()
-    wrong["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["imag"] = "x"
+    wrong["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["imag"] = (
+        "x"
+    )
     with pytest.raises(AssertionError, match="imag: allowed"):
         check(wrong, "KubeflowOrgV1PyTorchJob", models, "")
 
@@ -144,7 +157,12 @@ def pod(tmp_path):
     (tmp_path / "titanlite").write_text(LAUNCHER)
     (tmp_path / "titanlite").chmod(0o755)
     given = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
-    given |= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "titanlite-master-0", "POD_IP": "10.0.0.7"}
+    given |= {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "titanlite-master-0",
+        "POD_IP": "10.0.0.7",
+    }
 
     def start(**variables: str) -> subprocess.Popen:
         path = f"{tmp_path}:{os.environ['PATH']}"
@@ -159,7 +177,9 @@ def pod(tmp_path):
     return start
 
 
-@pytest.mark.parametrize(("code", "expected"), [(0, 0), (2, 2), (1, 138), (75, 138), (124, 138), (137, 138)])
+@pytest.mark.parametrize(
+    ("code", "expected"), [(0, 0), (2, 2), (1, 138), (75, 138), (124, 138), (137, 138)]
+)
 def test_exit_codes_of_a_pod(pod, code, expected):
     """128 and more start the pod again."""
     process = pod(CODE=str(code))
@@ -200,12 +220,24 @@ def test_the_task_of_skypilot():
 def test_the_script_of_skypilot(tmp_path):
     """With the variables that SkyPilot sets."""
     task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
-    (tmp_path / "run_train.sh").write_text('echo "$NNODES $NODE_RANK $NGPU $MASTER_ADDR $MAX_RESTARTS $@"')
+    (tmp_path / "run_train.sh").write_text(
+        'echo "$NNODES $NODE_RANK $NGPU $MASTER_ADDR $MAX_RESTARTS $@"'
+    )
     (tmp_path / "run_train.sh").chmod(0o755)
-    given = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    given = {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    }
     given |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", **task["envs"]}
     command = ["bash", "-c", task["setup"] + task["run"]]
     output = subprocess.run(
-        command, cwd=tmp_path, env=environment(**given), capture_output=True, text=True, check=True, timeout=60
+        command,
+        cwd=tmp_path,
+        env=environment(**given),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     ).stdout
     assert output == "2 1 8 10.0.0.1 3 llama3_8b --run.folder=/shared/outputs\n"

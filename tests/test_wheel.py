@@ -1,4 +1,7 @@
-"""The wheel and the source distribution: their contents, and training from an empty folder. No network is used."""
+"""The wheel and the source distribution: their contents, and training from an empty folder.
+
+No network is used.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,25 @@ from runs import rows
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("titanlite", "tests", "benchmarks", "docs", "train_configs", ".ci", ".github")
-PATTERNS = ("*.py", "*.md", "*.sh", "requirements*.txt", "pyproject.toml", "MANIFEST.in", ".gitignore", ".pre-commit*")
+PATTERNS = (
+    "*.py",
+    "*.md",
+    "*.sh",
+    "requirements*.txt",
+    "pyproject.toml",
+    "MANIFEST.in",
+    ".gitignore",
+    ".pre-commit*",
+)
 JUNK = shutil.ignore_patterns("__pycache__", ".done", "*.egg-info")
 BUILD_SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 
 def command(*words: object, cwd: Path, **variables: str) -> str:
     """Runs Python with these words; returns standard output."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "NGPU")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "NGPU")
+    }
     result = subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=cwd,
@@ -42,7 +56,9 @@ def files(folder: Path) -> set[str]:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
     """A copy of the clone: a build writes beside its sources."""
-    pytest.importorskip("setuptools", reason="builds need setuptools: pip install -r requirements-dev.txt")
+    pytest.importorskip(
+        "setuptools", reason="builds need setuptools: pip install -r requirements-dev.txt"
+    )
     copy = tmp_path_factory.mktemp("clone")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, ignore=JUNK)
@@ -78,9 +94,18 @@ def wheel(sdist, tmp_path_factory) -> Path:
 def test_the_wheel_holds_the_package_the_program_and_nothing_else(wheel):
     found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "titanlite").rglob("*.py")}
-    package |= {"titanlite/py.typed", "titanlite/data/tokenizer.model", "titanlite/program/train.py"}
-    package |= {str(path.relative_to(ROOT)) for path in (ROOT / "titanlite/tools/report/static").iterdir()}
-    configs = {f"titanlite/program/train_configs/{path.name}" for path in (ROOT / "train_configs").glob("*.toml")}
+    package |= {
+        "titanlite/py.typed",
+        "titanlite/data/tokenizer.model",
+        "titanlite/program/train.py",
+    }
+    package |= {
+        str(path.relative_to(ROOT)) for path in (ROOT / "titanlite/tools/report/static").iterdir()
+    }
+    configs = {
+        f"titanlite/program/train_configs/{path.name}"
+        for path in (ROOT / "train_configs").glob("*.toml")
+    }
     assert found == package | configs
     assert not (ROOT / "titanlite/program").exists()
 
@@ -93,11 +118,27 @@ def test_it_trains_from_an_empty_folder(wheel, tmp_path, text_file):
     installed = {"PYTHONPATH": str(target), "LOG_RANK": "0"}
     where = command("-c", "import titanlite; print(titanlite.__file__)", cwd=folder, **installed)
     assert Path(where.strip()).is_relative_to(target)
-    section = ("--training.steps=2", "--metrics.log_freq=1", "--validation.freq=0", "--run.sample_tokens=0")
-    output = command("-m", "titanlite", "train", "debug", f"--data.path={text_file}", *section, cwd=folder, **installed)
+    section = (
+        "--training.steps=2",
+        "--metrics.log_freq=1",
+        "--validation.freq=0",
+        "--run.sample_tokens=0",
+    )
+    output = command(
+        "-m",
+        "titanlite",
+        "train",
+        "debug",
+        f"--data.path={text_file}",
+        *section,
+        cwd=folder,
+        **installed,
+    )
     run = folder / "outputs/debug"
     assert [row["step"] for row in rows(run)] == [1, 2]
     assert (run / "checkpoints/step-2/manifest.json").exists()
     assert "titanlite train outputs/debug/config.toml --training.steps=4" in output
     assert "run_train.sh" not in output
-    assert 'flavor = "cpu_25m"' in command("-m", "titanlite", "config", "cpu_25m", cwd=folder, **installed)
+    assert 'flavor = "cpu_25m"' in command(
+        "-m", "titanlite", "config", "cpu_25m", cwd=folder, **installed
+    )

@@ -6,7 +6,10 @@ import numpy as np
 
 
 class Documents:
-    """One text: token ids first, first + 1, ... through documents of the given lengths. `masked`: no targets there."""
+    """One text: token ids first, first + 1, ... through documents of the given lengths.
+
+    `masked`: no targets there.
+    """
 
     def __init__(self, lengths: list[int], first: int = 0, masked: list[int] | None = None) -> None:
         self.starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -20,7 +23,9 @@ class Documents:
         return self.first + np.arange(start, start + count)
 
     def targets(self, start: int, count: int) -> np.ndarray | None:
-        return None if self.masked is None else ~np.isin(np.arange(start, start + count), self.masked)
+        return (
+            None if self.masked is None else ~np.isin(np.arange(start, start + count), self.masked)
+        )
 
     def document_starts(self, start: int, end: int) -> np.ndarray:
         starts = self.starts[:-1]

@@ -1,6 +1,7 @@
 """A PyTorch-native pretraining reference for Llama models. `titanlite.launch` starts a run."""
 
-TYPE_CHECKING = False  # not from typing: `python -m titanlite` would import it before __main__ has cleaned sys.path
+# not from typing: `python -m titanlite` would import it before __main__ has cleaned sys.path
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from titanlite.tools.cli.from_python import launch as launch
 
@@ -8,6 +9,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> object:
     if name != "launch":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from titanlite.tools.cli.from_python import launch  # when it is used: a training process does not need it
+    # When it is used: a training process does not need it
+    from titanlite.tools.cli.from_python import launch
 
     return launch

@@ -27,7 +27,9 @@ CPU = torch.device("cpu")
 
 
 def change_after_staging(folder: Path, mode: str) -> float:
-    """The state changes as soon as it may, and is written after that; returns how long training waited."""
+    """The state changes as soon as it may, and is written after that; returns how long training
+    waited.
+    """
     changed = threading.Event()
     weight = torch.full((100, 100), float(dist.get_rank()))
     saver = AsyncSaver(mode, 0, CPU)
@@ -44,7 +46,9 @@ def change_after_staging(folder: Path, mode: str) -> float:
     return saver.waited
 
 
-@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.slow), "async", "async_pinned"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("disabled", marks=pytest.mark.slow), "async", "async_pinned"]
+)
 def test_what_is_saved_is_the_state_of_the_call(pool, tmp_path, mode):
     assert all(waited < 1 for waited in pool.run(2, change_after_staging, tmp_path, mode))
     for rank in range(2):
@@ -58,7 +62,11 @@ def train_with_failures(arguments: list[str], times: int, step: int) -> tuple[st
 
     Returns how it ended, and how many steps were begun after the last failure.
     """
-    write_file, write_checkpoint, read = shard_file._write, manager.write_step, TrainStream.next_step
+    write_file, write_checkpoint, read = (
+        shard_file._write,
+        manager.write_step,
+        TrainStream.next_step,
+    )
     failed, since = [], [0]
 
     def write(path, tensors):
@@ -89,7 +97,12 @@ def train_with_failures(arguments: list[str], times: int, step: int) -> tuple[st
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_failed_save_is_tried_again(pool, arguments, tmp_path, mode):
-    run = [*arguments, f"--checkpoint.async_mode={mode}", "--checkpoint.freq=2", "--checkpoint.keep=0"]
+    run = [
+        *arguments,
+        f"--checkpoint.async_mode={mode}",
+        "--checkpoint.freq=2",
+        "--checkpoint.keep=0",
+    ]
     assert [outcome for outcome, _ in pool.run(2, train_with_failures, run, 2, 4)] == ["0", "0"]
     log = (tmp_path / "debug/log.txt").read_text()
     assert "step 4 could not be saved" in log
@@ -99,18 +112,26 @@ def test_a_failed_save_is_tried_again(pool, arguments, tmp_path, mode):
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_save_that_fails_for_good_ends_the_run_on_all_processes(pool, arguments, tmp_path, mode):
-    run = [*arguments, f"--checkpoint.async_mode={mode}", "--checkpoint.freq=2", "--training.steps=40"]
+    run = [
+        *arguments,
+        f"--checkpoint.async_mode={mode}",
+        "--checkpoint.freq=2",
+        "--training.steps=40",
+    ]
     results = pool.run(2, train_with_failures, [*run, "--checkpoint.retries=1"], 99, 4)
     outcomes = {outcome for outcome, _ in results}
     assert len(outcomes) == 1
     assert outcomes.pop().startswith(f"SaveError: step 4 could not be saved in {tmp_path}")
-    assert all(steps <= (1 if mode == "async" else 0) for _, steps in results)  # noticed in the step under way
+    # Noticed in the step under way
+    assert all(steps <= (1 if mode == "async" else 0) for _, steps in results)
     folder = tmp_path / "debug/checkpoints"
     assert [path.name for path in folder.iterdir()] == ["step-2"]
     assert not verify_files(folder / "step-2", read_manifest(folder / "step-2"))
 
 
-def train_with_slow_writes(arguments: list[str], seconds: float) -> tuple[int, list[tuple[float, float]]]:
+def train_with_slow_writes(
+    arguments: list[str], seconds: float
+) -> tuple[int, list[tuple[float, float]]]:
     """Exit code, and begin and end of each save's writing."""
     original, times = shard_file.write_files, []
 
@@ -126,7 +147,12 @@ def train_with_slow_writes(arguments: list[str], seconds: float) -> tuple[int, l
 
 
 def test_one_save_at_a_time_and_the_end_waits_for_the_last(pool, arguments, tmp_path):
-    run = [*arguments, "--checkpoint.async_mode=async", "--checkpoint.freq=1", "--checkpoint.keep=0"]
+    run = [
+        *arguments,
+        "--checkpoint.async_mode=async",
+        "--checkpoint.freq=1",
+        "--checkpoint.keep=0",
+    ]
     (code, times), _ = pool.run(2, train_with_slow_writes, run, 0.3)
     assert code == 0
     assert len(times) == 6
@@ -135,7 +161,9 @@ def test_one_save_at_a_time_and_the_end_waits_for_the_last(pool, arguments, tmp_
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_saving_in_the_background_changes_no_loss_and_resumes_exactly(pool, arguments, tmp_path, processes):
+def test_saving_in_the_background_changes_no_loss_and_resumes_exactly(
+    pool, arguments, tmp_path, processes
+):
     saving = ["--checkpoint.async_mode=async", "--checkpoint.freq=1"]
     assert pool.run(processes, train_run, [*arguments, "--run.name=whole"]) == [0] * processes
     first = [*arguments, *saving, "--run.name=parts", "--training.steps=6"]
@@ -234,8 +262,15 @@ def diverge_while_saving(arguments: list[str]) -> str:
 
 
 def test_divergence_waits_for_the_save_under_way(pool, arguments, tmp_path):
-    run = [*arguments, "--optimizer.lr=1e30", "--training.max_norm=0", "--checkpoint.async_mode=async"]
-    outcomes = pool.run(2, diverge_while_saving, [*run, "--checkpoint.freq=1", "--validation.freq=0"])
+    run = [
+        *arguments,
+        "--optimizer.lr=1e30",
+        "--training.max_norm=0",
+        "--checkpoint.async_mode=async",
+    ]
+    outcomes = pool.run(
+        2, diverge_while_saving, [*run, "--checkpoint.freq=1", "--validation.freq=0"]
+    )
     assert all("training has diverged" in outcome for outcome in outcomes)
     assert list_steps(tmp_path / "debug/checkpoints")
     assert not list((tmp_path / "debug/checkpoints").glob("*.tmp-*"))

@@ -34,11 +34,16 @@ from titanlite.tools.formats.load_weights import load_model, open_verified, toke
 TOKENS = torch.randint(101, (2, 17), generator=torch.Generator().manual_seed(3))
 
 
-def build(parallel: dict, seed: int, llama: LlamaConfig, name: str) -> tuple[Stages, torch.optim.Optimizer, dict]:
+def build(
+    parallel: dict, seed: int, llama: LlamaConfig, name: str
+) -> tuple[Stages, torch.optim.Optimizer, dict]:
     """A model in some layout over all ranks, and its states. `name`: of the optimizer."""
     stages = build_stages(parallel, seed, llama)
     optimizer = build_optimizer(stages.model_parts, OptimizerConfig(name))
-    states = {"model": ModelState(stages.model_parts), "optimizer": OptimizerState(stages.model_parts, optimizer)}
+    states = {
+        "model": ModelState(stages.model_parts),
+        "optimizer": OptimizerState(stages.model_parts, optimizer),
+    }
     return stages, optimizer, states
 
 
@@ -52,13 +57,16 @@ def everything(stages: Stages, optimizer: torch.optim.Optimizer) -> dict[str, to
     return whole
 
 
-def save_after_a_step(folder: Path, parallel: dict, llama: LlamaConfig, name: str = "adamw") -> dict[str, torch.Tensor]:
+def save_after_a_step(
+    folder: Path, parallel: dict, llama: LlamaConfig, name: str = "adamw"
+) -> dict[str, torch.Tensor]:
     stages, optimizer, states = build(parallel, 0, llama, name)
     stages.forward_backward(Batch(TOKENS[:, :-1], TOKENS[:, 1:]), torch.tensor(32))
     optimizer.step()
     optimizer.zero_grad()
     state = {name: part.state_dict() for name, part in states.items()}
-    state["schedule"] = {"completed": torch.tensor(1)}  # earlier versions saved the step twice; loading ignores it
+    # Earlier versions saved the step twice; loading ignores it
+    state["schedule"] = {"completed": torch.tensor(1)}
     write_step(folder, 1, state, {"note.txt": b"hello"}, RunMetadata({}, {}, ""))
     return everything(stages, optimizer)
 
@@ -85,7 +93,8 @@ def of_all_ranks(found: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor
 
 
 TIED = dataclasses.replace(EVEN, tied_embeddings=True)
-LAYOUTS = [  # saved in the first, loaded in the second; with 3 processes 101 rows make uneven shards
+# Saved in the first, loaded in the second; with 3 processes 101 rows make uneven shards
+LAYOUTS = [
     (SMALL, {"dp_shard": 3}, {"dp_shard": 1}),
     (EVEN, {"pp": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}),
     (TIED, {"dp_shard": 1}, {"pp": 2, "tp": 2}),
@@ -103,14 +112,16 @@ MORE_LAYOUTS = [  # slow: each axis is in one above
 
 
 @pytest.mark.parametrize(
-    ("llama", "before", "after"), [*LAYOUTS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_LAYOUTS)]
+    ("llama", "before", "after"),
+    [*LAYOUTS, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_LAYOUTS)],
 )
 def test_any_layout_loads_any_other_bit_by_bit(pool, tmp_path, llama, before, after):
     def size(layout):
         return math.prod(degree for degree in layout.values() if isinstance(degree, int))
 
     saved = of_all_ranks(pool.run(size(before), save_after_a_step, tmp_path, before, llama))
-    assert len(saved) == 4 * (9 * llama.num_layers + (2 if llama.tied_embeddings else 3))  # with two moments, a count
+    # With two moments, a count
+    assert len(saved) == 4 * (9 * llama.num_layers + (2 if llama.tied_embeddings else 3))
     found = of_all_ranks(pool.run(size(after), load_into_other_weights, tmp_path, after, llama))
     assert found.keys() == saved.keys()
     for name in saved:
@@ -122,17 +133,25 @@ def test_any_layout_loads_any_other_bit_by_bit(pool, tmp_path, llama, before, af
     [
         (SMALL, {"dp_shard": 3}, {"dp_shard": 1}),
         (TIED, {"dp_shard": 2, "tp": 2}, {"pp": 2}),
-        pytest.param(EVEN, {"pp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.slow),
-        pytest.param(EVEN, {"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            EVEN, {"pp": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            EVEN, {"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 2}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_muon_is_loaded_into_any_layout_bit_by_bit(pool, tmp_path, llama, before, after):
     ranks = pool.run(math.prod(before.values()), save_after_a_step, tmp_path, before, llama, "muon")
     saved = of_all_ranks(ranks)
-    matrices = [name for name in saved if f"{name}.exp_avg" in saved and f"{name}.step" not in saved]
+    matrices = [
+        name for name in saved if f"{name}.exp_avg" in saved and f"{name}.step" not in saved
+    ]
     assert len(matrices) == 7 * llama.num_layers
     assert all(saved[f"{name}.exp_avg"].any() for name in matrices)
-    found = of_all_ranks(pool.run(math.prod(after.values()), load_into_other_weights, tmp_path, after, llama, "muon"))
+    found = of_all_ranks(
+        pool.run(math.prod(after.values()), load_into_other_weights, tmp_path, after, llama, "muon")
+    )
     assert found.keys() == saved.keys()
     assert not [name for name in saved if not torch.equal(found[name], saved[name])]
 
@@ -140,9 +159,13 @@ def test_muon_is_loaded_into_any_layout_bit_by_bit(pool, tmp_path, llama, before
 @pytest.mark.slow
 @pytest.mark.parametrize("before", EIGHT_LAYOUTS, ids=str)
 def test_each_of_eight_layouts_loads_each_bit_by_bit(pool, tmp_path, before):
-    saved = of_all_ranks(pool.run(math.prod(before.values()), save_after_a_step, tmp_path, before, EVEN))
+    saved = of_all_ranks(
+        pool.run(math.prod(before.values()), save_after_a_step, tmp_path, before, EVEN)
+    )
     for after in EIGHT_LAYOUTS:
-        found = of_all_ranks(pool.run(math.prod(after.values()), load_into_other_weights, tmp_path, after, EVEN))
+        found = of_all_ranks(
+            pool.run(math.prod(after.values()), load_into_other_weights, tmp_path, after, EVEN)
+        )
         assert found.keys() == saved.keys()
         assert all(torch.equal(found[name], saved[name]) for name in saved), after
 
@@ -162,7 +185,9 @@ def test_any_safetensors_tool_can_look_inside(pool, tmp_path):
     name = "layers.0.feed_forward.w1.weight"
     rows, columns = saved[name].shape
     half = (rows + 1) // 2
-    parts = [f"model.{name}[{begin}:{end}, 0:{columns}]" for begin, end in ((0, half), (half, rows))]
+    parts = [
+        f"model.{name}[{begin}:{end}, 0:{columns}]" for begin, end in ((0, half), (half, rows))
+    ]
     assert torch.equal(torch.cat([found[part] for part in parts]), saved[name])
     assert found[f"optimizer.state.{name}.step"] == 1
     manifest = read_manifest(folder)
@@ -170,7 +195,10 @@ def test_any_safetensors_tool_can_look_inside(pool, tmp_path):
     assert manifest.finite
     assert manifest.tensors[f"model.{name}"].shape == (rows, columns)
     for path in folder.glob("*.safetensors"):
-        assert manifest.files[path.name] == (path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+        assert manifest.files[path.name] == (
+            path.stat().st_size,
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
     assert not list(tmp_path.glob("*.tmp*"))
 
 
@@ -197,7 +225,9 @@ def fail_in_the_middle(folder: Path) -> list[int]:
 
     if dist.get_rank() == 1:
         shard_file._write = write
-    with pytest.raises(SaveError, match=r"step 1 could not be saved in .*: \[Errno 28\] No space left on device"):
+    with pytest.raises(
+        SaveError, match=r"step 1 could not be saved in .*: \[Errno 28\] No space left on device"
+    ):
         save_after_a_step(folder, {"dp_shard": 2}, SMALL)
     return list_steps(folder)
 
@@ -218,7 +248,13 @@ def fake_step(folder: Path, step: int, name: str = "") -> None:
 def test_steps_are_numbers_and_only_complete_ones_count(tmp_path):
     for step in (9000, 10000, 200):
         fake_step(tmp_path, step)
-    for name in ("step-20000.tmp-1a", "step-30000.deleted", "step-50000.damaged", "step-x", "other"):
+    for name in (
+        "step-20000.tmp-1a",
+        "step-30000.deleted",
+        "step-50000.damaged",
+        "step-x",
+        "other",
+    ):
         fake_step(tmp_path, 0, name)
     (tmp_path / "step-40000").write_text("a file")
     assert list_steps(tmp_path) == [200, 9000, 10000]
@@ -229,7 +265,12 @@ def test_leftovers_are_swept_and_nothing_else(tmp_path):
     for name in ("step-8.tmp-0f", "step-6.deleted", "step-5.damaged", "step-x", "other"):
         fake_step(tmp_path, 0, name)
     sweep(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-7", "step-5.damaged", "step-x", "other"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "step-7",
+        "step-5.damaged",
+        "step-x",
+        "other",
+    }
 
 
 def test_setting_aside_twice_loses_nothing(tmp_path):
@@ -243,7 +284,9 @@ SHARD = "model-00000.safetensors"
 DAMAGES = {
     "a shard is gone": lambda folder: (folder / SHARD).unlink(),
     "a shard is cut short": lambda folder: os.truncate(folder / SHARD, 1000),
-    "a shard is longer": lambda folder: os.truncate(folder / SHARD, (folder / SHARD).stat().st_size + 1),
+    "a shard is longer": lambda folder: os.truncate(
+        folder / SHARD, (folder / SHARD).stat().st_size + 1
+    ),
     "a bit of a shard flipped": lambda folder: flip(folder / SHARD, 12345),
     "the manifest is gone": lambda folder: (folder / "manifest.json").unlink(),
     "the manifest is empty": lambda folder: (folder / "manifest.json").write_bytes(b""),
@@ -260,8 +303,14 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
-# Of each kind one; tests/checkpoint/test_manifest.py finds the others in the folder of a checkpoint without a run.
-OF_EACH_KIND = ("a shard is gone", "a bit of a shard flipped", "the manifest is cut short", "the shape is another")
+# Of each kind one; tests/checkpoint/test_manifest.py finds the others in the folder of a checkpoint
+# without a run.
+OF_EACH_KIND = (
+    "a shard is gone",
+    "a bit of a shard flipped",
+    "the manifest is cut short",
+    "the shape is another",
+)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +320,9 @@ OF_EACH_KIND = ("a shard is gone", "a bit of a shard flipped", "the manifest is 
         for name, damage in DAMAGES.items()
     ],
 )
-def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(pool, arguments, whole_run, tmp_path, damage):
+def test_a_damaged_checkpoint_is_named_set_aside_and_passed_over(
+    pool, arguments, whole_run, tmp_path, damage
+):
     from runs import curve, train_run
 
     options = ["--checkpoint.freq=1", "--training.steps=3"]
@@ -329,16 +380,27 @@ def test_a_path_means_a_step_or_the_newest_of_a_run(tmp_path):
         find_step_folder(tmp_path)
 
 
-def due_steps(folder: Path, freq: int, last: bool = False, newest: int = 0, asked: int = 0) -> list[int]:
+def due_steps(
+    folder: Path, freq: int, last: bool = False, newest: int = 0, asked: int = 0
+) -> list[int]:
     checkpointer = Checkpointer(
         CheckpointConfig(freq=freq), folder, {}, {}, RunMetadata({}, {}, ""), torch.device("cpu")
     )
     checkpointer.newest = newest
-    return [step for step in range(1, 7) if checkpointer.due(step, last and step == 6, step == asked)]
+    return [
+        step for step in range(1, 7) if checkpointer.due(step, last and step == 6, step == asked)
+    ]
 
 
 def test_when_saving_is_due(pool, tmp_path):
-    cases = {(0,): [], (0, True): [6], (3,): [3, 6], (3, True): [3, 6], (3, False, 3): [6], (3, False, 0, 4): [3, 4, 6]}
+    cases = {
+        (0,): [],
+        (0, True): [6],
+        (3,): [3, 6],
+        (3, True): [3, 6],
+        (3, False, 3): [6],
+        (3, False, 0, 4): [3, 4, 6],
+    }
     for case, steps in cases.items():
         assert pool.run(1, due_steps, tmp_path, *case) == [steps], case
 
@@ -359,7 +421,9 @@ def test_one_process_reads_a_run_back(pool, arguments, tmp_path):
 
     assert pool.run(2, train_run, arguments) == [0, 0]
     folder = find_step_folder(tmp_path / "debug")
-    assert {"config.toml", "data.json", "tokenizer.model", "manifest.json"} <= {path.name for path in folder.iterdir()}
+    assert {"config.toml", "data.json", "tokenizer.model", "manifest.json"} <= {
+        path.name for path in folder.iterdir()
+    }
     full = open_verified(folder)
     model = load_model(full, torch.device("cpu"), seq_len=100)
     assert model.rope.shape[0] == 100

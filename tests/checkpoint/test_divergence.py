@@ -34,7 +34,9 @@ def make_run(folder: Path, steps: list[int], resumed: int = 0, **config) -> Simp
         guard=None,
         extra_files={},
         close=lambda: None,
-        states={"data": SimpleNamespace(order=Samples({"": Windows(Documents([1001]), 10, "text")}, 0))},
+        states={
+            "data": SimpleNamespace(order=Samples({"": Windows(Documents([1001]), 10, "text")}, 0))
+        },
     )
 
 
@@ -43,17 +45,22 @@ def test_a_command_is_refused_after_so_many_divergences(tmp_path):
     for attempt in range(1, MAX_ATTEMPTS + 1):
         apply_record(run)
         message = react(run, 5, "step 5: the gradient norm is nan", None)
-        assert message.startswith("step 5: the gradient norm is nan: training has diverged; the same command resumes")
+        assert message.startswith(
+            "step 5: the gradient norm is nan: training has diverged; the same command resumes"
+        )
         assert ("the same command will be refused" in message) == (attempt == MAX_ATTEMPTS)
     with pytest.raises(
-        ConfigError, match=r"diverged 5 times.*step 4, the last time at step 5: the gradient norm is nan"
+        ConfigError,
+        match=r"diverged 5 times.*step 4, the last time at step 5: the gradient norm is nan",
     ):
         apply_record(run)
 
 
 def write_excluded(folder: Path, content: bytes) -> SimpleNamespace:
     (folder / EXCLUDED).write_bytes(content)
-    return SimpleNamespace(files={EXCLUDED: FileEntry(len(content), hashlib.sha256(content).hexdigest())})
+    return SimpleNamespace(
+        files={EXCLUDED: FileEntry(len(content), hashlib.sha256(content).hexdigest())}
+    )
 
 
 @pytest.mark.parametrize("change", ["a setting", "a newer checkpoint", "no record"])
@@ -74,7 +81,9 @@ def test_a_change_allows_more_attempts(tmp_path, change):
 
 
 def test_a_checkpoint_that_is_renamed_is_no_progress(tmp_path):
-    """Each attempt ends in the step after a resumed one, which is renamed: the newest checkpoint becomes older."""
+    """Each attempt ends in the step after a resumed one, which is renamed: the newest checkpoint
+    becomes older.
+    """
     run = make_run(tmp_path, [1, 2, 3, 4, 5])
     for resumed, attempts in ((0, 1), (5, 2), (4, 3), (3, 4)):
         run.resumed = resumed
@@ -108,7 +117,9 @@ def test_samples_of_the_record_and_of_a_checkpoint_are_excluded(tmp_path):
     assert read_excluded(tmp_path, SimpleNamespace(files={})) == []  # of an older version
 
 
-@pytest.mark.parametrize("content", ["", "3", "[3]", "[[1]]", "[[3, 3]]", "[[-1, 3]]", "[[1, 2.5]]", "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", ["", "3", "[3]", "[[1]]", "[[3, 3]]", "[[-1, 3]]", "[[1, 2.5]]", "[" * 100_000]
+)
 def test_excluded_samples_that_are_invalid_are_a_damaged_checkpoint(tmp_path, content):
     with pytest.raises(CorruptCheckpoint, match=r"excluded.json: expected pairs"):
         read_excluded(tmp_path, write_excluded(tmp_path, content.encode()))

@@ -15,7 +15,9 @@ from titanlite.checkpoint.grid import Box, Grid, grid_of
 def random_grid(chance: random.Random) -> Grid:
     """A grid of 0 to 4 dimensions with up to 4 cells in each."""
     lengths = [chance.randint(1, 9) for _ in range(chance.randint(0, 4))]
-    edges = [sorted({0, n, *(chance.randrange(n) for _ in range(chance.randint(0, 3)))}) for n in lengths]
+    edges = [
+        sorted({0, n, *(chance.randrange(n) for _ in range(chance.randint(0, 3)))}) for n in lengths
+    ]
     count = 1
     for line in edges:
         count *= len(line) - 1
@@ -28,7 +30,11 @@ def test_a_grid_is_found_from_its_boxes_in_any_order():
         grid = random_grid(chance)
         boxes = [
             *grid.boxes(),
-            *(Box("empty", box.offsets, (0,) * len(box.sizes)) for box in grid.boxes() if box.sizes),
+            *(
+                Box("empty", box.offsets, (0,) * len(box.sizes))
+                for box in grid.boxes()
+                if box.sizes
+            ),
         ]
         chance.shuffle(boxes)
         assert grid_of(grid.shape, boxes) == grid
@@ -39,10 +45,16 @@ def test_the_cells_that_overlap_a_box_cover_it_once():
     for _ in range(300):
         grid = random_grid(chance)
         offsets = [chance.randrange(size) for size in grid.shape]
-        sizes = [chance.randint(0, size - offset) for size, offset in zip(grid.shape, offsets, strict=True)]
+        sizes = [
+            chance.randint(0, size - offset)
+            for size, offset in zip(grid.shape, offsets, strict=True)
+        ]
         covered = torch.zeros(grid.shape, dtype=torch.int64)
         for box in grid.overlapping(offsets, sizes):
-            place = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
+            place = tuple(
+                slice(start, start + size)
+                for start, size in zip(box.offsets, box.sizes, strict=True)
+            )
             covered[place] += 1
             assert box.file == grid.files[list(grid.boxes()).index(box)]
         inside = covered[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]
@@ -85,7 +97,8 @@ def test_a_tensor_of_no_dimensions_has_one_cell_and_an_empty_one_none():
 
 def test_offsets_whose_hashes_collide_cost_nothing():
     """20,000 of them in a dict take a minute: each is compared with all others."""
-    modulus, first, second = 2**64, 11400714785074694791, 14029467366897019727  # of the hash of tuples in CPython
+    # Of the hash of tuples in CPython
+    modulus, first, second = 2**64, 11400714785074694791, 14029467366897019727
     offsets, target = [], 12345
     for row in range(200_000):
         if len(offsets) == 20_000:

@@ -1,4 +1,6 @@
-"""Damage and malice: every flipped byte is found, and no manifest or shard makes us do more than say no."""
+"""Damage and malice: every flipped byte is found, and no manifest or shard makes us do more than
+say no.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def small_checkpoint(folder: Path) -> None:
         "training": {"count": torch.tensor(7), "random": torch.arange(9, dtype=torch.uint8)},
     }
     files = {"model.json": b"{}", "tokenizer.model": bytes(range(256))}
-    write_step(folder, 1, state, files, RunMetadata({"dp_shard": 1}, {"run": {"name": "x"}}, "f" * 64, 1.5))
+    write_step(
+        folder, 1, state, files, RunMetadata({"dp_shard": 1}, {"run": {"name": "x"}}, "f" * 64, 1.5)
+    )
 
 
 @pytest.fixture
@@ -67,7 +71,14 @@ def test_it_reads_back(step):
     read_step(step, manifest, found, alone=True)
     assert torch.equal(found["model"]["a"], torch.arange(12.0).reshape(3, 4))
     assert (manifest.step, manifest.finite, manifest.validation_loss) == (1, True, 1.5)
-    assert set(json.loads((step / NAME).read_text())) > {"format", "layout", "config", "torch", "files", "tensors"}
+    assert set(json.loads((step / NAME).read_text())) > {
+        "format",
+        "layout",
+        "config",
+        "torch",
+        "files",
+        "tensors",
+    }
 
 
 def test_a_checkpoint_of_format_1_reads_the_same(step):
@@ -123,7 +134,9 @@ def tensor(**fields: Any) -> Change:
 
 def grid(**fields: Any) -> Change:
     """Another grid of the tensor `model.a`."""
-    return lambda manifest: manifest["grids"][str(manifest["tensors"]["model.a"]["grid"])].update(fields)
+    return lambda manifest: manifest["grids"][str(manifest["tensors"]["model.a"]["grid"])].update(
+        fields
+    )
 
 
 def absurd(*shape: int) -> Change:
@@ -156,7 +169,10 @@ def format_1(manifest: dict[str, Any]) -> None:
         parts = [[start, end - start] for cell in cells for start, end in cell]
         starts, sizes = ([part[i] for part in parts] for i in (0, 1))
         n = len(edges)
-        entry["chunks"] = [[file, starts[i * n : i * n + n], sizes[i * n : i * n + n]] for i, file in enumerate(files)]
+        entry["chunks"] = [
+            [file, starts[i * n : i * n + n], sizes[i * n : i * n + n]]
+            for i, file in enumerate(files)
+        ]
 
 
 def chunks(shape: list[int], *boxes: list[list[int]]) -> Change:
@@ -203,7 +219,9 @@ HOSTILE: dict[str, Change] = {  # a manifest whose own hash is right, but not wh
     "format 1, a negative offset": chunks([3, 4], [[-1, 0], [3, 4]]),
     "format 1, parts that are too many": chunks([3, 4], [[0, 0], [3, 4]], [[0, 0], [3, 4]]),
     "format 1, no parts": chunks([3, 4]),
-    "format 1, a part twice, and none of the rest": chunks([3, 4], [[0, 0], [3, 2]], [[0, 0], [3, 2]]),
+    "format 1, a part twice, and none of the rest": chunks(
+        [3, 4], [[0, 0], [3, 2]], [[0, 0], [3, 2]]
+    ),
     "format 1, forty thousand dimensions": chunks([1] * 40_000, [[0] * 40_000, [1] * 40_000]),
     "format 1, a part of forty thousand dimensions": chunks([3, 4], [[0] * 40_000, [1] * 40_000]),
     "format 1, a part with other sizes than the shard's": chunks([4, 3], [[0, 0], [4, 3]]),
@@ -236,12 +254,18 @@ def reseal(step: Path, change: Change) -> None:
 
 
 def outside(folder: Path) -> dict[str, bytes | None]:
-    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+    return {
+        str(path): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 def test_a_tensor_has_room_in_its_own_files(step):
     """Before memory is allocated for its shape, whatever the model is."""
-    for change in (absurd(1 << 40, 1 << 40), chunks([1 << 40, 1 << 40], [[0, 0], [1 << 40, 1 << 40]])):
+    for change in (
+        absurd(1 << 40, 1 << 40),
+        chunks([1 << 40, 1 << 40], [[0, 0], [1 << 40, 1 << 40]]),
+    ):
         manifest = (step / NAME).read_text()
         reseal(step, change)
         with pytest.raises(CorruptCheckpoint, match="longer than its files"):
@@ -256,12 +280,21 @@ def test_many_tensors_of_one_large_grid_cost_nothing(step):
         manifest["grids"]["9"] = {"edges": [list(range(513))] * 2, "files": [MODEL] * 512 * 512}
         manifest["files"][MODEL]["size"] = 1 << 30
         for number in range(32):
-            manifest["tensors"][f"model.{number}"] = {"dtype": "F32", "shape": [512, 512], "grid": 9}
+            manifest["tensors"][f"model.{number}"] = {
+                "dtype": "F32",
+                "shape": [512, 512],
+                "grid": 9,
+            }
 
     reseal(step, change)
     started = time.process_time()
     with pytest.raises(CorruptCheckpoint, match=r"no tensor 'model.0\[0:1, 0:1\]'"):
-        read_step(step, read_manifest(step), {"model": {str(n): torch.zeros(512, 512) for n in range(32)}}, alone=True)
+        read_step(
+            step,
+            read_manifest(step),
+            {"model": {str(n): torch.zeros(512, 512) for n in range(32)}},
+            alone=True,
+        )
     assert time.process_time() - started < 5
 
 
@@ -283,7 +316,12 @@ def test_a_hostile_manifest_is_refused(step, change):
 
 
 def test_deep_nesting_is_refused(step):
-    body = (step / NAME).read_text().rpartition(SEAL)[0].replace('"f' + "f" * 63 + '"', "[" * 100_000 + "]" * 100_000)
+    body = (
+        (step / NAME)
+        .read_text()
+        .rpartition(SEAL)[0]
+        .replace('"f' + "f" * 63 + '"', "[" * 100_000 + "]" * 100_000)
+    )
     (step / NAME).write_text(body + SEAL + hashlib.sha256(body.encode()).hexdigest() + '"}\n')
     with pytest.raises(CorruptCheckpoint, match="RecursionError"):
         read_manifest(step)
@@ -306,7 +344,8 @@ def linked(step: Path, name: str) -> None:
 def test_links_and_devices_are_no_files(step, name):
     linked(step, name)
     assert "expected a regular file" in problems(step)[0]
-    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):  # the one waits for ever, the other never ends
+    # The one waits for ever, the other never ends
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         (step / name).unlink()
         make(step / name)
         assert "expected a regular file" in problems(step)[0]
@@ -315,7 +354,12 @@ def test_links_and_devices_are_no_files(step, name):
 
 
 def test_a_file_that_the_manifest_does_not_name_is_not_read(step):
-    reseal(step, lambda manifest: [manifest["files"].pop(name) for name in ("model.json", "tokenizer.model")])
+    reseal(
+        step,
+        lambda manifest: [
+            manifest["files"].pop(name) for name in ("model.json", "tokenizer.model")
+        ],
+    )
     for name in ("model.json", "tokenizer.model"):
         (step / name).unlink()
         (step / name).symlink_to("/dev/zero")
@@ -340,7 +384,9 @@ def test_a_hostile_shard_is_refused(step, kind):
     shard = step / MODEL
     content = HEADERS[kind]
     if kind == "offsets outside":
-        header = json.dumps({"model.a": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 1 << 50]}}).encode()
+        header = json.dumps(
+            {"model.a": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 1 << 50]}}
+        ).encode()
         content = struct.pack("<Q", len(header)) + header
     content += b"\0" * (len(shard.read_bytes()) - len(content)) if kind != "empty" else b""
     shard.write_bytes(content)
@@ -352,7 +398,14 @@ def test_a_hostile_shard_is_refused(step, kind):
 
 @pytest.mark.parametrize(
     "shape",
-    [{"dim": 1 << 40}, {"num_layers": 1 << 40}, {"vocab_size": -1}, {"num_heads": 0}, {"dim": "x"}, {"ffn_dim": 1e9}],
+    [
+        {"dim": 1 << 40},
+        {"num_layers": 1 << 40},
+        {"vocab_size": -1},
+        {"num_heads": 0},
+        {"dim": "x"},
+        {"ffn_dim": 1e9},
+    ],
     ids=str,
 )
 def test_a_hostile_model_shape_takes_no_memory(pool, arguments, tmp_path, shape):
@@ -424,7 +477,10 @@ def fail_on_rank_1(folder: Path, kind: str) -> str:
             wanted["model"]["a"] = torch.zeros(4, 3)
 
         def fail(*arguments):
-            raise {"damaged": OSError(errno.EIO, "Input/output error"), "memory": RuntimeError("out of memory")}[kind]
+            raise {
+                "damaged": OSError(errno.EIO, "Input/output error"),
+                "memory": RuntimeError("out of memory"),
+            }[kind]
 
         read.ShardFile.read = fail if kind != "mismatch" else original
     try:

@@ -1,4 +1,6 @@
-"""Which checkpoints stay: the newest, every n-th, the best; only whole and finite ones count, or go."""
+"""Which checkpoints stay: the newest, every n-th, the best; only whole and finite ones count, or
+go.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import torch
 from runs import train_run
 
 from titanlite.checkpoint.manifest import Manifest, RunMetadata
-from titanlite.checkpoint.retention import PROVEN, Proof, Retention, judge, read_proof, steps_to_delete
+from titanlite.checkpoint.retention import (
+    PROVEN,
+    Proof,
+    Retention,
+    judge,
+    read_proof,
+    steps_to_delete,
+)
 from titanlite.checkpoint.storage import list_steps, write_step
 
 
@@ -109,7 +118,18 @@ def test_the_record_is_read_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "x", "-3", "[1]", '{"step": -1}', '{"steps": 1}', '{"step": 1.5}', '{"loss": "2"}', "[" * 900]
+    "content",
+    [
+        "",
+        "x",
+        "-3",
+        "[1]",
+        '{"step": -1}',
+        '{"steps": 1}',
+        '{"step": 1.5}',
+        '{"loss": "2"}',
+        "[" * 900,
+    ],
 )
 def test_a_damaged_record_counts_as_none(tmp_path, content):
     (tmp_path / PROVEN).write_text(content)
@@ -145,8 +165,19 @@ def test_a_number_that_is_not_finite_is_found(dtype, value):
 
 
 def test_a_run_keeps_the_newest_every_nth_and_the_best(pool, arguments, tmp_path):
-    keeping = ["--checkpoint.freq=1", "--checkpoint.keep=1", "--checkpoint.keep_every=4", "--checkpoint.keep_best=1"]
-    run = [*arguments, *keeping, "--validation.freq=1", "--training.steps=9", "--schedule.warmup_steps=1"]
+    keeping = [
+        "--checkpoint.freq=1",
+        "--checkpoint.keep=1",
+        "--checkpoint.keep_every=4",
+        "--checkpoint.keep_best=1",
+    ]
+    run = [
+        *arguments,
+        *keeping,
+        "--validation.freq=1",
+        "--training.steps=9",
+        "--schedule.warmup_steps=1",
+    ]
     assert pool.run(2, train_run, run) == [0, 0]
     from runs import validation
 

@@ -1,4 +1,6 @@
-"""Staging: what is copied, and the pieces that go through pinned buffers, on a GPU that is pretended."""
+"""Staging: what is copied, and the pieces that go through pinned buffers, on a GPU that is
+pretended.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def test_a_tensor_with_gaps_is_refused():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Tensors count as those of a GPU, and what is copied without blocking arrives when its stream is synchronised.
+    """Tensors count as those of a GPU, and what is copied without blocking arrives when its stream
+    is synchronised.
 
     Returns the streams.
     """
@@ -47,7 +50,12 @@ def gpu(monkeypatch):
 
     class Stream:
         def __init__(self, device):
-            self.device, self.thread, self.pending, self.waited = device, threading.get_ident(), [], None
+            self.device, self.thread, self.pending, self.waited = (
+                device,
+                threading.get_ident(),
+                [],
+                None,
+            )
             streams.append(self)
 
         def wait_event(self, event):
@@ -76,7 +84,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", use)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(staging, "_on_gpu", lambda tensor: True)
-    monkeypatch.setattr(staging, "_pinned", lambda size: torch.full((size,), 255, dtype=torch.uint8))
+    monkeypatch.setattr(
+        staging, "_pinned", lambda size: torch.full((size,), 255, dtype=torch.uint8)
+    )
     monkeypatch.setattr(staging, "PIECE", 1000)
     return streams
 
@@ -85,7 +95,11 @@ def test_pieces_go_through_a_few_buffers(gpu):
     """Sizes that the pieces do not divide, a scalar, nothing at all, and another dtype; two times."""
     copier = Staging(torch.device("cuda", 1), True)
     state = {
-        "model": {"a": torch.randn(123, 45), "b": torch.randn(1000).bfloat16(), "none": torch.zeros(0, 4)},
+        "model": {
+            "a": torch.randn(123, 45),
+            "b": torch.randn(1000).bfloat16(),
+            "none": torch.zeros(0, 4),
+        },
         "optimizer": {"a.step": torch.tensor(7.0), "a.exp_avg": torch.randn(999)},
     }
     for _ in range(2):

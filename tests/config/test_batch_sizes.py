@@ -1,4 +1,6 @@
-"""The batch-size ramp: which samples each step has, against a loop that counts them; and what is refused."""
+"""The batch-size ramp: which samples each step has, against a loop that counts them; and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ import itertools
 import pytest
 from messages import assert_mentions
 
-from titanlite.config.batch_sizes import first_sample, samples_after, segments, steps_for, steps_for_tokens
+from titanlite.config.batch_sizes import (
+    first_sample,
+    samples_after,
+    segments,
+    steps_for,
+    steps_for_tokens,
+)
 from titanlite.config.load import load_config
 from titanlite.config.schema import PhaseConfig, TrainingConfig
 from titanlite.config.to_toml import to_toml
@@ -52,7 +60,8 @@ def counted(entries: list[tuple[int, int, int]], steps: int) -> list[int]:
         ("8 by 1 from 400 tokens", [(5, 0, 100), (6, 0, 200), (7, 0, 300), (8, 0, 400)]),
         ("16 by 4 from step 10", [(8, 4, 0), (12, 7, 0), (16, 10, 0)]),
         ("8 from step 5, 32 by 8 from step 11", [(8, 5, 0), (16, 7, 0), (24, 9, 0), (32, 11, 0)]),
-        ("8 by 1 from 60 tokens", [(5, 0, 15), (6, 0, 30), (7, 0, 45), (8, 0, 60)]),  # steps that skip sizes
+        # Steps that skip sizes
+        ("8 by 1 from 60 tokens", [(5, 0, 15), (6, 0, 30), (7, 0, 45), (8, 0, 60)]),
     ],
 )
 def test_sizes_are_those_that_a_loop_counts(text, entries):
@@ -66,7 +75,11 @@ def test_sizes_are_those_that_a_loop_counts(text, entries):
     for samples in range(1, used[-1]):
         step = steps_for(training, samples)
         assert used[step - 1] < samples <= used[step]
-        assert steps_for_tokens(training, samples * S) == steps_for_tokens(training, samples * S - S + 1) == step
+        assert (
+            steps_for_tokens(training, samples * S)
+            == steps_for_tokens(training, samples * S - S + 1)
+            == step
+        )
     for step in range(1, 40):
         assert first_sample(PhaseConfig(from_step=step), training) == used[step - 1]
     assert first_sample(PhaseConfig(from_tokens=101), training) == 11
@@ -74,7 +87,9 @@ def test_sizes_are_those_that_a_loop_counts(text, entries):
 
 @pytest.mark.parametrize("used", range(0, 100, 7))
 def test_after_steps_of_other_sizes_tokens_count_as_before(used):
-    """As when a run resumes with a ramp that it did not have: the state is the number of samples alone."""
+    """As when a run resumes with a ramp that it did not have: the state is the number of samples
+    alone.
+    """
     training = ramp("8 from 310 tokens, 16 by 4 from 700 tokens")
     for _ in range(20):
         size = [4, 8, 12, 16][
@@ -87,7 +102,10 @@ def test_after_steps_of_other_sizes_tokens_count_as_before(used):
 def test_the_ramp_of_gpt3():
     """32k to 3.2M tokens over the first 4 billion tokens, of sequences of 2,048 tokens."""
     training = TrainingConfig(
-        seq_len=2048, global_batch_size=16, local_batch_size=1, batch_ramp="1568 by 16 from 4e9 tokens"
+        seq_len=2048,
+        global_batch_size=16,
+        local_batch_size=1,
+        batch_ramp="1568 by 16 from 4e9 tokens",
     )
     parts = segments(training)
     assert [part.size for part in parts] == list(range(16, 1569, 16))
@@ -96,11 +114,20 @@ def test_the_ramp_of_gpt3():
         assert 0 <= late < parts[max(0, number - 1)].size * 2048
 
 
-RAMP = ["debug", "--training.seq_len=10", "--training.global_batch_size=4", "--training.local_batch_size=2"]
+RAMP = [
+    "debug",
+    "--training.seq_len=10",
+    "--training.global_batch_size=4",
+    "--training.local_batch_size=2",
+]
 
 
 def test_budgets_count_the_tokens_of_the_steps(tmp_path):
-    more = ["--training.batch_ramp=8 from step 11", "--training.tokens=2_000", "--schedule.warmup_tokens=430"]
+    more = [
+        "--training.batch_ramp=8 from step 11",
+        "--training.tokens=2_000",
+        "--schedule.warmup_tokens=430",
+    ]
     more += ["--schedule.name=wsd", "--schedule.decay_tokens=170"]
     config = load_config([*RAMP, *more])
     assert config.training.steps == 10 + 20  # 400 tokens, then 80 a step
@@ -112,7 +139,9 @@ def test_budgets_count_the_tokens_of_the_steps(tmp_path):
     assert whole.schedule.decay_steps == 2
     everything = load_config([*RAMP, *more, "--schedule.decay_tokens=9000"])
     assert everything.schedule.decay_steps == 30
-    steps = load_config([*RAMP, *more[:2], "--schedule.name=step", "--schedule.milestones=0.5 from 410 tokens"])
+    steps = load_config(
+        [*RAMP, *more[:2], "--schedule.name=step", "--schedule.milestones=0.5 from 410 tokens"]
+    )
     assert steps.schedule.milestones == "0.5 from step 12"  # step 11 begins with 400 tokens
 
 
@@ -132,9 +161,15 @@ def test_budgets_count_the_tokens_of_the_steps(tmp_path):
         ("8 by 0 from step 5", ("found '8 by 0 from step 5'",)),
         ("8 by 3 from step 5", ("increment of 3", "from 4 to 8", "divisor")),
         ("2 by 2 from step 5", ("increment of 2", "from 4 to 2")),
-        ("8 from step 5, 16 from step 5", ("size 16 does not begin after size 8", "step 5", "in order")),
+        (
+            "8 from step 5, 16 from step 5",
+            ("size 16 does not begin after size 8", "step 5", "in order"),
+        ),
         ("8 from step 5, 16 from step 3", ("size 16 does not begin after size 8",)),
-        ("8 from 100 tokens, 16 from 110 tokens", ("size 16 does not begin after size 8", "step 4")),
+        (
+            "8 from 100 tokens, 16 from 110 tokens",
+            ("size 16 does not begin after size 8", "step 4"),
+        ),
         ("4_000_000_000_000 by 2 from 4e15 tokens", ("more than 10000 sizes", "increment")),
         ("7 from step 5", ("the size 7", "multiple of training.local_batch_size = 2", "6 or 8")),
         ("7 from step 5, 9 from step 6", ("the size 7 (and 1 later sizes)",)),
@@ -172,5 +207,7 @@ def test_keys_of_the_decay_replace_each_other(tmp_path):
     assert load_config([base]).schedule.decay_steps == 50
     later = load_config([base, "--schedule.decay_fraction=0.2"]).schedule
     assert (later.decay_steps, later.decay_fraction) == (0, 0.2)
-    with pytest.raises(ConfigError, match=r"schedule.decay_fraction and schedule.decay_steps: expected only one"):
+    with pytest.raises(
+        ConfigError, match=r"schedule.decay_fraction and schedule.decay_steps: expected only one"
+    ):
         load_config(["debug", "--schedule.decay_fraction=0.2", "--schedule.decay_steps=5"])

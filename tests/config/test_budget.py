@@ -11,12 +11,18 @@ from titanlite.config.to_toml import to_toml
 from titanlite.optim.schedule import lr_factor
 from titanlite.runtime.errors import ConfigError
 
-SHAPE = ["--training.seq_len=100", "--training.global_batch_size=8", "--training.local_batch_size=8"]
+SHAPE = [
+    "--training.seq_len=100",
+    "--training.global_batch_size=8",
+    "--training.local_batch_size=8",
+]
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (800, 1), (801, 2), (80_000, 100)])
 def test_tokens_are_rounded_up_to_steps(tokens, steps, tmp_path):
-    config = load_config(["debug", *SHAPE, f"--training.tokens={tokens}", f"--schedule.warmup_tokens={tokens}"])
+    config = load_config(
+        ["debug", *SHAPE, f"--training.tokens={tokens}", f"--schedule.warmup_tokens={tokens}"]
+    )
     assert (config.training.steps, config.training.tokens) == (steps, 0)
     assert (config.schedule.warmup_steps, config.schedule.warmup_tokens) == (steps, 0)
     (tmp_path / "resolved.toml").write_text(to_toml(config))
@@ -29,7 +35,10 @@ def test_small_milestones_are_read_again(tmp_path):
     milestones = "3.16e-5 from step 11, 0.00001 from 16_000 tokens, 0.5e-99 from step 3_000"
     config = load_config(["debug", *SHAPE, "--schedule.name=step", "--schedule.min_ratio=0",
                           f"--schedule.milestones={milestones}"])  # fmt: skip
-    assert config.schedule.milestones == "3.16e-05 from step 11, 1e-05 from step 21, 5e-100 from step 3000"
+    assert (
+        config.schedule.milestones
+        == "3.16e-05 from step 11, 1e-05 from step 21, 5e-100 from step 3000"
+    )
     (tmp_path / "resolved.toml").write_text(to_toml(config))
     assert load_config([str(tmp_path / "resolved.toml")]) == config
     assert lr_factor(config.schedule, 2000, 5000) == 1e-5
@@ -53,7 +62,9 @@ def test_epochs_are_rounded_up_to_steps(epochs, steps):
 
 
 def test_a_decay_in_tokens_waits_for_the_number_of_steps():
-    """With a budget in epochs it is known when the data is; 16 of 200 rows are used by steps of 8, the others of 16."""
+    """With a budget in epochs it is known when the data is; 16 of 200 rows are used by steps of 8,
+    the others of 16.
+    """
     config = load_config(["debug", *SHAPE, "--training.epochs=2", "--training.batch_ramp=16 from step 3",
                           "--schedule.name=wsd", "--schedule.decay_tokens=1601"])  # fmt: skip
     assert config.schedule.decay_tokens == 1601
@@ -63,7 +74,9 @@ def test_a_decay_in_tokens_waits_for_the_number_of_steps():
 
 
 def test_the_last_of_file_and_command_line_counts(tmp_path):
-    (tmp_path / "base.toml").write_text("[training]\ntokens = 800_000\n[schedule]\nwarmup_tokens = 8000\n")
+    (tmp_path / "base.toml").write_text(
+        "[training]\ntokens = 800_000\n[schedule]\nwarmup_tokens = 8000\n"
+    )
     (tmp_path / "run.toml").write_text('base = "base.toml"\n[training]\nepochs = 1.5\n')
     base, run = str(tmp_path / "base.toml"), str(tmp_path / "run.toml")
     assert load_config([base, *SHAPE]).training.steps == 1000
@@ -75,11 +88,16 @@ def test_the_last_of_file_and_command_line_counts(tmp_path):
 
 
 def test_two_budgets_at_once(tmp_path):
-    for argv in (["--training.steps=3", "--training.tokens=5"], ["--training.epochs=3", "--training.tokens=5"]):
+    for argv in (
+        ["--training.steps=3", "--training.tokens=5"],
+        ["--training.epochs=3", "--training.tokens=5"],
+    ):
         with pytest.raises(ConfigError) as caught:
             load_config(["debug", *argv])
         names = [word.partition("=")[0][2:] for word in argv]
         assert_mentions(caught.value.problems[0], *names, "only one")
     (tmp_path / "run.toml").write_text("[schedule]\nwarmup_steps = 0\nwarmup_tokens = 5\n")
-    with pytest.raises(ConfigError, match=r"run.toml: schedule.warmup_steps and schedule.warmup_tokens"):
+    with pytest.raises(
+        ConfigError, match=r"run.toml: schedule.warmup_steps and schedule.warmup_tokens"
+    ):
         load_config([str(tmp_path / "run.toml")])

@@ -52,8 +52,14 @@ def problems(load):
 
 
 def test_a_wrong_ramp_does_not_hide_other_problems(load):
-    with refused("training.batch_ramp", "run.name = '../x'", "data.phases[1].weights: no weight for web_text"):
-        load(TWO.replace(', "web_text" = 0.5', ""), "--training.batch_ramp=3 from nowhere", "--run.name=../x")
+    with refused(
+        "training.batch_ramp", "run.name = '../x'", "data.phases[1].weights: no weight for web_text"
+    ):
+        load(
+            TWO.replace(', "web_text" = 0.5', ""),
+            "--training.batch_ramp=3 from nowhere",
+            "--run.name=../x",
+        )
 
 
 def test_sources_and_phases(load, tmp_path):
@@ -62,15 +68,24 @@ def test_sources_and_phases(load, tmp_path):
     path = str(tmp_path / "corpus/code.v1")
     assert code == SourceConfig(path, "code", 3.0, "*.txt", "content", "")
     held_out = str(tmp_path / "corpus/held-out.jsonl")
-    assert web == SourceConfig(str(tmp_path / "corpus/web text.jsonl"), "web_text", 1.0, "*.txt", "body", held_out)
-    assert config.data.phases == (PhaseConfig(from_step=9000, weights=(("code", 0.0), ("web_text", 0.5))),)
+    assert web == SourceConfig(
+        str(tmp_path / "corpus/web text.jsonl"), "web_text", 1.0, "*.txt", "body", held_out
+    )
+    assert config.data.phases == (
+        PhaseConfig(from_step=9000, weights=(("code", 0.0), ("web_text", 0.5))),
+    )
     assert load(to_toml(config)) == config
     assert hash(config) == hash(load(to_toml(config)))
 
 
 def test_the_short_form_is_one_source(load):
     (source,) = load('[data]\npath = "a.txt"\n').data.all_sources()
-    assert (source.path[-5:], source.pattern, source.field, source.weight) == ("a.txt", "**/*", "text", 1.0)
+    assert (source.path[-5:], source.pattern, source.field, source.weight) == (
+        "a.txt",
+        "**/*",
+        "text",
+        1.0,
+    )
     for path, name in (("python-stdlib", "python-stdlib"), ("hf:owner/name", "name")):
         (source,) = load(f'[[data.sources]]\npath = "{path}"\n').data.sources
         assert (source.path, source.name) == (path, name)

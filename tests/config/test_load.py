@@ -42,10 +42,19 @@ def test_every_flavor_loads_and_its_resolved_form_reads_back_equal(flavor, toml)
 
 
 def test_defaults_base_file_and_command_line_in_this_order(toml):
-    toml("[training]\nsteps = 5\nseq_len = 32\n[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n", "first.toml")
+    toml(
+        "[training]\nsteps = 5\nseq_len = 32\n[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n",
+        "first.toml",
+    )
     toml('base = "first.toml"\n[training]\nseq_len = 64\n', "second.toml")
-    config = load_config([toml('base = "second.toml"\n[training]\nlocal_batch_size = 8\n'), "--training.steps=7"])
-    assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (7, 64, 8)
+    config = load_config(
+        [toml('base = "second.toml"\n[training]\nlocal_batch_size = 8\n'), "--training.steps=7"]
+    )
+    assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (
+        7,
+        64,
+        8,
+    )
     assert config.optimizer.lr == 1.0
     assert isinstance(config.optimizer.lr, float)
     assert config.optimizer.betas == (0.8, 0.9)
@@ -66,7 +75,11 @@ def test_defaults_base_file_and_command_line_in_this_order(toml):
         (["--compile.enabled", "False"], "compile.enabled", "false"),
         (["--compile.enabled=auto"], "compile.enabled", "auto"),
         (["--parallel.reduce_every_microbatch=false"], "parallel.reduce_every_microbatch", False),
-        (["--parallel.reduce_every_microbatch", "False"], "parallel.reduce_every_microbatch", False),
+        (
+            ["--parallel.reduce_every_microbatch", "False"],
+            "parallel.reduce_every_microbatch",
+            False,
+        ),
         (["--parallel.dp_shard", "-1"], "parallel.dp_shard", -1),
         (["--run.sample_prompt=a = b"], "run.sample_prompt", "a = b"),
         (["--run.name=7"], "run.name", "7"),
@@ -89,7 +102,12 @@ def test_a_flag_does_not_swallow_the_config():
 
 
 def test_a_switch_takes_true_and_false_of_toml(toml):
-    for text, value in (("true", "true"), ("false", "false"), ('"auto"', "auto"), ('"true"', "true")):
+    for text, value in (
+        ("true", "true"),
+        ("false", "false"),
+        ('"auto"', "auto"),
+        ('"true"', "true"),
+    ):
         assert load_config([toml(f"[compile]\nenabled = {text}\n")]).compile.enabled == value
 
 
@@ -143,7 +161,9 @@ def test_bad_values_on_the_command_line(argv, expected):
 
 
 def test_a_toml_file_is_refused_with_file_and_line_and_all_problems_at_once(toml):
-    path = toml('[training]\nsteps = "many"\nseqlen = 3\n\n[trainig]\nx = 1\n[optimizer]\nlr = true\nbetas = 3\n')
+    path = toml(
+        '[training]\nsteps = "many"\nseqlen = 3\n\n[trainig]\nx = 1\n[optimizer]\nlr = true\nbetas = 3\n'
+    )
     expected = [
         (f"{path}:2: ", 'training.steps = "many"', "integer"),
         (f"{path}:3: ", "training.seqlen", "did you mean training.seq_len?"),
@@ -164,7 +184,9 @@ def test_a_byte_order_mark_and_odd_letters_survive(toml):
 
 def test_files_are_kept_as_absolute_paths(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert load_config(["debug", "--data.path=text/a.txt"]).data.path == str(tmp_path / "text/a.txt")
+    assert load_config(["debug", "--data.path=text/a.txt"]).data.path == str(
+        tmp_path / "text/a.txt"
+    )
     assert load_config(["debug"]).data.path == ""
 
 
@@ -200,9 +222,16 @@ def test_every_key_mistyped_by_one_character_is_suggested(key):
     messages = {line.split(":")[0][2:]: line for line in found if "unknown key" in line}
     for typo in typos:
         named = messages[typo].partition("did you mean ")[2].removesuffix("?").split(" or ")
-        # `training.lobal_batch_size` is one letter from two keys, `parallel.p` from three: all are named
-        alike = {"parallel.pp", "parallel.cp", "parallel.tp"} if key[-2:] in ("pp", "cp", "tp") else {key}
-        assert named == [key] or (key in named and ("batch_size" in key or set(named) <= alike)), messages[typo]
+        # `training.lobal_batch_size` is one letter from two keys, `parallel.p` from three: all are
+        # named
+        alike = (
+            {"parallel.pp", "parallel.cp", "parallel.tp"}
+            if key[-2:] in ("pp", "cp", "tp")
+            else {key}
+        )
+        assert named == [key] or (key in named and ("batch_size" in key or set(named) <= alike)), (
+            messages[typo]
+        )
 
 
 def test_a_mistake_is_found_fast_and_without_torch():
@@ -213,7 +242,9 @@ def test_a_mistake_is_found_fast_and_without_torch():
     seconds = []
     for _ in range(3):  # the best of three: the machine may be busy with something else
         started = time.monotonic()
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
         seconds.append(time.monotonic() - started)
     assert min(seconds) < 1
     assert result.stdout.split() == ["2", "False"]
@@ -252,7 +283,9 @@ def test_a_key_that_was_removed_is_accepted_where_it_did_nothing(tmp_path):
     path.write_text("[checkpoint]\ntrust_pickle = false\n")
     load_config([str(path)])
     path.write_text("[checkpoint]\ntrust_pickle = true\n")
-    with pytest.raises(ConfigError, match=r"old\.toml:2: unknown key checkpoint\.trust_pickle; removed: pickles"):
+    with pytest.raises(
+        ConfigError, match=r"old\.toml:2: unknown key checkpoint\.trust_pickle; removed: pickles"
+    ):
         load_config([str(path)])
 
 

@@ -53,11 +53,15 @@ def test_an_unknown_key_is_looked_for_in_all_sections():
     assert unknown_key("training.lr", keys, {}).endswith("did you mean optimizer.lr?")
     assert unknown_key("name", keys, {}).endswith("did you mean schedule.name or run.name?")
     assert unknown_key("schedul.name", keys, {}).endswith("did you mean schedule.name?")
-    assert unknown_key("run.old", keys, {"run.old": "it had no effect"}).endswith("removed: it had no effect")
+    assert unknown_key("run.old", keys, {"run.old": "it had no effect"}).endswith(
+        "removed: it had no effect"
+    )
     assert "set one of its keys, training.steps" in unknown_key("training", keys, {})
 
 
 def test_a_wrong_value_and_a_wrong_config_say_what_is_allowed():
-    assert wrong_value("a.b", "ture", "true or false", ("true", "false")).endswith("did you mean true?")
+    assert wrong_value("a.b", "ture", "true or false", ("true", "false")).endswith(
+        "did you mean true?"
+    )
     assert wrong_value("a.b", 3, "a string", ()) == "a.b = 3: expected a string"
     assert "did you mean debug?" in unknown_config("debu", ["debug", "other"])

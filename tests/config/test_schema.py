@@ -15,12 +15,16 @@ def test_flavor_choices_are_the_flavors():
 
 
 def test_defaults_have_the_type_of_their_key():
-    """An int where a float belongs becomes an integer tensor, or is written to TOML as another type."""
+    """An int where a float belongs becomes an integer tensor, or is written to TOML as another
+    type.
+    """
     checked = 0
     for name, section in sections().items():
         types = typing.get_type_hints(section)
         for field, default in vars(section()).items():
             expected = typing.get_origin(types[field]) or types[field]
-            assert type(default) is expected, f"{name}.{field} = {default!r}: expected {expected.__name__}"
+            assert type(default) is expected, (
+                f"{name}.{field} = {default!r}: expected {expected.__name__}"
+            )
             checked += 1
     assert checked > 100

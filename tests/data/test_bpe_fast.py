@@ -60,7 +60,9 @@ def test_both_trainers_compress_a_larger_text_alike():
 
 
 def test_no_longer_token_is_trained():
-    assert MAX_TOKEN // 2 < max(map(len, train_bpe_fast(["=" * 5000, "=" * 5000], 300))) <= MAX_TOKEN
+    assert (
+        MAX_TOKEN // 2 < max(map(len, train_bpe_fast(["=" * 5000, "=" * 5000], 300))) <= MAX_TOKEN
+    )
 
 
 def test_text_without_pairs_gives_fewer_tokens():

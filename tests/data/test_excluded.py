@@ -39,10 +39,14 @@ def test_the_rest_is_read_in_order_by_any_number_of_processes(world):
     """A range within a step, and one over the border of two steps."""
     training = TrainingConfig(seq_len=10, local_batch_size=1, global_batch_size=4)
     order, read = RemainingSamples(WHOLE, [(1, 3), (9, 12)]), []
-    streams = [TrainStream(order, training, rank, world, document_mask=False) for rank in range(world)]
+    streams = [
+        TrainStream(order, training, rank, world, document_mask=False) for rank in range(world)
+    ]
     for _ in range(4):
         batches = [stream.next_step() for stream in streams]
-        read += [int(batch.tokens[0, 0]) // 10 for row in zip(*batches, strict=True) for batch in row]
+        read += [
+            int(batch.tokens[0, 0]) // 10 for row in zip(*batches, strict=True) for batch in row
+        ]
     expected = [number for number in range(21) if number not in (1, 2, 9, 10, 11)]
     assert read == [WHOLE.pick(number)[1] for number in expected]
     assert (streams[0].begun, streams[0].samples) == (12, 16)

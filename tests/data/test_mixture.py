@@ -30,8 +30,16 @@ def sources_of(mixed: Mixture, start: int, end: int) -> list[int]:
 def test_shares_of_a_pattern_are_exact_to_one_sample(weights):
     counts = pattern_counts(weights)
     assert sum(counts) == PATTERN
-    assert all(abs(count - PATTERN * w / sum(weights)) < 1 for count, w in zip(counts, weights, strict=True))
-    assert np.bincount(sources_of(Mixture([(0, weights)]), 0, PATTERN), minlength=len(weights)).tolist() == counts
+    assert all(
+        abs(count - PATTERN * w / sum(weights)) < 1
+        for count, w in zip(counts, weights, strict=True)
+    )
+    assert (
+        np.bincount(
+            sources_of(Mixture([(0, weights)]), 0, PATTERN), minlength=len(weights)
+        ).tolist()
+        == counts
+    )
 
 
 def test_sources_are_spread_evenly():
@@ -72,7 +80,9 @@ TRAINING = TrainingConfig(seq_len=16, global_batch_size=24, local_batch_size=1)
 
 
 def section(*weights: float, phases: tuple[PhaseConfig, ...] = ()) -> DataConfig:
-    named = (SourceConfig(name, name, weight) for name, weight in zip("abcd", weights, strict=False))
+    named = (
+        SourceConfig(name, name, weight) for name, weight in zip("abcd", weights, strict=False)
+    )
     return DataConfig(sources=tuple(named), phases=phases)
 
 
@@ -107,37 +117,54 @@ def test_phases_begin_with_a_step_or_a_number_of_tokens():
 
 
 def four_sources() -> Samples:
-    """Four sources, two of them packed, with different token ids and 100 to 1,500 rows, in three phases."""
+    """Four sources, two of them packed, with different token ids and 100 to 1,500 rows, in three
+    phases.
+    """
     random, sources = np.random.default_rng(0), dict[str, Rows]()
     for number, name in enumerate("abcd"):
         lengths = random.integers(2, 70, 100 * 3**number // 4 + 60).tolist()
-        text = Documents(lengths, first=number * 1_000_000, masked=list(range(0, 50, 7)) if name == "b" else None)
+        text = Documents(
+            lengths, first=number * 1_000_000, masked=list(range(0, 50, 7)) if name == "b" else None
+        )
         sources[name] = PackedRows(text, 16, name) if name in "ad" else Windows(text, 16, name)
     weights = [0.5, 0.2, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0, 0, 0.5, 0.5]
     return Samples(sources, 7, Mixture(list(zip((0, 3000, 7001), weights, strict=True))))
 
 
 def global_batches(order: Samples, world: int, start: int, steps: int) -> torch.Tensor:
-    """(samples, 3, S): tokens, labels and positions of the batches of all ranks, in the order of the samples."""
-    training = dataclasses.replace(TRAINING, local_batch_size={1: 6, 2: 12, 3: 4, 4: 3}.get(world, 1))
-    streams = [TrainStream(order, training, rank, world, document_mask=True) for rank in range(world)]
+    """(samples, 3, S): tokens, labels and positions of the batches of all ranks, in the order of
+    the samples.
+    """
+    training = dataclasses.replace(
+        TRAINING, local_batch_size={1: 6, 2: 12, 3: 4, 4: 3}.get(world, 1)
+    )
+    streams = [
+        TrainStream(order, training, rank, world, document_mask=True) for rank in range(world)
+    ]
     found = []
     for stream in streams:
         stream.load_state_dict({"samples": torch.tensor(start * 24)})
     for _ in range(steps):
         shares = [stream.next_step() for stream in streams]
-        found += [torch.stack(tuple(share[i]), dim=1) for i in range(len(shares[0])) for share in shares]
+        found += [
+            torch.stack(tuple(share[i]), dim=1) for i in range(len(shares[0])) for share in shares
+        ]
     return torch.cat(found)
 
 
 def test_global_batches_are_the_same_for_any_number_of_processes():
-    """Also stopped and resumed with other numbers: over 10,000 samples, which are several epochs of a source."""
+    """Also stopped and resumed with other numbers: over 10,000 samples, which are several epochs of
+    a source.
+    """
     order, steps = four_sources(), 10_000 // 24 + 1
     expected = global_batches(order, 1, 0, steps)
     for world in (2, 3, 4, 6, 8):
         assert torch.equal(global_batches(order, world, 0, steps), expected)
     cuts = itertools.pairwise([0, 1, 120, 126, 280, 300, steps])
-    parts = [global_batches(order, n, a, b - a) for n, (a, b) in zip((8, 3, 1, 6, 4, 2), cuts, strict=True)]
+    parts = [
+        global_batches(order, n, a, b - a)
+        for n, (a, b) in zip((8, 3, 1, 6, 4, 2), cuts, strict=True)
+    ]
     assert torch.equal(torch.cat(parts), expected)
 
 

@@ -13,19 +13,26 @@ CHARACTERS = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
 
 
 def assert_same(texts: list[str]) -> None:
-    found, expected = (normalise("\n".join(texts)).split("\n") for normalise in (nfc, theirs.normalize_str))
-    assert [hex(ord(max(text))) for text, a, b in zip(texts, found, expected, strict=True) if a != b] == []
+    found, expected = (
+        normalise("\n".join(texts)).split("\n") for normalise in (nfc, theirs.normalize_str)
+    )
+    assert [
+        hex(ord(max(text))) for text, a, b in zip(texts, found, expected, strict=True) if a != b
+    ] == []
 
 
 def test_every_character_between_a_letter_and_marks():
     """The marks are of two classes, and compose with the letter unless the character blocks them."""
-    characters = [c for c in CHARACTERS[:0x20000] if c != "\n"]  # none of those above composes or combines
+    # None of those above composes or combines
+    characters = [c for c in CHARACTERS[:0x20000] if c != "\n"]
     assert_same([f"a{c}\u0323\u0301" for c in characters])
     assert_same([f"a\u0301{c}" for c in characters if unicodedata.category(c).startswith("M")])
 
 
 def test_compositions():
-    assert_same([unicodedata.normalize("NFD", c) for c in CHARACTERS if unicodedata.decomposition(c)])
+    assert_same(
+        [unicodedata.normalize("NFD", c) for c in CHARACTERS if unicodedata.decomposition(c)]
+    )
 
 
 def test_random_text():

@@ -1,4 +1,6 @@
-"""Best-fit packing: every token but the first of a document is a target once, and documents that fit are whole."""
+"""Best-fit packing: every token but the first of a document is a target once, and documents that
+fit are whole.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_every_target_once_and_documents_whole():
     firsts = set(text.starts[:-1].tolist())
     has_target = batch.labels != IGNORED
     assert (batch.labels - batch.tokens)[has_target].eq(1).all()
-    assert sorted(batch.labels[has_target].tolist()) == [i for i in range(len(text)) if i not in firsts]
+    assert sorted(batch.labels[has_target].tolist()) == [
+        i for i in range(len(text)) if i not in firsts
+    ]
     row_of = Counter()
     for start, length in zip(text.starts.tolist(), LENGTHS, strict=False):
         targets = set(range(start + 1, start + length))
@@ -66,7 +70,10 @@ def test_every_target_once_and_documents_whole():
         for part in parts:
             assert positions[part].tolist() == list(range(len(part)))
             held = tokens[part][labels[part] != IGNORED]
-            assert len({int(np.searchsorted(text.starts, token, "right")) for token in held.tolist()}) <= 1
+            assert (
+                len({int(np.searchsorted(text.starts, token, "right")) for token in held.tolist()})
+                <= 1
+            )
 
 
 def test_shares_of_padding_and_of_cut_documents(caplog):
@@ -84,7 +91,9 @@ def test_shares_of_padding_and_of_cut_documents(caplog):
 def test_tokens_that_may_not_be_targets():
     rows = PackedRows(Documents([5, 4, 30], masked=[2, 6, 15]), 10, "training text")
     labels = read_batch([(rows, i) for i in range(rows.count)], 10, document_mask=False).labels
-    assert sorted(labels[labels != IGNORED].tolist()) == sorted(set(range(39)) - {0, 5, 9} - {2, 6, 15})
+    assert sorted(labels[labels != IGNORED].tolist()) == sorted(
+        set(range(39)) - {0, 5, 9} - {2, 6, 15}
+    )
 
 
 @pytest.mark.parametrize("lengths", [[], [1, 1, 1]])

@@ -57,8 +57,12 @@ def edits(manifest: dict) -> dict[str, Callable[[], object]]:
         "rules a list": lambda: manifest["filters"].update(rules=[]),
         "documents of the filters a text": lambda: manifest["filters"].update(documents="5"),
         "a rule without documents": lambda: manifest["filters"].update(rules={"min_chars": {}}),
-        "a rule with more fields": lambda: manifest["filters"].update(rules={"min_chars": rule_with(other=1)}),
-        "an example without a row": lambda: manifest["filters"].update(rules={"min_chars": rule_with(examples=[{}])}),
+        "a rule with more fields": lambda: manifest["filters"].update(
+            rules={"min_chars": rule_with(other=1)}
+        ),
+        "an example without a row": lambda: manifest["filters"].update(
+            rules={"min_chars": rule_with(examples=[{}])}
+        ),
         "no roots": lambda: manifest.pop("roots"),
         "roots a text": lambda: manifest.update(roots="/data"),
         "a root that is not a text": lambda: manifest.update(roots=[None]),
@@ -105,7 +109,8 @@ def test_a_folder_that_was_not_prepared_is_not_to_be_deleted(tmp_path):
 
 
 def test_a_manifest_that_cannot_be_read_is_not_to_be_deleted(tmp_path):
-    (tmp_path / "manifest.json").mkdir()  # unlike a mode without permissions, it cannot be read by root either
+    # Unlike a mode without permissions, it cannot be read by root either
+    (tmp_path / "manifest.json").mkdir()
     with pytest.raises(ConfigError) as caught:
         read_manifest(tmp_path)
     assert "manifest.json: " in str(caught.value)

@@ -13,7 +13,9 @@ from titanlite.tools.prepare.shard_writer import ShardWriter
 
 
 def written(folder: Path, documents: list[list[int]], masked: dict[int, list[bool]]) -> Tokens:
-    """Documents in shards of 7 tokens, which they may cross; the shards in `masked` get these target masks."""
+    """Documents in shards of 7 tokens, which they may cross; the shards in `masked` get these
+    target masks.
+    """
     ids = [i for document in documents for i in document]
     starts = set(itertools.accumulate((len(document) for document in documents), initial=0))
     shards = []
@@ -22,7 +24,9 @@ def written(folder: Path, documents: list[list[int]], masked: dict[int, list[boo
         for i in range(begin, min(begin + 7, len(ids))):
             if i in starts:
                 writer.begin_document()
-            writer.write(ids[i : i + 1], targets=masked[number][i - begin] if number in masked else True)
+            writer.write(
+                ids[i : i + 1], targets=masked[number][i - begin] if number in masked else True
+            )
         shards.append(writer.finish())
     totals = {name: sum(shard[name] for shard in shards) for name in ("tokens", "documents")}
     splits = {"train": {**totals, "shards": shards}}
@@ -41,13 +45,16 @@ def test_reads_cross_shards(tmp_path):
 
 
 def test_document_starts_cross_shards(tmp_path):
-    lengths = [1, 6, 1, 16, 7, 2, 3]  # a shard that begins with a document, one without a start, one that ends there
+    # a shard that begins with a document, one without a start, one that ends there
+    lengths = [1, 6, 1, 16, 7, 2, 3]
     tokens = written(tmp_path, [[1] * length for length in lengths], {})
     expected = [sum(lengths[:i]) for i in range(len(lengths))]
     assert tokens.documents == len(lengths)
     for start in range(40):
         for end in range(start, 40):
-            assert tokens.document_starts(start, end).tolist() == [i for i in expected if start <= i < end]
+            assert tokens.document_starts(start, end).tolist() == [
+                i for i in expected if start <= i < end
+            ]
 
 
 def test_target_masks_cross_shards(tmp_path):

@@ -27,9 +27,20 @@ def windows(length: int, what: str = "training text") -> Windows:
     return Windows(Documents([length]), 10, what)
 
 
-def stream(rank: int = 0, world: int = 1, local: int = 2, accumulation: int = 2, length: int = 1001, seed: int = 0):
-    training = TrainingConfig(seq_len=10, local_batch_size=local, global_batch_size=local * accumulation * world)
-    return TrainStream(Samples({"": windows(length)}, seed), training, rank, world, document_mask=False)
+def stream(
+    rank: int = 0,
+    world: int = 1,
+    local: int = 2,
+    accumulation: int = 2,
+    length: int = 1001,
+    seed: int = 0,
+):
+    training = TrainingConfig(
+        seq_len=10, local_batch_size=local, global_batch_size=local * accumulation * world
+    )
+    return TrainStream(
+        Samples({"": windows(length)}, seed), training, rank, world, document_mask=False
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 100, 1023, 4096])
@@ -56,7 +67,9 @@ def test_labels_are_the_next_tokens():
 
 def starts(stream_, steps: int) -> list[list[int]]:
     """The first token of every sample, by step."""
-    return [[int(row[0]) for batch in stream_.next_step() for row in batch.tokens] for _ in range(steps)]
+    return [
+        [int(row[0]) for batch in stream_.next_step() for row in batch.tokens] for _ in range(steps)
+    ]
 
 
 def test_every_window_once_per_epoch_in_another_order():
@@ -66,7 +79,9 @@ def test_every_window_once_per_epoch_in_another_order():
     assert sum(starts(stream(seed=1), 25), []) != order[:100]
 
 
-@pytest.mark.parametrize(("world", "local", "accumulation"), [(1, 1, 8), (1, 8, 1), (2, 2, 2), (4, 2, 1), (8, 1, 1)])
+@pytest.mark.parametrize(
+    ("world", "local", "accumulation"), [(1, 1, 8), (1, 8, 1), (2, 2, 2), (4, 2, 1), (8, 1, 1)]
+)
 def test_a_step_has_the_same_samples_on_any_number_of_processes(world, local, accumulation):
     expected = starts(stream(local=8, accumulation=1), 30)
     shares = [starts(stream(rank, world, local, accumulation), 30) for rank in range(world)]
@@ -96,7 +111,12 @@ def test_validation_covers_the_windows_once_and_pads_with_rows_without_targets()
         assert len({len(share) for share in shares}) == 1
         batches = sum(shares, [])
         assert {batch.tokens.shape for batch in batches} == {(batch_size, 10)}
-        seen = [int(t[0]) for b in batches for t, y in zip(b.tokens, b.labels, strict=True) if (y != IGNORED).any()]
+        seen = [
+            int(t[0])
+            for b in batches
+            for t, y in zip(b.tokens, b.labels, strict=True)
+            if (y != IGNORED).any()
+        ]
         assert sorted(seen) == list(range(0, 230, 10))
         assert int(count_targets(batches)) == 230
     assert int(count_targets(list(validation_batches(held_out, 7, stream(local=4))))) == 70
@@ -114,7 +134,9 @@ def test_positions_restart_at_documents_and_rows_and_no_target_is_of_another_doc
     batch = read_batch([(rows, 0), (rows, 1), (rows, 6), None], 10, document_mask=True)
     begins = [{0, 7}, {0, 4}, {0, 3}, {0}]  # of the rows, which are at 0, 10 and 60 of the text
     ignored = [{6}, {3}, {2, 9}, set(range(10))]
-    for labels, positions, begin, no_target in zip(batch.labels, batch.positions, begins, ignored, strict=True):
+    for labels, positions, begin, no_target in zip(
+        batch.labels, batch.positions, begins, ignored, strict=True
+    ):
         assert {i for i, position in enumerate(positions.tolist()) if position == 0} == begin
         assert all(b in (0, a + 1) for a, b in itertools.pairwise(positions.tolist()))
         assert {i for i, label in enumerate(labels.tolist()) if label == IGNORED} == no_target
@@ -138,7 +160,9 @@ class Sums:
 
 def test_rows_that_are_no_text():
     order = Samples({"sums": Sums()}, 5)
-    batch = TrainStream(order, TrainingConfig(seq_len=8, global_batch_size=4), 0, 1, document_mask=True).next_step()[0]
+    batch = TrainStream(
+        order, TrainingConfig(seq_len=8, global_batch_size=4), 0, 1, document_mask=True
+    ).next_step()[0]
     assert batch.tokens[:, 0].tolist() == [1000 * order.pick(i)[1] for i in range(4)]
     assert (batch.labels == batch.tokens + 1).all()
     assert (batch.positions == torch.arange(8)).all()

@@ -48,17 +48,24 @@ def test_bundled_tokenizer_has_4096_tokens_and_16_special_ones():
     assert len(BUNDLED.read_text().splitlines()) == 4096
     assert (tokenizer.size, tokenizer.bos, tokenizer.eos) == (4112, 4096, 4097)
     assert tokenizer.token_bytes[4096:] == [0] * 16
-    assert tokenizer.decode([tokenizer.bos, *tokenizer.encode("x"), 999_999]) == "<|begin_of_text|>x"
+    assert (
+        tokenizer.decode([tokenizer.bos, *tokenizer.encode("x"), 999_999]) == "<|begin_of_text|>x"
+    )
 
 
 def test_llama3_ids_of_special_tokens(tmp_path):
-    """A file of 128,000 ranks gets Llama 3's 256: begin 128000, end 128001, eot 128009, 128256 ids in all."""
+    """A file of 128,000 ranks gets Llama 3's 256: begin 128000, end 128001, eot 128009, 128256 ids
+    in all.
+    """
     tokens = [bytes([i]) for i in range(256)] + [b"%05x" % i for i in range(127_744)]
     path = tmp_path / "tokenizer.model"
     write_rank_file(tokens, path)
     tokenizer = Tokenizer(path)
     assert (tokenizer.size, tokenizer.bos, tokenizer.eos) == (128_256, 128_000, 128_001)
-    names = {i: tokenizer.decode([i]) for i in (128_002, 128_006, 128_007, 128_008, 128_009, 128_010, 128_255)}
+    names = {
+        i: tokenizer.decode([i])
+        for i in (128_002, 128_006, 128_007, 128_008, 128_009, 128_010, 128_255)
+    }
     assert names == {
         128_002: "<|reserved_special_token_0|>",
         128_006: "<|start_header_id|>",
@@ -70,7 +77,9 @@ def test_llama3_ids_of_special_tokens(tmp_path):
     }
 
 
-@pytest.mark.parametrize("text", [" " * 1_100_000, "a" * 1_100_000, "\n" * 1_100_000, "=" * 1_100_000, "ab " * 400_000])
+@pytest.mark.parametrize(
+    "text", [" " * 1_100_000, "a" * 1_100_000, "\n" * 1_100_000, "=" * 1_100_000, "ab " * 400_000]
+)
 def test_a_megabyte_of_one_kind_takes_bounded_time(text):
     tokenizer = Tokenizer()
     started = time.monotonic()
@@ -85,7 +94,10 @@ def line(token: bytes, rank: int) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (lambda lines: [*lines[:100], b"not base64! 100\n", *lines[101:]], (":101: ", "`base64 rank`")),
+        (
+            lambda lines: [*lines[:100], b"not base64! 100\n", *lines[101:]],
+            (":101: ", "`base64 rank`"),
+        ),
         (lambda lines: [*lines[:100], *lines[101:]], (":101: ", "rank 101", "100")),
         (lambda lines: lines[:200], ("56 of the 256 bytes", "0xc8")),
         (lambda lines: [*lines, line(b"a", 256)], (":257: ", "token")),
@@ -105,15 +117,21 @@ def test_an_absent_file_is_named():
 
 
 def test_tokens_and_files_have_a_largest_size(tmp_path):
-    """A token of 300,000 bytes would take minutes: its merges are found by splitting it at every byte."""
+    """A token of 300,000 bytes would take minutes: its merges are found by splitting it at every
+    byte.
+    """
     path = tmp_path / "long.model"
     count = len(BUNDLED.read_bytes().splitlines())
     for length, ok in ((MAX_TOKEN, True), (MAX_TOKEN + 1, False), (300_000, False)):
-        path.write_bytes(BUNDLED.read_bytes() + base64.b64encode(b"x" * length) + f" {count}\n".encode())
+        path.write_bytes(
+            BUNDLED.read_bytes() + base64.b64encode(b"x" * length) + f" {count}\n".encode()
+        )
         if ok:
             assert Tokenizer(path).size == count + 17
         else:
-            with refused(f":{count + 1}:", f"a token of {length} bytes, expected at most {MAX_TOKEN}"):
+            with refused(
+                f":{count + 1}:", f"a token of {length} bytes, expected at most {MAX_TOKEN}"
+            ):
                 Tokenizer(path)
     os.truncate(path, MAX_RANK_FILE + 1)
     with refused(f"expected a regular file of at most {MAX_RANK_FILE} bytes"):

@@ -9,7 +9,16 @@ import random
 from pathlib import Path
 
 import pytest
-from foreign_tokenizers import SPECIAL, in_words, mixed_text, random_unicode, theirs, tokenizers, trained, write
+from foreign_tokenizers import (
+    SPECIAL,
+    in_words,
+    mixed_text,
+    random_unicode,
+    theirs,
+    tokenizers,
+    trained,
+    write,
+)
 from messages import refused
 
 from titanlite.data.token_text import merges_of, to_bytes, to_text
@@ -38,7 +47,9 @@ def test_ids_are_those_of_tokenizers(tmp_path, style):
     for text in ("", " ", "\n", "a", "\u0301", *SPECIAL[style][:1]):
         if not text.startswith("<|"):
             assert_same(ours, trained(style), text)
-        assert all(i not in ours.special.values() for i in ours.encode(text)), "text never gives a special token"
+        assert all(i not in ours.special.values() for i in ours.encode(text)), (
+            "text never gives a special token"
+        )
 
 
 @pytest.mark.slow
@@ -63,20 +74,33 @@ def test_decoding_and_the_bytes_of_tokens(tmp_path, style):
     assert [ours.token_bytes[i] for i in ours.special.values()] == [0] * len(ours.special)
     encoder = theirs(trained(style))
     assert ours.size == len(ours.token_bytes) == max(encoder.get_vocab().values()) + 1
-    assert ours.special == {token.content: i for i, token in encoder.get_added_tokens_decoder().items()}
-    assert ours.decode([ours.bos, *ids[:3], ours.size, 10**9]).startswith(next(iter(SPECIAL[style])))
+    assert ours.special == {
+        token.content: i for i, token in encoder.get_added_tokens_decoder().items()
+    }
+    assert ours.decode([ours.bos, *ids[:3], ours.size, 10**9]).startswith(
+        next(iter(SPECIAL[style]))
+    )
 
 
 def random_merges(chance: random.Random) -> tuple[list[tuple[str, str]], list[str]]:
-    """Merges as no training gives them: in any order, several for a token, tokens that no merge makes."""
+    """Merges as no training gives them: in any order, several for a token, tokens that no merge
+    makes.
+    """
     tokens = ["a", "b", "c"][: chance.randint(1, 3)]
     for _ in range(chance.randint(1, 14)):
         token = chance.choice(tokens) + chance.choice(tokens)
         if len(token) < 9 and token not in tokens:
             tokens.append(token)
-    pairs = [(t[:i], t[i:]) for t in tokens for i in range(1, len(t)) if t[:i] in tokens and t[i:] in tokens]
+    pairs = [
+        (t[:i], t[i:])
+        for t in tokens
+        for i in range(1, len(t))
+        if t[:i] in tokens and t[i:] in tokens
+    ]
     chance.shuffle(pairs)
-    more = ["".join(chance.choices("abc", k=chance.randint(2, 6))) for _ in range(chance.randint(0, 3))]
+    more = [
+        "".join(chance.choices("abc", k=chance.randint(2, 6))) for _ in range(chance.randint(0, 3))
+    ]
     return pairs[: chance.randint(0, len(pairs))], tokens + more
 
 
@@ -84,11 +108,15 @@ def random_merges(chance: random.Random) -> tuple[list[tuple[str, str]], list[st
 def test_merges_in_any_order_are_converted_exactly_or_refused(tmp_path, ignore_merges):
     """Every word of up to 7 letters, and longer ones, for merge lists drawn at random."""
     chance, converted, remapped, reasons = random.Random(ignore_merges), 0, 0, list[str]()
-    words = ["".join(word) for length in range(1, 8) for word in itertools.product("ab", repeat=length)]
+    words = [
+        "".join(word) for length in range(1, 8) for word in itertools.product("ab", repeat=length)
+    ]
     for _ in range(100 if ignore_merges else 50):
         merges, more = random_merges(chance)
         main = json.dumps(in_words(merges, more, ignore_merges=ignore_merges))
-        text = " ".join([*words, *("".join(chance.choices("abc", k=chance.randint(3, 30))) for _ in range(300))])
+        text = " ".join(
+            [*words, *("".join(chance.choices("abc", k=chance.randint(3, 30))) for _ in range(300))]
+        )
         try:
             ours = Tokenizer(tmp_path / "x", main.encode())
         except ConfigError as error:
@@ -103,7 +131,9 @@ def test_merges_in_any_order_are_converted_exactly_or_refused(tmp_path, ignore_m
 
 
 def test_refusing_ignore_merges_is_needed():
-    """Where it refuses, tiktoken would encode some word otherwise: "ab" is a word, but not a part of "abc"."""
+    """Where it refuses, tiktoken would encode some word otherwise: "ab" is a word, but not a part
+    of "abc".
+    """
     main = in_words([("b", "c")], ["ab"], ignore_merges=True)
     encoder = theirs(json.dumps(main))
     assert [encoder.encode(word).tokens for word in ("ab", "abd")] == [["ab"], ["a", "b", "d"]]
@@ -132,7 +162,9 @@ def test_merges_before_ids_in_another_order():
 def test_holes_in_the_vocabulary_are_ids_without_text():
     main = json.loads(trained("gpt2"))
     texts = list(main["model"]["vocab"])
-    main["model"]["vocab"] = {text: i + 5 * (i > 1000) for i, text in enumerate(texts)} | {"<|endoftext|>": 3000}
+    main["model"]["vocab"] = {text: i + 5 * (i > 1000) for i, text in enumerate(texts)} | {
+        "<|endoftext|>": 3000
+    }
     main["added_tokens"][0]["id"] = 3000
     ours = Tokenizer("x", json.dumps(main).encode())
     assert ours.size == 3001
@@ -165,7 +197,9 @@ def test_our_own_export_says_the_same_as_the_rank_file(tmp_path):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_what_a_checkpoint_keeps_is_complete_and_stays_the_same(tmp_path, style):
-    first = Tokenizer(write(tmp_path / "a", json.loads(trained(style)), eos_token=SPECIAL[style][-1]))
+    first = Tokenizer(
+        write(tmp_path / "a", json.loads(trained(style)), eos_token=SPECIAL[style][-1])
+    )
     second = Tokenizer(tmp_path / "elsewhere", first.content)
     (tmp_path / "b").mkdir()
     for name, content in first.files.items():
@@ -179,13 +213,22 @@ def test_what_a_checkpoint_keeps_is_complete_and_stays_the_same(tmp_path, style)
             first.eos,
         )
         assert other.encode("def naïve():") == first.encode("def naïve():")
-    assert tokenizers.Tokenizer.from_file(str(tmp_path / "b/tokenizer.json")).get_vocab_size() == first.size
+    assert (
+        tokenizers.Tokenizer.from_file(str(tmp_path / "b/tokenizer.json")).get_vocab_size()
+        == first.size
+    )
 
 
 def test_the_identity_depends_on_what_encloses_documents(tmp_path):
     plain = Tokenizer(write(tmp_path, trained("qwen")))
     other = Tokenizer(write(tmp_path, trained("qwen"), eos_token="<|im_end|>"))
-    write(tmp_path, trained("qwen"), eos_token="<|endoftext|>", chat_template="{{ messages }}", bos_token=None)
+    write(
+        tmp_path,
+        trained("qwen"),
+        eos_token="<|endoftext|>",
+        chat_template="{{ messages }}",
+        bos_token=None,
+    )
     again = Tokenizer(tmp_path)
     assert plain.sha256 == again.sha256 != other.sha256
 
@@ -211,7 +254,12 @@ TEMPLATE = {
         ("qwen", {"bos_token": {"content": "<|im_start|>"}}, {}, ("<|im_start|>", "<|endoftext|>")),
         ("llama3", {}, {}, ("<|begin_of_text|>", "<|end_of_text|>")),
         ("qwen", {}, {"post_processor": TEMPLATE}, ("<|im_start|>", "<|im_end|>")),
-        ("qwen", {"eos_token": "<|endoftext|>"}, {"post_processor": TEMPLATE}, ("<|im_start|>", "<|endoftext|>")),
+        (
+            "qwen",
+            {"eos_token": "<|endoftext|>"},
+            {"post_processor": TEMPLATE},
+            ("<|im_start|>", "<|endoftext|>"),
+        ),
         (
             "llama3",
             {"eos_token": "<|reserved_special_token_3|>"},
@@ -255,7 +303,12 @@ def at(*path):
 
 
 def words(**kwargs) -> dict:
-    return {"type": "Split", "pattern": {"Regex": r"\s+"}, "behavior": "Isolated", "invert": False} | kwargs
+    return {
+        "type": "Split",
+        "pattern": {"Regex": r"\s+"},
+        "behavior": "Isolated",
+        "invert": False,
+    } | kwargs
 
 
 LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -282,15 +335,31 @@ LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
         (at("model", "merges"), 7, ("not a tokenizer.json",)),
         (at("model"), None, ("not a tokenizer.json",)),
         (at("normalizer"), {"type": "Lowercase"}, ("normalizer Lowercase", "NFC")),
-        (at("normalizer"), {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Strip"}]}, ("Strip", "NFC")),
+        (
+            at("normalizer"),
+            {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Strip"}]},
+            ("Strip", "NFC"),
+        ),
         (at("normalizer"), {"type": "NFKC"}, ("normalizer NFKC",)),
         (at("pre_tokenizer"), None, ("pre_tokenizer", "none", "ByteLevel")),
         (at("pre_tokenizer"), {"type": "Metaspace"}, ("pre_tokenizer", "Metaspace", "ByteLevel")),
         (at("pre_tokenizer", "add_prefix_space"), True, ("add_prefix_space",)),
         (at("pre_tokenizer", "use_regex"), False, ("pre_tokenizer", "use_regex")),
-        (at("pre_tokenizer"), {"type": "Sequence", "pretokenizers": [words(), words(), LEVEL]}, ("Split + Split",)),
-        (at("pre_tokenizer"), {"type": "Sequence", "pretokenizers": [{"type": "Digits"}, LEVEL]}, ("Digits",)),
-        (at("pre_tokenizer"), {"type": "Sequence", "pretokenizers": [words(behavior="Removed"), LEVEL]}, ("Removed",)),
+        (
+            at("pre_tokenizer"),
+            {"type": "Sequence", "pretokenizers": [words(), words(), LEVEL]},
+            ("Split + Split",),
+        ),
+        (
+            at("pre_tokenizer"),
+            {"type": "Sequence", "pretokenizers": [{"type": "Digits"}, LEVEL]},
+            ("Digits",),
+        ),
+        (
+            at("pre_tokenizer"),
+            {"type": "Sequence", "pretokenizers": [words(behavior="Removed"), LEVEL]},
+            ("Removed",),
+        ),
         (
             at("pre_tokenizer"),
             {"type": "Sequence", "pretokenizers": [words(pattern={"String": " "}), LEVEL]},
@@ -315,7 +384,8 @@ LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
 )
 def test_what_tiktoken_cannot_encode_is_refused(tmp_path, change, value, expected):
     main = json.loads(trained("gpt2"))
-    main["model"]["vocab"]["<|endoftext|>"] = main["added_tokens"][0]["id"]  # as in GPT-2's own file
+    # As in GPT-2's own file
+    main["model"]["vocab"]["<|endoftext|>"] = main["added_tokens"][0]["id"]
     Tokenizer(write(tmp_path, main))
     change(main, value)
     with refused("tokenizer.json", *expected):
@@ -333,9 +403,13 @@ def test_all_bytes_must_be_tokens(tmp_path):
 
 
 def test_added_tokens_that_are_ordinary_text_are_refused(tmp_path):
-    """`tokenizers` cuts text at them before it merges, as in the files of GPT-NeoX for runs of spaces."""
+    """`tokenizers` cuts text at them before it merges, as in the files of GPT-NeoX for runs of
+    spaces.
+    """
     main = json.loads(trained("gpt2"))
-    main["added_tokens"].append(main["added_tokens"][0] | {"id": 1501, "content": "    ", "special": False})
+    main["added_tokens"].append(
+        main["added_tokens"][0] | {"id": 1501, "content": "    ", "special": False}
+    )
     with refused("added token '    '", "ordinary text"):
         Tokenizer(write(tmp_path, main))
 
@@ -348,7 +422,11 @@ def test_added_tokens_that_are_ordinary_text_are_refused(tmp_path):
         ("tokenizer.json", b'{"a": "\xff"}', ("tokenizer.json", "UnicodeDecodeError")),
         ("tokenizer.json", b"[1]", ("tokenizer.json",)),
         ("tokenizer.json", b'{"model": {"type": "BPE"}}', ("tokenizer.json", "pre_tokenizer")),
-        ("tokenizer.json", b'{"model": {}, "pre_tokenizer": {"type": "ByteLevel"}}', ("tokenizer.json", "KeyError")),
+        (
+            "tokenizer.json",
+            b'{"model": {}, "pre_tokenizer": {"type": "ByteLevel"}}',
+            ("tokenizer.json", "KeyError"),
+        ),
         ("tokenizer.json", b"{" * 100_000, ("tokenizer.json",)),
         ("tokenizer.json", b'{"model":' * 100_000, ("tokenizer.json", "RecursionError")),
         ("tokenizer_config.json", b"{", ("tokenizer_config.json",)),

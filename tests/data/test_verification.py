@@ -27,7 +27,9 @@ def rewrite(folder: Path, name: str, values: np.ndarray) -> None:
     path, manifest = folder / name, folder / "manifest.json"
     before = hashlib.sha256(path.read_bytes()).hexdigest()
     path.write_bytes(values.tobytes())
-    manifest.write_text(manifest.read_text().replace(before, hashlib.sha256(path.read_bytes()).hexdigest()))
+    manifest.write_text(
+        manifest.read_text().replace(before, hashlib.sha256(path.read_bytes()).hexdigest())
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,10 @@ def rewrite(folder: Path, name: str, values: np.ndarray) -> None:
         (lambda starts: starts[[1, 0, *range(2, 90)]], "the first document starts at token"),
         (lambda starts: starts[[0, 2, 1, *range(3, 90)]], "at byte 16; expected more than"),
         (lambda starts: starts[[0, 0, *range(2, 90)]], "token 0, at byte 8; expected more than 0"),
-        (lambda starts: np.append(starts[:-1], np.uint64(2**64 - 1)), "token 18446744073709551615, at byte"),
+        (
+            lambda starts: np.append(starts[:-1], np.uint64(2**64 - 1)),
+            "token 18446744073709551615, at byte",
+        ),
     ],
 )
 def test_wrong_document_starts_are_found(tmp_path, change, problem):
@@ -81,7 +86,9 @@ def test_each_version_of_a_file_is_verified_once(section, folder, monkeypatch):
     assert read == ["train-00000.bin"]
     (folder / "verified.json").write_text("[")
     prepare(section, TOKENIZER, quiet)
-    names = [f"{split}-00000{kind}.bin" for split in ("train", "validation") for kind in ("", ".starts")]
+    names = [
+        f"{split}-00000{kind}.bin" for split in ("train", "validation") for kind in ("", ".starts")
+    ]
     assert sorted(read) == sorted([*names, "train-00000.bin"])
 
 
@@ -90,5 +97,7 @@ def test_an_id_beyond_the_vocabulary_is_found(section, folder):
     ids = np.fromfile(shard, "<u2")
     ids[7] = TOKENIZER.size
     rewrite(folder, shard.name, ids)
-    with refused("train-00000.bin", f"token id {TOKENIZER.size} at byte 14", f"below {TOKENIZER.size}"):
+    with refused(
+        "train-00000.bin", f"token id {TOKENIZER.size} at byte 14", f"below {TOKENIZER.size}"
+    ):
         prepare(section, TOKENIZER, quiet)

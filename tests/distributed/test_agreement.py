@@ -25,7 +25,9 @@ def gather_different_lengths() -> list:
 
 
 def test_values_of_any_length_reach_all_ranks(pool):
-    expected = [{"rank": r, "text": "é" * 1000 * r, "none": None, "list": [r] * r} for r in range(3)]
+    expected = [
+        {"rank": r, "text": "é" * 1000 * r, "none": None, "list": [r] * r} for r in range(3)
+    ]
     assert pool.run(3, gather_different_lengths) == [expected] * 3
     assert gather({"a": 1}) == [{"a": 1}]  # without a process group
 
@@ -35,7 +37,9 @@ class Special(ConfigError):
 
 
 def fail_on_two_ranks() -> list[str]:
-    """How it ends on this rank: without an error, with problems of two ranks, and with errors of several kinds."""
+    """How it ends on this rank: without an error, with problems of two ranks, and with errors of
+    several kinds.
+    """
     rank = dist.get_rank()
     assert on_all_ranks(lambda: rank) == rank
 
@@ -110,4 +114,7 @@ def fail_on_rank_0(number: int) -> str:
 )
 def test_a_file_that_fails_on_rank_0_is_an_error_of_all(pool, number, kind):
     """A full disk may have room at a restart; a path that is wrong stays wrong."""
-    assert pool.run(2, fail_on_rank_0, number) == [f"{kind}: /run/config.toml: {os.strerror(number)}"] * 2
+    assert (
+        pool.run(2, fail_on_rank_0, number)
+        == [f"{kind}: /run/config.toml: {os.strerror(number)}"] * 2
+    )

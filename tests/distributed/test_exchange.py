@@ -1,4 +1,6 @@
-"""Exchange: values and bits of all ranks reach all, by messages that several threads can send at the same time."""
+"""Exchange: values and bits of all ranks reach all, by messages that several threads can send at
+the same time.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import torch
 import torch.distributed as dist
 
 from titanlite.distributed import exchange
-from titanlite.distributed.agreement import PATIENT, TRAINING, Channel, broadcast, gather, gather_on_rank0
+from titanlite.distributed.agreement import (
+    PATIENT,
+    TRAINING,
+    Channel,
+    broadcast,
+    gather,
+    gather_on_rank0,
+)
 from titanlite.distributed.process_group import join
 
 
@@ -25,11 +34,16 @@ def test_a_tree_of_any_size_reaches_all_ranks(pool, size):
 
 
 def exchange_in_two_threads() -> bool:
-    """Two threads gather different values at the same time, and the main thread all-reduces numbers."""
+    """Two threads gather different values at the same time, and the main thread all-reduces
+    numbers.
+    """
     rank, size, found = dist.get_rank(), dist.get_world_size(), []
 
     def exchange(name: str, channel: Channel) -> None:
-        found.extend(gather([name, i, rank], channel) == [[name, i, r] for r in range(size)] for i in range(50))
+        found.extend(
+            gather([name, i, rank], channel) == [[name, i, r] for r in range(size)]
+            for i in range(50)
+        )
 
     channels = {"training": TRAINING, "saving": PATIENT}
     threads = [threading.Thread(target=exchange, args=item) for item in channels.items()]
@@ -49,7 +63,9 @@ def test_threads_with_different_channels_share_a_group(pool):
 
 
 def or_bits(many: int) -> tuple[int, int, int]:
-    """The bits of all ranks, of the last one, and of none; the ranks send to each other as from `many` ranks on."""
+    """The bits of all ranks, of the last one, and of none; the ranks send to each other as from
+    `many` ranks on.
+    """
     exchange.MANY = many
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     return tuple(exchange.bitwise_or(bits) for bits in (1 << rank, 4 * (rank == last), 0))
@@ -62,7 +78,10 @@ def test_bits_of_all_ranks_reach_all(pool, size, many):
 
 
 def wait_longer_than_the_group(store: Path, channel: Channel) -> list | None:
-    """Rank 1 answers two seconds later; the group waits one. None if rank 0 does not wait for it."""
+    """Rank 1 answers two seconds later; the group waits one.
+
+    None if rank 0 does not wait for it.
+    """
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()

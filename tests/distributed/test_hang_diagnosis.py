@@ -1,4 +1,6 @@
-"""Which rank the watchdog names, from heartbeats alone; whole runs that hang are in tests/e2e/test_hang.py."""
+"""Which rank the watchdog names, from heartbeats alone; whole runs that hang are in
+tests/e2e/test_hang.py.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ FOLDER = Path("hang")
 
 
 def beat(rank: int, **state) -> Heartbeat:
-    known = {"progress": 7, "phase": '"update" of step 3', "limit": 100.0, "key": "comm.step_timeout_seconds"}
+    known = {
+        "progress": 7,
+        "phase": '"update" of step 3',
+        "limit": 100.0,
+        "key": "comm.step_timeout_seconds",
+    }
     return Heartbeat(rank, f"host{rank // 2}", 1000 + rank, **{**known, "still": 101.0, **state})
 
 
@@ -64,7 +71,8 @@ def test_only_rank_0_judges_progress():
 def test_silence_comes_before_progress():
     own = beat(0, progress=6)
     gone = beat(1, still=0.0)
-    assert diagnose([own, gone.aged(SILENT + 1, own), beat(2)], own, FOLDER) is None  # it may be the cause
+    # It may be the cause
+    assert diagnose([own, gone.aged(SILENT + 1, own), beat(2)], own, FOLDER) is None
     found = diagnose([own, gone.aged(101.0, own), beat(2)], own, FOLDER)
     assert names(found) == "rank 1 (host host0, pid 1001)"
     assert "frozen or gone" in found.message
@@ -114,7 +122,9 @@ def test_a_message_that_has_not_come_is_a_wait_for_other_ranks(monkeypatch):
     """The wait itself is in C++, without a frame, so the innermost is that of exchange.py."""
     found = []
     work = SimpleNamespace(wait=lambda timeout: None)
-    monkeypatch.setattr(dist, "isend", lambda *arguments: found.append(locate(sys._getframe(1))) or work)
+    monkeypatch.setattr(
+        dist, "isend", lambda *arguments: found.append(locate(sys._getframe(1))) or work
+    )
     exchange._send(torch.zeros(3), 0, 1, timedelta(days=1))
     assert [waiting for waiting, _, _ in found] == [2, 2]
     assert found[0][1].startswith("titanlite/distributed/exchange.py:")
@@ -136,15 +146,22 @@ def test_an_installed_package_knows_its_own_lines(monkeypatch):
         exec(compile("\nplace = locate(sys._getframe())[1]", filename, "exec"), scope)
         return scope["place"]
 
-    assert place_of("/env/site-packages/titanlite/program/train.py") == "titanlite/program/train.py:2"
+    assert (
+        place_of("/env/site-packages/titanlite/program/train.py") == "titanlite/program/train.py:2"
+    )
     assert place_of("/env/site-packages/other/file.py") == "/env/site-packages/other/file.py:2"
 
 
 def test_every_module_that_waits_for_a_message_counts_as_waiting():
     package = Path(hang_diagnosis.__file__).parents[1]
     waiting = [
-        path for path in package.rglob("*.py") if re.search(r"dist\.(isend|irecv|send|recv)\b", path.read_text())
+        path
+        for path in package.rglob("*.py")
+        if re.search(r"dist\.(isend|irecv|send|recv)\b", path.read_text())
     ]
     assert waiting
     for path in waiting:
-        assert "titanlite." + ".".join(path.relative_to(package).with_suffix("").parts) in hang_diagnosis.WAITING
+        assert (
+            "titanlite." + ".".join(path.relative_to(package).with_suffix("").parts)
+            in hang_diagnosis.WAITING
+        )

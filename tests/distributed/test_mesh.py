@@ -18,7 +18,9 @@ from titanlite.rules.degrees import AXES
 def mesh_facts(degrees: dict[str, int]) -> tuple:
     mesh = Mesh("cpu", {axis: degrees.get(axis, 1) for axis in AXES}, 77)
     groups = [mesh[axis].get_group() for axis in (*AXES, "dp_shard_cp")]
-    timeouts = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+    timeouts = {
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups
+    }
     assert timeouts == {77}
     ranks = tuple(mesh[axis].get_local_rank() for axis in (*AXES, "dp_shard_cp"))
     total = int(mesh.sum_losses(torch.tensor(10 ** dist.get_rank())))
@@ -27,12 +29,15 @@ def mesh_facts(degrees: dict[str, int]) -> tuple:
 
 @pytest.mark.parametrize(
     ("degrees", "ranks", "data", "total"),
-    [  # of the last rank: its place on each axis and on dp_shard_cp; (data_rank, data_size); sum of losses
+    # Of the last rank: its place on each axis and on dp_shard_cp; (data_rank, data_size); sum of
+    # losses
+    [
         ({"dp_shard": 4}, (0, 0, 3, 0, 0, 3), (3, 4), 1111),
         ({"dp_replicate": 2, "dp_shard": 2}, (0, 1, 1, 0, 0, 1), (3, 4), 1111),
         ({"dp_replicate": 4}, (0, 3, 0, 0, 0, 0), (3, 4), 1111),
         ({"dp_shard": 2, "cp": 2}, (0, 0, 1, 1, 0, 3), (1, 2), 1111),
-        ({"pp": 2, "tp": 2}, (1, 0, 0, 0, 1, 0), (0, 1), 1010),  # the two of a tp line hold the same loss
+        # The two of a tp line hold the same loss
+        ({"pp": 2, "tp": 2}, (1, 0, 0, 0, 1, 0), (0, 1), 1010),
         ({"cp": 2, "tp": 2}, (0, 0, 0, 1, 1, 1), (0, 1), 1010),
     ],
 )
@@ -41,7 +46,10 @@ def test_mesh_axes_ranks_and_sums(pool, degrees, ranks, data, total):
 
 
 def gloo_groups_of_a_gpu_run(folder: Path) -> tuple[int, list[int]]:
-    """How many groups of this process have gloo, joined as on CUDA. NCCL's place is taken by torch's fake group."""
+    """How many groups of this process have gloo, joined as on CUDA.
+
+    NCCL's place is taken by torch's fake group.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
@@ -51,7 +59,9 @@ def gloo_groups_of_a_gpu_run(folder: Path) -> tuple[int, list[int]]:
         init(backend.replace("nccl", "fake"), **options)
 
     dist.init_process_group = without_nccl
-    process_group.join(torch.device("cuda", rank), 60, rank, size, dist.FileStore(str(folder / "store"), size))
+    process_group.join(
+        torch.device("cuda", rank), 60, rank, size, dist.FileStore(str(folder / "store"), size)
+    )
     Mesh("cpu", dict.fromkeys(AXES, 1) | {"dp_shard": 2, "tp": 2}, 77)
     agreed = gather(rank)
     return sum("gloo" in backend for backend, _ in _world.pg_map.values()), agreed

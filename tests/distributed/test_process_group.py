@@ -48,7 +48,11 @@ def gpus(monkeypatch):
     calls = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.update(device=device))
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: calls.update(options, backend=backend))
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda backend, **options: calls.update(options, backend=backend),
+    )
     monkeypatch.setattr(dist, "new_group", lambda **options: calls.update(host=options))
     monkeypatch.setattr(process_group, "_host", None)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "RANK", "WORLD_SIZE"):
@@ -67,7 +71,9 @@ def test_each_process_of_a_node_has_a_gpu_and_nccl_connects_at_once(gpus, monkey
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
-@pytest.mark.parametrize(("soft", "hard", "expected"), [(1024, 4096, 4096), (256, resource.RLIM_INFINITY, 10_240)])
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"), [(1024, 4096, 4096), (256, resource.RLIM_INFINITY, 10_240)]
+)
 def test_the_limit_of_descriptors_is_raised(gpus, monkeypatch, soft, hard, expected):
     """macOS has an unlimited hard limit, and refuses an unlimited soft limit."""
     raised = []
@@ -81,7 +87,9 @@ def test_the_limit_of_descriptors_is_raised(gpus, monkeypatch, soft, hard, expec
 def test_the_users_allocator_settings_are_kept(gpus, monkeypatch, name):
     monkeypatch.setenv(name, "max_split_size_mb:128")
     open_device("cuda")
-    assert [v for k, v in os.environ.items() if k.endswith("ALLOC_CONF")] == ["max_split_size_mb:128"]
+    assert [v for k, v in os.environ.items() if k.endswith("ALLOC_CONF")] == [
+        "max_split_size_mb:128"
+    ]
 
 
 PAGES = """
@@ -98,13 +106,26 @@ print(counts[-1] - counts[19])
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no other C library is set")
 @pytest.mark.parametrize(
-    "name", ["", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"))]
+    "name",
+    [
+        "",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+        ),
+    ],
 )
 def test_freed_memory_is_used_again_unless_the_environment_says_otherwise(name):
-    """Pages that the system gives out for twenty tensors of 40 MB, after twenty others: of at most 2 MB each."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
+    """Pages that the system gives out for twenty tensors of 40 MB, after twenty others: of at most
+    2 MB each.
+    """
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))
+    }
     environment |= {"PYTHONPATH": str(ROOT)} | ({name: ""} if name else {})
-    done = subprocess.run([sys.executable, "-c", PAGES], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PAGES], env=environment, capture_output=True, text=True, check=True
+    )
     assert (int(done.stdout) > 10 * 20) == bool(name)
 
 
@@ -149,7 +170,10 @@ def test_the_interface_is_the_one_towards_an_address():
 
 
 def meet(rank: int, world_size: int) -> str:
-    """As a process of several: rank 0 with the launcher's socket, the others with its address. The value of a key."""
+    """As a process of several: rank 0 with the launcher's socket, the others with its address.
+
+    The value of a key.
+    """
     launcher = socket.create_server(("127.0.0.1", 0))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.getsockname()[1])}
     if rank == 0:

@@ -12,8 +12,8 @@ from titanlite.distributed.signals import Agreed, FileRequest, Requests
 
 
 def ask(number: int) -> list[Agreed]:
-    """Agreements of a rank: nothing, a save wanted by rank 1, a failure of rank 0, a profile wanted by rank 0, a signal
-    to rank 1, and after it."""
+    """Agreements of a rank: nothing, a save wanted by rank 1, a failure of rank 0, a profile wanted
+    by rank 0, a signal to rank 1, and after it."""
     requests, rank = Requests(), dist.get_rank()
     found = [requests.agree(), requests.agree(save=rank == 1), requests.agree(failed=rank == 0)]
     found.append(requests.agree(profile=rank == 0))
@@ -28,7 +28,14 @@ def test_what_one_rank_wants_all_agree_on(pool):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         for found in pool.run(2, ask, number):
             stop = Agreed(1, 0, 0, 0)
-            assert found == [Agreed(0, 0, 0, 0), Agreed(0, 1, 0, 0), Agreed(0, 0, 1, 0), Agreed(0, 0, 0, 1), stop, stop]
+            assert found == [
+                Agreed(0, 0, 0, 0),
+                Agreed(0, 1, 0, 0),
+                Agreed(0, 0, 1, 0),
+                Agreed(0, 0, 0, 1),
+                stop,
+                stop,
+            ]
 
 
 def look_for_file(path: Path) -> list[bool]:
@@ -67,7 +74,9 @@ def signal_twice(later: float) -> bool:
 
 
 def test_a_second_signal_ends_at_once_but_not_within_a_second(pool):
-    """Schedulers signal every process, and the launcher passes its own signal on: both are one request."""
+    """Schedulers signal every process, and the launcher passes its own signal on: both are one
+    request.
+    """
     assert pool.run(1, signal_twice, 0.0) == [False]
     assert pool.run(1, signal_twice, 2.0) == [True]
 

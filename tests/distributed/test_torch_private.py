@@ -20,14 +20,18 @@ FILES = [ROOT / "train.py", *sorted((ROOT / "titanlite").rglob("*.py"))]
 
 
 def private_names(path: Path) -> list[str]:
-    """Names of torch with an underscore before a part, in imports and in expressions; not in strings or comments."""
+    """Names of torch with an underscore before a part, in imports and in expressions; not in
+    strings or comments.
+    """
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             found += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
-        elif isinstance(node, ast.Attribute) and (text := ast.unparse(node)).split(".")[0] == "torch":
+        elif (
+            isinstance(node, ast.Attribute) and (text := ast.unparse(node)).split(".")[0] == "torch"
+        ):
             found.append(text)
     return [name for name in found if re.search(r"\._(?!_)", name)]
 
@@ -74,12 +78,16 @@ def test_the_kernel_for_all_devices_is_called_past_one_for_a_device():
 
 def test_scaled_mm_multiplies_float8():
     x, one = torch.eye(16).to(torch.float8_e4m3fn), torch.ones(())
-    assert torch.equal(torch_private.scaled_mm(x, x.t(), one, one, out_dtype=torch.float32), torch.eye(16))
+    assert torch.equal(
+        torch_private.scaled_mm(x, x.t(), one, one, out_dtype=torch.float32), torch.eye(16)
+    )
 
 
 def test_attention_backend_is_one_of_torchs():
     q = torch.zeros(1, 2, 8, 8)
-    assert SDPBackend(torch_private.attention_backend(q, q, q, enable_gqa=False)).name.endswith(("ATTENTION", "MATH"))
+    assert SDPBackend(torch_private.attention_backend(q, q, q, enable_gqa=False)).name.endswith(
+        ("ATTENTION", "MATH")
+    )
 
 
 def store_and_timeout() -> tuple[bytes, bool]:
@@ -105,7 +113,9 @@ def test_the_compilers_settings():
 
 
 def attention_flops(kv_heads: int) -> list[int]:
-    """FLOPs of the forward and backward of GPUs' attention with 8 query heads, as torch's partitioner asks for them."""
+    """FLOPs of the forward and backward of GPUs' attention with 8 query heads, as torch's
+    partitioner asks for them.
+    """
     q, kv = torch.empty(2, 8, 16, 4, device="meta"), torch.empty(2, kv_heads, 24, 4, device="meta")
     found = []
     for kernel in ("flash", "efficient", "cudnn"):
@@ -141,6 +151,12 @@ def test_names_that_only_gpus_use_can_be_imported():
 
 
 def test_the_stage_overrides_what_torchs_has():
-    stage, parent = torch_private.pipeline_stage_class(), torch_private.pipeline_stage_class().__base__
-    missing = {name for name in vars(stage) if not name.startswith("__") and not hasattr(parent, name)}
-    assert missing <= {"_get_init_p2p_neighbors_ops", "_inference_mode"}  # until 2.13; an attribute of its instances
+    stage, parent = (
+        torch_private.pipeline_stage_class(),
+        torch_private.pipeline_stage_class().__base__,
+    )
+    missing = {
+        name for name in vars(stage) if not name.startswith("__") and not hasattr(parent, name)
+    }
+    # Until 2.13; an attribute of its instances
+    assert missing <= {"_get_init_p2p_neighbors_ops", "_inference_mode"}

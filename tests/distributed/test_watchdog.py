@@ -20,7 +20,12 @@ def mark_phases(folder: Path) -> list[tuple[int, str, float, str]]:
     config = CommConfig(timeout_seconds=300, step_timeout_seconds=100)
     watchdog = Watchdog(config, folder, lambda: now[0], computes_here=True)
     found = []
-    for name, step, in_step in (("loading", 0, False), ("first", 5, True), ("next", 6, True), ("saving", 6, False)):
+    for name, step, in_step in (
+        ("loading", 0, False),
+        ("first", 5, True),
+        ("next", 6, True),
+        ("saving", 6, False),
+    ):
         now[0] = step
         mark_phase(name, in_step)
         marked = watchdog._marked
@@ -71,8 +76,12 @@ def stands_still(folder: Path, computes_here: bool, on_host: bool) -> float:
     return still
 
 
-@pytest.mark.parametrize(("computes_here", "on_host"), [(True, False), (False, True), (False, False)])
-def test_cpu_time_is_progress_unless_a_gpu_may_be_waited_for(pool, tmp_path, computes_here, on_host):
+@pytest.mark.parametrize(
+    ("computes_here", "on_host"), [(True, False), (False, True), (False, False)]
+)
+def test_cpu_time_is_progress_unless_a_gpu_may_be_waited_for(
+    pool, tmp_path, computes_here, on_host
+):
     (still,) = pool.run(1, stands_still, tmp_path, computes_here, on_host)
     assert (still < 0.6) == (computes_here or on_host), still
 

@@ -1,4 +1,6 @@
-"""Runs whose batch grows: on any number of processes, through a resume at another size, and in every count."""
+"""Runs whose batch grows: on any number of processes, through a resume at another size, and in
+every count.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from runs import curve, rows, samples_of_a_run, train_run, train_until
 from titanlite.observe.console import duration
 
 # Of 64 tokens a sequence: steps of 8, 8, 16, 16, 24 and 32 sequences
-RAMP = ["--training.batch_ramp=16 from step 3, 32 by 8 from 4_608 tokens", "--training.local_batch_size=2"]
+RAMP = [
+    "--training.batch_ramp=16 from step 3, 32 by 8 from 4_608 tokens",
+    "--training.local_batch_size=2",
+]
 SIZES = [8, 8, 16, 16, 24, 32]
 
 
@@ -29,7 +34,9 @@ def ramped(arguments):
         (4, ["--parallel.pp=2", "--parallel.dp_shard=2"]),
         pytest.param(4, [], marks=pytest.mark.slow),
         pytest.param(
-            2, ["--training.local_batch_size=4", "--parallel.reduce_every_microbatch=false"], marks=pytest.mark.slow
+            2,
+            ["--training.local_batch_size=4", "--parallel.reduce_every_microbatch=false"],
+            marks=pytest.mark.slow,
         ),
     ],
     ids=str,
@@ -68,7 +75,9 @@ def test_the_remaining_time_is_that_of_the_remaining_tokens(whole_run):
 
 
 def test_resume_in_the_middle_at_another_size(pool, ramped, whole_run, tmp_path):
-    """4 processes, then 1, then 2: the samples of each step are those of a run that was never stopped."""
+    """4 processes, then 1, then 2: the samples of each step are those of a run that was never
+    stopped.
+    """
     seen: list[int] = []
     for processes, stop_after, code, steps in ((4, 3, 75, 3), (1, 1, 75, 1), (2, 99, 0, 2)):
         results = pool.run(processes, samples_of_a_run, ramped, stop_after)
@@ -98,8 +107,15 @@ def test_resume_in_the_middle_is_bit_identical(pool, ramped, whole_run, tmp_path
 
 
 def test_sizes_that_do_not_fit_the_processes_are_refused_at_each_start(pool, arguments, tmp_path):
-    run = [*arguments, "--training.batch_ramp=10 from step 4", "--training.steps=2", "--training.local_batch_size=1"]
-    with run_refused("training.batch_ramp: the size 10", "times 4 data-parallel processes (4)", "8 or 12"):
+    run = [
+        *arguments,
+        "--training.batch_ramp=10 from step 4",
+        "--training.steps=2",
+        "--training.local_batch_size=1",
+    ]
+    with run_refused(
+        "training.batch_ramp: the size 10", "times 4 data-parallel processes (4)", "8 or 12"
+    ):
         pool.run(4, train_run, run)
     assert pool.run(2, train_run, run) == [0, 0]
     with run_refused("training.batch_ramp: the size 10", "8 or 12"):
@@ -109,11 +125,35 @@ def test_sizes_that_do_not_fit_the_processes_are_refused_at_each_start(pool, arg
 def test_a_ramp_may_begin_on_resuming_but_not_in_the_past(pool, arguments, tmp_path):
     run = [*arguments, "--validation.freq=0"]
     assert pool.run(1, train_run, [*run, "--training.steps=3"]) == [0]
-    with run_refused("training.batch_ramp: `from step`", "32 samples until step 3", "have 24 samples", "from N tokens"):
+    with run_refused(
+        "training.batch_ramp: `from step`",
+        "32 samples until step 3",
+        "have 24 samples",
+        "from N tokens",
+    ):
         pool.run(1, train_run, [*run, "--training.batch_ramp=16 from step 3"])
-    with run_refused("training.batch_ramp", "= 16 and of", "48 samples until step 3", "have 24 samples"):
-        pool.run(1, train_run, [*run, "--training.global_batch_size=16", "--training.batch_ramp=32 from step 5"])
-    later = [*run, "--training.global_batch_size=16", f"--training.batch_ramp=32 from {(24 + 16) * 64} tokens"]
+    with run_refused(
+        "training.batch_ramp", "= 16 and of", "48 samples until step 3", "have 24 samples"
+    ):
+        pool.run(
+            1,
+            train_run,
+            [*run, "--training.global_batch_size=16", "--training.batch_ramp=32 from step 5"],
+        )
+    later = [
+        *run,
+        "--training.global_batch_size=16",
+        f"--training.batch_ramp=32 from {(24 + 16) * 64} tokens",
+    ]
     assert pool.run(1, train_run, later) == [0]
-    assert [row["targets"] // 64 for row in rows(tmp_path / "debug") if "loss" in row] == [8, 8, 8, 16, 32, 32]
-    assert_mentions((tmp_path / "debug/log.txt").read_text(), "training.batch_ramp  -> 32 from 2560 tokens")
+    assert [row["targets"] // 64 for row in rows(tmp_path / "debug") if "loss" in row] == [
+        8,
+        8,
+        8,
+        16,
+        32,
+        32,
+    ]
+    assert_mentions(
+        (tmp_path / "debug/log.txt").read_text(), "training.batch_ramp  -> 32 from 2560 tokens"
+    )

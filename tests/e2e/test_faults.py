@@ -1,4 +1,6 @@
-"""The campaign: whatever dies whenever, a run goes on from its newest committed checkpoint as if nothing had been."""
+"""The campaign: whatever dies whenever, a run goes on from its newest committed checkpoint as if
+nothing had been.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ CASES = [
     for point in POINTS
     for victim in (0, 1)
     for mode in ("disabled", "async")
-    for step in (2, 4)  # the first save of the run, and one that has a checkpoint before it to delete
+    for step in (
+        2,
+        4,
+    )  # the first save of the run, and one that has a checkpoint before it to delete
     if not ("async" in point and mode == "disabled") and not ("retention" in point and step == 2)
 ]
 
@@ -58,7 +63,9 @@ def die(arguments: list[str], point: str, victim: int, step: int) -> int:
         save(self, get_state, write)
 
     def faulty(*args, **kwargs):
-        striker = dist.get_rank() == (0 if first_only else victim) and saving[0] == step and not struck
+        striker = (
+            dist.get_rank() == (0 if first_only else victim) and saving[0] == step and not struck
+        )
         if not striker or (name == "rmtree" and not str(args[0]).endswith(".deleted")):
             return original(*args, **kwargs)
         struck.append(point)
@@ -79,11 +86,33 @@ def die(arguments: list[str], point: str, victim: int, step: int) -> int:
 
 
 def run_arguments(folder: Path, text_file: Path, mode: str) -> list[str]:
-    small = ["--model.dim=32", "--model.num_layers=2", "--model.ffn_dim=64", "--training.seq_len=64"]
-    batch = ["--training.steps=6", "--training.global_batch_size=8", "--training.local_batch_size=2"]
+    small = [
+        "--model.dim=32",
+        "--model.num_layers=2",
+        "--model.ffn_dim=64",
+        "--training.seq_len=64",
+    ]
+    batch = [
+        "--training.steps=6",
+        "--training.global_batch_size=8",
+        "--training.local_batch_size=2",
+    ]
     saving = ["--checkpoint.freq=2", "--checkpoint.keep=1", f"--checkpoint.async_mode={mode}"]
-    told = ["--run.sample_tokens=0", "--metrics.log_freq=1", "--validation.freq=0", "--schedule.warmup_steps=2"]
-    return ["debug", f"--run.folder={folder}", f"--data.path={text_file}", *small, *batch, *saving, *told]
+    told = [
+        "--run.sample_tokens=0",
+        "--metrics.log_freq=1",
+        "--validation.freq=0",
+        "--schedule.warmup_steps=2",
+    ]
+    return [
+        "debug",
+        f"--run.folder={folder}",
+        f"--data.path={text_file}",
+        *small,
+        *batch,
+        *saving,
+        *told,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +141,11 @@ def test_killed_at(pool, text_file, tmp_path, whole, point, victim, mode, step):
     assert pool.run(2, train_run, run) == [0, 0]
     assert curve(tmp_path / "debug") == whole
     log = (tmp_path / "debug/log.txt").read_text()
-    assert (f"resumed from {folder}/step-{steps[-1]} " if steps else "starting with new weights") in log
-    assert sorted(path.name for path in folder.iterdir()) == ["step-4", "step-6"]  # 6 is the last step: not proven
+    assert (
+        f"resumed from {folder}/step-{steps[-1]} " if steps else "starting with new weights"
+    ) in log
+    # 6 is the last step: not proven
+    assert sorted(path.name for path in folder.iterdir()) == ["step-4", "step-6"]
 
 
 def test_there_are_enough_cases():

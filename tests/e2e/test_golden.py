@@ -1,8 +1,9 @@
 """Ten steps on fixed data, against the numbers they once gave.
 
-A change that moves these has changed the model, the data order, the initial weights or the optimizer. If it was
-meant to, print the new ones: `pytest tests/e2e/test_golden.py -s`. The text and the tokenizer are fixed, so
-the numbers depend neither on the Python version nor (2.11 and 2.13 agree to six digits) on torch's.
+A change that moves these has changed the model, the data order, the initial weights or the
+optimizer. If it was meant to, print the new ones: `pytest tests/e2e/test_golden.py -s`. The text
+and the tokenizer are fixed, so the numbers depend neither on the Python version nor (2.11 and 2.13
+agree to six digits) on torch's.
 """
 
 import dataclasses
@@ -42,22 +43,31 @@ def test_ten_steps(pool, arguments, tmp_path, processes):
     run = [*arguments, "--training.steps=10", "--optimizer.lr=1e-2"]
     assert pool.run(processes, train_run, run) == [0] * processes
     found = curve(tmp_path / "debug")
-    print("GOLDEN =", {step: tuple(round(value, 6) for value in values) for step, values in found.items()})
+    print(
+        "GOLDEN =",
+        {step: tuple(round(value, 6) for value in values) for step, values in found.items()},
+    )
     assert sorted(found) == sorted(GOLDEN)
     for step, values in GOLDEN.items():
         assert found[step] == pytest.approx(values, rel=2e-5), step
 
 
 def bare_loop(config: Config) -> dict[int, tuple[float, float]]:
-    """The same training in the plainest PyTorch: no sharding, no accumulation, a mean, a cosine written out."""
+    """The same training in the plainest PyTorch: no sharding, no accumulation, a mean, a cosine
+    written out.
+    """
     training, tokenizer = config.training, Tokenizer()
     folder = prepare(config.data, tokenizer, lambda message: None)
     windows = Windows(Tokens(folder, read_manifest(folder), "train"), training.seq_len, "training")
     whole = dataclasses.replace(training, local_batch_size=training.global_batch_size)
-    stream = TrainStream(Samples({"": windows}, config.run.seed), whole, rank=0, world=1, document_mask=False)
+    stream = TrainStream(
+        Samples({"": windows}, config.run.seed), whole, rank=0, world=1, document_mask=False
+    )
     model = Llama(resolve_flavor(config.model, tokenizer.size), training.seq_len)
     model.init_weights(config.run.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False
+    )
     found, warmup = {}, config.schedule.warmup_steps
     for step in range(training.steps):
         ((tokens, labels, _),) = stream.next_step()
@@ -69,7 +79,9 @@ def bare_loop(config: Config) -> dict[int, tuple[float, float]]:
             parameter.grad *= min(1.0, training.max_norm / norm)
         part = (step + 1 - warmup) / (training.steps - warmup)
         cosine = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * part))
-        optimizer.param_groups[0]["lr"] = config.optimizer.lr * (cosine if step >= warmup else (step + 1) / warmup)
+        optimizer.param_groups[0]["lr"] = config.optimizer.lr * (
+            cosine if step >= warmup else (step + 1) / warmup
+        )
         optimizer.step()
         found[step + 1] = (float(loss), norm)
     return found

@@ -24,7 +24,10 @@ from titanlite.model.flavors import FLAVORS
 from titanlite.parallel.float8 import Scaling, float8_linear
 from titanlite.tools.verify.pool import Pool
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +36,8 @@ def pool():
     return Pool(["train", "tomllib", "pytest"], device="cuda")
 
 
-# Fixtures, not `skipif`: the workers of the pool import this file, and asking for the capability starts CUDA's
-# allocator, before `open_device` has set its options.
+# Fixtures, not `skipif`: the workers of the pool import this file, and asking for the capability
+# starts CUDA's allocator, before `open_device` has set its options.
 @pytest.fixture
 def products_in_8_bits():
     if torch.cuda.get_device_capability() < (8, 9):
@@ -48,15 +51,23 @@ def hopper():
 
 
 def test_bf16_on_the_gpu_follows_fp32_on_the_cpu(pool, arguments, tmp_path):
-    """Initial weights differ between the devices' generators, so curves are compared by what they reach."""
+    """Initial weights differ between the devices' generators, so curves are compared by what they
+    reach.
+    """
     run = [*arguments, "--training.steps=30", "--optimizer.lr=1e-2"]
     assert pool.run(1, train_run, [*run, "--run.name=cpu", "--run.device=cpu"]) == [0]
     assert pool.run(1, train_run, [*run, "--run.name=gpu", "--run.device=cuda"], timeout=120) == [0]
-    assert validation(tmp_path / "gpu")[30] == pytest.approx(validation(tmp_path / "cpu")[30], rel=0.05)
-    assert all(row["mfu"] is None or 0 < row["mfu"] < 100 for row in rows(tmp_path / "gpu") if "mfu" in row)
+    assert validation(tmp_path / "gpu")[30] == pytest.approx(
+        validation(tmp_path / "cpu")[30], rel=0.05
+    )
+    assert all(
+        row["mfu"] is None or 0 < row["mfu"] < 100 for row in rows(tmp_path / "gpu") if "mfu" in row
+    )
 
 
-@pytest.mark.parametrize("more", [[], ["--data.document_mask", "--model.dim=64"]], ids=["", "documents"])
+@pytest.mark.parametrize(
+    "more", [[], ["--data.document_mask", "--model.dim=64"]], ids=["", "documents"]
+)
 def test_samples_during_training(pool, arguments, tmp_path, more):
     """Texts at each validation, and the losses of a run without them, bit by bit."""
     run = [*arguments, *more, "--run.device=cuda", "--debug.deterministic"]
@@ -79,15 +90,22 @@ COMPILED = pytest.mark.parametrize("compiled", ["auto", "false"])
 needs_float8 = pytest.mark.usefixtures("products_in_8_bits")
 
 
-DOCUMENTS = ["--data.document_mask", "--model.dim=64"]  # heads of 16 numbers, which FlexAttention supports
+# Heads of 16 numbers, which FlexAttention supports
+DOCUMENTS = ["--data.document_mask", "--model.dim=64"]
 
 
 def test_flex_attention_in_compiled_blocks_is_that_outside_of_them(pool, arguments, tmp_path):
     """And both follow the mask that is a tensor, which an environment without a compiler gets."""
     run = [*arguments, "--run.device=cuda", *DOCUMENTS]
-    assert pool.run(1, train_run, [*run, "--run.name=compiled", "--compile.enabled=true"], timeout=300) == [0]
-    assert pool.run(1, train_run, [*run, "--run.name=plain", "--compile.enabled=false"], timeout=300) == [0]
-    assert pool.run(1, train_with_a_tensor, [*run, "--run.name=tensor", "--compile.enabled=false"], timeout=300) == [0]
+    assert pool.run(
+        1, train_run, [*run, "--run.name=compiled", "--compile.enabled=true"], timeout=300
+    ) == [0]
+    assert pool.run(
+        1, train_run, [*run, "--run.name=plain", "--compile.enabled=false"], timeout=300
+    ) == [0]
+    assert pool.run(
+        1, train_with_a_tensor, [*run, "--run.name=tensor", "--compile.enabled=false"], timeout=300
+    ) == [0]
     for step, values in curve(tmp_path / "tensor").items():
         for name in ("compiled", "plain"):
             assert curve(tmp_path / name)[step] == pytest.approx(values, rel=2e-2)
@@ -115,8 +133,12 @@ def test_products_in_8_bits_are_those_that_are_emulated():
     found = []
     for emulate in (False, True):
         generator = torch.Generator("cuda").manual_seed(0)
-        x = torch.randn(3, 50, 256, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        weight = torch.randn(512, 256, generator=generator, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        x = torch.randn(
+            3, 50, 256, generator=generator, device="cuda", dtype=torch.bfloat16
+        ).requires_grad_()
+        weight = torch.randn(
+            512, 256, generator=generator, device="cuda", dtype=torch.bfloat16
+        ).requires_grad_()
         out = float8_linear(x, weight, Scaling(emulate))
         out.square().sum().backward()
         found.append([out.detach(), x.grad, weight.grad])
@@ -129,7 +151,9 @@ def test_products_in_8_bits_are_those_that_are_emulated():
 def test_float8_follows_bf16(pool, arguments, tmp_path, compiled):
     run = [*arguments, "--run.device=cuda", f"--compile.enabled={compiled}"]
     assert pool.run(1, train_run, [*run, "--run.name=plain"], timeout=300) == [0]
-    assert pool.run(1, train_run, [*run, "--run.name=float8", "--float8.enabled"], timeout=300) == [0]
+    assert pool.run(1, train_run, [*run, "--run.name=float8", "--float8.enabled"], timeout=300) == [
+        0
+    ]
     for step, (loss, _) in curve(tmp_path / "plain").items():
         assert curve(tmp_path / "float8")[step][0] == pytest.approx(loss, rel=2e-2)
 
@@ -141,7 +165,9 @@ def test_cudnn_computes_attention_on_hopper():
 
 
 def test_verify_on_one_gpu(tmp_path):
-    """Layouts of one process, in fp32 and bf16, compiled with inductor; several GPUs need `titanlite verify` itself."""
+    """Layouts of one process, in fp32 and bf16, compiled with inductor; several GPUs need
+    `titanlite verify` itself.
+    """
     from titanlite.tools.cli.verify_command import run as verify
 
     assert verify(["debug", "--run.device=cuda", "--processes=1"]) == 0
@@ -158,10 +184,17 @@ def test_verify_on_two_gpus():
 
 
 @needs_two
-@pytest.mark.parametrize(("number", "codes"), [(signal.SIGKILL, {137, 124}), (signal.SIGSTOP, {124})])
+@pytest.mark.parametrize(
+    ("number", "codes"), [(signal.SIGKILL, {137, 124}), (signal.SIGSTOP, {124})]
+)
 def test_a_process_that_is_lost_ends_the_run(arguments, tmp_path, number, codes):
     """NCCL does not report it: the launcher or the watchdog does."""
-    long = ["--run.device=cuda", "--training.steps=1000000", "--validation.freq=0", "--comm.step_timeout_seconds=10"]
+    long = [
+        "--run.device=cuda",
+        "--training.steps=1000000",
+        "--validation.freq=0",
+        "--comm.step_timeout_seconds=10",
+    ]
     process = start([*arguments, *long], NGPU="2")
     wait_for_step(tmp_path / "debug", 5, process)
     pids = workers(process)
@@ -176,7 +209,9 @@ def test_a_process_that_is_lost_ends_the_run(arguments, tmp_path, number, codes)
 def test_cpu_offload_follows_plain_training(pool, arguments, tmp_path):
     run = [*arguments, "--run.device=cuda", "--training.compute_dtype=float32"]
     assert pool.run(1, train_run, [*run, "--run.name=plain"], timeout=120) == [0]
-    assert pool.run(1, train_run, [*run, "--run.name=offloaded", "--parallel.cpu_offload"], timeout=120) == [0]
+    assert pool.run(
+        1, train_run, [*run, "--run.name=offloaded", "--parallel.cpu_offload"], timeout=120
+    ) == [0]
     for step, values in curve(tmp_path / "plain").items():
         assert curve(tmp_path / "offloaded")[step] == pytest.approx(values, rel=1e-3)
 
@@ -194,7 +229,13 @@ def test_optimizer_offload_is_plain_training(pool, arguments, tmp_path):
 @COMPILED
 @pytest.mark.parametrize("more", [[], DOCUMENTS], ids=["", "documents"])
 def test_two_deterministic_runs_are_equal_bit_for_bit(pool, arguments, tmp_path, compiled, more):
-    run = [*arguments, *more, "--run.device=cuda", f"--compile.enabled={compiled}", "--debug.deterministic"]
+    run = [
+        *arguments,
+        *more,
+        "--run.device=cuda",
+        f"--compile.enabled={compiled}",
+        "--debug.deterministic",
+    ]
     for name in ("a", "b"):
         assert pool.run(1, train_run, [*run, f"--run.name={name}"], timeout=300) == [0]
     assert curve(tmp_path / "a") == curve(tmp_path / "b")
@@ -202,10 +243,17 @@ def test_two_deterministic_runs_are_equal_bit_for_bit(pool, arguments, tmp_path,
 
 @COMPILED
 def test_activation_offload_changes_no_bit(pool, arguments, tmp_path, compiled):
-    run = [*arguments, "--run.device=cuda", f"--compile.enabled={compiled}", "--debug.deterministic"]
+    run = [
+        *arguments,
+        "--run.device=cuda",
+        f"--compile.enabled={compiled}",
+        "--debug.deterministic",
+    ]
     run += ["--recompute.mode=full"]
     for name in ("true", "false"):
-        assert pool.run(1, train_run, [*run, f"--run.name={name}", f"--recompute.offload={name}"], timeout=300) == [0]
+        assert pool.run(
+            1, train_run, [*run, f"--run.name={name}", f"--recompute.offload={name}"], timeout=300
+        ) == [0]
     assert curve(tmp_path / "true") == curve(tmp_path / "false")
 
 
@@ -214,7 +262,9 @@ def test_float16_follows_bfloat16(pool, arguments, tmp_path):
     for dtype in ("bfloat16", "float16"):
         more = [f"--run.name={dtype}", f"--training.compute_dtype={dtype}"]
         assert pool.run(1, train_run, [*run, *more], timeout=300) == [0]
-    assert validation(tmp_path / "float16")[30] == pytest.approx(validation(tmp_path / "bfloat16")[30], rel=0.05)
+    assert validation(tmp_path / "float16")[30] == pytest.approx(
+        validation(tmp_path / "bfloat16")[30], rel=0.05
+    )
 
 
 @COMPILED
@@ -237,7 +287,9 @@ def test_memory_is_allocated_in_segments_that_grow(pool):
 
 
 def change_after_staging(folder, mode: str) -> None:
-    """The weight changes on the GPU as soon as it may, before it is written; twice, because buffers are used again."""
+    """The weight changes on the GPU as soon as it may, before it is written; twice, because buffers
+    are used again.
+    """
     changed, weight = threading.Event(), torch.zeros(1_000_000, device="cuda")
     saver = AsyncSaver(mode, 0, weight.device)
     for step in (1, 2):
@@ -265,7 +317,12 @@ def test_what_is_saved_in_the_background_is_the_state_of_the_call(pool, tmp_path
 
 @pytest.mark.parametrize("mode", ["async", "async_pinned"])
 def test_a_run_that_saves_in_the_background_goes_on(pool, arguments, tmp_path, mode):
-    run = [*arguments, "--run.device=cuda", f"--checkpoint.async_mode={mode}", "--checkpoint.freq=1"]
+    run = [
+        *arguments,
+        "--run.device=cuda",
+        f"--checkpoint.async_mode={mode}",
+        "--checkpoint.freq=1",
+    ]
     assert pool.run(1, train_run, [*run, "--run.name=whole"], timeout=120) == [0]
     assert pool.run(1, train_until, 3, [*run, "--run.name=stopped"], timeout=120) == [75]
     assert pool.run(1, train_run, [*run, "--run.name=stopped"], timeout=120) == [0]
@@ -274,13 +331,15 @@ def test_a_run_that_saves_in_the_background_goes_on(pool, arguments, tmp_path, m
 
 
 def test_batches_that_are_copied_ahead_arrive_whole():
-    """Small ones while the device has work, whose memory must not be used again too soon; and large ones that take
-    milliseconds to arrive and are read at once."""
+    """Small ones while the device has work, whose memory must not be used again too soon; and large
+    ones that take milliseconds to arrive and are read at once."""
     device = torch.device("cuda")
     work = torch.randn(4096, 4096, device=device)
     for side, products in ((512, 1), (2900, 0)):
         sums = []
-        batches = (Batch(torch.full((side, side), i), torch.full((side, side), -i)) for i in range(20))
+        batches = (
+            Batch(torch.full((side, side), i), torch.full((side, side), -i)) for i in range(20)
+        )
         for tokens, labels, _ in prefetch(batches, device):
             for _ in range(products):
                 work = work @ work / 64
@@ -294,7 +353,9 @@ GUARDED += ["--checkpoint.freq=5"]
 
 
 def run_that_may_not_wait(arguments: list[str]) -> int:
-    """Forbids synchronisation from the second step's data to the third's, neither of which is logged."""
+    """Forbids synchronisation from the second step's data to the third's, neither of which is
+    logged.
+    """
     from titanlite.data.stream import TrainStream
 
     original, steps = TrainStream.next_step, iter(range(1, 1000))
@@ -314,5 +375,10 @@ def run_that_may_not_wait(arguments: list[str]) -> int:
 @COMPILED
 @pytest.mark.parametrize("more", [[], DOCUMENTS, GUARDED], ids=["plain", "documents", "guarded"])
 def test_a_step_that_is_not_logged_does_not_wait_for_the_gpu(pool, arguments, compiled, more):
-    quiet = ["--run.device=cuda", "--metrics.log_freq=5", "--validation.freq=0", f"--compile.enabled={compiled}"]
+    quiet = [
+        "--run.device=cuda",
+        "--metrics.log_freq=5",
+        "--validation.freq=0",
+        f"--compile.enabled={compiled}",
+    ]
     assert pool.run(1, run_that_may_not_wait, [*arguments, *quiet, *more], timeout=300) == [0]

@@ -1,4 +1,6 @@
-"""A process that hangs is named with what it was doing, and the run ends; one that is slow is left alone."""
+"""A process that hangs is named with what it was doing, and the run ends; one that is slow is left
+alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from messages import assert_mentions
 from runs import curve, train_run
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)  # since then gloo does, in the flight recorder
+# Since then gloo does, in the flight recorder
+RECORDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 TIMEOUT = 4
 PATIENCE = 5  # seconds beyond the time-out: heartbeats, the report and the exit
 
@@ -75,7 +78,9 @@ train.process_group.finish(train.run(sys.argv[1:]))
 
 
 def run_with(tmp_path, arguments, processes=2, **patch) -> tuple[int, str, float]:
-    """train.py under plain torchrun with one method patched: (exit code, output, seconds since `wait` began)."""
+    """train.py under plain torchrun with one method patched: (exit code, output, seconds since
+    `wait` began).
+    """
     script, started = tmp_path / "patched.py", tmp_path / "began"
     patch["wait"] = f"open({str(started)!r}, 'w').close(); {patch['wait']}"
     script.write_text(SLEEPER.format(**patch))
@@ -91,7 +96,8 @@ def run_with(tmp_path, arguments, processes=2, **patch) -> tuple[int, str, float
     return result.returncode, result.stdout + result.stderr, time.time() - started.stat().st_mtime
 
 
-READS = {"module": "data.stream", "owner": "Samples", "method": "pick", "call": 13}  # of two processes in step 4
+# Of two processes in step 4
+READS = {"module": "data.stream", "owner": "Samples", "method": "pick", "call": 13}
 SAVES = {"module": "checkpoint.async_save", "owner": "AsyncSaver", "method": "save", "call": 1}
 VALIDATES = {"module": "parallel.stages", "owner": "Stages", "method": "evaluate", "call": 2}
 
@@ -110,15 +116,23 @@ def test_a_process_that_sleeps_is_named_with_its_line(long_run, tmp_path):
 
 @pytest.mark.slow
 def test_saving_has_the_longer_time_out(arguments, tmp_path):
-    waits = ["--comm.step_timeout_seconds=1", f"--comm.timeout_seconds={TIMEOUT}", "--checkpoint.freq=3"]
-    code, output, _ = run_with(tmp_path, [*arguments, *waits], **SAVES, ranks=(0, 1), wait="time.sleep(60)")
+    waits = [
+        "--comm.step_timeout_seconds=1",
+        f"--comm.timeout_seconds={TIMEOUT}",
+        "--checkpoint.freq=3",
+    ]
+    code, output, _ = run_with(
+        tmp_path, [*arguments, *waits], **SAVES, ranks=(0, 1), wait="time.sleep(60)"
+    )
     assert code != 0
     assert_mentions(output, "error: ", "rank 0 ", '"saving" after step 3', "comm.timeout_seconds")
 
 
 @pytest.mark.slow
 def test_a_process_alone_is_watched_too(long_run, tmp_path):
-    code, output, seconds = run_with(tmp_path, long_run, 1, **READS, ranks=(0,), wait="time.sleep(60)")
+    code, output, seconds = run_with(
+        tmp_path, long_run, 1, **READS, ranks=(0,), wait="time.sleep(60)"
+    )
     assert code != 0
     assert seconds < TIMEOUT + PATIENCE
     assert "error: rank 0 " in output

@@ -1,7 +1,8 @@
-"""Every command, started in a folder of data whose author has put Python modules there: none of them is imported.
+"""Every command, started in a folder of data whose author has put Python modules there: none of
+them is imported.
 
-The folder has a module for each name of the standard library, of our dependencies and of ours, and a package that
-announces itself to torch. Each writes a line to a file when it is imported.
+The folder has a module for each name of the standard library, of our dependencies and of ours, and
+a package that announces itself to torch. Each writes a line to a file when it is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +18,18 @@ from launches import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
-    *("titanlite", "train", "torch", "numpy", "tiktoken", "tiktoken_ext", "regex", "safetensors", "tqdm", "tomli"),
+    *(
+        "titanlite",
+        "train",
+        "torch",
+        "numpy",
+        "tiktoken",
+        "tiktoken_ext",
+        "regex",
+        "safetensors",
+        "tqdm",
+        "tomli",
+    ),
     *(
         "tokenizers",
         "transformers",
@@ -30,14 +42,26 @@ PACKAGES = {
         "mlflow",
         "ray",
     ),
-    *("lm_eval", "evaluate", "pynvml", "triton", "yaml", "jinja2", "sympy", "networkx", "typing_extensions"),
+    *(
+        "lm_eval",
+        "evaluate",
+        "pynvml",
+        "triton",
+        "yaml",
+        "jinja2",
+        "sympy",
+        "networkx",
+        "typing_extensions",
+    ),
     *("sitecustomize", "usercustomize", "pip", "venv", "setuptools", "ray", "evil"),
 }
 
 # What pip installs as the command `titanlite`.
 SCRIPT = "import sys\nfrom titanlite.tools.cli.main import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 # The same with parts of a few kilobytes, so that little data gives work to several workers.
-SMALL_PARTS = SCRIPT.replace("    sys", "    from titanlite.tools.prepare import job\n    job.PART = 4096\n    sys")
+SMALL_PARTS = SCRIPT.replace(
+    "    sys", "    from titanlite.tools.prepare import job\n    job.PART = 4096\n    sys"
+)
 # A pool's worker, as Python 3.10 starts it: it does not know the variable
 FORK_SERVER = """
 from titanlite.runtime import interpreter
@@ -81,7 +105,10 @@ class Folder:
         announced.mkdir()
         (announced / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
         (announced / "entry_points.txt").write_text("[torch.backends]\nevil = evil:load\n")
-        lines = "".join(json.dumps({"text": f"line {i} of some text that is prepared " * 4}) + "\n" for i in range(200))
+        lines = "".join(
+            json.dumps({"text": f"line {i} of some text that is prepared " * 4}) + "\n"
+            for i in range(200)
+        )
         for name in ("one.jsonl", "two.jsonl", "three.jsonl"):
             (path / name).write_text(lines)
         (path / "text.txt").write_text("".join(f"line {i} of some text\n" for i in range(1000)))
@@ -99,7 +126,9 @@ class Folder:
         """Runs a program in the folder."""
         own = environment(**{"PYTHONPATH": str(ROOT), "LOG_RANK": "none"} | variables)
         words = [str(word) for word in command]
-        return subprocess.run(words, cwd=self.path, env=own, capture_output=True, text=True, timeout=600)
+        return subprocess.run(
+            words, cwd=self.path, env=own, capture_output=True, text=True, timeout=600
+        )
 
     def check(self, *command: object, code: int = 0, **variables: str) -> str:
         """Its output. It must import nothing from the folder, and exit with this code."""
@@ -113,7 +142,10 @@ class Folder:
         return self.check(sys.executable, self.script, *arguments, **variables)
 
     def remove(self, names: set[str]) -> None:
-        """These modules. Python itself imports them from the folder before it runs anything of ours."""
+        """These modules.
+
+        Python itself imports them from the folder before it runs anything of ours.
+        """
         for name in names:
             (self.path / f"{name}.py").unlink()
 
@@ -163,8 +195,15 @@ def test_training(folder, arguments):
     """Compiled where it is: inductor starts processes of its own."""
     compiled = [*arguments, "--compile.enabled=true"]
     folder.check(ROOT / "run_train.sh", *compiled, NGPU="2", PYTHONPATH=f":{ROOT}")
-    folder.titanlite("train", *arguments, "--training.steps=8", "--metrics.sinks=tensorboard,wandb,mlflow", NGPU="2")
-    folder.check(sys.executable, ROOT / "train.py", *compiled, "--training.steps=10")  # without the launcher
+    folder.titanlite(
+        "train",
+        *arguments,
+        "--training.steps=8",
+        "--metrics.sinks=tensorboard,wandb,mlflow",
+        NGPU="2",
+    )
+    # Without the launcher
+    folder.check(sys.executable, ROOT / "train.py", *compiled, "--training.steps=10")
 
 
 @pytest.mark.slow
@@ -176,17 +215,23 @@ def test_commands_with_a_model(folder, tmp_path, whole_run):
     folder.titanlite("convert", run, tmp_path / "dcp", "--to", "dcp")
     folder.titanlite("convert", tmp_path / "dcp", tmp_path / "back", "--to", "safetensors")
     folder.titanlite("evaluate", run, "--perplexity", "text.txt")
-    assert "error" in folder.titanlite("convert", "weights.pt", tmp_path / "converted", "--to", "hf", code=2)
+    assert "error" in folder.titanlite(
+        "convert", "weights.pt", tmp_path / "converted", "--to", "hf", code=2
+    )
 
 
 @pytest.mark.slow
 def test_other_commands(folder, tmp_path):
     folder.titanlite("schedule", "debug")
-    folder.titanlite("tokenizer", "train", tmp_path / "own.model", "--num-tokens=300", "--data-path=text.txt")
+    folder.titanlite(
+        "tokenizer", "train", tmp_path / "own.model", "--num-tokens=300", "--data-path=text.txt"
+    )
     folder.titanlite("tokenizer", "encode", "", "some text")
     folder.titanlite("verify", "--layout", "dp_shard=2", "--processes", "2")
     folder.remove({"titanlite", *sys.stdlib_module_names})
-    folder.check(sys.executable, "-m", "titanlite", "verify", "--layout", "dp_shard=2", "--processes", "2")
+    folder.check(
+        sys.executable, "-m", "titanlite", "verify", "--layout", "dp_shard=2", "--processes", "2"
+    )
 
 
 @pytest.mark.slow
@@ -201,7 +246,11 @@ def test_titanlite_launch(folder, arguments):
 def test_a_compiled_run_where_python_has_no_safe_path(folder, arguments):
     """Inductor looks for the processor's instructions by `python -c`."""
     program = folder.script.with_name("program.py")
-    program.write_text(COMPILED.replace("WORDS", repr([*arguments, "--compile.enabled=true", "--training.steps=2"])))
+    program.write_text(
+        COMPILED.replace(
+            "WORDS", repr([*arguments, "--compile.enabled=true", "--training.steps=2"])
+        )
+    )
     folder.check(sys.executable, program)
 
 

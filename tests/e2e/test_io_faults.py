@@ -1,4 +1,5 @@
-"""Every file operation of a command fails once, and the power fails at every moment: nothing committed is lost.
+"""Every file operation of a command fails once, and the power fails at every moment: nothing
+committed is lost.
 
 The tests draw a sample of the cases. All of them, with their number:
 ALL_FAULTS=1 ./run_tests.sh -m slow -s tests/e2e/test_io_faults.py
@@ -30,7 +31,11 @@ CALLS = (
 POWER = CALLS[3:]  # a run makes the same calls as its saves
 CASES = [*(("fail_calls", name) for name in CALLS), *(("fail_power", name) for name in POWER)]
 SAMPLED = ("train in the background", "save", "prepare", "convert hf --force")
-SAMPLE = [(function, name, 20 if function == "fail_power" else 3) for function, name in CASES if name in SAMPLED]
+SAMPLE = [
+    (function, name, 20 if function == "fail_power" else 3)
+    for function, name in CASES
+    if name in SAMPLED
+]
 
 
 def test_a_sample_of_faults(tmp_path):
@@ -45,7 +50,9 @@ def test_a_sample_of_faults(tmp_path):
 def test_faults(tmp_path, function, name):
     sample = 0 if os.environ.get("ALL_FAULTS") else 40
     result = preloaded("io_campaign", function, str(tmp_path), name, sample)
-    print(f"\n{function}, {name}: {result['calls']} calls, {result['cases']} cases, {result['seconds']:.0f} s")
+    print(
+        f"\n{function}, {name}: {result['calls']} calls, {result['cases']} cases, {result['seconds']:.0f} s"
+    )
     assert not result["problems"], "\n".join(result["problems"][:10])
     assert result["cases"] >= (min(sample, result["calls"]) or result["calls"])
 

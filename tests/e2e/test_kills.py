@@ -1,9 +1,11 @@
-"""The campaign, third part: processes are killed at random moments, with every feature that adds to the state.
+"""The campaign, third part: processes are killed at random moments, with every feature that adds to
+the state.
 
     ALL_KILLS=1 ./run_tests.sh -m slow -s tests/e2e/test_kills.py     210 kills; without ALL_KILLS a sample of 20
 
-`test_faults.py` kills at named points of a save. Here a kill comes at any moment: while a checkpoint is loaded, in a
-step, during a validation, a save, a rollback or a deletion. It hits one rank or all.
+`test_faults.py` kills at named points of a save. Here a kill comes at any moment: while a
+checkpoint is loaded, in a step, during a validation, a save, a rollback or a deletion. It hits one
+rank or all.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ FEATURES = {
     "adamw": [],
     "ema": ["--ema.decay=0.9"],
     "muon": ["--optimizer.name=muon"],
-    "float16": ["--training.compute_dtype=float16", "--training.loss_scale=16777216", "--training.seq_len=16"],
+    "float16": [
+        "--training.compute_dtype=float16",
+        "--training.loss_scale=16777216",
+        "--training.seq_len=16",
+    ],
     "skip": ["--stability.action=skip", "--stability.threshold=50", "--stability.window=16"],
     "rollback": ["--stability.action=rollback"],
     "all": [
@@ -44,20 +50,51 @@ FEATURES = {
         "--optimizer.name=muon",
         "--stability.action=rollback",
         "--metrics.noise_scale_freq=3",
-        "--training.local_batch_size=1",  # so that a step has two local batches on each of four ranks
+        # So that a step has two local batches on each of four ranks
+        "--training.local_batch_size=1",
     ],
 }
 CASES = [
-    (feature, processes, mode) for feature in FEATURES for processes in (1, 2, 4) for mode in ("disabled", "async")
+    (feature, processes, mode)
+    for feature in FEATURES
+    for processes in (1, 2, 4)
+    for mode in ("disabled", "async")
 ]
-SAMPLE = [("all", 2, "async"), ("rollback", 1, "disabled"), ("float16", 2, "disabled"), ("skip", 1, "async")]
-LASTING = ("step", "loss", "grad_norm", "lr", "tokens", "loss_scale", "skipped_steps", "bad_steps", "rollbacks")
+SAMPLE = [
+    ("all", 2, "async"),
+    ("rollback", 1, "disabled"),
+    ("float16", 2, "disabled"),
+    ("skip", 1, "async"),
+]
+LASTING = (
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "loss_scale",
+    "skipped_steps",
+    "bad_steps",
+    "rollbacks",
+)
 
 
 def run_arguments(options: list[str], folder: Path, feature: str, mode: str) -> list[str]:
-    steps = ["--training.steps=16", "--checkpoint.freq=2", "--checkpoint.keep=1", "--validation.freq=4"]
+    steps = [
+        "--training.steps=16",
+        "--checkpoint.freq=2",
+        "--checkpoint.keep=1",
+        "--validation.freq=4",
+    ]
     reduce = ["--parallel.reduce_every_microbatch"]  # the noise scale needs it
-    return [*options, f"--run.folder={folder}", *steps, *reduce, f"--checkpoint.async_mode={mode}", *FEATURES[feature]]
+    return [
+        *options,
+        f"--run.folder={folder}",
+        *steps,
+        *reduce,
+        f"--checkpoint.async_mode={mode}",
+        *FEATURES[feature],
+    ]
 
 
 def train_with_nan(arguments: list[str]) -> int:
@@ -69,7 +106,9 @@ def train_with_nan(arguments: list[str]) -> int:
 
 
 def train_and_die(arguments: list[str], seed: int) -> int:
-    """The same, until SIGKILL at a random moment of loading, or of one of the first steps of this process."""
+    """The same, until SIGKILL at a random moment of loading, or of one of the first steps of this
+    process.
+    """
     chance = random.Random(seed)  # the same on all ranks
     victim = chance.choice([None, *range(dist.get_world_size())])  # None: all
     after, delay = chance.randrange(6), chance.uniform(0, 0.03 * dist.get_world_size())
@@ -96,7 +135,11 @@ def train_and_die(arguments: list[str], seed: int) -> int:
 def lasting(folder: Path) -> list[dict]:
     """The rows of metrics.jsonl without what depends on the clock or the machine."""
     return [
-        {key: value for key, value in row.items() if key in LASTING or key.startswith("validation/")}
+        {
+            key: value
+            for key, value in row.items()
+            if key in LASTING or key.startswith("validation/")
+        }
         for row in rows(folder)
     ]
 
@@ -126,7 +169,9 @@ def end_of(pool: Pool, processes: int, run: list[str], seed: int) -> str:
     return "finished"
 
 
-@pytest.mark.parametrize(("feature", "processes", "mode"), CASES if os.environ.get("ALL_KILLS") else SAMPLE)
+@pytest.mark.parametrize(
+    ("feature", "processes", "mode"), CASES if os.environ.get("ALL_KILLS") else SAMPLE
+)
 def test_a_run_that_is_killed_again_and_again_is_the_run(
     pool, options, tmp_path, undisturbed, feature, processes, mode
 ):
@@ -144,8 +189,12 @@ def test_a_run_that_is_killed_again_and_again_is_the_run(
         seed += 1
         newest.append(list_steps(folder)[-1:])
         for step in list_steps(folder):
-            assert not verify_files(step_folder(folder, step), read_manifest(step_folder(folder, step)))
-    print(f"{feature}, {processes} processes, {mode}: {kills} kills; newest step after each: {newest}")
+            assert not verify_files(
+                step_folder(folder, step), read_manifest(step_folder(folder, step))
+            )
+    print(
+        f"{feature}, {processes} processes, {mode}: {kills} kills; newest step after each: {newest}"
+    )
     assert kills >= 3
     assert pool.run(processes, train_with_nan, run, timeout=120) == [0] * processes
     assert lasting(tmp_path / "debug") == expected

@@ -1,4 +1,6 @@
-"""The large flavors on their clusters, without either: built, cut and sharded on a process group that is pretended."""
+"""The large flavors on their clusters, without either: built, cut and sharded on a process group
+that is pretended.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from titanlite.parallel.parallelize import split_and_parallelize
 from titanlite.rules.check import check_layout
 
 
-def account(arguments: list[str], vocab_size: int, world_size: int, rank: int) -> tuple[dict[str, int], int]:
-    """Of one process of the cluster: the whole size of each parameter it has a part of, and the size of its parts."""
+def account(
+    arguments: list[str], vocab_size: int, world_size: int, rank: int
+) -> tuple[dict[str, int], int]:
+    """Of one process of the cluster: the whole size of each parameter it has a part of, and the
+    size of its parts.
+    """
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=world_size)
     config = load_config(arguments)
@@ -27,7 +33,9 @@ def account(arguments: list[str], vocab_size: int, world_size: int, rank: int) -
         model = Llama(llama, config.training.seq_len)
     parts = split_and_parallelize(model, config, mesh)
     named = {name: p for part in parts for name, p in part.named_parameters()}
-    return {name: p.numel() for name, p in named.items()}, sum(p.to_local().numel() for p in named.values())
+    return {name: p.numel() for name, p in named.items()}, sum(
+        p.to_local().numel() for p in named.values()
+    )
 
 
 CLUSTERS = [  # flavor, processes, options, parameters of the whole model
@@ -44,10 +52,13 @@ CLUSTERS = [  # flavor, processes, options, parameters of the whole model
 
 
 @pytest.mark.parametrize(("flavor", "processes", "options", "parameters"), CLUSTERS)
-def test_every_parameter_of_a_large_model_is_held_once(pool, flavor, processes, options, parameters):
+def test_every_parameter_of_a_large_model_is_held_once(
+    pool, flavor, processes, options, parameters
+):
     arguments = [flavor, "--training.local_batch_size=8", "--training.global_batch_size=512"]
     arguments += [f"--{option}" for option in options]
-    arguments += ["--compile.enabled=false", "--training.compute_dtype=bfloat16"]  # a pretended rank resolves no `auto`
+    # a pretended rank resolves no `auto`
+    arguments += ["--compile.enabled=false", "--training.compute_dtype=bfloat16"]
     pp = int(dict(option.split("=") for option in options).get("parallel.pp", 1))
     started, whole, per_process = time.monotonic(), {}, []
     for stage in range(pp):  # the first process of each
@@ -56,7 +67,8 @@ def test_every_parameter_of_a_large_model_is_held_once(pool, flavor, processes, 
         assert not whole.keys() & sizes.keys(), "a parameter on two stages"
         whole |= sizes
         norms = sum(size for name, size in sizes.items() if "norm" in name)
-        # Matrices are cut over all other axes, norms over all but tp = 8. All of these sizes divide.
+        # Matrices are cut over all other axes, norms over all but tp = 8. All of these sizes
+        # divide.
         assert held == (sum(sizes.values()) - norms) * pp // processes + norms * pp * 8 // processes
         per_process.append(held)
     assert sum(whole.values()) == parameters

@@ -1,4 +1,6 @@
-"""Runs on several sources: trained, stopped, resumed on another number of processes, and what may change meanwhile."""
+"""Runs on several sources: trained, stopped, resumed on another number of processes, and what may
+change meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,11 @@ weights = {{ numbers = 0.1, words = 0.1, lists = 0.1, poem = 0.7 }}
 def corpus(tmp_path_factory):
     """Three folders of documents of different lengths, and a file."""
     folder = tmp_path_factory.mktemp("corpus")
-    words = {"numbers": "{0} + {1} = {2}\n", "words": "The word {0} is not {1}.\n", "lists": "[{0}, {1}, {2}]\n"}
+    words = {
+        "numbers": "{0} + {1} = {2}\n",
+        "words": "The word {0} is not {1}.\n",
+        "lists": "[{0}, {1}, {2}]\n",
+    }
     for name, line in words.items():
         (folder / name).mkdir()
         for document in range(60):
@@ -70,7 +76,13 @@ def mixed(arguments, corpus, tmp_path):
     """Command-line arguments of a run on the four sources."""
     (tmp_path / "debug.toml").write_text(SOURCES.format(corpus))
     rest = [argument for argument in arguments[1:] if not argument.startswith("--data.path")]
-    return [str(tmp_path / "debug.toml"), *rest, "--checkpoint.freq=2", "--checkpoint.keep=0", "--optimizer.lr=1e-2"]
+    return [
+        str(tmp_path / "debug.toml"),
+        *rest,
+        "--checkpoint.freq=2",
+        "--checkpoint.keep=0",
+        "--optimizer.lr=1e-2",
+    ]
 
 
 def test_a_run_on_four_sources_resumes_on_other_numbers_of_processes(pool, mixed, tmp_path):
@@ -78,7 +90,9 @@ def test_a_run_on_four_sources_resumes_on_other_numbers_of_processes(pool, mixed
     assert pool.run(2, train_until, 3, mixed) == [75, 75]
     assert pool.run(1, train_run, mixed) == [0]
     whole = curve(tmp_path / "whole")
-    assert {step: pytest.approx(row, rel=1e-5) for step, row in whole.items()} == curve(tmp_path / "debug")
+    assert {step: pytest.approx(row, rel=1e-5) for step, row in whole.items()} == curve(
+        tmp_path / "debug"
+    )
     found = rows(tmp_path / "debug")
     steps = [row for row in found if "grad_norm" in row]
     for row in steps:
@@ -93,16 +107,27 @@ def test_a_run_on_four_sources_resumes_on_other_numbers_of_processes(pool, mixed
             weights = dict(zip(NAMES, (0.4, 0.3, 0.2, 0), strict=True))
             mean = sum(w * row[f"validation/{name}/loss"] for name, w in weights.items()) / 0.9
             assert row["validation/loss"] == pytest.approx(mean)
-            assert {f"validation/{n}/{k}" for n in NAMES for k in ("bits_per_byte", "perplexity")} <= set(row)
+            assert {
+                f"validation/{n}/{k}" for n in NAMES for k in ("bits_per_byte", "perplexity")
+            } <= set(row)
 
 
 def test_the_loss_of_padded_batches_does_not_depend_on_their_division(pool, mixed, tmp_path):
-    """One local batch, and accumulation on two processes: the numbers of targets differ between the local batches."""
+    """One local batch, and accumulation on two processes: the numbers of targets differ between the
+    local batches.
+    """
     run = [*mixed, "--training.steps=2", "--validation.freq=0"]
-    assert pool.run(1, train_run, [*run, "--run.name=whole", "--training.local_batch_size=8"]) == [0]
-    assert pool.run(2, train_run, [*run, "--run.name=parts", "--training.local_batch_size=1"]) == [0, 0]
+    assert pool.run(1, train_run, [*run, "--run.name=whole", "--training.local_batch_size=8"]) == [
+        0
+    ]
+    assert pool.run(2, train_run, [*run, "--run.name=parts", "--training.local_batch_size=1"]) == [
+        0,
+        0,
+    ]
     whole = curve(tmp_path / "whole")
-    assert {step: pytest.approx(row, rel=2e-6) for step, row in whole.items()} == curve(tmp_path / "parts")
+    assert {step: pytest.approx(row, rel=2e-6) for step, row in whole.items()} == curve(
+        tmp_path / "parts"
+    )
 
 
 def test_changed_sources_are_named_and_later_phases_may_change(pool, mixed, tmp_path):
@@ -118,35 +143,67 @@ def test_changed_sources_are_named_and_later_phases_may_change(pool, mixed, tmp_
     def resume(changed: str, *more: str, of: Manifest = manifest) -> None:
         path.write_text(changed)
         config = load_config([*run, *more])
-        data = load_sources(config.data, train.prepared_folders(config.data, Tokenizer()), Tokenizer())
+        data = load_sources(
+            config.data, train.prepared_folders(config.data, Tokenizer()), Tokenizer()
+        )
         files = {"model.json": (step / "model.json").read_bytes(), "data.json": description(data)}
         require_compatible(step, of, dataclasses.asdict(config), files, config.checkpoint)
 
     for changed, expected, key in (
-        (text.replace("weight = 0.4", "weight = 0.1"), ("numbers was 44.4444%", "is 16.6667%"), "data"),
-        (text.replace('/lists"', '/words"\nname = "lists"'), ("lists was 22.2222%", "fingerprint"), "data"),
+        (
+            text.replace("weight = 0.4", "weight = 0.1"),
+            ("numbers was 44.4444%", "is 16.6667%"),
+            "data",
+        ),
+        (
+            text.replace('/lists"', '/words"\nname = "lists"'),
+            ("lists was 22.2222%", "fingerprint"),
+            "data",
+        ),
         (
             text.replace('/words"', '/words"\nname = "other"').replace("words =", "other ="),
             ("words was", "other was not among"),
             "data",
         ),
         (swapped(text), ("data.sources", "order", "numbers, words", "words, numbers"), "data"),
-        (text.replace("from_step = 4", "from_step = 2"), ("data.phases was {}", "from sample 8': {"), "data.phases"),
-        (text.replace("best_fit", "split"), ("data.packing was best_fit and is split",), "data.packing"),
+        (
+            text.replace("from_step = 4", "from_step = 2"),
+            ("data.phases was {}", "from sample 8': {"),
+            "data.phases",
+        ),
+        (
+            text.replace("best_fit", "split"),
+            ("data.packing was best_fit and is split",),
+            "data.packing",
+        ),
     ):
         with refused(*expected, f"--checkpoint.accept={key}"):
             resume(changed)
         resume(changed, f"--checkpoint.accept={key}")
-    older = {**manifest.config, "data": {"path": ""}}  # of a checkpoint from before packing and masks
-    with refused("data.packing was split and is best_fit", "data.document_mask was False and is True"):
+    # Of a checkpoint from before packing and masks
+    older = {**manifest.config, "data": {"path": ""}}
+    with refused(
+        "data.packing was split and is best_fit", "data.document_mask was False and is True"
+    ):
         resume(text, of=dataclasses.replace(manifest, config=older))
     resume(text)
-    resume(text.replace("weight = 0.4", "weight = 4").replace("weight = 0.3", "weight = 3").replace("0.2\n", "2\n"))
+    resume(
+        text.replace("weight = 0.4", "weight = 4")
+        .replace("weight = 0.3", "weight = 3")
+        .replace("0.2\n", "2\n")
+    )
     resume(text.replace("from_step = 4", "from_step = 3"))  # it has not begun at step 2
-    with refused("data.phases: from_step", "training.global_batch_size = 16", "have 16 samples", "from_tokens"):
+    with refused(
+        "data.phases: from_step",
+        "training.global_batch_size = 16",
+        "have 16 samples",
+        "from_tokens",
+    ):
         resume(text, "--training.global_batch_size=16")
     resume(text, "--training.global_batch_size=16", "--checkpoint.accept=data.phases")
-    resume(text.replace("from_step = 4", "from_tokens = 100_000"), "--training.global_batch_size=16")
+    resume(
+        text.replace("from_step = 4", "from_tokens = 100_000"), "--training.global_batch_size=16"
+    )
 
 
 def swapped(text: str) -> str:
@@ -157,20 +214,30 @@ def swapped(text: str) -> str:
 
 @pytest.fixture
 def four_kinds(tmp_path, corpus):
-    """A config of 200 steps on a folder of text, compressed JSONL, Parquet and token ids of another program."""
+    """A config of 200 steps on a folder of text, compressed JSONL, Parquet and token ids of another
+    program.
+    """
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
     folder, tokenizer = tmp_path / "corpus", Tokenizer()
     shutil.copytree(corpus / "numbers", folder / "text")
-    lines = (json.dumps({"text": f"Row {i} has the number {i * i}.\n" * (i % 9 + 1)}) for i in range(400))
+    lines = (
+        json.dumps({"text": f"Row {i} has the number {i * i}.\n" * (i % 9 + 1)}) for i in range(400)
+    )
     (folder / "rows.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
     bodies = [f"table {i}: {[i + j for j in range(i % 30)]}\n" * 3 for i in range(300)]
     parquet.write_table(pyarrow.table({"body": bodies}), folder / "table.parquet")
     texts = (f"if x == {i}:\n    return {i + 1}\n" * (i % 7 + 1) for i in range(400))
-    write_megatron(folder / "ids.bin", [[tokenizer.bos, *tokenizer.encode(text), tokenizer.eos] for text in texts])
+    write_megatron(
+        folder / "ids.bin",
+        [[tokenizer.bos, *tokenizer.encode(text), tokenizer.eos] for text in texts],
+    )
     weights = {"text": 0.67, "rows.jsonl.gz": 0.14, "table.parquet": 0.1, "ids.bin": 0.06}
-    tables = [f'[[data.sources]]\npath = "{folder / name}"\nweight = {weight}\n' for name, weight in weights.items()]
+    tables = [
+        f'[[data.sources]]\npath = "{folder / name}"\nweight = {weight}\n'
+        for name, weight in weights.items()
+    ]
     tables[2] += 'field = "body"\n'
     phase = "[[data.phases]]\nfrom_step = 121\nweights = { text = 0.1, rows = 0.1, table = 0.1, ids = 0.7 }\n"
     (tmp_path / "kinds.toml").write_text("".join([*tables, phase]))
@@ -178,10 +245,18 @@ def four_kinds(tmp_path, corpus):
 
 
 @pytest.mark.slow
-def test_four_kinds_of_sources_stopped_and_resumed_with_another_number_of_processes(four_kinds, arguments, tmp_path):
+def test_four_kinds_of_sources_stopped_and_resumed_with_another_number_of_processes(
+    four_kinds, arguments, tmp_path
+):
     """By ./run_train.sh, as a user would."""
     rest = [a for a in arguments[1:] if not a.startswith("--data.path")]
-    run = [str(four_kinds), *rest, "--training.steps=200", "--validation.freq=100", "--optimizer.lr=1e-3"]
+    run = [
+        str(four_kinds),
+        *rest,
+        "--training.steps=200",
+        "--validation.freq=100",
+        "--optimizer.lr=1e-3",
+    ]
     code, output = finish(start([*run, "--run.name=whole"]))
     assert code == 0, output
     assert_mentions(output, "the weights sum to 0.97", "validation/ids")
@@ -199,5 +274,7 @@ def test_four_kinds_of_sources_stopped_and_resumed_with_another_number_of_proces
     last = rows(tmp_path / "kinds")[-2]
     assert last["step"] == 200
     assert last["epochs/ids"] > 1
-    first, *_, end = (row["validation/ids/loss"] for row in rows(tmp_path / "kinds") if "validation/loss" in row)
+    first, *_, end = (
+        row["validation/ids/loss"] for row in rows(tmp_path / "kinds") if "validation/loss" in row
+    )
     assert end < 0.6 * first

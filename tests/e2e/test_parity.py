@@ -8,10 +8,25 @@ from runs import curve, train_run, validation
 # One layout of each kind, and of each technique that nothing else runs in a whole training run.
 LAYOUTS = [
     (2, []),
-    (4, ["--parallel.dp_replicate=2", "--training.local_batch_size=1", "--parallel.reduce_every_microbatch=false"]),
+    (
+        4,
+        [
+            "--parallel.dp_replicate=2",
+            "--training.local_batch_size=1",
+            "--parallel.reduce_every_microbatch=false",
+        ],
+    ),
     (2, ["--compile.enabled", "--compile.backend=aot_eager", "--recompute.mode=selective"]),
     (2, ["--parallel.cpu_offload", "--parallel.prefetch=2"]),
-    (4, ["--parallel.pp=2", "--parallel.dp_shard=2", "--parallel.pp_schedule=Interleaved1F1B", "--model.num_layers=4"]),
+    (
+        4,
+        [
+            "--parallel.pp=2",
+            "--parallel.dp_shard=2",
+            "--parallel.pp_schedule=Interleaved1F1B",
+            "--model.num_layers=4",
+        ],
+    ),
     (2, ["--parallel.reshard_after_forward=always", "--parallel.reduce_every_microbatch=false"]),
 ]
 # Slow, since tests of the room hold the same promise without a training run.
@@ -22,7 +37,8 @@ VARIANTS = [
     (2, ["--parallel.cp=2"]),
     (2, ["--parallel.pp=2"]),
     (4, ["--parallel.pp=2", "--parallel.tp=2"]),
-    # test_fsdp: weights and gradients on four processes, with replicas, and with weights that stay gathered
+    # test_fsdp: weights and gradients on four processes, with replicas, and with weights that stay
+    # gathered
     (4, []),
     (4, ["--parallel.dp_replicate=2"]),
     (4, ["--parallel.dp_replicate=4", "--parallel.dp_shard=1"]),
@@ -46,7 +62,9 @@ VARIANTS = [
     [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in VARIANTS)],
     ids=lambda value: str(value),
 )
-def test_losses_and_norms_equal_one_process(pool, arguments, whole_run, tmp_path, processes, layout):
+def test_losses_and_norms_equal_one_process(
+    pool, arguments, whole_run, tmp_path, processes, layout
+):
     assert pool.run(processes, train_run, [*arguments, *layout], timeout=120) == [0] * processes
     alone = whole_run(*(option for option in layout if option.startswith("--model")))
     one, many = curve(alone), curve(tmp_path / "debug")
@@ -76,7 +94,9 @@ def test_debug_flavor_for_20_steps(pool, tmp_path):
         many = curve(tmp_path / str(processes))
         for step in one:
             assert many[step] == pytest.approx(one[step], rel=1e-5)
-        assert validation(tmp_path / str(processes)) == pytest.approx(validation(tmp_path / "1"), rel=1e-5)
+        assert validation(tmp_path / str(processes)) == pytest.approx(
+            validation(tmp_path / "1"), rel=1e-5
+        )
 
 
 def test_accumulation_does_not_change_the_numbers(whole_run):

@@ -1,4 +1,6 @@
-"""The campaign, second part: signals at random moments, full disks, saves in a row, changes of layout."""
+"""The campaign, second part: signals at random moments, full disks, saves in a row, changes of
+layout.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,16 @@ def train_and_signal(arguments: list[str], seed: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_run_that_is_stopped_again_and_again_is_the_run(pool, arguments, tmp_path, mode):
-    """25 times in each mode. Each time the step it was in, or the next, is committed; in the end no loss differs."""
-    long = [*arguments, "--training.steps=100000", "--validation.freq=0", f"--checkpoint.async_mode={mode}"]
+    """25 times in each mode.
+
+    Each time the step it was in, or the next, is committed; in the end no loss differs.
+    """
+    long = [
+        *arguments,
+        "--training.steps=100000",
+        "--validation.freq=0",
+        f"--checkpoint.async_mode={mode}",
+    ]
     run = [*long, "--run.name=stopped", "--checkpoint.freq=3"]
     folder = tmp_path / "stopped/checkpoints"
     for seed in range(25) if mode == "disabled" else range(25, 50):
@@ -60,10 +70,13 @@ def test_a_run_that_is_stopped_again_and_again_is_the_run(pool, arguments, tmp_p
         assert [code for code, _ in outcomes] == [75, 75]
         newest, signalled = list_steps(folder)[-1], max(step for _, step in outcomes)
         assert newest in (signalled, signalled + 1)
-        assert not verify_files(step_folder(folder, newest), read_manifest(step_folder(folder, newest)))
+        assert not verify_files(
+            step_folder(folder, newest), read_manifest(step_folder(folder, newest))
+        )
     last = curve(tmp_path / "stopped")
     assert list(last) == list(range(1, newest + 1))
-    # Where the learning rate goes depends on training.steps: so the other run is stopped too, but only there.
+    # Where the learning rate goes depends on training.steps: so the other run is stopped too, but
+    # only there.
     assert pool.run(2, train_until, newest, [*long, "--run.name=whole"], timeout=120) == [75, 75]
     assert curve(tmp_path / "whole") == last
 
@@ -73,7 +86,9 @@ def big_state(rank: int) -> dict:
 
 
 def save_into(folder: Path, limit: int, mode: str) -> list[str]:
-    """Two saves of 4 MB by two ranks; before the second one, files may not grow beyond `limit` bytes, if any."""
+    """Two saves of 4 MB by two ranks; before the second one, files may not grow beyond `limit`
+    bytes, if any.
+    """
     saver = AsyncSaver(mode, 1, torch.device("cpu"))
     outcomes = []
     for step in (1, 2):
@@ -119,7 +134,9 @@ def test_a_full_disk(pool, tmp_path, mode):
         pytest.skip("mounting a small tmpfs needs root")
     try:
         check_full(
-            pool.run(2, save_into, disk / "checkpoints", 0, mode), disk / "checkpoints", "No space left on device"
+            pool.run(2, save_into, disk / "checkpoints", 0, mode),
+            disk / "checkpoints",
+            "No space left on device",
         )
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -146,7 +163,10 @@ def test_a_hundred_saves_in_a_row(pool, tmp_path):
 
 def every_change() -> list[int]:
     """A walk over the layouts in which each follows each other one exactly once (an Euler circuit)."""
-    left = {here: [there for there in range(len(EIGHT_LAYOUTS)) if there != here] for here in range(len(EIGHT_LAYOUTS))}
+    left = {
+        here: [there for there in range(len(EIGHT_LAYOUTS)) if there != here]
+        for here in range(len(EIGHT_LAYOUTS))
+    }
     stack, walk = [0], []
     while stack:
         if left[stack[-1]]:
@@ -176,7 +196,11 @@ def test_no_token_is_repeated_or_skipped_over_all_changes_of_layout(pool, argume
     for step, index in enumerate(walk, 1):
         layout = EIGHT_LAYOUTS[index]
         options = [f"--parallel.{axis}={degree}" for axis, degree in layout.items()]
-        outcomes = pool.run(math.prod(layout.values()), samples_of_one_step, [*run, *options], timeout=120)
+        outcomes = pool.run(
+            math.prod(layout.values()), samples_of_one_step, [*run, *options], timeout=120
+        )
         assert {code for code, _ in outcomes} == {75}
-        assert {sample for _, seen in outcomes for sample in seen} == set(range(8 * (step - 1), 8 * step)), layout
+        assert {sample for _, seen in outcomes for sample in seen} == set(
+            range(8 * (step - 1), 8 * step)
+        ), layout
     assert sorted(curve(tmp_path / "debug")) == list(range(1, 58))

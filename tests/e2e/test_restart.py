@@ -41,9 +41,21 @@ def whole(saving_run, tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_restarts_and_the_losses_are_the_same(saving_run, tmp_path, whole):
-    command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2", "--nproc-per-node=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--max-restarts=2",
+        "--nproc-per-node=2",
+    ]
     process = subprocess.Popen(
-        [*command, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(ROOT / "train.py"), *saving_run],
+        [
+            *command,
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=localhost:0",
+            str(ROOT / "train.py"),
+            *saving_run,
+        ],
         env=environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -86,8 +98,15 @@ def test_the_last_failure_is_the_run_s(saving_run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1])
 def test_two_nodes_restart_together(saving_run, tmp_path, whole, node):
-    port = str(random.randrange(20_000, 30_000))  # below the ports that systems give away: the next is used too
-    shared = {"NGPU": "1", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MAX_RESTARTS": "2"}
+    # Below the ports that systems give away: the next is used too
+    port = str(random.randrange(20_000, 30_000))
+    shared = {
+        "NGPU": "1",
+        "NNODES": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "MAX_RESTARTS": "2",
+    }
     nodes = [start(saving_run, **shared, NODE_RANK=str(rank)) for rank in range(2)]
     wait_for_step(tmp_path / "debug", 13, nodes[0])
     os.kill(workers(nodes[node])[0], signal.SIGKILL)
@@ -100,7 +119,9 @@ def test_two_nodes_restart_together(saving_run, tmp_path, whole, node):
 def test_a_launcher_that_waits_for_other_nodes_can_be_stopped(saving_run):
     """Its processes wait in code that runs no signal handlers."""
     port = str(random.randrange(20_000, 30_000))
-    process = start(saving_run, NGPU="1", NNODES="2", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    process = start(
+        saving_run, NGPU="1", NNODES="2", NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+    )
     deadline = time.monotonic() + 30
     while not workers(process) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -123,8 +144,12 @@ sys.exit(max(task.wait() for task in tasks))
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_the_slurm_script_saves_and_requeues(saving_run, tmp_path, number):
-    """The script in docs/multinode.md with stand-ins for srun and scontrol: only SIGUSR1 brings the job back."""
-    (text,) = re.findall(r"^```bash\n(#!/bin/bash\n.*?)^```", (ROOT / "docs/multinode.md").read_text(), re.M | re.S)
+    """The script in docs/multinode.md with stand-ins for srun and scontrol: only SIGUSR1 brings the
+    job back.
+    """
+    (text,) = re.findall(
+        r"^```bash\n(#!/bin/bash\n.*?)^```", (ROOT / "docs/multinode.md").read_text(), re.M | re.S
+    )
     assert text.count("llama3_8b --run.folder=/shared/outputs") == 1
     files = {
         "job.sh": text.replace("llama3_8b --run.folder=/shared/outputs", ""),

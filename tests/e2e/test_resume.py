@@ -14,7 +14,8 @@ from titanlite.checkpoint.read_step import read_step
 from titanlite.checkpoint.storage import list_steps, write_step
 
 
-@pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])  # 4 repeats what 2 show
+# 4 repeats what 2 show
+@pytest.mark.parametrize("processes", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sigterm_and_resume_is_bit_identical(pool, arguments, tmp_path, processes):
     """One rank is signalled in step 4: all finish that step, save and leave with 75."""
     assert pool.run(processes, train_run, [*arguments, "--run.name=whole"]) == [0] * processes
@@ -24,10 +25,14 @@ def test_sigterm_and_resume_is_bit_identical(pool, arguments, tmp_path, processe
     assert pool.run(processes, train_run, run) == [0] * processes
     assert curve(tmp_path / "stopped") == curve(tmp_path / "whole")
     whole, stopped = ([set(row) for row in rows(tmp_path / name)] for name in ("whole", "stopped"))
-    (resumed,) = [i for i, row in enumerate(rows(tmp_path / "stopped")) if row["step"] == 5 and "loss" in row]
-    missing = whole[resumed] - stopped[resumed]  # measured from the second logged step of a process on
+    (resumed,) = [
+        i for i, row in enumerate(rows(tmp_path / "stopped")) if row["step"] == 5 and "loss" in row
+    ]
+    # Measured from the second logged step of a process on
+    missing = whole[resumed] - stopped[resumed]
     assert all(
-        name.startswith(("step_seconds", "time/", "memory_", "host_", "slowest_", "fastest_")) for name in missing
+        name.startswith(("step_seconds", "time/", "memory_", "host_", "slowest_", "fastest_"))
+        for name in missing
     )
     stopped[resumed] |= missing
     assert stopped == whole
@@ -49,7 +54,10 @@ def test_resume_in_low_precision_is_bit_identical(pool, arguments, tmp_path, low
     assert pool.run(2, train_run, run) == [0, 0]
     assert curve(tmp_path / "stopped") == curve(tmp_path / "whole")
     saved = read_manifest(tmp_path / "stopped/checkpoints/step-3").tensors
-    dtypes = {name.partition(".")[0] + name.rpartition(".")[2]: entry.dtype for name, entry in saved.items()}
+    dtypes = {
+        name.partition(".")[0] + name.rpartition(".")[2]: entry.dtype
+        for name, entry in saved.items()
+    }
     weights, moments = ("BF16", "F32") if "param_dtype" in low[0] else ("F32", "BF16")
     assert (dtypes["modelweight"], dtypes["optimizerexp_avg"], dtypes["optimizerexp_avg_sq"]) == (
         weights,
@@ -66,10 +74,14 @@ def test_resume_with_muon_clipping_by_unit_and_z_loss_is_bit_identical(pool, arg
     assert pool.run(2, train_run, [*options, "--run.name=whole"]) == [0, 0]
     run = [*options, "--run.name=stopped"]
     assert pool.run(2, train_until, 3, run) == [75, 75]
-    with run_refused("optimizer.name was muon and is adamw", "optimizer.name: cannot change within a run"):
+    with run_refused(
+        "optimizer.name was muon and is adamw", "optimizer.name: cannot change within a run"
+    ):
         pool.run(1, train_run, [*run, "--optimizer.name=adamw"])
     offer = "--checkpoint.accept=loss.z_loss,optimizer.clip"
-    with run_refused("optimizer.clip was agc and is norm", "loss.z_loss was 0.001 and is 0.0", offer):
+    with run_refused(
+        "optimizer.clip was agc and is norm", "loss.z_loss was 0.001 and is 0.0", offer
+    ):
         pool.run(1, train_run, [*run, "--optimizer.clip=norm", "--loss.z_loss=0"])
     assert pool.run(2, train_run, run) == [0, 0]
     assert curve(tmp_path / "stopped") == curve(tmp_path / "whole")
@@ -77,13 +89,17 @@ def test_resume_with_muon_clipping_by_unit_and_z_loss_is_bit_identical(pool, arg
 
 @pytest.mark.slow  # rounding to another precision: tests/checkpoint/test_manifest.py
 def test_precision_may_change_and_weights_of_any_begin_a_run(pool, arguments, tmp_path):
-    """fp32, then moments in bfloat16, then parameters too, then fp32 again; and a new run from weights in bfloat16."""
+    """fp32, then moments in bfloat16, then parameters too, then fp32 again; and a new run from
+    weights in bfloat16.
+    """
     low = ["--optimizer.state_dtype=bfloat16", "--training.param_dtype=bfloat16"]
     for steps, keys in ((2, []), (4, low[:1]), (6, low), (8, [])):
         run = [*arguments, f"--training.steps={steps}", "--parallel.dp_shard=2", *keys]
         assert pool.run(2, train_run, run) == [0, 0]
     log = (tmp_path / "debug/log.txt").read_text()
-    assert_mentions(log, "optimizer.state_dtype float32 -> bfloat16", "training.param_dtype bfloat16 -> float32")
+    assert_mentions(
+        log, "optimizer.state_dtype float32 -> bfloat16", "training.param_dtype bfloat16 -> float32"
+    )
     losses = [row["loss"] for row in rows(tmp_path / "debug") if "loss" in row]
     assert losses[-1] < losses[0]
     begin = ["--run.name=next", f"--checkpoint.initial_load={tmp_path}/debug", *low]
@@ -94,8 +110,8 @@ def test_precision_may_change_and_weights_of_any_begin_a_run(pool, arguments, tm
     ("before", "layout_before", "after", "layout_after"),
     [
         (4, ["tp=2", "dp_shard=2"], 4, ["pp=2", "dp_shard=2"]),
-        # Slow: test_no_sample_is_repeated_or_skipped goes from 4 to 1 to 2, and tests/checkpoint loads each of these
-        # layouts into others bit by bit.
+        # Slow: test_no_sample_is_repeated_or_skipped goes from 4 to 1 to 2, and tests/checkpoint
+        # loads each of these layouts into others bit by bit.
         pytest.param(1, [], 4, [], marks=pytest.mark.slow),
         pytest.param(2, ["cp=2"], 2, ["tp=2"], marks=pytest.mark.slow),
         pytest.param(4, [], 1, [], marks=pytest.mark.slow),
@@ -103,9 +119,13 @@ def test_precision_may_change_and_weights_of_any_begin_a_run(pool, arguments, tm
         pytest.param(2, ["pp=2"], 1, [], marks=pytest.mark.slow),
     ],
 )
-def test_resume_in_another_layout(pool, arguments, whole_run, tmp_path, before, layout_before, after, layout_after):
+def test_resume_in_another_layout(
+    pool, arguments, whole_run, tmp_path, before, layout_before, after, layout_after
+):
     run = [*arguments, "--run.name=stopped"]
-    first, second = ([f"--parallel.{option}" for option in layout] for layout in (layout_before, layout_after))
+    first, second = (
+        [f"--parallel.{option}" for option in layout] for layout in (layout_before, layout_after)
+    )
     assert pool.run(before, train_until, 3, [*run, *first]) == [75] * before
     assert pool.run(after, train_run, [*run, *second]) == [0] * after
     whole, stopped = curve(whole_run()), curve(tmp_path / "stopped")
@@ -115,10 +135,18 @@ def test_resume_in_another_layout(pool, arguments, whole_run, tmp_path, before, 
 
 
 def test_a_run_with_a_pipeline_ends_with_a_sample(pool, arguments, tmp_path):
-    """No process holds the whole model: it comes from the checkpoint, and is what a run on one process ends with."""
+    """No process holds the whole model: it comes from the checkpoint, and is what a run on one
+    process ends with.
+    """
     texts = []
     for processes, layout in ((1, []), (2, ["--parallel.pp=2"])):
-        run = [*arguments, f"--run.name={processes}", "--run.sample_tokens=20", "--training.steps=2", *layout]
+        run = [
+            *arguments,
+            f"--run.name={processes}",
+            "--run.sample_tokens=20",
+            "--training.steps=2",
+            *layout,
+        ]
         assert pool.run(processes, train_run, run) == [0] * processes
         log = (tmp_path / str(processes) / "log.txt").read_text()
         texts.append([line for line in log.splitlines() if line.startswith("  | ")])
@@ -155,8 +183,12 @@ def test_finished_run_started_again_changes_nothing(pool, arguments, tmp_path):
 
 
 def test_keep_and_never(pool, arguments, tmp_path):
-    assert pool.run(2, train_run, [*arguments, "--checkpoint.freq=1", "--checkpoint.keep=2"]) == [0, 0]
-    assert steps_and_others(tmp_path / "debug/checkpoints") == ([4, 5, 6], set())  # 6 is not proven yet
+    assert pool.run(2, train_run, [*arguments, "--checkpoint.freq=1", "--checkpoint.keep=2"]) == [
+        0,
+        0,
+    ]
+    # 6 is not proven yet
+    assert steps_and_others(tmp_path / "debug/checkpoints") == ([4, 5, 6], set())
     with run_refused("checkpoint.load = never", str(tmp_path / "debug"), "exists"):
         pool.run(1, train_run, [*arguments, "--checkpoint.load=never"])
 
@@ -178,7 +210,13 @@ def test_config_that_contradicts_the_checkpoint_names_the_keys(pool, arguments, 
 
 
 def test_changes_are_accepted_by_name_and_then_are_the_runs_own(pool, arguments, tmp_path):
-    changed = [*arguments, "--run.seed=7", "--optimizer.lr=1e-4", "--optimizer.betas=[0.8, 0.9]", "--training.steps=8"]
+    changed = [
+        *arguments,
+        "--run.seed=7",
+        "--optimizer.lr=1e-4",
+        "--optimizer.betas=[0.8, 0.9]",
+        "--training.steps=8",
+    ]
     assert pool.run(1, train_run, arguments) == [0]
     offer = "--checkpoint.accept=optimizer.betas,optimizer.lr,run.seed"
     with run_refused("optimizer.betas", "[0.9, 0.95]", "[0.8, 0.9]", offer):
@@ -190,13 +228,19 @@ def test_changes_are_accepted_by_name_and_then_are_the_runs_own(pool, arguments,
 
 def test_divergence_stops_without_saving(pool, arguments, tmp_path):
     with pytest.raises(AssertionError, match=r"NonFinite: .*step \d.*gradient norm.*nan"):
-        pool.run(2, train_run, [*arguments, "--optimizer.lr=1e30", "--training.max_norm=0", "--checkpoint.freq=1"])
+        pool.run(
+            2,
+            train_run,
+            [*arguments, "--optimizer.lr=1e30", "--training.max_norm=0", "--checkpoint.freq=1"],
+        )
     saved = list_steps(tmp_path / "debug/checkpoints")
     assert saved == list(curve(tmp_path / "debug"))
 
 
 def train_with_a_bad_step(bad: int, arguments: list[str], rate: float = 1e30) -> int:
-    """Like `train_run`, but the learning rate of one step is so large that the weights are finite and useless."""
+    """Like `train_run`, but the learning rate of one step is so large that the weights are finite
+    and useless.
+    """
     from titanlite.optim.schedule import Schedule
 
     def set_lr(schedule, step):
@@ -214,19 +258,25 @@ def train_with_a_bad_step(bad: int, arguments: list[str], rate: float = 1e30) ->
     ("mode", "validation"),
     [("disabled", 1), pytest.param("disabled", 0, marks=pytest.mark.slow), ("async", 0)],
 )
-def test_one_bad_step_does_not_cost_the_last_good_checkpoint(pool, arguments, tmp_path, mode, validation):
-    """With `keep = 1`: the checkpoint of the bad step is found out by the next step, and passed over.
+def test_one_bad_step_does_not_cost_the_last_good_checkpoint(
+    pool, arguments, tmp_path, mode, validation
+):
+    """With `keep = 1`: the checkpoint of the bad step is found out by the next step, and passed
+    over.
 
     Its validation loss is finite: with weights of 1e29, RMSNorm makes every logit about 0.
     """
     folder = tmp_path / "debug/checkpoints"
     saving = ["--checkpoint.freq=1", "--checkpoint.keep=1", f"--checkpoint.async_mode={mode}"]
     run = [*arguments, *saving, "--training.steps=6", f"--validation.freq={validation}"]
-    with pytest.raises(AssertionError, match=r"NonFinite: step 5: .*; the same command resumes from step 4"):
+    with pytest.raises(
+        AssertionError, match=r"NonFinite: step 5: .*; the same command resumes from step 4"
+    ):
         pool.run(2, train_with_a_bad_step, 4, run)
     assert steps_and_others(folder) == ([3, 4], set())
     with pytest.raises(
-        AssertionError, match=r"NonFinite: step 5: .*renamed to .*step-4.diverged.*checkpoint.load_step"
+        AssertionError,
+        match=r"NonFinite: step 5: .*renamed to .*step-4.diverged.*checkpoint.load_step",
     ):
         pool.run(2, train_run, run)
     assert steps_and_others(folder) == ([3], {"step-4.diverged"})
@@ -263,7 +313,12 @@ def test_a_run_that_always_diverges_renames_few_checkpoints(pool, arguments, tmp
     run = [*arguments, "--checkpoint.freq=1", "--checkpoint.keep=0", "--validation.freq=0"]
     assert pool.run(1, train_run, run) == [0]
     worse = [*run, "--training.steps=9", "--training.max_norm=0"]
-    for expected in ("step-6.diverged", "step-5.diverged", "step-4.diverged", "3 were renamed already"):
+    for expected in (
+        "step-6.diverged",
+        "step-5.diverged",
+        "step-4.diverged",
+        "3 were renamed already",
+    ):
         with pytest.raises(AssertionError, match=rf"NonFinite: .*no step since.*{expected}"):
             pool.run(1, train_on_nan, worse)
     assert list_steps(folder) == [1, 2, 3]
@@ -282,7 +337,9 @@ def steps_and_others(folder) -> tuple[list[int], set[str]]:
 
 
 def test_going_back_and_back_again(pool, arguments, tmp_path):
-    """The same command resumes from what it has saved since; later steps of other commands are renamed."""
+    """The same command resumes from what it has saved since; later steps of other commands are
+    renamed.
+    """
     folder = tmp_path / "debug/checkpoints"
     run = [*arguments, "--checkpoint.freq=2", "--checkpoint.keep=0", "--validation.freq=0"]
     back = [*run, "--checkpoint.load_step=2"]
@@ -297,7 +354,9 @@ def test_going_back_and_back_again(pool, arguments, tmp_path):
         [2, 4, 5, 6],
         {"step-4.superseded", "step-6.superseded", "step-6.superseded-2"},
     )
-    assert {step: pytest.approx(row, rel=1e-5) for step, row in whole.items()} == curve(tmp_path / "debug")
+    assert {step: pytest.approx(row, rel=1e-5) for step, row in whole.items()} == curve(
+        tmp_path / "debug"
+    )
     with run_refused("checkpoint.load_step = 3", "2, 4, 5, 6"):
         pool.run(1, train_run, [*run, "--checkpoint.load_step=3"])
 
@@ -311,19 +370,30 @@ def poison(folder) -> None:
         state.setdefault(part, {})[rest] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
     read_step(path, manifest, state)
     state["model"]["norm.weight"][3] = float("nan")
-    files = {name: (path / name).read_bytes() for name in manifest.files if not name.endswith(".safetensors")}
+    files = {
+        name: (path / name).read_bytes()
+        for name in manifest.files
+        if not name.endswith(".safetensors")
+    }
     path.rename(folder / "kept")
-    write_step(folder, 6, state, files, RunMetadata(manifest.layout, manifest.config, manifest.data))
+    write_step(
+        folder, 6, state, files, RunMetadata(manifest.layout, manifest.config, manifest.data)
+    )
     assert not read_manifest(path).finite
 
 
 def test_a_checkpoint_that_is_not_finite_is_renamed(pool, arguments, tmp_path):
-    run, folder = [*arguments, "--checkpoint.freq=3", "--checkpoint.keep=0"], tmp_path / "debug/checkpoints"
+    run, folder = (
+        [*arguments, "--checkpoint.freq=3", "--checkpoint.keep=0"],
+        tmp_path / "debug/checkpoints",
+    )
     assert pool.run(1, train_run, run) == [0]
     whole = curve(tmp_path / "debug")
     pool.run(1, poison, folder)
     with run_refused("step-6", "NaN"):
-        pool.run(1, train_run, [*run, "--run.name=other", f"--checkpoint.initial_load={folder}/step-6"])
+        pool.run(
+            1, train_run, [*run, "--run.name=other", f"--checkpoint.initial_load={folder}/step-6"]
+        )
     assert pool.run(1, train_run, run) == [0]
     assert steps_and_others(folder) == ([3, 6], {"step-6.nonfinite"})
     assert curve(tmp_path / "debug") == whole

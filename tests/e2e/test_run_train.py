@@ -38,10 +38,13 @@ def test_trains_prints_a_sample_and_what_to_try_next(arguments, tmp_path):
     assert "step 6/6  loss" in output
     assert "eta 0:0" in output  # the last validation and save are still to come
     assert "a sample" in output
-    assert f"titanlite generate {tmp_path}/debug" in output  # the command itself, or python -m titanlite
+    # The command itself, or python -m titanlite
+    assert f"titanlite generate {tmp_path}/debug" in output
     assert "Traceback" not in output
     assert (tmp_path / "debug/log.txt").read_text().count("step 6/6") == 2
-    again, text = finish(start([str(tmp_path / "debug/config.toml"), "--training.steps=8"], NGPU="1"))
+    again, text = finish(
+        start([str(tmp_path / "debug/config.toml"), "--training.steps=8"], NGPU="1")
+    )
     assert again == 0, text
     assert f"resumed from {tmp_path}/debug/checkpoints/step-6" in text
     assert list(curve(tmp_path / "debug")) == list(range(1, 9))
@@ -57,7 +60,9 @@ def test_trains_prints_a_sample_and_what_to_try_next(arguments, tmp_path):
         pytest.param(signal.SIGUSR1, "2", marks=pytest.mark.slow),
     ],
 )
-def test_signal_to_the_launcher_saves_and_exits_75(pool, slow_arguments, tmp_path, number, processes):
+def test_signal_to_the_launcher_saves_and_exits_75(
+    pool, slow_arguments, tmp_path, number, processes
+):
     """And the run is not started again, as it would be after a failure."""
     process = start(slow_arguments, NGPU=processes, MAX_RESTARTS="3")
     wait_for_step(tmp_path / "debug", 3, process)
@@ -79,13 +84,17 @@ def run_without_data(arguments: list[str], folder: str, errors: str) -> int:
 
 
 def test_prepared_data_that_vanishes_before_a_rank_reads_it(pool, arguments, tmp_path):
-    assert pool.run(1, run_without_data, arguments, str(tmp_path / "gone"), str(tmp_path / "errors")) == [1]
+    assert pool.run(
+        1, run_without_data, arguments, str(tmp_path / "gone"), str(tmp_path / "errors")
+    ) == [1]
     expected = f"error: rank 0: {tmp_path}/gone/manifest.json: No such file or directory\n"
     assert (tmp_path / "errors0").read_text() == expected
 
 
 @pytest.mark.slow
-def test_killed_run_goes_on_from_its_last_checkpoint_bit_identically(pool, slow_arguments, tmp_path):
+def test_killed_run_goes_on_from_its_last_checkpoint_bit_identically(
+    pool, slow_arguments, tmp_path
+):
     assert pool.run(2, train_run, [*slow_arguments, "--run.name=whole"]) == [0, 0]
     process = start(slow_arguments, NGPU="2")
     wait_for_step(tmp_path / "debug", 13, process)
@@ -96,14 +105,22 @@ def test_killed_run_goes_on_from_its_last_checkpoint_bit_identically(pool, slow_
     assert "SIGKILL" in output.splitlines()[-1]
     assert "Traceback" not in output
     assert pool.run(2, train_run, slow_arguments) == [0, 0]
-    assert f"resumed from {tmp_path}/debug/checkpoints/step-10 " in (tmp_path / "debug/log.txt").read_text()
+    assert (
+        f"resumed from {tmp_path}/debug/checkpoints/step-10 "
+        in (tmp_path / "debug/log.txt").read_text()
+    )
     assert curve(tmp_path / "debug") == curve(tmp_path / "whole")
 
 
 @pytest.fixture
 def endless_arguments(arguments):
     """Steps so long that a run is always within one."""
-    return [*arguments, "--training.global_batch_size=16384", "--training.local_batch_size=8", "--validation.freq=1"]
+    return [
+        *arguments,
+        "--training.global_batch_size=16384",
+        "--training.local_batch_size=8",
+        "--validation.freq=1",
+    ]
 
 
 def test_second_signal_leaves_at_once(endless_arguments, tmp_path):
@@ -123,7 +140,9 @@ def test_second_signal_leaves_at_once(endless_arguments, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_to_every_process_at_once_saves(slow_arguments, tmp_path):
-    """As Slurm and systemd do it: each worker gets its own, and the one that the launcher passes on."""
+    """As Slurm and systemd do it: each worker gets its own, and the one that the launcher passes
+    on.
+    """
     process = start(slow_arguments, NGPU="2")
     wait_for_step(tmp_path / "debug", 3, process)
     for pid in (*workers(process), process.pid, *workers(process)):
@@ -171,7 +190,11 @@ def test_folder_that_cannot_be_written_is_one_error(arguments, tmp_path):
 def test_a_closed_console_stops_nothing(arguments, tmp_path):
     command = f"{ROOT}/run_train.sh {' '.join(arguments)} 2>&1 | head -1"
     result = subprocess.run(
-        ["bash", "-c", command], env=environment(NGPU="1"), capture_output=True, text=True, timeout=90
+        ["bash", "-c", command],
+        env=environment(NGPU="1"),
+        capture_output=True,
+        text=True,
+        timeout=90,
     )
     assert result.stdout.count("\n") == 1
     assert "Logging error" not in result.stderr
@@ -180,8 +203,11 @@ def test_a_closed_console_stops_nothing(arguments, tmp_path):
 
 def test_mistakes_are_reported_before_torch_is_imported(arguments):
     started = time.monotonic()
-    code, output = finish(start(["debug", "--trainig.steps=5", "--training.seqlen", "7", "--optimizer.lr=fast"]))
-    assert time.monotonic() - started < 3  # a fraction of a second, and some room for a busy machine
+    code, output = finish(
+        start(["debug", "--trainig.steps=5", "--training.seqlen", "7", "--optimizer.lr=fast"])
+    )
+    # a fraction of a second, and some room for a busy machine
+    assert time.monotonic() - started < 3
     assert code == 2
     assert_mentions(output, "unknown key trainig.steps", "did you mean training.steps?")
     assert_mentions(output, "unknown key training.seqlen", "did you mean training.seq_len?")
@@ -205,19 +231,27 @@ def test_help_lists_every_key():
     started = time.monotonic()
     code, output = finish(start(["--help"]))
     assert code == 0
-    assert time.monotonic() - started < 3  # a fraction of a second, and some room for a busy machine
+    # a fraction of a second, and some room for a busy machine
+    assert time.monotonic() - started < 3
     assert all(f"--{key} " in output for key in all_keys())
 
 
 def test_independent_problems_are_told_together(arguments):
-    wrong = ["--model.dim=7", "--parallel.dp_shard=3", "--data.path=/no/such", "--data.tokenizer=/no/such"]
+    wrong = [
+        "--model.dim=7",
+        "--parallel.dp_shard=3",
+        "--data.path=/no/such",
+        "--data.tokenizer=/no/such",
+    ]
     code, output = finish(start([*arguments, *wrong], NGPU="2"))
     assert code == 2
     assert output.count("error:") == 4, output
 
 
 def two_nodes(*arguments: list[str]) -> list[tuple[int, str]]:
-    """Outcomes of two launchers on one machine, one process each, which find each other at MASTER_ADDR:MASTER_PORT."""
+    """Outcomes of two launchers on one machine, one process each, which find each other at
+    MASTER_ADDR:MASTER_PORT.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

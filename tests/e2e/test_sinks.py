@@ -1,4 +1,6 @@
-"""Runs that are killed and resumed, or that roll back: every step is once and in order in all sinks."""
+"""Runs that are killed and resumed, or that roll back: every step is once and in order in all
+sinks.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,40 @@ from pathlib import Path
 
 import pytest
 from runs import rows, train_run
-from sink_readers import as_mlflow, expected, float32, mlflow_server, read_mlflow, read_tensorboard, read_wandb
+from sink_readers import (
+    as_mlflow,
+    expected,
+    float32,
+    mlflow_server,
+    read_mlflow,
+    read_tensorboard,
+    read_wandb,
+)
 
 from titanlite.tools.verify.pool import WorkerError
 
 MISSING = [name for name in ("tensorboard", "wandb", "mlflow") if find_spec(name) is None]
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {MISSING}"),
+]
 
 # The same in a step that is trained again from the same state; the others are speeds and times
-REPEATED = ("loss_metrics/global_avg_loss", "perplexity", "grad_norm", "lr", "n_tokens_seen", "samples", "targets")
+REPEATED = (
+    "loss_metrics/global_avg_loss",
+    "perplexity",
+    "grad_norm",
+    "lr",
+    "n_tokens_seen",
+    "samples",
+    "targets",
+)
 
 
 def train_and_die(arguments: list[str], step: int, sent: int) -> int:
-    """A run whose process gets SIGKILL when it begins the step after `step`, once the sinks have step `sent`."""
+    """A run whose process gets SIGKILL when it begins the step after `step`, once the sinks have
+    step `sent`.
+    """
     from titanlite.data.stream import TrainStream
     from titanlite.sinks import feed as sinks
 
@@ -50,7 +73,9 @@ def train_and_die(arguments: list[str], step: int, sent: int) -> int:
 
 
 def check(folder: Path, uri: str, again: set[int]) -> None:
-    """All sinks have the rows of metrics.jsonl; in MLflow the steps `again` keep their first speeds and times."""
+    """All sinks have the rows of metrics.jsonl; in MLflow the steps `again` keep their first speeds
+    and times.
+    """
     wanted = expected(rows(folder))
     losses = [step for step, _ in wanted["loss_metrics/global_avg_loss"]]
     assert losses == list(range(1, losses[-1] + 1))
@@ -63,20 +88,34 @@ def check(folder: Path, uri: str, again: set[int]) -> None:
     for name, pairs in wanted.items():
         steps, needed = [step for step, _ in found[name]], [step for step, _ in pairs]
         assert steps == sorted(set(steps)), name
-        # A resumed process has step times from its second logged step on; MLflow keeps those of the first attempt.
-        extra = again if name.startswith(("time", "memory", "host_memory", "step_seconds")) else set()
+        # A resumed process has step times from its second logged step on; MLflow keeps those of the
+        # first attempt.
+        extra = (
+            again if name.startswith(("time", "memory", "host_memory", "step_seconds")) else set()
+        )
         assert set(needed) <= set(steps) <= set(needed) | extra, name
         kept = set() if name in REPEATED or name.startswith(("validation", "epochs")) else again
         values = [(step, value) for step, value in found[name] if step not in kept]
         assert values == [(step, value) for step, value in pairs if step not in kept], name
-    kept = {step for (step, value), (_, new) in zip(found["seconds"], wanted["seconds"], strict=True) if value != new}
+    kept = {
+        step
+        for (step, value), (_, new) in zip(found["seconds"], wanted["seconds"], strict=True)
+        if value != new
+    }
     assert kept == again
 
 
 def test_a_run_that_is_killed_and_resumed_twice(pool, arguments, tmp_path):
-    """Killed at 8 and 12 with a checkpoint at 5 and 10; the last rows before each kill were not sent."""
+    """Killed at 8 and 12 with a checkpoint at 5 and 10; the last rows before each kill were not
+    sent.
+    """
     folder = tmp_path / "debug"
-    run = [*arguments, "--training.steps=14", "--checkpoint.freq=5", "--metrics.sinks=tensorboard,wandb,mlflow"]
+    run = [
+        *arguments,
+        "--training.steps=14",
+        "--checkpoint.freq=5",
+        "--metrics.sinks=tensorboard,wandb,mlflow",
+    ]
     with mlflow_server(tmp_path) as uri:
         run.append(f"--metrics.mlflow_uri={uri}")
         for step, sent in ((8, 7), (12, 11)):
@@ -92,7 +131,9 @@ def test_a_run_that_is_killed_and_resumed_twice(pool, arguments, tmp_path):
 
 
 def roll_back(arguments: list[str]) -> int:
-    """A run whose fifth step is not finite, with sinks that have all steps before it when it is judged."""
+    """A run whose fifth step is not finite, with sinks that have all steps before it when it is
+    judged.
+    """
     from titanlite.optim.stability import Guard
     from titanlite.sinks import feed as sinks
 
@@ -117,7 +158,9 @@ def roll_back(arguments: list[str]) -> int:
 
 
 def test_a_run_that_rolls_back(pool, arguments, tmp_path):
-    """From step 5 to the checkpoint of step 3: step 4 is trained twice, and MLflow keeps its first time."""
+    """From step 5 to the checkpoint of step 3: step 4 is trained twice, and MLflow keeps its first
+    time.
+    """
     folder = tmp_path / "debug"
     run = [*arguments, "--checkpoint.freq=3", "--stability.action=rollback", "--validation.freq=0"]
     with mlflow_server(tmp_path) as uri:

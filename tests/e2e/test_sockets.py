@@ -16,14 +16,19 @@ from launches import ROOT, environment, finish, start, workers
 from runs import rows
 
 OPEN = ("0A", "07")  # states in /proc/net: TCP that listens, UDP that is not connected
-LOOPBACK = re.compile(r"[0-9A-F]{6}7F|0{24}01000000|0{16}FFFF0000[0-9A-F]{6}7F")  # 127.x.x.x, ::1, and in IPv6
+# 127.x.x.x, ::1, and in IPv6
+LOOPBACK = re.compile(r"[0-9A-F]{6}7F|0{24}01000000|0{16}FFFF0000[0-9A-F]{6}7F")
 
-pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="lists sockets as Linux does")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/net/tcp").exists(), reason="lists sockets as Linux does"
+)
 
 
 def family(pid: int) -> list[int]:
     """A process and all its descendants."""
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+    ).stdout
     pairs = [tuple(map(int, line.split())) for line in listing.splitlines()]
     found = [pid]
     for parent in found:
@@ -51,11 +56,15 @@ def listening(pid: int) -> set[str]:
 
 
 def test_a_socket_of_a_network_would_be_found():
-    code = "import socket, time; s = socket.create_server(('', 0)); print(flush=True); time.sleep(60)"
+    code = (
+        "import socket, time; s = socket.create_server(('', 0)); print(flush=True); time.sleep(60)"
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         process.stdout.read(1)
-        assert [address for address in listening(process.pid) if not LOOPBACK.fullmatch(address)] == ["00000000"]
+        assert [
+            address for address in listening(process.pid) if not LOOPBACK.fullmatch(address)
+        ] == ["00000000"]
     finally:
         process.kill()
         process.wait()
@@ -76,13 +85,18 @@ def watch(process: subprocess.Popen, until: Callable[[], bool]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "processes", [pytest.param("1", marks=pytest.mark.slow), "2", pytest.param("4", marks=pytest.mark.slow)]
+    "processes",
+    [pytest.param("1", marks=pytest.mark.slow), "2", pytest.param("4", marks=pytest.mark.slow)],
 )
-def test_a_run_on_one_machine_listens_on_its_loopback_interface_only(arguments, tmp_path, processes):
+def test_a_run_on_one_machine_listens_on_its_loopback_interface_only(
+    arguments, tmp_path, processes
+):
     folder = tmp_path / "debug"
     run = [*arguments, "--training.steps=100000", "--validation.freq=0", "--checkpoint.freq=5"]
     # The variables of a run on several nodes are set too, and the run is started again once.
-    process = start(run, NGPU=processes, MASTER_ADDR="0.0.0.0", MASTER_PORT="29500", MAX_RESTARTS="1")
+    process = start(
+        run, NGPU=processes, MASTER_ADDR="0.0.0.0", MASTER_PORT="29500", MAX_RESTARTS="1"
+    )
     seen = watch(process, lambda: len(steps(folder)) > 6)
     os.kill(workers(process)[-1], signal.SIGKILL)
     first = len(steps(folder))
@@ -98,8 +112,18 @@ def test_a_run_on_one_machine_listens_on_its_loopback_interface_only(arguments, 
 
 @pytest.mark.slow
 def test_verify_listens_on_the_loopback_interface_only(options):
-    command = [sys.executable, "-m", "titanlite", "verify", "debug", "--layout=tp=2", "--layout=dp_shard=2,pp=2"]
-    process = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "titanlite",
+        "verify",
+        "debug",
+        "--layout=tp=2",
+        "--layout=dp_shard=2,pp=2",
+    ]
+    process = subprocess.Popen(
+        command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     seen = watch(process, lambda: False)
     assert finish(process)[0] == 0
     assert seen

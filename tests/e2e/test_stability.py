@@ -14,7 +14,10 @@ from bad_steps import nan_with
 from runs import curve, rows, samples_of_a_run, train_run, train_until
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from titanlite.checkpoint import divergence
 from titanlite.checkpoint.manager import NonFinite
@@ -33,7 +36,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def run_with_nan(
     arguments: list[str], victim: int, where: str, sample: int = SAMPLE
 ) -> tuple[list[int], list[int], str]:
-    """The samples this rank has read, the updates (from 1) that changed nothing, and the error that ended the run."""
+    """The samples this rank has read, the updates (from 1) that changed nothing, and the error that
+    ended the run.
+    """
     unchanged: list[int] = []
     before: list[list[torch.Tensor]] = []
 
@@ -76,14 +81,20 @@ def ask_with_nan(arguments: list[str], folder: Path) -> str:
         judge(guard, step, loss, grad_norm)
 
     def look(checkpointer):
-        checkpointer._file._looked_at = 0.0  # it looks once a second, and these steps take milliseconds
+        # It looks once a second, and these steps take milliseconds
+        checkpointer._file._looked_at = 0.0
         return wants_save(checkpointer)
 
-    with mock.patch.object(Guard, "judge", judged), mock.patch.object(Checkpointer, "wants_save", look):
+    with (
+        mock.patch.object(Guard, "judge", judged),
+        mock.patch.object(Checkpointer, "wants_save", look),
+    ):
         return run_with_nan(arguments, 0, "loss")[2]
 
 
-def test_a_save_requested_in_a_step_that_is_rolled_back_is_done_in_the_next(pool, arguments, tmp_path):
+def test_a_save_requested_in_a_step_that_is_rolled_back_is_done_in_the_next(
+    pool, arguments, tmp_path
+):
     """Step 3 is bad the first time, and was not due to be saved."""
     run = [*arguments, *QUIET, "--stability.action=rollback"]
     assert pool.run(1, ask_with_nan, run, tmp_path / "debug") == [""]
@@ -98,19 +109,31 @@ def stop_with_nan(step: int, arguments: list[str]) -> int:
 CASES = [
     (["parallel.dp_shard=4"], 0, "loss"),
     (["parallel.pp=2", "parallel.dp_shard=2"], 2, "loss"),  # of the last stage
-    pytest.param(["parallel.pp=2", "parallel.dp_shard=2"], 0, "gradient", marks=pytest.mark.slow),  # of the first
+    # Of the first
+    pytest.param(["parallel.pp=2", "parallel.dp_shard=2"], 0, "gradient", marks=pytest.mark.slow),
     (["parallel.tp=2", "parallel.dp_shard=2"], 1, "gradient"),
     pytest.param(["parallel.tp=2", "parallel.dp_shard=2"], 0, "loss", marks=pytest.mark.slow),
-    pytest.param(["parallel.dp_replicate=2", "parallel.dp_shard=2"], 0, "gradient", marks=pytest.mark.slow),
+    pytest.param(
+        ["parallel.dp_replicate=2", "parallel.dp_shard=2"], 0, "gradient", marks=pytest.mark.slow
+    ),
     pytest.param(["parallel.cp=2", "parallel.dp_shard=2"], 1, "gradient", marks=pytest.mark.slow),
-    pytest.param(["parallel.dp_shard=4", "optimizer.state_dtype=bfloat16"], 0, "gradient", marks=pytest.mark.slow),
-    pytest.param(["parallel.dp_shard=4", "parallel.cpu_offload"], 0, "gradient", marks=pytest.mark.slow),
+    pytest.param(
+        ["parallel.dp_shard=4", "optimizer.state_dtype=bfloat16"],
+        0,
+        "gradient",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        ["parallel.dp_shard=4", "parallel.cpu_offload"], 0, "gradient", marks=pytest.mark.slow
+    ),
 ]
 
 
 @pytest.mark.parametrize(("layout", "victim", "where"), CASES, ids=str)
 def test_all_ranks_skip_the_step_of_one(pool, arguments, tmp_path, layout, victim, where):
-    """Parameters, moments and step counts are the same bits after it on all ranks; the other steps train."""
+    """Parameters, moments and step counts are the same bits after it on all ranks; the other steps
+    train.
+    """
     run = [*arguments, *QUIET, "--stability.action=skip", *(f"--{option}" for option in layout)]
     for seen, unchanged, error in pool.run(4, run_with_nan, run, victim, where):
         assert (unchanged, error) == ([3], "")
@@ -119,25 +142,37 @@ def test_all_ranks_skip_the_step_of_one(pool, arguments, tmp_path, layout, victi
     assert [row["bad_steps"] for row in found] == [0, 0, 1, 1, 1, 1]
     assert found[2]["loss" if where == "loss" else "grad_norm"] is None
     assert "step 3 (samples 16 to 23): the loss is " in (tmp_path / "debug/log.txt").read_text()
-    assert ("skip", 3) in [(event.name, event.step) for event in read_run(tmp_path / "debug").events]
+    assert ("skip", 3) in [
+        (event.name, event.step) for event in read_run(tmp_path / "debug").events
+    ]
 
 
 def test_a_run_that_has_skipped_resumes_exactly(pool, arguments, tmp_path):
     """Also the window of the z-scores is that of an uninterrupted run."""
-    run = [*arguments, *QUIET, "--stability.action=skip", "--stability.threshold=50", "--stability.warmup_steps=0"]
+    run = [
+        *arguments,
+        *QUIET,
+        "--stability.action=skip",
+        "--stability.threshold=50",
+        "--stability.warmup_steps=0",
+    ]
     run += ["--stability.window=16", "--training.steps=16"]
     assert pool.run(2, stop_with_nan, 99, [*run, "--run.name=whole"]) == [0, 0]
     assert pool.run(2, stop_with_nan, 4, [*run, "--run.name=stopped"]) == [75, 75]
     assert pool.run(2, stop_with_nan, 99, [*run, "--run.name=stopped"]) == [0, 0]
     kept = [
         [
-            {key: row[key] for key in ("step", "loss", "grad_norm", "loss_z", "grad_norm_z", "bad_steps")}
+            {
+                key: row[key]
+                for key in ("step", "loss", "grad_norm", "loss_z", "grad_norm_z", "bad_steps")
+            }
             for row in found
         ]
         for found in (rows(tmp_path / "whole"), rows(tmp_path / "stopped"))
     ]
     assert kept[0] == kept[1]
-    assert [row["loss_z"] is None for row in kept[0]] == [True] * 13 + [False] * 3  # until 12 of 16 values are there
+    # Until 12 of 16 values are there
+    assert [row["loss_z"] is None for row in kept[0]] == [True] * 13 + [False] * 3
 
 
 @pytest.mark.parametrize(
@@ -160,10 +195,22 @@ def test_rolled_back_and_the_samples_are_not_seen_again(pool, arguments, tmp_pat
         assert sum(24 <= number < 56 for number in seen) == 4 * 8 // readers
     log = (tmp_path / "debug/log.txt").read_text()
     assert "step 3 (samples 16 to 23): the loss is nan" in log
-    assert "rolled back to step 2, and these samples are excluded in this epoch (rollback 1 of 3)" in log
-    assert ("rollback", 3) in [(event.name, event.step) for event in read_run(tmp_path / "debug").events]
+    assert (
+        "rolled back to step 2, and these samples are excluded in this epoch (rollback 1 of 3)"
+        in log
+    )
+    assert ("rollback", 3) in [
+        (event.name, event.step) for event in read_run(tmp_path / "debug").events
+    ]
     found = [row for row in rows(tmp_path / "debug") if "lr" in row]
-    assert [(row["step"], row["rollbacks"]) for row in found] == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1), (6, 1)]
+    assert [(row["step"], row["rollbacks"]) for row in found] == [
+        (1, 0),
+        (2, 0),
+        (3, 1),
+        (4, 1),
+        (5, 1),
+        (6, 1),
+    ]
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / RECORD).write_text((tmp_path / "debug" / RECORD).read_text())
     assert pool.run(4, train_run, [*run, "--run.name=other"]) == [0] * 4
@@ -171,46 +218,72 @@ def test_rolled_back_and_the_samples_are_not_seen_again(pool, arguments, tmp_pat
 
 
 def test_a_branch_and_a_copied_checkpoint_exclude_the_same_samples(pool, arguments, tmp_path):
-    """Also after the branch has saved and resumed itself: step 7 begins with position 48, which is sample 56."""
+    """Also after the branch has saved and resumed itself: step 7 begins with position 48, which is
+    sample 56.
+    """
     run = [*arguments, *QUIET]
     pool.run(2, run_with_nan, [*run, "--stability.action=rollback"], 0, "loss")
     shutil.copytree(tmp_path / "debug/checkpoints", tmp_path / "copied/checkpoints")
     longer = [*run, "--training.steps=8"]
-    branch = [*longer, "--run.name=branch", f"--checkpoint.initial_load={tmp_path}/debug", "--checkpoint.load_step=6"]
+    branch = [
+        *longer,
+        "--run.name=branch",
+        f"--checkpoint.initial_load={tmp_path}/debug",
+        "--checkpoint.load_step=6",
+    ]
     assert pool.run(1, samples_of_a_run, branch, 1) == [(list(range(56, 64)), [75])]
     (tmp_path / "moved/checkpoints").mkdir(parents=True)
     (tmp_path / "branch/checkpoints/step-7").rename(tmp_path / "moved/checkpoints/step-7")
-    assert pool.run(1, samples_of_a_run, [*longer, "--run.name=moved"], 99) == [(list(range(64, 72)), [0])]
+    assert pool.run(1, samples_of_a_run, [*longer, "--run.name=moved"], 99) == [
+        (list(range(64, 72)), [0])
+    ]
     for name in ("debug", "copied"):
         results = pool.run(2, samples_of_a_run, [*longer, f"--run.name={name}"], 99)
         assert sorted(number for seen, _ in results for number in seen) == list(range(56, 72))
-    assert curve(tmp_path / "copied") == {step: row for step, row in curve(tmp_path / "debug").items() if step > 6}
+    assert curve(tmp_path / "copied") == {
+        step: row for step, row in curve(tmp_path / "debug").items() if step > 6
+    }
 
 
 def measured(folder: Path) -> dict[str, torch.Tensor]:
     """What a checkpoint has of the optional parts."""
     files = [*folder.glob("ema-*.safetensors"), *folder.glob("training-*.safetensors")]
     tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(("ema", "noise_scale", "stability"))}
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.startswith(("ema", "noise_scale", "stability"))
+    }
 
 
 def test_what_is_not_in_the_checkpoint_starts_anew_in_a_rollback(pool, arguments, tmp_path):
-    """After it, the average has followed steps 5 to 8 only, as in a run that resumes from step 4 with these samples."""
+    """After it, the average has followed steps 5 to 8 only, as in a run that resumes from step 4
+    with these samples.
+    """
     run = [*arguments, "--validation.freq=0", "--checkpoint.freq=4", "--checkpoint.keep=0"]
     assert pool.run(1, train_run, [*run, "--training.steps=4"]) == [0]
     shutil.copytree(tmp_path / "debug/checkpoints", tmp_path / "other/checkpoints")
-    run += ["--training.steps=8", "--ema.decay=0.9", "--metrics.noise_scale_freq=1", "--stability.action=rollback"]
+    run += [
+        "--training.steps=8",
+        "--ema.decay=0.9",
+        "--metrics.noise_scale_freq=1",
+        "--stability.action=rollback",
+    ]
     assert pool.run(1, run_with_nan, run, 0, "loss", 41)[0][1:] == ([3], "")  # the first allocates
     shutil.copy(tmp_path / "debug" / RECORD, tmp_path / "other")
     assert pool.run(1, train_run, [*run, "--run.name=other"]) == [0]
-    found, expected = (measured(tmp_path / name / "checkpoints/step-8") for name in ("debug", "other"))
+    found, expected = (
+        measured(tmp_path / name / "checkpoints/step-8") for name in ("debug", "other")
+    )
     assert int(found["ema.steps"]) == 4
     assert {"noise_scale.averages", "stability-128.counts"} <= found.keys() == expected.keys()
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
 def read_late(arguments: list[str], delays: list[int]) -> tuple[list[int], list[int], str]:
-    """As `run_with_nan` on a device: numbers arrive some steps later, on each rank after another number of steps."""
+    """As `run_with_nan` on a device: numbers arrive some steps later, on each rank after another
+    number of steps.
+    """
     from titanlite.optim.stability import Guard
 
     judged: list[int] = []
@@ -234,14 +307,22 @@ def read_late(arguments: list[str], delays: list[int]) -> tuple[list[int], list[
 
 
 @pytest.mark.parametrize(
-    ("delays", "withheld"), [([1, 3], [6, 7]), pytest.param([9, 9], [6, 7, 8], marks=pytest.mark.slow)]
+    ("delays", "withheld"),
+    [([1, 3], [6, 7]), pytest.param([9, 9], [6, 7, 8], marks=pytest.mark.slow)],
 )
 def test_ranks_that_read_late_act_in_the_same_step(pool, arguments, tmp_path, delays, withheld):
-    """Step 6 is bad. The first rank to read of it is followed by the other; a save waits for the numbers of all.
+    """Step 6 is bad. The first rank to read of it is followed by the other; a save waits for the
+    numbers of all.
 
     No update follows the bad step, and the run is that of ranks which have read at once.
     """
-    run = [*arguments, "--validation.freq=0", "--checkpoint.freq=4", "--training.steps=10", "--metrics.log_freq=100"]
+    run = [
+        *arguments,
+        "--validation.freq=0",
+        "--checkpoint.freq=4",
+        "--training.steps=10",
+        "--metrics.log_freq=100",
+    ]
     run.append("--stability.action=rollback")
     for _, unchanged, error in pool.run(2, read_late, run, delays):
         assert (unchanged, error) == (withheld, "")
@@ -253,10 +334,15 @@ def test_ranks_that_read_late_act_in_the_same_step(pool, arguments, tmp_path, de
 
 def test_all_ranks_stop_at_the_step_of_one(pool, arguments, tmp_path):
     run = [*arguments, *QUIET, "--stability.threshold=1e9"]
-    errors = {error for _, _, error in pool.run(4, run_with_nan, [*run, "--parallel.tp=2"], 1, "gradient")}
+    errors = {
+        error for _, _, error in pool.run(4, run_with_nan, [*run, "--parallel.tp=2"], 1, "gradient")
+    }
     (error,) = errors
     assert error.startswith("step 3 (samples 16 to 23): the loss is ")
-    assert "the gradient norm is inf: training has diverged; the same command resumes from step 2" in error
+    assert (
+        "the gradient norm is inf: training has diverged; the same command resumes from step 2"
+        in error
+    )
     assert list_steps(tmp_path / "debug/checkpoints") == [2]
 
 
@@ -296,20 +382,32 @@ def always_bad(arguments: list[str], step: int) -> str:
             return str(error)
 
 
-def test_rollbacks_are_limited_and_a_checkpoint_that_is_the_cause_is_renamed(pool, arguments, tmp_path):
-    """The first rollback goes to step 4; since step 5 is bad again at once, the second goes to step 2."""
+def test_rollbacks_are_limited_and_a_checkpoint_that_is_the_cause_is_renamed(
+    pool, arguments, tmp_path
+):
+    """The first rollback goes to step 4; since step 5 is bad again at once, the second goes to step
+    2.
+    """
     run = [*arguments, *QUIET, "--stability.action=rollback", "--stability.max_rollbacks=2"]
     (error,) = pool.run(1, always_bad, run, 5)
     assert "step 5 (samples 48 to 55)" in error
-    assert "2 rollbacks were done already (stability.max_rollbacks = 2): training has diverged" in error
+    assert (
+        "2 rollbacks were done already (stability.max_rollbacks = 2): training has diverged"
+        in error
+    )
     record = json.loads((tmp_path / "debug" / RECORD).read_text())["rollbacks"]
-    assert [(entry["step"], entry["first"], entry["end"]) for entry in record] == [(5, 32, 40), (5, 40, 48)]
+    assert [(entry["step"], entry["first"], entry["end"]) for entry in record] == [
+        (5, 32, 40),
+        (5, 40, 48),
+    ]
     assert (tmp_path / "debug/checkpoints/step-4.diverged").is_dir()
     assert list_steps(tmp_path / "debug/checkpoints") == [2, 4]
 
 
 def test_a_command_that_always_diverges_is_refused(pool, arguments, tmp_path):
-    """A supervisor that starts it again and again trains in vain five times, then gets exit code 2 at once."""
+    """A supervisor that starts it again and again trains in vain five times, then gets exit code 2
+    at once.
+    """
     run = [*arguments, "--validation.freq=0", "--stability.threshold=1e9", "--training.steps=4"]
     for attempt in range(1, 6):
         (error,) = pool.run(1, always_bad, run, 2)
@@ -323,14 +421,28 @@ def test_a_command_that_always_diverges_is_refused(pool, arguments, tmp_path):
 
 
 def test_there_is_nothing_to_roll_back_to(pool, arguments):
-    run = [*arguments, "--validation.freq=0", "--checkpoint.freq=100", "--stability.action=rollback"]
+    run = [
+        *arguments,
+        "--validation.freq=0",
+        "--checkpoint.freq=100",
+        "--stability.action=rollback",
+    ]
     (error,) = pool.run(1, always_bad, run, 2)
     assert "there is nothing to roll back to, since no checkpoint was saved" in error
 
 
 def test_skipping_for_ever_ends_the_run(pool, arguments, tmp_path):
-    run = [*arguments, *QUIET, "--stability.action=skip", "--stability.max_skips=2", "--optimizer.lr=1e30"]
-    with pytest.raises(AssertionError, match=r"2 steps in a row were not finite \(stability.max_skips\): training has"):
+    run = [
+        *arguments,
+        *QUIET,
+        "--stability.action=skip",
+        "--stability.max_skips=2",
+        "--optimizer.lr=1e30",
+    ]
+    with pytest.raises(
+        AssertionError,
+        match=r"2 steps in a row were not finite \(stability.max_skips\): training has",
+    ):
         pool.run(2, train_run, [*run, "--training.max_norm=0"])
 
 

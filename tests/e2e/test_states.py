@@ -1,8 +1,9 @@
-"""Every Stateful of every feature: what a run saves after 0, 1 and 3 steps is what the next process loads.
+"""Every Stateful of every feature: what a run saves after 0, 1 and 3 steps is what the next process
+loads.
 
-The state of a process that has just started is the template into which a checkpoint is read, so it must have the same
-names, shapes and dtypes as the state after any number of steps. A run that only resumes from a later step would not
-show a difference between the two at the start.
+The state of a process that has just started is the template into which a checkpoint is read, so it
+must have the same names, shapes and dtypes as the state after any number of steps. A run that only
+resumes from a later step would not show a difference between the two at the start.
 """
 
 from __future__ import annotations
@@ -30,9 +31,17 @@ FEATURES = {
     "float16, overflow": ["--training.compute_dtype=float16", "--training.loss_scale=16777216"],
     "ema": ["--ema.decay=0.9"],
     "muon": ["--optimizer.name=muon"],
-    "muon, adaptive clipping": ["--optimizer.name=muon", "--optimizer.clip=agc", "--loss.z_loss=1e-3"],
+    "muon, adaptive clipping": [
+        "--optimizer.name=muon",
+        "--optimizer.clip=agc",
+        "--loss.z_loss=1e-3",
+    ],
     "skip": ["--stability.action=skip"],
-    "rollback, spikes": ["--stability.action=rollback", "--stability.threshold=50", "--stability.window=16"],
+    "rollback, spikes": [
+        "--stability.action=rollback",
+        "--stability.threshold=50",
+        "--stability.window=16",
+    ],
     "ramp": ["--training.batch_ramp=16 from step 2"],
     "noise scale": ["--metrics.noise_scale_freq=1", "--parallel.reduce_every_microbatch"],
     "optimizer offload": ["--parallel.optimizer_offload"],
@@ -45,11 +54,15 @@ FEATURES = {
 ALL = ["float16", "ema", "muon", "rollback, spikes", "ramp", "noise scale"]  # in one run
 
 
-Fingerprint = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], str]  # dtype, whole shape, offsets, hash
+# Dtype, whole shape, offsets, hash
+Fingerprint = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], str]
 
 
 def fingerprints(state: State) -> dict[str, Fingerprint]:
-    """Of this rank's part of each tensor, by name. Of the clock, which advances between two looks, only the kind."""
+    """Of this rank's part of each tensor, by name.
+
+    Of the clock, which advances between two looks, only the kind.
+    """
     found = {}
     for part, _ in local_parts(state):
         content = part.local.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
@@ -59,7 +72,9 @@ def fingerprints(state: State) -> dict[str, Fingerprint]:
 
 
 def save_and_note(arguments: list[str]) -> dict[int, dict[str, Fingerprint]]:
-    """A run of three steps, which saves before the first step and after each: its state at those moments."""
+    """A run of three steps, which saves before the first step and after each: its state at those
+    moments.
+    """
     noted: dict[int, dict[str, Fingerprint]] = {}
     load, get_state = Checkpointer.load, Checkpointer._state
 
@@ -73,7 +88,10 @@ def save_and_note(arguments: list[str]) -> dict[int, dict[str, Fingerprint]]:
         noted[int(state["progress"]["step"])] = fingerprints(state)
         return state
 
-    with mock.patch.object(Checkpointer, "load", load_and_save), mock.patch.object(Checkpointer, "_state", note):
+    with (
+        mock.patch.object(Checkpointer, "load", load_and_save),
+        mock.patch.object(Checkpointer, "_state", note),
+    ):
         assert train_run(arguments) == 0
     return noted
 
@@ -83,7 +101,9 @@ class Loaded(Exception):
 
 
 def load_and_note(arguments: list[str]) -> dict[str, Fingerprint]:
-    """The state of a new process that has resumed from the newest step, as its next save would write it."""
+    """The state of a new process that has resumed from the newest step, as its next save would
+    write it.
+    """
     noted = {}
     load = Checkpointer.load
 
@@ -109,7 +129,9 @@ def check(pool: Pool, processes: int, folder: Path, options: list[str], keys: li
             assert after == before[step], f"step {step}"
     for before in saved:
         kinds = [{name: entry[:3] for name, entry in before[step].items()} for step in SAVED]
-        assert kinds[0] == kinds[1] == kinds[2], "names, dtypes and shapes are the same after any number of steps"
+        assert kinds[0] == kinds[1] == kinds[2], (
+            "names, dtypes and shapes are the same after any number of steps"
+        )
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -1,7 +1,9 @@
-"""Two nodes that share nothing but the file system: network, host name and name resolution are those of two hosts.
+"""Two nodes that share nothing but the file system: network, host name and name resolution are
+those of two hosts.
 
-Each host is a group of Linux namespaces with its own loopback interface. A virtual network card in each is connected to
-the other by this test, which delays packets and loses some. Needs root and /dev/net/tun.
+Each host is a group of Linux namespaces with its own loopback interface. A virtual network card in
+each is connected to the other by this test, which delays packets and loses some. Needs root and
+/dev/net/tun.
 """
 
 from __future__ import annotations
@@ -35,14 +37,17 @@ WITHOUT = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
 class Wire(threading.Thread):
     """Two network cards in this namespace, `wire0` and `wire1`, and what is between them."""
 
-    DELAY, LOSS = 0.001, 0.002  # seconds in each direction, and the part of the packets that is lost
+    # Seconds in each direction, and the part of the packets that is lost
+    DELAY, LOSS = 0.001, 0.002
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.ends, self.lost, self.closed = [], 0, False
         for i in range(2):
             self.ends.append(end := os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK))
-            fcntl.ioctl(end, TUNSETIFF, struct.pack("16sH22x", f"wire{i}".encode(), IFF_TAP | IFF_NO_PI))
+            fcntl.ioctl(
+                end, TUNSETIFF, struct.pack("16sH22x", f"wire{i}".encode(), IFF_TAP | IFF_NO_PI)
+            )
 
     def run(self) -> None:
         chance, under_way = random.Random(0), collections.deque()
@@ -55,7 +60,9 @@ class Wire(threading.Thread):
                     return
                 self.lost += lost
                 if not lost:
-                    under_way.append((time.monotonic() + self.DELAY, self.ends[1 - self.ends.index(end)], frame))
+                    under_way.append(
+                        (time.monotonic() + self.DELAY, self.ends[1 - self.ends.index(end)], frame)
+                    )
             while under_way and under_way[0][0] <= time.monotonic():
                 _, end, frame = under_way.popleft()
                 with contextlib.suppress(OSError):  # the card is down
@@ -85,10 +92,13 @@ class Host:
         subprocess.run(self.enter(*command), check=check, capture_output=True, text=True)
 
     def start(self, node: int, arguments: list[str], **variables: str) -> subprocess.Popen:
-        given = {key: value for key, value in environment(**variables).items() if key not in WITHOUT}
+        given = {
+            key: value for key, value in environment(**variables).items() if key not in WITHOUT
+        }
         return subprocess.Popen(
             self.enter(str(ROOT / "run_train.sh"), *arguments),
-            env=given | {"NNODES": "2", "NODE_RANK": str(node), "NGPU": "1", "MASTER_PORT": "29533"},
+            env=given
+            | {"NNODES": "2", "NODE_RANK": str(node), "NGPU": "1", "MASTER_PORT": "29533"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -100,7 +110,10 @@ class Host:
         found, own = [], Path(f"/proc/{self.keeper.pid}/ns/net").stat()
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if os.path.samestat((path / "ns/net").stat(), own) and int(path.name) != self.keeper.pid:
+                if (
+                    os.path.samestat((path / "ns/net").stat(), own)
+                    and int(path.name) != self.keeper.pid
+                ):
                     found.append(int(path.name))
         return found
 
@@ -124,20 +137,31 @@ def wire():
 
 @pytest.fixture(params=[4, 6], ids=["IPv4", "IPv6"])
 def hosts(request, wire, tmp_path):
-    """Two connected hosts, first and second. Each resolves the other's name, and its own to 127.0.1.1."""
-    if missing := [tool for tool in ("unshare", "nsenter", "ip", "mount", "hostname") if not shutil.which(tool)]:
+    """Two connected hosts, first and second.
+
+    Each resolves the other's name, and its own to 127.0.1.1.
+    """
+    if missing := [
+        tool for tool in ("unshare", "nsenter", "ip", "mount", "hostname") if not shutil.which(tool)
+    ]:
         pytest.skip(f"needs {missing}")
     addresses, made = ADDRESSES[request.param], []
     bits = ["/24"] if request.param == 4 else ["/64", "nodad"]
     try:
         for i, name in enumerate(("first", "second")):
             made.append(host := Host(name))
-            subprocess.run(["ip", "link", "set", f"wire{i}", "netns", str(host.keeper.pid)], check=True)
-            host.run("ip", "address", "add", f"{addresses[i]}{bits[0]}", "dev", f"wire{i}", *bits[1:])
+            subprocess.run(
+                ["ip", "link", "set", f"wire{i}", "netns", str(host.keeper.pid)], check=True
+            )
+            host.run(
+                "ip", "address", "add", f"{addresses[i]}{bits[0]}", "dev", f"wire{i}", *bits[1:]
+            )
             for card in (f"wire{i}", "lo"):
                 host.run("ip", "link", "set", card, "up")
             names = tmp_path / f"hosts-{name}"
-            names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{addresses[1 - i]} {('second', 'first')[i]}\n")
+            names.write_text(
+                f"127.0.0.1 localhost\n127.0.1.1 {name}\n{addresses[1 - i]} {('second', 'first')[i]}\n"
+            )
             host.run("mount", "--bind", str(names), "/etc/hosts")
             host.run("hostname", name)
         yield made, addresses
@@ -149,7 +173,9 @@ def hosts(request, wire, tmp_path):
 
 
 def test_a_host_fails_and_the_run_goes_on(hosts, wire, arguments, tmp_path):
-    """Training over the wire; one host loses its power; the other ends; both start again and finish."""
+    """Training over the wire; one host loses its power; the other ends; both start again and
+    finish.
+    """
     (first, second), addresses = hosts
     run = [
         *arguments,
@@ -159,7 +185,9 @@ def test_a_host_fails_and_the_run_goes_on(hosts, wire, arguments, tmp_path):
         "--schedule.warmup_steps=2",
     ]
     run += ["--comm.step_timeout_seconds=10"]
-    both = [host.start(node, run, MASTER_ADDR=addresses[0]) for node, host in enumerate((first, second))]
+    both = [
+        host.start(node, run, MASTER_ADDR=addresses[0]) for node, host in enumerate((first, second))
+    ]
     wait_for_step(tmp_path / "debug", 12, both[0])
     second.fail()
     failed = time.monotonic()
@@ -168,7 +196,10 @@ def test_a_host_fails_and_the_run_goes_on(hosts, wire, arguments, tmp_path):
     assert time.monotonic() - failed < 30
     finish(both[1])
     short = [*run, "--training.steps=30"]
-    both = [host.start(node, short, MASTER_ADDR=addresses[0]) for node, host in enumerate((first, second))]
+    both = [
+        host.start(node, short, MASTER_ADDR=addresses[0])
+        for node, host in enumerate((first, second))
+    ]
     (code, output), (other, rest) = (finish(process) for process in both)
     assert (code, other) == (0, 0), output + rest
     assert "resumed from" in output
@@ -177,7 +208,9 @@ def test_a_host_fails_and_the_run_goes_on(hosts, wire, arguments, tmp_path):
 
 
 def test_the_second_host_finds_the_first_by_name(hosts, arguments, tmp_path):
-    """On the first its own name is 127.0.1.1, as on Debian: there the address is needed, and the message says so."""
+    """On the first its own name is 127.0.1.1, as on Debian: there the address is needed, and the
+    message says so.
+    """
     (first, second), addresses = hosts
     process = first.start(0, arguments, MASTER_ADDR="first")
     code, output = finish(process)

@@ -1,4 +1,6 @@
-"""The file operations of a process below one folder: counted, recorded, or made to fail (by `io_calls.c`)."""
+"""The file operations of a process below one folder: counted, recorded, or made to fail (by
+`io_calls.c`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 WRITING = ("open", "write", "mkdir", "rename", "link", "fsync")
 INTERRUPTIBLE = ("open", "write", "truncate", "fsync")  # those that POSIX lets a signal interrupt
-KINDS: dict[str, tuple[int, tuple[str, ...]]] = {  # kind of fault -> what the call returns, and calls that can have it
+# Kind of fault -> what the call returns, and calls that can have it
+KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ENOSPC": (errno.ENOSPC, WRITING),
     "EIO": (errno.EIO, (*WRITING, "truncate", "unlink")),
     "EINTR": (errno.EINTR, INTERRUPTIBLE),
@@ -29,7 +32,12 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {  # kind of fault -> what the c
 }
 HARMLESS = ("EINTR", "short")  # the program must go on as if nothing had happened
 HOOK = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_int, *[ctypes.c_char_p] * 3, ctypes.c_long, ctypes.c_void_p, ctypes.c_long
+    ctypes.c_int,
+    ctypes.c_int,
+    *[ctypes.c_char_p] * 3,
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_long,
 )
 
 
@@ -57,7 +65,9 @@ class Watch:
         self._hook = HOOK(self._called)  # must live as long as it can be called
         ctypes.CDLL(None).watch(os.fsencode(os.path.realpath(folder)), self._hook)
 
-    def _called(self, done: int, name: bytes, path: bytes, other: bytes, number: int, data: Any, size: int) -> int:
+    def _called(
+        self, done: int, name: bytes, path: bytes, other: bytes, number: int, data: Any, size: int
+    ) -> int:
         call = name.decode()
         if done:
             content = ctypes.string_at(data, size) if data else b""
@@ -74,7 +84,8 @@ class Watch:
 
 
 def preloaded(module: str, function: str, *arguments: Any, timeout: float = 3600) -> Any:
-    """Calls a function of a module of this folder in a new process with the library; arguments and result are JSON.
+    """Calls a function of a module of this folder in a new process with the library; arguments and
+    result are JSON.
 
     Skips the test where the library cannot be built.
     """
@@ -87,8 +98,15 @@ def preloaded(module: str, function: str, *arguments: Any, timeout: float = 3600
     paths = os.pathsep.join(map(str, (HERE, *HERE.parents[:2])))
     with tempfile.TemporaryDirectory() as folder:
         library = f"{folder}/io_calls.so"
-        subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, HERE / "io_calls.c"], check=True)
-        variables = {"LD_PRELOAD": library, "PYTHONPATH": paths, "LOG_RANK": "0", "OMP_NUM_THREADS": "1"}
+        subprocess.run(
+            [compiler, "-O1", "-shared", "-fPIC", "-o", library, HERE / "io_calls.c"], check=True
+        )
+        variables = {
+            "LD_PRELOAD": library,
+            "PYTHONPATH": paths,
+            "LOG_RANK": "0",
+            "OMP_NUM_THREADS": "1",
+        }
         result = subprocess.run(
             [sys.executable, "-c", code, json.dumps([module, function, arguments])],
             env={**os.environ, **variables},
@@ -114,7 +132,10 @@ class Outcome(NamedTuple):
 
 
 def forked(function: Callable[[], int], after: Callable[[], Any] = lambda: None) -> Outcome:
-    """Calls `function` in a forked process, then `after` for the result. An exception that leaves it is code 99."""
+    """Calls `function` in a forked process, then `after` for the result.
+
+    An exception that leaves it is code 99.
+    """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as result:
         if not (pid := os.fork()):
             for number in (1, 2):

@@ -50,7 +50,11 @@ def empty(folder: Path) -> None:
 def repeat(scenario: Scenario) -> list[str]:
     """What is wrong after the same command has been started again."""
     again = forked(lambda: scenario.run(again=True))
-    return [f"exit code {again.code} when repeated: {again.output[-800:]}"] if again.code else scenario.unrecovered()
+    return (
+        [f"exit code {again.code} when repeated: {again.output[-800:]}"]
+        if again.code
+        else scenario.unrecovered()
+    )
 
 
 def fail_calls(folder: str, name: str, sample: int = 0) -> dict[str, Any]:
@@ -59,18 +63,33 @@ def fail_calls(folder: str, name: str, sample: int = 0) -> dict[str, Any]:
     outcome, watch = start(scenario)
     assert outcome.code == 0, outcome.output
     calls = collections.Counter(watch.tried)
-    cases = [(kind, at + 1) for kind in KINDS for at in range(sum(calls[call] for call in KINDS[kind][1]))]
+    cases = [
+        (kind, at + 1)
+        for kind in KINDS
+        for at in range(sum(calls[call] for call in KINDS[kind][1]))
+    ]
     if sample:
         cases = random.Random(name).sample(cases, min(sample, len(cases)))
     problems = []
     for kind, at in cases:
         outcome, watch = start(scenario, kind, at)
-        found = scenario.lost(outcome, kind) + unclear(outcome, kind) + ([] if watch.struck else ["nothing failed"])
+        found = (
+            scenario.lost(outcome, kind)
+            + unclear(outcome, kind)
+            + ([] if watch.struck else ["nothing failed"])
+        )
         found += repeat(scenario) if kind not in HARMLESS or found else []
         if found:
-            problems.append(f"{name}: {kind} in call {at}: {'; '.join(found)}\n{outcome.output[-800:]}")
+            problems.append(
+                f"{name}: {kind} in call {at}: {'; '.join(found)}\n{outcome.output[-800:]}"
+            )
     seconds = time.monotonic() - begun
-    return {"calls": sum(calls.values()), "cases": len(cases), "seconds": seconds, "problems": problems}
+    return {
+        "calls": sum(calls.values()),
+        "cases": len(cases),
+        "seconds": seconds,
+        "problems": problems,
+    }
 
 
 def unclear(outcome: Outcome, kind: str) -> list[str]:
@@ -79,11 +98,16 @@ def unclear(outcome: Outcome, kind: str) -> list[str]:
     found = [] if outcome.code in (0, 1, 2) else [f"exit code {outcome.code}"]
     found += ["a stack trace"] if "Traceback" in outcome.output else []
     found += ["failed although the fault is harmless"] if kind in HARMLESS and outcome.code else []
-    return found + ([f"{len(errors)} errors, exit code {outcome.code}"] if len(errors) != bool(outcome.code) else [])
+    return found + (
+        [f"{len(errors)} errors, exit code {outcome.code}"]
+        if len(errors) != bool(outcome.code)
+        else []
+    )
 
 
 def fail_power(folder: str, name: str, sample: int = 0) -> dict[str, Any]:
-    """Examines what the disk may hold after a power failure at each moment of a command; or a sample of these states.
+    """Examines what the disk may hold after a power failure at each moment of a command; or a
+    sample of these states.
 
     In some of the states the command is started again.
     """
@@ -112,7 +136,12 @@ def fail_power(folder: str, name: str, sample: int = 0) -> dict[str, Any]:
         found += repeat(scenario) if number < (sample // 10 or RECOVERIES) else []
         problems += [f"{name}: power failure {now}: {'; '.join(found)}"] if found else []
     seconds = time.monotonic() - begun
-    return {"calls": len(watch.calls), "cases": len(chosen), "seconds": seconds, "problems": problems}
+    return {
+        "calls": len(watch.calls),
+        "cases": len(chosen),
+        "seconds": seconds,
+        "problems": problems,
+    }
 
 
 def fail_sample(folder: str, cases: list[tuple[str, str, int]]) -> list[dict[str, Any]]:
@@ -141,7 +170,10 @@ def strikes(folder: str) -> dict[str, str]:
     for kind in KINDS:
         watch = Watch(kind, 3 if "open" in KINDS[kind][1] else 2)
         sizes = [4, 2 if kind == "short" else 4, 4]
-        outcome = forked(functools.partial(write_thrice, watch, sizes), functools.partial(getattr, watch, "struck"))
+        outcome = forked(
+            functools.partial(write_thrice, watch, sizes),
+            functools.partial(getattr, watch, "struck"),
+        )
         assert outcome.code == 0, outcome.output
         found[kind] = outcome.output if outcome.result else "did not strike"
     return found

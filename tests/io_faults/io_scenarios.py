@@ -1,4 +1,6 @@
-"""Commands that must survive a failing file operation or a power failure, and what must hold after either."""
+"""Commands that must survive a failing file operation or a power failure, and what must hold after
+either.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,27 @@ from titanlite.tools.cli.main import main
 from titanlite.tools.formats.convert import load_full_state
 
 MODEL = ["--model.dim=16", "--model.num_heads=2", "--model.num_kv_heads=1", "--model.num_layers=1"]
-BATCH = ["--model.ffn_dim=16", "--training.seq_len=32", "--training.global_batch_size=2", "--metrics.log_freq=1"]
-REST = ["--schedule.name=constant", "--schedule.warmup_steps=2", "--validation.freq=0", "--run.sample_tokens=0"]
-SAVES = ["--checkpoint.freq=2", "--checkpoint.keep=1", "--compile.enabled=false", "--training.local_batch_size=2"]
-LINES = [f"def add_{i}(x):\n    y = x + {i * i % 97}\n    return y * {i % 7}\n\n\n" for i in range(600)]
+BATCH = [
+    "--model.ffn_dim=16",
+    "--training.seq_len=32",
+    "--training.global_batch_size=2",
+    "--metrics.log_freq=1",
+]
+REST = [
+    "--schedule.name=constant",
+    "--schedule.warmup_steps=2",
+    "--validation.freq=0",
+    "--run.sample_tokens=0",
+]
+SAVES = [
+    "--checkpoint.freq=2",
+    "--checkpoint.keep=1",
+    "--compile.enabled=false",
+    "--training.local_batch_size=2",
+]
+LINES = [
+    f"def add_{i}(x):\n    y = x + {i * i % 97}\n    return y * {i % 7}\n\n\n" for i in range(600)
+]
 EMPTY: dict = {
     section: {} for section in ("training", "optimizer", "stability", "schedule", "float8", "ema")
 }  # a config
@@ -49,7 +68,11 @@ def names(folder: Path) -> set[str]:
 
 def unexpected(folder: Path, *expected: str) -> list[str]:
     found = sorted(names(folder))
-    return [] if found == sorted(expected) else [f"in {folder.name}: {found}, expected {sorted(expected)}"]
+    return (
+        []
+        if found == sorted(expected)
+        else [f"in {folder.name}: {found}, expected {sorted(expected)}"]
+    )
 
 
 def damages(step: Path) -> list[str]:
@@ -61,10 +84,17 @@ def damages(step: Path) -> list[str]:
 
 
 def lost_steps(folder: Path, output: str) -> list[str]:
-    """Problems of a `checkpoints` folder: steps that are damaged, or that were reported and are not there."""
-    steps, saved = list_steps(folder), [int(step) for step in re.findall(r"saved \S+/step-(\d+):", output)]
+    """Problems of a `checkpoints` folder: steps that are damaged, or that were reported and are not
+    there.
+    """
+    steps, saved = (
+        list_steps(folder),
+        [int(step) for step in re.findall(r"saved \S+/step-(\d+):", output)],
+    )
     found = [problem for step in steps for problem in damages(step_folder(folder, step))]
-    return found + ([f"saved {saved}, there {steps}"] if max(saved, default=0) > max(steps, default=0) else [])
+    return found + (
+        [f"saved {saved}, there {steps}"] if max(saved, default=0) > max(steps, default=0) else []
+    )
 
 
 def text_file(folder: Path) -> Path:
@@ -99,13 +129,27 @@ class Scenario:
 
 
 class Training(Scenario):
-    """A run of three steps, which saves after 2 and 3; or `resumed` the next two, which also delete these saves."""
+    """A run of three steps, which saves after 2 and 3; or `resumed` the next two, which also delete
+    these saves.
+    """
 
     def __init__(self, folder: Path, mode: str, retries: int, resumed: bool = False) -> None:
         super().__init__(folder)
         self.retries, self.resumed, self.steps = retries, resumed, 5 if resumed else 3
-        options = [*MODEL, *BATCH, *REST, *SAVES, f"--checkpoint.async_mode={mode}", f"--checkpoint.retries={retries}"]
-        self.arguments = ["debug", *options, f"--data.path={text_file(folder)}", f"--run.folder={self.work}/out"]
+        options = [
+            *MODEL,
+            *BATCH,
+            *REST,
+            *SAVES,
+            f"--checkpoint.async_mode={mode}",
+            f"--checkpoint.retries={retries}",
+        ]
+        self.arguments = [
+            "debug",
+            *options,
+            f"--data.path={text_file(folder)}",
+            f"--run.folder={self.work}/out",
+        ]
         self.out, self.checkpoints = self.work / "out/debug", self.work / "out/debug/checkpoints"
         if resumed:
             assert forked(lambda: self.train(3)).code == 0
@@ -130,9 +174,21 @@ class Training(Scenario):
     def lost(self, outcome: Outcome, kind: str) -> list[str]:
         found = lost_steps(self.checkpoints, outcome.output)
         if outcome.code == 0:
-            log, rows, steps = (self.out / "log.txt").read_text(), curve(self.out), range(1, self.steps + 1)
-            found += [] if list_steps(self.checkpoints)[-1:] == [self.steps] else ["the last step was not saved"]
-            found += [f"log.txt: step {i} is not there once" for i in steps if len(re.findall(f"step {i}/", log)) != 1]
+            log, rows, steps = (
+                (self.out / "log.txt").read_text(),
+                curve(self.out),
+                range(1, self.steps + 1),
+            )
+            found += (
+                []
+                if list_steps(self.checkpoints)[-1:] == [self.steps]
+                else ["the last step was not saved"]
+            )
+            found += [
+                f"log.txt: step {i} is not there once"
+                for i in steps
+                if len(re.findall(f"step {i}/", log)) != 1
+            ]
             found += [f"metrics.jsonl: step {i}" for i in steps if rows.get(i) != self.curve[i]]
         elif self.retries and kind != "full" and re.search(r"step \d/", outcome.output):
             found.append("a single fault ended the run, with attempts left")
@@ -141,8 +197,12 @@ class Training(Scenario):
     def unrecovered(self) -> list[str]:
         last = range(self.steps + 1, self.steps + 3)
         found = unexpected(self.out, ".lock", ".proven", *RUN_FILES, "checkpoints")
-        found += unexpected(self.checkpoints, *(f"step-{step}" for step in last)) + lost_steps(self.checkpoints, "")
-        same = curve(self.out) == {step: row for step, row in self.curve.items() if step <= last[-1]}
+        found += unexpected(self.checkpoints, *(f"step-{step}" for step in last)) + lost_steps(
+            self.checkpoints, ""
+        )
+        same = curve(self.out) == {
+            step: row for step, row in self.curve.items() if step <= last[-1]
+        }
         return found + ([] if same else ["other losses than those of an undisturbed run"])
 
 
@@ -150,7 +210,10 @@ class Held:
     """A state of two tensors that hold a number."""
 
     def __init__(self, number: int = 0) -> None:
-        self.tensors = {"a": torch.full((3, 5), float(number)), "b": torch.full((40,), float(number))}
+        self.tensors = {
+            "a": torch.full((3, 5), float(number)),
+            "b": torch.full((40,), float(number)),
+        }
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return dict(self.tensors)
@@ -160,13 +223,17 @@ class Held:
 
 
 class Saving(Scenario):
-    """Three saves, each of which deletes the one before: as a run does it, but of a few bytes and without a run."""
+    """Three saves, each of which deletes the one before: as a run does it, but of a few bytes and
+    without a run.
+    """
 
     def run(self, again: bool = False) -> int:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         config, facts = CheckpointConfig(keep=1, retries=0, freq=1), RunMetadata({}, EMPTY, "")
         files, state = {"model.json": b'{"vocab_size": 8}', "data.json": DATA}, Held()
-        manager = Checkpointer(config, self.work / "run", {"model": state}, files, facts, torch.device("cpu"))
+        manager = Checkpointer(
+            config, self.work / "run", {"model": state}, files, facts, torch.device("cpu")
+        )
         manager.load()
         assert torch.equal(state.tensors["b"], Held(manager.newest).tensors["b"])
         for step in range(manager.newest + 1, 6 if again else 4):
@@ -184,7 +251,9 @@ class Saving(Scenario):
         return lost_steps(self.work / "run/checkpoints", outcome.output)
 
     def unrecovered(self) -> list[str]:
-        return unexpected(self.work / "run/checkpoints", "step-5") + lost_steps(self.work / "run/checkpoints", "")
+        return unexpected(self.work / "run/checkpoints", "step-5") + lost_steps(
+            self.work / "run/checkpoints", ""
+        )
 
 
 class Preparing(Scenario):
@@ -205,13 +274,21 @@ class Preparing(Scenario):
 
     def lost(self, outcome: Outcome, kind: str) -> list[str]:
         allowed = [self.whole] + ([{}] if outcome.code else [])
-        return [] if self.state() in allowed else ["the data is neither absent nor whole, or was reported and is gone"]
+        return (
+            []
+            if self.state() in allowed
+            else ["the data is neither absent nor whole, or was reported and is gone"]
+        )
 
     def unrecovered(self) -> list[str]:
         (name,) = {path.split("/")[0] for path in self.whole}
         found = [] if self.state() == self.whole else ["the data is not whole"]
-        found += unexpected(self.cache, name, *(lock for lock in [f".{name}.lock"] if (self.cache / lock).exists()))
-        return found + unexpected(self.cache / name, "verified.json", *(path.split("/")[1] for path in self.whole))
+        found += unexpected(
+            self.cache, name, *(lock for lock in [f".{name}.lock"] if (self.cache / lock).exists())
+        )
+        return found + unexpected(
+            self.cache / name, "verified.json", *(path.split("/")[1] for path in self.whole)
+        )
 
 
 class Converting(Scenario):
@@ -224,7 +301,9 @@ class Converting(Scenario):
         config = dataclasses.replace(SMALL, num_layers=1)
         state = {"model": ModelState([small_model(config=config)]).state_dict()}
         facts = RunMetadata({}, {"training": {"seq_len": 16}}, "")
-        write_step(self.source / "checkpoints", 7, state, {"model.json": config.to_json().encode()}, facts)
+        write_step(
+            self.source / "checkpoints", 7, state, {"model.json": config.to_json().encode()}, facts
+        )
         self.whole = load_full_state(self.source)
         if force:
             assert forked(lambda: self.convert("--dtype=bf16")).code == 0
@@ -235,7 +314,17 @@ class Converting(Scenario):
             shutil.copytree(self.folder / "old", self.work, dirs_exist_ok=True)
 
     def convert(self, *options: str) -> int:
-        return main(["convert", str(self.source), str(self.target), "--to", self.to, "--no-verify", *options])
+        return main(
+            [
+                "convert",
+                str(self.source),
+                str(self.target),
+                "--to",
+                self.to,
+                "--no-verify",
+                *options,
+            ]
+        )
 
     def run(self, again: bool = False) -> int:
         return self.convert(*["--force"] * (self.force or (again and self.succeeded)))
@@ -245,9 +334,15 @@ class Converting(Scenario):
         if not self.target.exists():
             return "nothing"
         try:
-            found, states = load_full_state(self.target), {torch.float32: "new", torch.bfloat16: "old"}
+            found, states = (
+                load_full_state(self.target),
+                {torch.float32: "new", torch.bfloat16: "old"},
+            )
             same = list(found) == list(self.whole) and found.model == self.whole.model
-            same &= all(torch.equal(found[name], self.whole[name].to(found[name].dtype)) for name in self.whole)
+            same &= all(
+                torch.equal(found[name], self.whole[name].to(found[name].dtype))
+                for name in self.whole
+            )
             same &= self.to != "titanlite" or not damages(self.target)
             return states[found["norm.weight"].dtype] if same else "damaged"
         except ConfigError as error:
@@ -260,7 +355,9 @@ class Converting(Scenario):
         return [] if state in allowed else [f"at the target: {state}"]
 
     def unrecovered(self) -> list[str]:
-        return unexpected(self.target.parent, self.target.name) + ([] if self.state() == "new" else [self.state()])
+        return unexpected(self.target.parent, self.target.name) + (
+            [] if self.state() == "new" else [self.state()]
+        )
 
 
 class Replacing(Scenario):

@@ -1,11 +1,14 @@
-"""What a disk may hold after a power failure: a model of a file system in which only what was synced is certain.
+"""What a disk may hold after a power failure: a model of a file system in which only what was
+synced is certain.
 
-What it is: the recorded file operations of a program are applied one by one. After each, the power may fail. What fsync
-of a file or folder has confirmed is there; of what came later any part may be: the entries of a folder (created,
-renamed, removed) each or not; a write whole, not, as zeros, or half of it. A rename is one change of its folder.
-Why it is here: POSIX promises no more. Journals keep more order, but which depends on the file system and its options.
-What it costs: the states of n unsynced operations are more than 2^n. Beyond `ALL` of them those that keep or drop one
-operation, or all from one on, are taken, and some at random.
+What it is: the recorded file operations of a program are applied one by one. After each, the power
+may fail. What fsync of a file or folder has confirmed is there; of what came later any part may be:
+the entries of a folder (created, renamed, removed) each or not; a write whole, not, as zeros, or
+half of it. A rename is one change of its folder.
+Why it is here: POSIX promises no more. Journals keep more order, but which depends on the file
+system and its options.
+What it costs: the states of n unsynced operations are more than 2^n. Beyond `ALL` of them those
+that keep or drop one operation, or all from one on, are taken, and some at random.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ class Node:
 
 
 def changed(content: Any, change: Any, how: int) -> Any:
-    """A folder's entries, or a file's bytes, after a change that has reached the disk as `how` says."""
+    """A folder's entries, or a file's bytes, after a change that has reached the disk as `how`
+    says.
+    """
     if how == DROPPED:
         return content
     if isinstance(content, dict):
@@ -95,7 +100,9 @@ class Disk:
             folder.change({name: None})
         elif call.name == "rename":
             other, new, there = self.find(call.other)
-            assert other is folder, "a rename into another folder is two changes, which this model does not have"
+            assert other is folder, (
+                "a rename into another folder is two changes, which this model does not have"
+            )
             folder.change({new: node, name: there if call.number & RENAME_EXCHANGE else None})
         elif call.name == "link":
             other, new, _ = self.find(call.other)
@@ -130,7 +137,9 @@ class Disk:
                 content[id(node)] = contents[key]
             yield dict(self._tree(self.top, "", content))
 
-    def _tree(self, node: Node, path: str, content: dict[int, Any]) -> Iterator[tuple[str, bytes | None]]:
+    def _tree(
+        self, node: Node, path: str, content: dict[int, Any]
+    ) -> Iterator[tuple[str, bytes | None]]:
         held = content.get(id(node), node.synced)
         if not isinstance(held, dict):
             yield path, held

@@ -1,4 +1,6 @@
-"""Attention: heads that share keys and values, the masks of context parallelism, and the kernel that is reported."""
+"""Attention: heads that share keys and values, the masks of context parallelism, and the kernel
+that is reported.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,14 @@ from titanlite.model.flavors import FLAVORS
 
 
 def by_definition(q, k, v, keys_before):
-    """Softmax of the scores; query i sees the keys up to keys_before + i. Each head has its own keys and values."""
+    """Softmax of the scores; query i sees the keys up to keys_before + i.
+
+    Each head has its own keys and values.
+    """
     groups = q.shape[1] // k.shape[1]
-    k, v = (torch.stack([x[:, head // groups] for head in range(q.shape[1])], dim=1) for x in (k, v))
+    k, v = (
+        torch.stack([x[:, head // groups] for head in range(q.shape[1])], dim=1) for x in (k, v)
+    )
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     seen = torch.arange(k.shape[2])[None] <= keys_before + torch.arange(q.shape[2])[:, None]
     return scores.masked_fill(~seen.to(q.device), -torch.inf).softmax(-1) @ v
@@ -32,7 +39,11 @@ def assert_follows_definition(device, dtype, compiled, queries, keys, tolerance)
     found = []
     for function, there, precision in ((call, device, dtype), (None, "cpu", torch.float64)):
         inputs = [x.to(there, precision, copy=True).requires_grad_() for x in (q, k, v)]
-        out = function(*inputs, mask, mask is None) if function else by_definition(*inputs, keys - queries)
+        out = (
+            function(*inputs, mask, mask is None)
+            if function
+            else by_definition(*inputs, keys - queries)
+        )
         out.square().sum().backward()
         found.append([x.double().cpu() for x in (out.detach(), *(x.grad for x in inputs))])
     for ours, right in zip(*found, strict=True):
@@ -55,7 +66,8 @@ def test_it_follows_the_definition_on_the_gpu(compiled, queries, keys, dtype, to
 
 
 @pytest.mark.parametrize(
-    ("dtype", "masked", "heads"), [(torch.float32, False, 6), (torch.bfloat16, False, 2), (torch.bfloat16, True, 6)]
+    ("dtype", "masked", "heads"),
+    [(torch.float32, False, 6), (torch.bfloat16, False, 2), (torch.bfloat16, True, 6)],
 )
 def test_heads_are_repeated_where_no_fused_kernel_shares_them(dtype, masked, heads):
     """On a CUDA device that need not exist: in fp32, and with a mask."""
@@ -66,4 +78,6 @@ def test_heads_are_repeated_where_no_fused_kernel_shares_them(dtype, masked, hea
 
 
 def test_the_kernel_of_a_cpu():
-    assert attention_kernel(FLAVORS["llama3_1b"], 128, torch.float32, torch.device("cpu")) == "flash"
+    assert (
+        attention_kernel(FLAVORS["llama3_1b"], 128, torch.float32, torch.device("cpu")) == "flash"
+    )

@@ -1,4 +1,6 @@
-"""Block masks against those that torch makes pair by pair, and attention with them against masks that are tensors."""
+"""Block masks against those that torch makes pair by pair, and attention with them against masks
+that are tensors.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,29 @@ SEQ_LEN = 300
 
 def number_documents(seq_len: int, seed: int = 0, rows: int = 2) -> torch.Tensor:
     """(rows, S), some six documents in each."""
-    return (torch.rand(rows, seq_len, generator=torch.Generator().manual_seed(seed)) < 5 / seq_len).cumsum(dim=1)
+    return (
+        torch.rand(rows, seq_len, generator=torch.Generator().manual_seed(seed)) < 5 / seq_len
+    ).cumsum(dim=1)
 
 
 @pytest.mark.parametrize(
     ("seq_len", "start", "end"),
-    [(512, 0, None), (500, 0, None), (1024, 256, 512), (1024, 768, 1024), (600, 150, 300), (600, 450, 600)],
+    [
+        (512, 0, None),
+        (500, 0, None),
+        (1024, 256, 512),
+        (1024, 768, 1024),
+        (600, 150, 300),
+        (600, 450, 600),
+    ],
 )
 def test_blocks_are_those_that_torch_finds_by_computing_every_pair(seq_len, start, end):
     for seed in range(5):
         documents = number_documents(seq_len, seed)
-        mask, pairs = block_mask.block_mask(documents, start, end), document_mask(documents, start, end)
+        mask, pairs = (
+            block_mask.block_mask(documents, start, end),
+            document_mask(documents, start, end),
+        )
         size = (2, None, *pairs.shape[2:])
         right = create_block_mask(mask.mask_mod, *size, device="cpu")
         assert torch.equal(create_mask(mask.mask_mod, *size, device="cpu"), pairs)
@@ -53,7 +67,9 @@ def test_a_query_sees_the_keys_of_its_document_up_to_itself():
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The reference that FlexAttention has for its kernels, also in the backward, which torch refuses on a CPU."""
+    """The reference that FlexAttention has for its kernels, also in the backward, which torch
+    refuses on a CPU.
+    """
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(block_mask, "_compiled", lambda: flex_attention.flex_attention)
 
@@ -74,13 +90,19 @@ def gradients(model, seed: int) -> dict[str, torch.Tensor]:
         ("none", False),
         ("selective", True),
         *(pytest.param("full", compiled, marks=pytest.mark.slow) for compiled in (False, True)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("none", True), ("selective", False))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("none", True), ("selective", False))
+        ),
     ],
 )
 def test_gradients_with_blocks_are_those_with_a_tensor(kernel, mode, compiled):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, other, recompute = (*(small_model(SEQ_LEN, config=LLAMA) for _ in "ab"), RecomputeConfig(mode=mode))
+    model, other, recompute = (
+        *(small_model(SEQ_LEN, config=LLAMA) for _ in "ab"),
+        RecomputeConfig(mode=mode),
+    )
     other.document_mask = block_mask.block_mask
     if mode == "selective":
         apply_ac(other, recompute)
@@ -90,14 +112,18 @@ def test_gradients_with_blocks_are_those_with_a_tensor(kernel, mode, compiled):
         apply_ac(other, recompute)
     for seed in range(3):
         assert_same(gradients(other, seed), gradients(model, seed), rtol=1e-4, atol=1e-7)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "new documents need no new graph"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, (
+        "new documents need no new graph"
+    )
 
 
 @pytest.mark.parametrize(
     ("dim", "no_compiler", "message"),
     [(32, "", "heads of 8 numbers"), (64, "no Triton", "no Triton"), (64, "", "")],
 )
-def test_where_flex_attention_cannot_run_masks_are_tensors(dim, no_compiler, message, caplog, monkeypatch):
+def test_where_flex_attention_cannot_run_masks_are_tensors(
+    dim, no_compiler, message, caplog, monkeypatch
+):
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     caplog.set_level(logging.INFO)
     model = small_model(config=dataclasses.replace(SMALL, dim=dim))
@@ -110,7 +136,9 @@ def test_where_flex_attention_cannot_run_masks_are_tensors(dim, no_compiler, mes
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("seq_len", "start", "end"), [(512, 0, None), (1000, 0, None), (1024, 512, 768)])
+@pytest.mark.parametrize(
+    ("seq_len", "start", "end"), [(512, 0, None), (1000, 0, None), (1024, 512, 768)]
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
 def test_the_kernel_computes_what_a_tensor_does(compiled, seq_len, start, end, dtype, tolerance):
     """Output and gradients against fp64 on the CPU."""
@@ -118,7 +146,9 @@ def test_the_kernel_computes_what_a_tensor_does(compiled, seq_len, start, end, d
     generator = torch.Generator().manual_seed(0)
     end = end or seq_len
     shapes = [(2, 4, end - start, 64), (2, 2, end, 64), (2, 2, end, 64)]
-    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    q, k, v = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    )
     call = torch.compile(attention, fullgraph=True) if compiled else attention
     for function, mask, device, precision in (
         (call, block_mask.block_mask(documents.cuda(), start, end), "cuda", dtype),

@@ -16,7 +16,9 @@ from titanlite.model.flops import flops_per_token, peak_tflops
     ],
 )
 def test_flops_per_token(flavor, seq_len, flops):
-    assert flops_per_token(FLAVORS[flavor], seq_len) == pytest.approx(flops, rel=1e-3 if flavor == "llama3_1b" else 0)
+    assert flops_per_token(FLAVORS[flavor], seq_len) == pytest.approx(
+        flops, rel=1e-3 if flavor == "llama3_1b" else 0
+    )
 
 
 def test_mfu_of_a_published_row():

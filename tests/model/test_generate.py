@@ -37,7 +37,9 @@ def test_stop_token_ends_and_is_not_given():
 
 def test_the_seed_decides():
     model = small_model(seq_len=24)
-    one, same, other = (list(generate(model, [5], 20, **options(temperature=1.0, seed=s))) for s in (1, 1, 2))
+    one, same, other = (
+        list(generate(model, [5], 20, **options(temperature=1.0, seed=s))) for s in (1, 1, 2)
+    )
     assert one == same != other
 
 
@@ -58,7 +60,9 @@ def test_top_k_and_temperature():
     two = share(temperature=1.0, top_k=2)
     assert two[0] == two[2] == 0
     torch.testing.assert_close(two[[1, 3]], torch.tensor([3.0, 2.0]).softmax(0), atol=0.04, rtol=0)
-    torch.testing.assert_close(share(temperature=2.0, top_k=0), (logits / 2).softmax(0), atol=0.04, rtol=0)
+    torch.testing.assert_close(
+        share(temperature=2.0, top_k=0), (logits / 2).softmax(0), atol=0.04, rtol=0
+    )
 
 
 def test_a_tiny_temperature_takes_the_likeliest():

@@ -16,7 +16,9 @@ from titanlite.model.llama import Llama, apply_rope, rope_table
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_init_sets_every_parameter_and_buffer(tied):
-    config = replace(SMALL, dim=128, ffn_dim=256, num_layers=2, vocab_size=4112, tied_embeddings=tied)
+    config = replace(
+        SMALL, dim=128, ffn_dim=256, num_layers=2, vocab_size=4112, tied_embeddings=tied
+    )
     model = small_model(config=config)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert torch.isfinite(tensor).all(), name
@@ -27,7 +29,9 @@ def test_init_sets_every_parameter_and_buffer(tied):
     assert std["tok_embeddings.weight"] == pytest.approx(0.02 if tied else 1.0, rel=0.05)
     if not tied:
         assert std["output.weight"] == pytest.approx(128**-0.5, rel=0.05)
-    assert all(bool((p == 1).all()) for name, p in model.named_parameters() if name.endswith("norm.weight"))
+    assert all(
+        bool((p == 1).all()) for name, p in model.named_parameters() if name.endswith("norm.weight")
+    )
     tokens = torch.randint(4112, (4, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
@@ -36,7 +40,11 @@ def test_init_sets_every_parameter_and_buffer(tied):
 
 
 def test_init_depends_on_the_seed_and_the_name_only():
-    a, b, c = small_model().state_dict(), small_model(seed=0).state_dict(), small_model(seed=1).state_dict()
+    a, b, c = (
+        small_model().state_dict(),
+        small_model(seed=0).state_dict(),
+        small_model(seed=1).state_dict(),
+    )
     deeper = small_model(config=replace(SMALL, num_layers=5)).state_dict()
     for name in a:
         assert torch.equal(a[name], b[name])
@@ -47,7 +55,14 @@ def test_init_depends_on_the_seed_and_the_name_only():
 
 def test_parameter_names_are_metas():
     names = set(small_model().state_dict())
-    block = {"attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2"}
+    block = {
+        "attention.wq",
+        "attention.wk",
+        "attention.wv",
+        "attention.wo",
+        "feed_forward.w1",
+        "feed_forward.w2",
+    }
     block |= {"feed_forward.w3", "attention_norm", "ffn_norm"}
     expected = {f"layers.{i}.{name}.weight" for i in range(3) for name in block}
     assert names == expected | {"tok_embeddings.weight", "norm.weight", "output.weight"}
@@ -57,7 +72,10 @@ def test_rope_is_a_complex_rotation():
     x = torch.randn(2, 7, 3, 8, dtype=torch.float32)
     positions, half = torch.arange(7, dtype=torch.float64), torch.arange(4, dtype=torch.float64)
     angle = positions[:, None] * 500000.0 ** (-half / 4)
-    turned = torch.view_as_complex(x.double().view(2, 7, 3, 4, 2)) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    turned = (
+        torch.view_as_complex(x.double().view(2, 7, 3, 4, 2))
+        * torch.polar(torch.ones_like(angle), angle)[:, None]
+    )
     expected = torch.view_as_real(turned).flatten(-2)
     config = replace(SMALL, dim=32, num_heads=4)
     torch.testing.assert_close(
@@ -86,7 +104,9 @@ def test_rope_scaling_slows_long_wavelengths_only(factor):
 
 
 def reference_forward(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits of one sequence in float64, head by head and position by position, from the weights alone."""
+    """Logits of one sequence in float64, head by head and position by position, from the weights
+    alone.
+    """
     c, w = model.config, {name: p.detach().double() for name, p in model.named_parameters()}
 
     def norm(x, name):
@@ -94,8 +114,12 @@ def reference_forward(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
 
     def turn(x):  # (S, Dh)
         half = torch.arange(c.head_dim // 2, dtype=torch.float64)
-        angle = torch.arange(len(x), dtype=torch.float64)[:, None] * c.rope_theta ** (-2 * half / c.head_dim)
-        turned = torch.view_as_complex(x.view(len(x), -1, 2).contiguous()) * torch.polar(torch.ones_like(angle), angle)
+        angle = torch.arange(len(x), dtype=torch.float64)[:, None] * c.rope_theta ** (
+            -2 * half / c.head_dim
+        )
+        turned = torch.view_as_complex(x.view(len(x), -1, 2).contiguous()) * torch.polar(
+            torch.ones_like(angle), angle
+        )
         return torch.view_as_real(turned).flatten(1)
 
     x = w["tok_embeddings.weight"][tokens]
@@ -127,7 +151,9 @@ def test_logits_equal_a_reference(kv_heads, tied):
     tokens = torch.randint(101, (2, 11), generator=torch.Generator().manual_seed(1))
     logits = model(tokens)
     for row, sequence in zip(logits, tokens, strict=True):
-        torch.testing.assert_close(row.double(), reference_forward(model, sequence), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            row.double(), reference_forward(model, sequence), atol=1e-5, rtol=1e-4
+        )
 
 
 def test_no_position_sees_a_later_one():

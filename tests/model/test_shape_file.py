@@ -13,7 +13,9 @@ from titanlite.model.shape_file import MOST_POSITIONS, from_json, sequence_lengt
 IMPOSSIBLE = ["x", 0, -1, None, 10**400, float("inf"), float("nan"), [], {}, True, 1e308]
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(LlamaConfig) if f.name != "tied_embeddings"])
+@pytest.mark.parametrize(
+    "field", [f.name for f in dataclasses.fields(LlamaConfig) if f.name != "tied_embeddings"]
+)
 @pytest.mark.parametrize("value", IMPOSSIBLE, ids=lambda value: f"{value!r:.12}")
 def test_what_no_model_can_have_is_refused(field, value):
     if field == "rope_scaling" and not value:

@@ -1,9 +1,10 @@
-"""The layouts of `titanlite verify` on a pretended GPU, as runs that must not crash: each line says how one ended.
+"""The layouts of `titanlite verify` on a pretended GPU, as runs that must not crash: each line says
+how one ended.
 
     python tests/nullgpu/pretended_gpu.py --devices 2 python tests/nullgpu/ladder.py [--quick] [--layout ...]
 
-The workers train as for `titanlite verify`; the reference is computed on the CPU, so that the differences, which mean
-nothing, can be computed and are thrown away.
+The workers train as for `titanlite verify`; the reference is computed on the CPU, so that the
+differences, which mean nothing, can be computed and are thrown away.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--layout", action="append")
     options = parser.parse_args()
-    cpu, gpu = (Pool(["titanlite.tools.verify.compare"], device, quiet=True) for device in ("cpu", "cuda"))
+    cpu, gpu = (
+        Pool(["titanlite.tools.verify.compare"], device, quiet=True) for device in ("cpu", "cuda")
+    )
     tokenizer, crashed = Tokenizer(), 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "reference.pt")
@@ -52,7 +55,10 @@ def main() -> int:
             except WorkerError as problem:
                 error = str(problem)
                 crashed += 1
-            print(f"{'crashed' if error else 'ran':7}  {time.monotonic() - began:6.1f}  {case.name}", flush=True)
+            print(
+                f"{'crashed' if error else 'ran':7}  {time.monotonic() - began:6.1f}  {case.name}",
+                flush=True,
+            )
             print("".join(f"    {line}\n" for line in error.splitlines()), end="", flush=True)
     print(f"{crashed} crashed")
     return 1 if crashed else 0

@@ -2,10 +2,10 @@
 
     python tests/nullgpu/pretended_gpu.py [--devices 2] [--gib 79.1] [--log FILE] COMMAND...
 
-What it is: g++ over the C++ files beside this one, with the headers of CUDA's runtime from the wheels that a CUDA build
-of torch installs. What the library is and cannot show: see runtime.cpp.
-Why it is here: tests and benchmarks/pretended_memory.py start processes on it. The library must be loaded before
-torch's, so it is for child processes only.
+What it is: g++ over the C++ files beside this one, with the headers of CUDA's runtime from the
+wheels that a CUDA build of torch installs. What the library is and cannot show: see runtime.cpp.
+Why it is here: tests and benchmarks/pretended_memory.py start processes on it. The library must be
+loaded before torch's, so it is for child processes only.
 What it costs: three seconds of a compiler, once per folder.
 """
 
@@ -20,7 +20,8 @@ import tempfile
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-NAMES = ("libcuda.so.1", "libnvidia-ml.so.1")  # of CUDA's driver and of NVML, as torch and Triton load them
+# Of CUDA's driver and of NVML, as torch and Triton load them
+NAMES = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 
 def why_not() -> str:
@@ -61,7 +62,9 @@ def build(folder: Path) -> Path:
     return library
 
 
-def environment(library: Path, devices: int = 1, gib: float = 79.1, log: Path | None = None) -> dict[str, str]:
+def environment(
+    library: Path, devices: int = 1, gib: float = 79.1, log: Path | None = None
+) -> dict[str, str]:
     """The environment of a process that sees so many devices with so much memory each."""
     folder = str(library.parent)
     found = {
@@ -81,7 +84,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run a command on a GPU that computes nothing.")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--gib", type=float, default=79.1, help="memory of each")
-    parser.add_argument("--log", type=Path, help="file to which launches, waits, copies and collectives are added")
+    parser.add_argument(
+        "--log", type=Path, help="file to which launches, waits, copies and collectives are added"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     if not options.command:

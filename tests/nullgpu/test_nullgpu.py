@@ -1,7 +1,8 @@
-"""train.py on a GPU that computes nothing (see runtime.cpp): what must run there, as runs that do not crash.
+"""train.py on a GPU that computes nothing (see runtime.cpp): what must run there, as runs that do
+not crash.
 
-Skipped without a CUDA build of torch, as in CI, and where there is a real GPU. With one of torch's CUDA wheels:
-`python -m pytest -m slow tests/nullgpu`. All layouts: `tests/nullgpu/ladder.py`.
+Skipped without a CUDA build of torch, as in CI, and where there is a real GPU. With one of torch's
+CUDA wheels: `python -m pytest -m slow tests/nullgpu`. All layouts: `tests/nullgpu/ladder.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from pretended_gpu import build, environment, why_not
 ROOT = Path(__file__).parents[2]
 MISSING = why_not()
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING or "nothing is missing")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=MISSING or "nothing is missing"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,32 +29,53 @@ def library(tmp_path_factory) -> Path:
     return build(tmp_path_factory.mktemp("nullgpu"))
 
 
-def train(library: Path, arguments: list[str], processes: int = 1, log: Path | None = None) -> list[dict]:
+def train(
+    library: Path, arguments: list[str], processes: int = 1, log: Path | None = None
+) -> list[dict]:
     """The logged steps of a run."""
     command = [sys.executable, "-m", "titanlite", "train", *arguments, "--run.device=cuda"]
-    variables = environment(library, processes, log=log) | {"NGPU": str(processes), "PYTHONPATH": str(ROOT)}
+    variables = environment(library, processes, log=log) | {
+        "NGPU": str(processes),
+        "PYTHONPATH": str(ROOT),
+    }
     variables["LOG_RANK"] = "0"
     folder = next(word.partition("=")[2] for word in arguments if word.startswith("--run.folder="))
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, cwd=folder, check=False, timeout=600)
+    done = subprocess.run(
+        command, env=variables, capture_output=True, text=True, cwd=folder, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (metrics,) = Path(folder).glob("*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [row for row in rows if "loss" in row]
 
 
-WIDE = ["--model.dim=256", "--model.num_heads=8", "--model.num_kv_heads=2", "--compile.enabled=true"]
+WIDE = [
+    "--model.dim=256",
+    "--model.num_heads=8",
+    "--model.num_kv_heads=2",
+    "--compile.enabled=true",
+]
 RUNS = {
     "plain": (1, []),
     "compiled": (1, WIDE),
     "memory budget": (1, [*WIDE, "--recompute.mode=memory_budget"]),
-    "memory budget, fp32": (1, [*WIDE, "--recompute.mode=memory_budget", "--training.compute_dtype=float32"]),
+    "memory budget, fp32": (
+        1,
+        [*WIDE, "--recompute.mode=memory_budget", "--training.compute_dtype=float32"],
+    ),
     "offloaded": (1, ["--parallel.cpu_offload"]),
     "fsdp": (2, ["--parallel.dp_shard=2"]),
     "cp": (2, ["--parallel.cp=2"]),
     "ring": (2, ["--parallel.cp=2", "--parallel.cp_method=ring"]),
     "1F1B": (2, ["--parallel.pp=2"]),
-    "Interleaved1F1B": (2, ["--parallel.pp=2", "--parallel.pp_schedule=Interleaved1F1B", "--model.num_layers=4"]),
-    "ZBVZeroBubble": (2, ["--parallel.pp=2", "--parallel.pp_schedule=ZBVZeroBubble", "--model.num_layers=4"]),
+    "Interleaved1F1B": (
+        2,
+        ["--parallel.pp=2", "--parallel.pp_schedule=Interleaved1F1B", "--model.num_layers=4"],
+    ),
+    "ZBVZeroBubble": (
+        2,
+        ["--parallel.pp=2", "--parallel.pp_schedule=ZBVZeroBubble", "--model.num_layers=4"],
+    ),
     "async tp": (2, ["--parallel.tp=2", "--parallel.async_tp", "--compile.enabled=true"]),
 }
 
@@ -58,11 +83,18 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_it_runs(library, arguments, name):
     processes, options = RUNS[name]
-    assert [row["step"] for row in train(library, [*arguments, *options], processes)] == list(range(1, 7))
+    assert [row["step"] for row in train(library, [*arguments, *options], processes)] == list(
+        range(1, 7)
+    )
 
 
 def test_validation_checkpoints_and_resuming(library, arguments):
-    saving = [*arguments, "--checkpoint.freq=1", "--checkpoint.async_mode=async_pinned", "--validation.freq=1"]
+    saving = [
+        *arguments,
+        "--checkpoint.freq=1",
+        "--checkpoint.async_mode=async_pinned",
+        "--validation.freq=1",
+    ]
     train(library, saving)
     rows = train(library, [*saving, "--training.steps=8"])
     assert [row["step"] for row in rows] == list(range(1, 9))
@@ -73,7 +105,13 @@ def test_the_log_has_kernels_and_collectives(library, arguments, tmp_path):
     log = tmp_path / "log.txt"
     train(library, [*arguments, *WIDE, "--parallel.dp_shard=2"], processes=2, log=log)
     text = log.read_text()
-    for found in ("kernel triton_", "product cublas", "nccl all-gather", "nccl reduce-scatter", "to the device"):
+    for found in (
+        "kernel triton_",
+        "product cublas",
+        "nccl all-gather",
+        "nccl reduce-scatter",
+        "to the device",
+    ):
         assert found in text, found
 
 
@@ -83,11 +121,14 @@ def test_the_memory_is_that_of_the_allocator(library, arguments):
     assert 0 < last["memory_allocated_gib"] <= last["memory_reserved_gib"] < 1
     code = "import torch; torch.empty(3 << 30, device='cuda')"
     variables = environment(library, gib=2)
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False
+    )
     assert "OutOfMemoryError" in done.stderr
 
 
-# Of tests/e2e/test_gpu.py, those that compare no numbers: the others fail here, since all numbers are 0.
+# Of tests/e2e/test_gpu.py, those that compare no numbers: the others fail here, since all numbers
+# are 0.
 WITHOUT_NUMBERS = [
     "test_samples_during_training",
     "test_memory_is_allocated_in_segments_that_grow",
@@ -99,8 +140,17 @@ WITHOUT_NUMBERS = [
 
 @pytest.mark.parametrize("name", WITHOUT_NUMBERS)
 def test_the_gpus_tests_without_numbers(library, name):
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"tests/e2e/test_gpu.py::{name}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        f"tests/e2e/test_gpu.py::{name}",
+    ]
     variables = environment(library, devices=1) | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, cwd=ROOT, check=False, timeout=1500)
+    done = subprocess.run(
+        command, env=variables, capture_output=True, text=True, cwd=ROOT, check=False, timeout=1500
+    )
     assert done.returncode == 0, done.stdout[-5000:]
     assert "passed" in done.stdout

@@ -39,7 +39,13 @@ EXTREMES = [
     {"step": 99_999, "steps": 99_999, "eta": 1e8},
     {"step": 9_999_999, "steps": 9_999_999},
     {"loss": math.nan, "grad_norm": math.inf},
-    {"loss": 123456.789, "grad_norm": 1e12, "tps": 12_345_678.0, "tflops": 12345.6, "memory_gib": 1234.5},
+    {
+        "loss": 123456.789,
+        "grad_norm": 1e12,
+        "tps": 12_345_678.0,
+        "tflops": 12345.6,
+        "memory_gib": 1234.5,
+    },
     {"data_percent": 1e6, "data_wait_percent": 100.0, "tflops": 1e-7, "lr": 0.0, "eta": 0.0},
 ]
 
@@ -111,7 +117,10 @@ def header_lines(formatter: TableFormatter, *messages: str) -> list[str]:
     kinds = []
     for message in messages:
         text = formatter.format(record("", row=ROW) if message == "row" else record(message))
-        kinds += ["header" if "loss" in line else "row" if "3.1416" in line else line for line in text.splitlines()]
+        kinds += [
+            "header" if "loss" in line else "row" if "3.1416" in line else line
+            for line in text.splitlines()
+        ]
     return kinds
 
 
@@ -119,8 +128,19 @@ def test_a_header_now_and_then_and_after_other_messages(terminal):
     formatter = TableFormatter("")
     kinds = header_lines(formatter, *["row"] * 41)
     assert [i for i, kind in enumerate(kinds) if kind == "header"] == [0, 21, 42]
-    assert header_lines(formatter, "saved", "row", "saved", "row") == ["saved", "row", "saved", "row"]
-    assert header_lines(formatter, "row", "row", "saved", "row") == ["row", "row", "saved", "header", "row"]
+    assert header_lines(formatter, "saved", "row", "saved", "row") == [
+        "saved",
+        "row",
+        "saved",
+        "row",
+    ]
+    assert header_lines(formatter, "row", "row", "saved", "row") == [
+        "row",
+        "row",
+        "saved",
+        "header",
+        "row",
+    ]
     assert header_lines(formatter, "row") == ["row"]
 
 
@@ -156,7 +176,10 @@ def test_colours_mark_what_needs_attention(monkeypatch):
     header, *cells = coloured(record("", row=ROW))
     assert header.startswith("step/800")
     assert cells == []
-    assert coloured(record("", row=ROW | {"loss": math.nan, "data_wait_percent": 34.0})) == ["nan", "34%"]
+    assert coloured(record("", row=ROW | {"loss": math.nan, "data_wait_percent": 34.0})) == [
+        "nan",
+        "34%",
+    ]
     assert coloured(record("careful", logging.WARNING)) == ["careful"]
     assert coloured(record("stage 0")) == []
 
@@ -173,7 +196,9 @@ def test_without_colours(monkeypatch, name, value):
 def on_a_terminal(command: list[str], **more: str) -> str:
     """The output of a process whose standard output is a terminal."""
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(**more), stdout=theirs, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(**more), stdout=theirs, stdin=subprocess.DEVNULL
+    )
     os.close(theirs)
     parts, deadline = [], time.monotonic() + 120
     try:
@@ -188,10 +213,14 @@ def on_a_terminal(command: list[str], **more: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "program", [["train.py"], pytest.param(["-m", "titanlite", "train"], marks=pytest.mark.slow)], ids=["", "launcher"]
+    "program",
+    [["train.py"], pytest.param(["-m", "titanlite", "train"], marks=pytest.mark.slow)],
+    ids=["", "launcher"],
 )
 def test_a_run_on_a_terminal_and_its_files(arguments, tmp_path, program):
-    """A table on the terminal, which the launcher hands on to the processes; plain lines in the file."""
+    """A table on the terminal, which the launcher hands on to the processes; plain lines in the
+    file.
+    """
     more = ["--validation.freq=0", "--training.steps=3"]
     settings = {"COLUMNS": "80", "TERM": "xterm", "NGPU": "1", "NO_COLOR": ""}
     shown = on_a_terminal([sys.executable, *program, *arguments, *more], **settings)
@@ -205,7 +234,9 @@ def test_a_run_on_a_terminal_and_its_files(arguments, tmp_path, program):
     assert "\x1b" not in text
 
 
-def test_debug_messages_are_in_the_file_and_on_request_on_the_console(monkeypatch, capsys, tmp_path):
+def test_debug_messages_are_in_the_file_and_on_request_on_the_console(
+    monkeypatch, capsys, tmp_path
+):
     logger = logging.getLogger("titanlite")
     monkeypatch.setenv("LOG_RANK", "0")
     try:

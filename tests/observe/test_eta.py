@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from titanlite.config.batch_sizes import samples_after
-from titanlite.config.schema import CheckpointConfig, MetricsConfig, TrainingConfig, ValidationConfig
+from titanlite.config.schema import (
+    CheckpointConfig,
+    MetricsConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
 from titanlite.model.flavors import FLAVORS
 from titanlite.observe import metrics as metrics_module
 from titanlite.observe.eta import Eta
@@ -30,9 +35,16 @@ class Times(NamedTuple):
 
 
 def simulated(
-    folder: Path, training: TrainingConfig, validation: ValidationConfig, checkpoint: CheckpointConfig, times: Times
+    folder: Path,
+    training: TrainingConfig,
+    validation: ValidationConfig,
+    checkpoint: CheckpointConfig,
+    times: Times,
 ) -> tuple[list[tuple[int, float, float]], float]:
-    """For each logged step: step, time and expected end; and the time of the end. Calls Metrics as train.py does."""
+    """For each logged step: step, time and expected end; and the time of the end.
+
+    Calls Metrics as train.py does.
+    """
     now, shown, progress = [1000.0], list[dict[str, Any]](), Progress()
     data: Any = SimpleNamespace(samples=0, seconds=0.0, epochs={"text": 0.1})
     data.samples_after = lambda steps: samples_after(training, data.samples, steps)
@@ -47,8 +59,12 @@ def simulated(
         now[0] += times.validation
 
     with (
-        mock.patch.object(metrics_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0])),
-        mock.patch.object(metrics_module.logger, "info", lambda text, extra: shown.append(extra["row"])),
+        mock.patch.object(
+            metrics_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0])
+        ),
+        mock.patch.object(
+            metrics_module.logger, "info", lambda text, extra: shown.append(extra["row"])
+        ),
     ):
         run = Metrics(MetricsConfig(), folder, torch.device("cpu"), progress, workload)
         now[0] += 0.3  # the rest of the set-up
@@ -61,7 +77,11 @@ def simulated(
             progress.step += 1
             step, before = progress.step, data.samples
             data.samples = data.samples_after(1)
-            now[0] += times.set_up + (data.samples - before) * times.sample + times.compiling * (step == 1)
+            now[0] += (
+                times.set_up
+                + (data.samples - before) * times.sample
+                + times.compiling * (step == 1)
+            )
             run.count_step((data.samples - before) * training.seq_len)
             last = step == training.steps
             if run.due(last):
@@ -81,7 +101,9 @@ def simulated(
 
 
 TRAINING = TrainingConfig(steps=1000, seq_len=128, global_batch_size=32, local_batch_size=4)
-RAMP = TrainingConfig(steps=1000, seq_len=128, global_batch_size=16, local_batch_size=4, batch_ramp="48 from step 301")
+RAMP = TrainingConfig(
+    steps=1000, seq_len=128, global_batch_size=16, local_batch_size=4, batch_ramp="48 from step 301"
+)
 NEVER = ValidationConfig()
 
 
@@ -91,15 +113,20 @@ NEVER = ValidationConfig()
         (TRAINING, NEVER, CheckpointConfig(freq=0), Times()),
         (TRAINING, ValidationConfig(freq=100), CheckpointConfig(freq=0), Times()),
         (TRAINING, ValidationConfig(freq=100), CheckpointConfig(freq=500), Times()),
-        (TRAINING, ValidationConfig(freq=50), CheckpointConfig(freq=20), Times()),  # validations take a third
+        # Validations take a third
+        (TRAINING, ValidationConfig(freq=50), CheckpointConfig(freq=20), Times()),
         (TRAINING, NEVER, CheckpointConfig(freq=10), Times(save=2.0)),
         (TRAINING, NEVER, CheckpointConfig(freq=0, freq_minutes=1), Times(save=9.0, compiling=0)),
         (RAMP, ValidationConfig(freq=100), CheckpointConfig(freq=200), Times()),
     ],
     ids=["plain", "validation", "validation and saves", "often", "saves", "by the minute", "ramp"],
 )
-def test_within_a_tenth_after_the_first_minute(pool, tmp_path, training, validation, checkpoint, times):
-    """Of the real remaining time, and at the end within one save: of the first one nothing is known before it."""
+def test_within_a_tenth_after_the_first_minute(
+    pool, tmp_path, training, validation, checkpoint, times
+):
+    """Of the real remaining time, and at the end within one save: of the first one nothing is known
+    before it.
+    """
     ((found, end),) = pool.run(1, simulated, tmp_path, training, validation, checkpoint, times)
     begin = found[0][1] - times.compiling
     late = [entry for entry in found if entry[1] > begin + times.compiling + 60]
@@ -109,11 +136,17 @@ def test_within_a_tenth_after_the_first_minute(pool, tmp_path, training, validat
     for step, time, expected in late:
         assert expected - time == pytest.approx(end - time, rel=0.1, abs=times.save + 0.1), step
     assert found[-1][0] == training.steps  # the last line is before the last validation and save
-    assert end - found[-1][1] == pytest.approx(times.save + times.validation * bool(validation.freq))
+    assert end - found[-1][1] == pytest.approx(
+        times.save + times.validation * bool(validation.freq)
+    )
 
 
 def estimate(**sections: Any) -> Eta:
-    return Eta(100, ValidationConfig(**sections.get("validation", {})), CheckpointConfig(**sections["checkpoint"]))
+    return Eta(
+        100,
+        ValidationConfig(**sections.get("validation", {})),
+        CheckpointConfig(**sections["checkpoint"]),
+    )
 
 
 def test_the_first_window_counts_until_there_is_another():
@@ -145,7 +178,8 @@ def test_pauses_still_to_come():
     assert eta.remaining(1, 0) == 8 * 3 + 2 * 2 + 5 + 5
     eta.add_window(1.0, 100, [(50, 7.0)])
     assert eta.remaining(90, 0) == 3 + 7
-    eta.add_window(1.0, 100, [(60, 5.0), (63, 1000.0)])  # the last one was not by steps: a rollback, or on request
+    # The last one was not by steps: a rollback, or on request
+    eta.add_window(1.0, 100, [(60, 5.0), (63, 1000.0)])
     assert eta.remaining(90, 0) == 4 + 7
 
 
@@ -154,6 +188,7 @@ def test_pauses_that_have_not_occurred_alone():
     eta.add_window(1.0, 100, [(0, 3.0)])
     eta.add_window(1.0, 100, [(10, 5.0)])
     assert eta.remaining(100, 0) == 5
-    eta = estimate(validation={"freq": 20}, checkpoint={"freq": 10})  # of a run that was resumed after step 10
+    # Of a run that was resumed after step 10
+    eta = estimate(validation={"freq": 20}, checkpoint={"freq": 10})
     eta.add_window(1.0, 100, [(20, 5.0)])
     assert eta.remaining(95, 0) == 5

@@ -10,11 +10,17 @@ from torch.autograd import DeviceType
 from titanlite.observe.hottest import ROWS, covered, length, summary, without
 
 
-def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CUDA, children: tuple = ()):
+def event(
+    name: str, start: float, end: float, device: DeviceType = DeviceType.CUDA, children: tuple = ()
+):
     times = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
     label = name.startswith("FSDP::")
     return SimpleNamespace(
-        name=name, device_type=device, time_range=times, cpu_children=list(children), is_user_annotation=label
+        name=name,
+        device_type=device,
+        time_range=times,
+        cpu_children=list(children),
+        is_user_annotation=label,
     )
 
 
@@ -39,7 +45,9 @@ def test_on_a_cpu_operators_count_without_those_that_they_call():
     outer = event("aten::linear", 0, 4000, DeviceType.CPU, (inner,))
     label = event("FSDP::forward", 0, 9000, DeviceType.CPU)
     launch = event("c10d::allreduce_", 1900, 9000, DeviceType.CPU)
-    text = summary([outer, inner, label, launch, event("gloo:all_reduce", 2000, 6000, DeviceType.CPU)], steps=1)
+    text = summary(
+        [outer, inner, label, launch, event("gloo:all_reduce", 2000, 6000, DeviceType.CPU)], steps=1
+    )
     rows = [line.split() for line in text.splitlines()]
     assert [(row[0], row[-1]) for row in rows[1:4]] == [
         ("4.000", "gloo:all_reduce"), ("2.000", "aten::linear"), ("2.000", "aten::mm"),
@@ -50,7 +58,9 @@ def test_on_a_cpu_operators_count_without_those_that_they_call():
 
 
 def test_rare_kernels_are_one_line():
-    lines = summary([event(f"kernel {i}", 10 * i, 10 * i + 1 + i / 100) for i in range(ROWS + 5)], 1).splitlines()
+    lines = summary(
+        [event(f"kernel {i}", 10 * i, 10 * i + 1 + i / 100) for i in range(ROWS + 5)], 1
+    ).splitlines()
     assert lines[ROWS + 1].endswith(" 5 more")
 
 
@@ -61,7 +71,10 @@ def test_without_anything_to_show():
 def test_differences_of_intervals_are_those_of_their_points():
     draw = random.Random(0)
     for _ in range(200):
-        sets = [[(a, a + draw.randrange(6)) for a in draw.choices(range(30), k=draw.randrange(8))] for _ in range(2)]
+        sets = [
+            [(a, a + draw.randrange(6)) for a in draw.choices(range(30), k=draw.randrange(8))]
+            for _ in range(2)
+        ]
         points = [{p for start, end in intervals for p in range(start, end)} for intervals in sets]
         unions = [covered(intervals) for intervals in sets]
         assert [length(union) for union in unions] == [len(found) for found in points]

@@ -100,7 +100,12 @@ def test_a_full_disk_ends_no_run_and_no_line_is_missing(pool, arguments, tmp_pat
     assert pool.run(1, train_on_a_full_disk, [*arguments, "--validation.freq=0"]) == [0]
     assert list(curve(tmp_path / "debug")) == [1, 2, 3, 4, 5, 6]
     log = (tmp_path / "debug/log.txt").read_text()
-    for text in ("step 3/6", "step 4/6", "metrics.jsonl: File too large", "metrics.jsonl is written again"):
+    for text in (
+        "step 3/6",
+        "step 4/6",
+        "metrics.jsonl: File too large",
+        "metrics.jsonl is written again",
+    ):
         assert log.count(text) == 1, log
 
 
@@ -115,6 +120,8 @@ def test_a_damaged_metrics_file_does_not_hinder_a_resume(pool, arguments, tmp_pa
     assert pool.run(1, train_run, [*arguments, "--training.steps=3"]) == [0]
     path = Path(tmp_path / "debug/metrics.jsonl")
     lines = path.read_bytes().split(b"\n")
-    path.write_bytes(b"\n".join([*lines[:-1], b'{"step": 2, "loss": "\xff"}', b"5", b"[" * 100_000, b""]))
+    path.write_bytes(
+        b"\n".join([*lines[:-1], b'{"step": 2, "loss": "\xff"}', b"5", b"[" * 100_000, b""])
+    )
     assert pool.run(1, train_run, arguments) == [0]
     assert list(curve(tmp_path / "debug")) == [1, 2, 3, 4, 5, 6]

@@ -24,10 +24,16 @@ def test_the_host_memory_is_that_of_this_process():
 def test_the_columns_of_a_gpu(monkeypatch, package):
     def utilization(device):
         if not package:
-            raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed or it can't be imported.")
+            raise ModuleNotFoundError(
+                "nvidia-ml-py does not seem to be installed or it can't be imported."
+            )
         return 93
 
-    stats = {"allocated_bytes.all.peak": 3 * 2**30, "reserved_bytes.all.peak": 2**32, "num_alloc_retries": 2}
+    stats = {
+        "allocated_bytes.all.peak": 3 * 2**30,
+        "reserved_bytes.all.peak": 2**32,
+        "num_alloc_retries": 2,
+    }
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     found = memory_columns(torch.device("cuda", 0))

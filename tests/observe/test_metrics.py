@@ -52,12 +52,18 @@ def test_contract_of_metrics_jsonl(pool, arguments, tmp_path):
     held_out = [row for row in found if "loss" not in row]
     assert [row["step"] for row in held_out] == [0, 3, 6]
     keys = ("loss", "bits_per_byte", "perplexity")
-    assert {tuple(row) for row in held_out} == {("step", *(f"validation/numbers/{key}" for key in keys), "time")}
-    assert held_out[0]["validation/numbers/perplexity"] == math.exp(held_out[0]["validation/numbers/loss"])
+    assert {tuple(row) for row in held_out} == {
+        ("step", *(f"validation/numbers/{key}" for key in keys), "time")
+    }
+    assert held_out[0]["validation/numbers/perplexity"] == math.exp(
+        held_out[0]["validation/numbers/loss"]
+    )
 
 
 def test_what_json_has_no_number_for_is_null(monkeypatch):
-    """Everything else keeps its digits, for example the finite norm of a step whose loss is a spike."""
+    """Everything else keeps its digits, for example the finite norm of a step whose loss is a
+    spike.
+    """
     lines: list[str] = []
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     row = {"step": 3, "loss": math.nan, "grad_norm": 0.1 + 0.2, "loss_z": -math.inf, "mfu": None}
@@ -70,13 +76,18 @@ def test_what_json_has_no_number_for_is_null(monkeypatch):
 
 def test_lines_of_steps_that_were_not_saved_are_removed(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": i, "loss": 1.5}) + "\n" for i in range(5)) + '{"step": 2, "lo')
+    path.write_text(
+        "".join(json.dumps({"step": i, "loss": 1.5}) + "\n" for i in range(5)) + '{"step": 2, "lo'
+    )
     truncate_after(path, 2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
     truncate_after(path, -1)
     assert path.read_text() == ""
     path.write_bytes(
-        b'{"step": 1}\n{"step": "x"}\n{"step": 2}\n{"step": 9}\n' + b"9" * (1 << 21) + b"\n" + b'{"step": 3}\n'
+        b'{"step": 1}\n{"step": "x"}\n{"step": 2}\n{"step": 9}\n'
+        + b"9" * (1 << 21)
+        + b"\n"
+        + b'{"step": 3}\n'
     )
     truncate_after(path, 5)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
@@ -90,7 +101,9 @@ def test_progress_round_trips():
 
 
 def reads_of_a_run(arguments: list[str]) -> dict[int, int]:
-    """step -> how often it read from a tensor: `.item()`, `.tolist()`, `bool()`; `.cpu()`, `.numpy()`, `.to("cpu")`."""
+    """step -> how often it read from a tensor: `.item()`, `.tolist()`, `bool()`; `.cpu()`,
+    `.numpy()`, `.to("cpu")`.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from titanlite.data.stream import TrainStream
@@ -108,7 +121,9 @@ def reads_of_a_run(arguments: list[str]) -> dict[int, int]:
             return func(*args, **(kwargs or {}))
 
     def counted(name: str, counts_if) -> Any:
-        """Patches a method that copies from a device where there is one: here it would give the tensor itself."""
+        """Patches a method that copies from a device where there is one: here it would give the
+        tensor itself.
+        """
         method = getattr(torch.Tensor, name)
 
         def patched(tensor, *args, **kwargs):
@@ -128,7 +143,9 @@ def reads_of_a_run(arguments: list[str]) -> dict[int, int]:
         stack.enter_context(mock.patch.object(TrainStream, "next_step", next_step))
         for name in ("cpu", "numpy"):
             stack.enter_context(counted(name, lambda *args: True))
-        stack.enter_context(counted("to", lambda *args: "cpu" in [arg for arg in args if isinstance(arg, str)]))
+        stack.enter_context(
+            counted("to", lambda *args: "cpu" in [arg for arg in args if isinstance(arg, str)])
+        )
         stack.enter_context(Reads())
         train_run(arguments)
     return counts
@@ -140,8 +157,16 @@ MEASURES += ["--metrics.layer_norms_freq=4", "--metrics.activations_freq=4"]
 
 @pytest.mark.parametrize("more", [[], MEASURES], ids=["", "measured"])
 def test_a_step_that_is_not_logged_reads_nothing(pool, arguments, more):
-    """Loss and norm are read in logged steps alone. The requests of several ranks are read from CPU tensors."""
-    quiet = ["--metrics.log_freq=4", "--validation.freq=0", "--checkpoint.freq=0", "--training.steps=9"]
+    """Loss and norm are read in logged steps alone.
+
+    The requests of several ranks are read from CPU tensors.
+    """
+    quiet = [
+        "--metrics.log_freq=4",
+        "--validation.freq=0",
+        "--checkpoint.freq=0",
+        "--training.steps=9",
+    ]
     counts = pool.run(1, reads_of_a_run, [*arguments, *quiet, *more])[0]
     unlogged = {step: count for step, count in counts.items() if step not in (1, 4, 8, 9)}
     assert set(unlogged.values()) == {0}, counts

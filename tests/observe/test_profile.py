@@ -65,13 +65,17 @@ def test_a_file_requests_a_profile_which_changes_no_loss(pool, arguments, tmp_pa
     asked = [*arguments, *STEPS, f"--profiling.ranks={ranks}"]
     assert pool.run(2, run_and_ask, asked, tmp_path / "debug", 2) == [0, 0]
     recorded = [0, 1] if ranks == "all" else [1]
-    assert {name.partition(".")[0] for name in files(tmp_path / "debug")} == {f"step-4-rank-{n}" for n in recorded}
+    assert {name.partition(".")[0] for name in files(tmp_path / "debug")} == {
+        f"step-4-rank-{n}" for n in recorded
+    }
     assert not (tmp_path / "debug/PROFILE").exists()
     assert curve(tmp_path / "debug") == curve(tmp_path / "whole")
 
 
 def test_a_recording_that_the_end_of_the_run_cuts_short_is_written(pool, arguments, tmp_path):
-    assert pool.run(1, run_and_ask, [*arguments, "--profiling.active_steps=50"], tmp_path / "debug", 2) == [0]
+    assert pool.run(
+        1, run_and_ask, [*arguments, "--profiling.active_steps=50"], tmp_path / "debug", 2
+    ) == [0]
     assert "step-6-rank-0.txt" in files(tmp_path / "debug")
 
 
@@ -91,9 +95,16 @@ def run_and_ask_again(arguments: list[str], folder: Path) -> int:
         TrainStream.next_step = original
 
 
-def test_a_recording_counts_its_own_steps_and_a_second_request_gets_an_answer(pool, arguments, tmp_path):
+def test_a_recording_counts_its_own_steps_and_a_second_request_gets_an_answer(
+    pool, arguments, tmp_path
+):
     """Of four steps that it would record after the warmup, the run has three."""
-    asked = [*arguments, "--profiling.warmup_steps=1", "--profiling.active_steps=4", "--profiling.ranks=0"]
+    asked = [
+        *arguments,
+        "--profiling.warmup_steps=1",
+        "--profiling.active_steps=4",
+        "--profiling.ranks=0",
+    ]
     assert pool.run(2, run_and_ask_again, asked, tmp_path / "debug") == [0, 0]
     text = (tmp_path / "debug/log.txt").read_text()
     assert text.count("recording steps 4 to 7 on ranks 0") == 1
@@ -112,6 +123,12 @@ def test_ranks():
 
 
 def test_a_wrong_rank_is_reported_before_the_first_step(pool, arguments, tmp_path):
-    with pytest.raises(AssertionError, match=r"profiling.ranks = '2': expected all, or ranks from 0 to 1"):
+    with pytest.raises(
+        AssertionError, match=r"profiling.ranks = '2': expected all, or ranks from 0 to 1"
+    ):
         pool.run(2, train_run, [*arguments, "--profiling.ranks=2"])
-    assert not [row for row in (tmp_path / "debug/metrics.jsonl").read_text().splitlines() if '"loss"' in row]
+    assert not [
+        row
+        for row in (tmp_path / "debug/metrics.jsonl").read_text().splitlines()
+        if '"loss"' in row
+    ]

@@ -41,7 +41,9 @@ def test_one_process_has_no_slowest_rank(pool):
 
 @pytest.fixture
 def warnings(monkeypatch, caplog):
-    """Rank 0's warnings after so many logged steps: of each the slowest rank, its seconds and the median's."""
+    """Rank 0's warnings after so many logged steps: of each the slowest rank, its seconds and the
+    median's.
+    """
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     clock = [0.0]

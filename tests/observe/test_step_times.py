@@ -35,7 +35,11 @@ def test_a_window_counts_steps_and_what_is_beside_them():
     assert list(found) == TIMES
     assert window.steps[:2] == [4.5, 2.5], "what is before the first step belongs to it"
     assert found["step_seconds"] == pytest.approx((1 + 2 + sum(range(1, 20)) + 19 * 0.5) / 19)
-    assert (found["step_seconds_p50"], found["step_seconds_p95"], found["step_seconds_max"]) == (10.5, 19.5, 19.5)
+    assert (found["step_seconds_p50"], found["step_seconds_p95"], found["step_seconds_max"]) == (
+        10.5,
+        19.5,
+        19.5,
+    )
     assert found["time/forward"] == 10
     assert found["time/validation"] == 50
     assert sum(found[f"time/{part}"] for part in PARTS) == pytest.approx(found["step_seconds"])
@@ -64,11 +68,20 @@ SLOW = ("tp2", "cp2", "tp2, compiled")
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=pytest.mark.slow if layout in SLOW else []) for layout in LAYOUTS]
+    "layout",
+    [pytest.param(layout, marks=pytest.mark.slow if layout in SLOW else []) for layout in LAYOUTS],
 )
 def test_phases_add_up_to_the_time_of_the_run(pool, arguments, tmp_path, layout):
-    """Compared with the columns `seconds` and `tps_global`, which another clock measures. It stands still in pauses."""
-    more = ["--training.steps=13", "--metrics.log_freq=4", "--checkpoint.freq=5", "--validation.freq=6"]
+    """Compared with the columns `seconds` and `tps_global`, which another clock measures.
+
+    It stands still in pauses.
+    """
+    more = [
+        "--training.steps=13",
+        "--metrics.log_freq=4",
+        "--checkpoint.freq=5",
+        "--validation.freq=6",
+    ]
     more += LAYOUTS[layout]
     size = 2 if LAYOUTS[layout] else 1
     assert pool.run(size, train_run, [*arguments, *more], timeout=120) == [0] * size
@@ -83,7 +96,10 @@ def test_phases_add_up_to_the_time_of_the_run(pool, arguments, tmp_path, layout)
         deviations.append(abs(parts * steps / (row["seconds"] - before["seconds"]) - 1))
         assert row["step_seconds_p50"] <= row["step_seconds_p95"] <= row["step_seconds_max"]
         assert row["step_seconds_max"] <= row["step_seconds"] * steps
-        assert all(row[f"time/{part}"] > 0 for part in ("data", "forward", "backward", "optimizer", "other"))
+        assert all(
+            row[f"time/{part}"] > 0
+            for part in ("data", "forward", "backward", "optimizer", "other")
+        )
         assert (row["time/communication"] > 0) == (size > 1)
         assert (row["time/validation"] > 0) == (row["step"] in (8, 13)), "after steps 6 and 12"
         assert (row["time/checkpoint"] > 0) == (row["step"] in (8, 12))
@@ -115,7 +131,11 @@ def delayed_run(arguments: list[str], delays: dict[int, dict[str, float]]) -> in
     from titanlite.optim.schedule import Schedule
     from titanlite.parallel.stages import Stages
 
-    places = {"data": (stream, "read_batch"), "forward": (Llama, "forward"), "backward": (torch.Tensor, "backward")}
+    places = {
+        "data": (stream, "read_batch"),
+        "forward": (Llama, "forward"),
+        "backward": (torch.Tensor, "backward"),
+    }
     places |= {"optimizer": (Schedule, "set_lr"), "validation": (Stages, "evaluate")}
     places |= {"checkpoint": (Checkpointer, "_state")}
     for phase, seconds in delays.get(dist.get_rank(), {}).items():
@@ -129,12 +149,21 @@ ONE_BATCH = ["--training.global_batch_size=2", "--training.local_batch_size=2"]
 @pytest.mark.slow
 def test_each_phase_gets_its_own_time(pool, arguments, tmp_path):
     """Delays of known length in every phase: each column has its own, and nothing of the others."""
-    more = [*ONE_BATCH, "--metrics.log_freq=4", "--training.steps=8", "--checkpoint.freq=5", "--validation.freq=6"]
+    more = [
+        *ONE_BATCH,
+        "--metrics.log_freq=4",
+        "--training.steps=8",
+        "--checkpoint.freq=5",
+        "--validation.freq=6",
+    ]
     more += ["--validation.samples=2"]
     plain = [*arguments, *more, "--run.name=plain"]
     assert pool.run(1, train_run, plain) == [0]
     assert pool.run(1, delayed_run, [*arguments, *more], {0: DELAYS | PAUSES}) == [0]
-    fast, slow = (next(row for row in rows(tmp_path / name) if row["step"] == 8) for name in ("plain", "debug"))
+    fast, slow = (
+        next(row for row in rows(tmp_path / name) if row["step"] == 8)
+        for name in ("plain", "debug")
+    )
     for phase, seconds in DELAYS.items():
         assert seconds <= slow[f"time/{phase}"] <= seconds + fast[f"time/{phase}"] + BUSY, phase
     assert slow["time/other"] < BUSY
@@ -159,8 +188,17 @@ def test_a_slow_rank_is_named(pool, arguments, tmp_path, layout, rank, phase):
     """The others wait for it; their waits are communication, not work."""
     delay = 0.2  # much more than what other processes of the machine delay
     batch = ["--training.global_batch_size=4", "--training.local_batch_size=2"]
-    more = [*batch, "--metrics.log_freq=2", "--training.steps=7", "--validation.freq=0", *LAYOUTS[layout]]
-    assert pool.run(2, delayed_run, [*arguments, *more], {rank: {phase: delay}}, timeout=120) == [0, 0]
+    more = [
+        *batch,
+        "--metrics.log_freq=2",
+        "--training.steps=7",
+        "--validation.freq=0",
+        *LAYOUTS[layout],
+    ]
+    assert pool.run(2, delayed_run, [*arguments, *more], {rank: {phase: delay}}, timeout=120) == [
+        0,
+        0,
+    ]
     logged = [row for row in rows(tmp_path / "debug") if "step_seconds" in row]
     assert [row["slowest_rank"] for row in logged] == [rank] * 4
     for row in logged:
@@ -183,7 +221,9 @@ def test_without_the_key_nothing_is_recorded(pool, arguments, tmp_path):
 
 
 class Device:
-    """A pretended GPU: it is at `now` when the host reads, and passes an event when `now` is its time or later."""
+    """A pretended GPU: it is at `now` when the host reads, and passes an event when `now` is its
+    time or later.
+    """
 
     def __init__(self) -> None:
         self.queued = self.now = 0.0
@@ -225,7 +265,10 @@ class Device:
 
 
 def test_on_a_gpu_times_are_those_of_the_device(monkeypatch):
-    """The host runs ahead. Times come from events, which are read when the device has passed them, and used again."""
+    """The host runs ahead.
+
+    Times come from events, which are read when the device has passed them, and used again.
+    """
     gpu = Device()
     gpu.install(monkeypatch)
     times = StepTimes(torch.device("cuda", 0))
@@ -234,7 +277,12 @@ def test_on_a_gpu_times_are_those_of_the_device(monkeypatch):
         mark_phase(START, times_only=True)
         found.append(times.columns())
         for _ in range(4):
-            for name, seconds in (("reading data", 0.25), ("forward and backward", 1), ("backward", 2), ("update", 4)):
+            for name, seconds in (
+                ("reading data", 0.25),
+                ("forward and backward", 1),
+                ("backward", 2),
+                ("update", 4),
+            ):
                 mark_phase(name)
                 gpu.computes(seconds)
                 if name == "backward":
@@ -243,12 +291,21 @@ def test_on_a_gpu_times_are_those_of_the_device(monkeypatch):
                     gpu.computes(0.5)
                     times.end_wait()
                     gpu.current = "all-gather"
-                    assert not times.begin_wait(), "FSDP waits in its own stream, beside the computation"
+                    assert not times.begin_wait(), (
+                        "FSDP waits in its own stream, beside the computation"
+                    )
                     gpu.current = "computation"
     assert found[0] == {}
     for row in found[1:]:
         assert row["step_seconds"] == row["step_seconds_max"] == 7.75
-        parts = {"data": 0.25, "forward": 1, "backward": 2, "communication": 0.5, "optimizer": 4, "other": 0}
+        parts = {
+            "data": 0.25,
+            "forward": 1,
+            "backward": 2,
+            "communication": 0.5,
+            "optimizer": 4,
+            "other": 0,
+        }
         assert {part: row[f"time/{part}"] for part in PARTS} == parts
         assert (row["memory_max_gib"], row["memory_max_rank"]) == (1.5, 0)
     assert gpu.made <= 4 * 6 + 3, "events are used again"

@@ -25,7 +25,9 @@ def test_bits_per_byte_follows_from_the_text(pool, arguments, tmp_path):
     from titanlite.data.tokenizer import Tokenizer
     from titanlite.tools.prepare.cache import prepare
 
-    assert pool.run(1, train_run, [*arguments, "--validation.samples=0", "--training.steps=1"]) == [0]
+    assert pool.run(1, train_run, [*arguments, "--validation.samples=0", "--training.steps=1"]) == [
+        0
+    ]
     row = next(row for row in rows(tmp_path / "debug") if row["step"] == 0)
     path = next(a for a in arguments if a.startswith("--data.path=")).partition("=")[2]
     tokenizer = Tokenizer()

@@ -1,4 +1,6 @@
-"""Waits: which of torch's ways to wait for other ranks are seen, and only those that delay the computation."""
+"""Waits: which of torch's ways to wait for other ranks are seen, and only those that delay the
+computation.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def all_reduce() -> None:
 def message() -> None:
     x, other = torch.full((2,), float(dist.get_rank())), torch.empty(2)
     peer = 1 - dist.get_rank()
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, other, peer)]):
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, other, peer)]
+    ):
         work.wait()
     assert other.tolist() == [float(peer)] * 2
 
@@ -63,7 +67,9 @@ def compiled_functional_collective() -> None:
         return functional.all_reduce(x * 2, "sum", dist.group.WORLD).sin()
 
     x = torch.ones(3)
-    assert torch.equal(torch.compile(function, backend="aot_eager", fullgraph=True)(x), torch.full((3,), 4.0).sin())
+    assert torch.equal(
+        torch.compile(function, backend="aot_eager", fullgraph=True)(x), torch.full((3,), 4.0).sin()
+    )
 
 
 def backward_through_dtensor() -> None:
@@ -82,7 +88,14 @@ def sharded_model() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-OPERATIONS = [all_reduce, message, dtensor, compiled_functional_collective, backward_through_dtensor, sharded_model]
+OPERATIONS = [
+    all_reduce,
+    message,
+    dtensor,
+    compiled_functional_collective,
+    backward_through_dtensor,
+    sharded_model,
+]
 
 
 class Ticks(threading.Thread):
@@ -100,7 +113,8 @@ class Ticks(threading.Thread):
 
 
 def waited_for_the_other(operation: Any) -> tuple[int, float, float, int]:
-    """Rank 1 comes later. Number and seconds of the waits, the seconds of it all, and another thread's ticks in them.
+    """Rank 1 comes later. Number and seconds of the waits, the seconds of it all, and another
+    thread's ticks in them.
 
     After a first call.
     """
@@ -122,7 +136,9 @@ def test_waiting_for_a_late_rank_is_seen(pool, operation):
     early, late = pool.run(2, waited_for_the_other, operation)
     assert early[0] >= 1
     assert late[0] >= 1
-    assert 0.8 * DELAY < early[1] < early[2], "the rank that is early waits for nearly all of the delay"
+    assert 0.8 * DELAY < early[1] < early[2], (
+        "the rank that is early waits for nearly all of the delay"
+    )
     assert late[1] < 0.5 * DELAY
     assert early[3] > 3, "waits release the GIL: gloo's and the watchdog's threads need it"
 
@@ -165,7 +181,9 @@ def test_of_streams_only_that_of_the_computation_is_timed(monkeypatch):
     computing.wait_event("weights have come")
     assert recorder.count == 1
     computing.wait_stream(gathering)
-    assert recorder.count == 1, "that is how the computation waits for a batch, which is no communication"
+    assert recorder.count == 1, (
+        "that is how the computation waits for a batch, which is no communication"
+    )
     assert computing.waited == ["weights have come", "all that the other stream has"]
     assert gathering.waited == ["weights are free", "all that the other stream has"]
 

@@ -20,9 +20,15 @@ def set_gradients(parts: list[Any]) -> None:
     """The same gradients in every layout, of very different sizes."""
     for name, p in (named for part in parts for named in part.named_parameters()):
         generator = torch.Generator().manual_seed(sum(name.encode()))
-        whole = torch.randn(p.shape, generator=generator) * torch.logspace(-6, 2, len(p)).view(-1, *[1] * (p.ndim - 1))
+        whole = torch.randn(p.shape, generator=generator) * torch.logspace(-6, 2, len(p)).view(
+            -1, *[1] * (p.ndim - 1)
+        )
         sharded = isinstance(p, DTensor)
-        p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None) if sharded else whole
+        p.grad = (
+            distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+            if sharded
+            else whole
+        )
 
 
 def test_units_are_clipped_to_a_part_of_their_weights():
@@ -32,7 +38,9 @@ def test_units_are_clipped_to_a_part_of_their_weights():
     set_gradients([model])
     before = {name: p.grad.clone() for name, p in model.named_parameters()}
     norm = clip_grad_norm([model], 1e-3, torch.device("cpu"), agc=FACTOR)
-    assert float(norm) == pytest.approx(float(torch.stack([g.norm() for g in before.values()]).norm()), rel=1e-6)
+    assert float(norm) == pytest.approx(
+        float(torch.stack([g.norm() for g in before.values()]).norm()), rel=1e-6
+    )
     scaled = 0
     for name, p in model.named_parameters():
         whole = p.detach(), before[name], p.grad

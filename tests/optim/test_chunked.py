@@ -41,22 +41,33 @@ def test_chunked_loss_equals_the_plain_one(num_chunks, dtype):
         else:  # as near to the truth as the plain loss, but for one more rounding, where the factor comes in
             assert (b - true).norm() <= (a - true).norm() + 2**-9 * true.norm()
     with torch.no_grad():
-        value = chunked_cross_entropy_sum(hidden.to(dtype), weight.to(dtype), labels, num_chunks, cross_entropy_sum)
+        value = chunked_cross_entropy_sum(
+            hidden.to(dtype), weight.to(dtype), labels, num_chunks, cross_entropy_sum
+        )
     torch.testing.assert_close(value / 70, wanted[0])
 
 
 def test_chunked_loss_takes_a_part_of_the_memory():
-    """Logits, log-softmax and gradient are some 100 times what is projected here, and the weight's gradient."""
+    """Logits, log-softmax and gradient are some 100 times what is projected here, and the weight's
+    gradient.
+    """
     labels = torch.randint(2048, (4, 256))
     used = {}
     for num_chunks in (1, 2, 4, 8, 16):
-        hidden, weight = torch.randn(4, 256, 16, requires_grad=True), torch.randn(2048, 16, requires_grad=True)
+        hidden, weight = (
+            torch.randn(4, 256, 16, requires_grad=True),
+            torch.randn(2048, 16, requires_grad=True),
+        )
         with Largest() as largest:
             if num_chunks == 1:
                 cross_entropy_sum(F.linear(hidden, weight), labels).backward()
             else:
-                chunked_cross_entropy_sum(hidden, weight, labels, num_chunks, cross_entropy_sum).backward()
+                chunked_cross_entropy_sum(
+                    hidden, weight, labels, num_chunks, cross_entropy_sum
+                ).backward()
         used[num_chunks] = largest.most
     assert used[1] >= 2 * 4 * 256 * 2048 * 4  # the measure sees the logits
     for num_chunks in (2, 4, 8, 16):
-        assert used[num_chunks] <= 1.25 * used[1] / num_chunks + 6 * hidden.nbytes + 6 * weight.nbytes, used
+        assert (
+            used[num_chunks] <= 1.25 * used[1] / num_chunks + 6 * hidden.nbytes + 6 * weight.nbytes
+        ), used

@@ -24,16 +24,22 @@ def test_clipping_equals_its_definition(max_norm):
     assert norm.dtype == torch.float32
     assert float(norm) == pytest.approx(expected, rel=1e-7)
     scale = min(1.0, max_norm / expected) if max_norm else 1.0
-    for before, parameter in zip(grads, (p for p in model.parameters() if p.grad is not None), strict=True):
+    for before, parameter in zip(
+        grads, (p for p in model.parameters() if p.grad is not None), strict=True
+    ):
         torch.testing.assert_close(parameter.grad, before * scale, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(5_000_000,), (4_882, 1_024), (128, 50_000), (50_001, 100), (0, 7)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5_000_000,), (4_882, 1_024), (128, 50_000), (50_001, 100), (0, 7)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_norm_of_many_numbers_is_exact(shape, dtype):
     """torch's own fp32 norm is off by 4e-4 here on CPU."""
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
-    parameter.grad = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 1e-3).to(dtype)
+    parameter.grad = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 1e-3).to(
+        dtype
+    )
     module = nn.Module()
     module.weight = parameter
     assert float(clip_grad_norm([module], 0.0, torch.device("cpu"))) == pytest.approx(

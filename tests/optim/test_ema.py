@@ -78,7 +78,8 @@ def test_steps_before_the_start_are_not_followed():
 
 
 def losses_of_weights_and_average(parallel: dict, param_dtype: str) -> tuple[float, float, float]:
-    """The loss of the average: computed in place of the weights, and by a model that has it as its weights.
+    """The loss of the average: computed in place of the weights, and by a model that has it as its
+    weights.
 
     And of the weights, which must be bit-equal afterwards, as must the average.
     """
@@ -90,7 +91,9 @@ def losses_of_weights_and_average(parallel: dict, param_dtype: str) -> tuple[flo
         stages.forward_backward(BATCH, torch.tensor(32))
         optimizer.step()
         optimizer.zero_grad()
-    weights, averages = ([full(t).detach().clone() for t in group] for group in (ema.parameters, ema.averages))
+    weights, averages = (
+        [full(t).detach().clone() for t in group] for group in (ema.parameters, ema.averages)
+    )
     own = float(stages.mesh.sum_losses(stages.evaluate(BATCH)))  # leaves some weights gathered
     with ema.in_place_of_weights():
         found = float(stages.mesh.sum_losses(stages.evaluate(BATCH)))
@@ -120,7 +123,9 @@ def losses_of_weights_and_average(parallel: dict, param_dtype: str) -> tuple[flo
     ],
 )
 def test_computing_with_the_average_leaves_the_weights(pool, world_size, parallel, param_dtype):
-    for own, found, expected in pool.run(world_size, losses_of_weights_and_average, parallel, param_dtype):
+    for own, found, expected in pool.run(
+        world_size, losses_of_weights_and_average, parallel, param_dtype
+    ):
         assert found == expected
         assert abs(found - own) > 1e-2
 
@@ -138,7 +143,9 @@ def saved(run: Path) -> dict[str, torch.Tensor]:
 
 def test_a_resumed_run_continues_the_average(pool, constant, tmp_path):
     """Bit by bit in the same layout, and to rounding in another one; its loss is validated."""
-    whole, resumed = ([*constant, f"--run.folder={tmp_path / name}"] for name in ("whole", "resumed"))
+    whole, resumed = (
+        [*constant, f"--run.folder={tmp_path / name}"] for name in ("whole", "resumed")
+    )
     assert pool.run(2, train_run, [*whole, "--parallel.dp_shard=2"]) == [0, 0]
     assert pool.run(2, train_until, 4, [*resumed, "--parallel.dp_shard=2"]) == [75, 75]
     shutil.copytree(tmp_path / "resumed", tmp_path / "copied")
@@ -152,7 +159,10 @@ def test_a_resumed_run_continues_the_average(pool, constant, tmp_path):
     for name in expected:
         torch.testing.assert_close(other[name], expected[name], rtol=1e-4, atol=1e-5)
     key = "validation/numbers/ema_loss"
-    curves = [{r["step"]: r[key] for r in rows(tmp_path / name / "debug") if key in r} for name in ("whole", "copied")]
+    curves = [
+        {r["step"]: r[key] for r in rows(tmp_path / name / "debug") if key in r}
+        for name in ("whole", "copied")
+    ]
     assert list(curves[0]) == [0, 3, 6]
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
 
@@ -162,14 +172,18 @@ def test_an_average_can_begin_later_and_be_exported(pool, options, tmp_path):
     assert pool.run(1, train_run, [*arguments, "--training.steps=3"]) == [0]
     with refused("--weights ema", "has no averaged weights", "ema.decay"):
         convert(tmp_path / "debug", tmp_path / "x", "titanlite", weights="ema")
-    assert pool.run(1, train_run, [*arguments, "--training.steps=4", "--ema.decay=0.9", "--ema.validate=false"]) == [0]
+    assert pool.run(
+        1, train_run, [*arguments, "--training.steps=4", "--ema.decay=0.9", "--ema.validate=false"]
+    ) == [0]
     assert list_steps(tmp_path / "debug/checkpoints") == [3, 4]
     before, after = (load_full_state(tmp_path / "debug", step) for step in (3, 4))
     exported = convert(tmp_path / "debug", tmp_path / "averaged", "titanlite", weights="ema")
     assert exported.keys() == after.keys()
     for name in after:
         average = exported[name]
-        torch.testing.assert_close(average, 2 / 11 * before[name] + 9 / 11 * after[name], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            average, 2 / 11 * before[name] + 9 / 11 * after[name], rtol=1e-5, atol=1e-7
+        )
         assert torch.equal(average, after.others[f"ema.{name}"].read())
     assert not any("ema_loss" in key for row in rows(tmp_path / "debug") for key in row)
     for arguments, words in (

@@ -13,7 +13,12 @@ def test_loss_is_a_sum_over_targets_in_fp32():
     logits = torch.randn(2, 5, 11)
     labels = torch.randint(11, (2, 5))
     labels[0, 3:] = -100
-    expected = -sum(logits[b, s].log_softmax(-1)[labels[b, s]] for b in range(2) for s in range(5) if labels[b, s] >= 0)
+    expected = -sum(
+        logits[b, s].log_softmax(-1)[labels[b, s]]
+        for b in range(2)
+        for s in range(5)
+        if labels[b, s] >= 0
+    )
     torch.testing.assert_close(cross_entropy_sum(logits, labels), expected)
     assert cross_entropy_sum(logits.bfloat16(), labels).dtype == torch.float32
     assert cross_entropy_sum(logits, torch.full((2, 5), -100)) == 0

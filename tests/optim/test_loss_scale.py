@@ -1,4 +1,6 @@
-"""Loss scaling: what it decides, that gradients do not depend on it, and runs with overflows in several layouts."""
+"""Loss scaling: what it decides, that gradients do not depend on it, and runs with overflows in
+several layouts.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ def test_an_overflow_withholds_the_update_and_halves_the_scale():
     for value in (1.0, float("inf"), 1.0, 1.0, float("nan"), 2.0, 2.0, 2.0):
         scale = float(loss_scale.scale)
         model.weight.grad = torch.full((3, 3), value) * scale
-        before = [model.weight.clone(), *(tensor.clone() for tensor in optimizer.state[model.weight].values())]
+        before = [
+            model.weight.clone(),
+            *(tensor.clone() for tensor in optimizer.state[model.weight].values()),
+        ]
         norm = clip()
         optimizer.step()
         after = [model.weight, *optimizer.state[model.weight].values()]
@@ -63,7 +68,9 @@ def test_an_overflow_withholds_the_update_and_halves_the_scale():
 
 def test_an_optimizer_that_cannot_withhold_an_update_is_refused():
     with refused("training.compute_dtype = float16", "RAdam cannot withhold an update"):
-        LossScale(TrainingConfig(), Holder(), torch.optim.RAdam([torch.nn.Parameter(torch.ones(3))]), CPU)
+        LossScale(
+            TrainingConfig(), Holder(), torch.optim.RAdam([torch.nn.Parameter(torch.ones(3))]), CPU
+        )
 
 
 def test_an_overflow_at_the_lowest_scale_is_not_tolerated():
@@ -85,7 +92,8 @@ def batch_of(step: int) -> Batch:
     return Batch(tokens[:, :-1], tokens[:, 1:])
 
 
-MANY = torch.tensor(64 * 2**20)  # targets of a large batch, of which 64 are computed: small gradients
+# Targets of a large batch, of which 64 are computed: small gradients
+MANY = torch.tensor(64 * 2**20)
 
 
 def gradients_of(scale: float, chunks: int) -> dict[str, torch.Tensor]:
@@ -107,7 +115,10 @@ def compare_scales() -> None:
     for chunks in (1, 3):
         one, large = gradients_of(1.0, chunks), gradients_of(2.0**24, chunks)
         for name, parameter in exact.model_parts[0].named_parameters():
-            wrong = [float((found[name] - parameter.grad).norm() / parameter.grad.norm()) for found in (one, large)]
+            wrong = [
+                float((found[name] - parameter.grad).norm() / parameter.grad.norm())
+                for found in (one, large)
+            ]
             assert 1e-5 < wrong[1] < 4e-3, (name, wrong)
             assert wrong[0] > 0.1, "without scaling, small gradients are lost"
         assert all(gradient.dtype == torch.float32 for gradient in large.values())
@@ -122,7 +133,10 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def train_small(parallel: dict[str, int]) -> list[tuple[float, float, float, int]]:
-    """Loss, gradient norm, scale and skipped steps of each step. In steps 1 and 4 the last rank has an infinity."""
+    """Loss, gradient norm, scale and skipped steps of each step.
+
+    In steps 1 and 4 the last rank has an infinity.
+    """
     data = parallel.get("dp_shard", 1)
     training = {"compute_dtype": "float16", "local_batch_size": 4 // data, "loss_scale": 2.0**12}
     stages = build_stages(parallel, 0, EVEN, **training, loss_scale_growth=2)
@@ -136,30 +150,49 @@ def train_small(parallel: dict[str, int]) -> list[tuple[float, float, float, int
         part = slice(stages.mesh.data_rank * 4 // data, (stages.mesh.data_rank + 1) * 4 // data)
         loss = stages.forward_backward(batch_of(step).apply(lambda t, p=part: t[p]), count)
         if step in (1, 4) and dist.get_rank() == dist.get_world_size() - 1:
-            local(dict(stages.model_parts[0].named_parameters())["layers.3.attention.wq.weight"].grad)[0, 0] = float(
-                "inf"
-            )
+            local(
+                dict(stages.model_parts[0].named_parameters())["layers.3.attention.wq.weight"].grad
+            )[0, 0] = float("inf")
         before = [full(p).clone() for p in stages.model_parts[0].parameters()]
         norm = loss_scale.clip(clip)
         optimizer.step()
         optimizer.zero_grad()
         after = [full(p) for p in stages.model_parts[0].parameters()]
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == (not norm.isfinite())
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) == (
+            not norm.isfinite()
+        )
         columns = loss_scale.columns()
         found.append(
-            (float(stages.mesh.sum_losses(loss)), float(norm), columns["loss_scale"], columns["skipped_steps"])
+            (
+                float(stages.mesh.sum_losses(loss)),
+                float(norm),
+                columns["loss_scale"],
+                columns["skipped_steps"],
+            )
         )
     return found
 
 
 @pytest.mark.parametrize(
     "parallel",
-    [pytest.param({axis: 2}, marks=[pytest.mark.slow] * (axis != "tp")) for axis in ("dp_shard", "tp", "pp", "cp")],
+    [
+        pytest.param({axis: 2}, marks=[pytest.mark.slow] * (axis != "tp"))
+        for axis in ("dp_shard", "tp", "pp", "cp")
+    ],
 )
 def test_layouts_skip_the_same_steps_as_one_process(pool, parallel):
-    """Gradients are added in another order, so the norms of steps that are not skipped differ in float16's rounding."""
+    """Gradients are added in another order, so the norms of steps that are not skipped differ in
+    float16's rounding.
+    """
     (expected,) = pool.run(1, train_small, {})
-    assert [step[2:] for step in expected] == [(2**12, 0), (2**11, 1), (2**11, 1), (2**12, 1), (2**11, 2), (2**11, 2)]
+    assert [step[2:] for step in expected] == [
+        (2**12, 0),
+        (2**11, 1),
+        (2**11, 1),
+        (2**12, 1),
+        (2**11, 2),
+        (2**11, 2),
+    ]
     for found in pool.run(2, train_small, parallel):
         for right, step in zip(expected, found, strict=True):
             assert step[2:] == right[2:]
@@ -167,7 +200,11 @@ def test_layouts_skip_the_same_steps_as_one_process(pool, parallel):
             assert step[1] == pytest.approx(right[1], rel=1e-2)
 
 
-SHORT = ["--training.compute_dtype=float16", "--training.seq_len=16", "--training.global_batch_size=4"]
+SHORT = [
+    "--training.compute_dtype=float16",
+    "--training.seq_len=16",
+    "--training.global_batch_size=4",
+]
 SHORT += ["--validation.freq=0", "--model.num_layers=1", "--training.loss_scale_growth=2"]
 
 
@@ -217,7 +254,13 @@ def test_a_gradient_that_no_scale_makes_finite_ends_the_run(pool, arguments):
 )
 def test_with_a_guard_its_action_decides(pool, arguments, keys, step, why):
     """Also at a step that is not logged."""
-    run = [*arguments, *SHORT, "--training.loss_scale=4", "--checkpoint.freq=9", "--metrics.log_freq=50"]
+    run = [
+        *arguments,
+        *SHORT,
+        "--training.loss_scale=4",
+        "--checkpoint.freq=9",
+        "--metrics.log_freq=50",
+    ]
     (message,) = pool.run(1, diverge, [*run, *(f"--stability.{key}" for key in keys)])
     assert message.startswith(f"step {step} (samples "), message
     assert why in message

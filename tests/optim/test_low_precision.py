@@ -35,7 +35,10 @@ def test_adamw_in_low_precision_is_adamw_where_all_is_fp32(monkeypatch):
     """Cut into pieces too; weight decay and rate by group."""
     monkeypatch.setattr(low_precision, "CHUNK_NUMEL", 100)
     models = [regression(), regression()]
-    groups = [[{"params": list(m[0].parameters()), "weight_decay": 0.3}, {"params": m[2].parameters()}] for m in models]
+    groups = [
+        [{"params": list(m[0].parameters()), "weight_decay": 0.3}, {"params": m[2].parameters()}]
+        for m in models
+    ]
     common = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
     theirs = torch.optim.AdamW(groups[0], weight_decay=0.0, **common)
     ours = LowPrecisionAdamW(groups[1], dtype=torch.float32, **common)
@@ -43,32 +46,44 @@ def test_adamw_in_low_precision_is_adamw_where_all_is_fp32(monkeypatch):
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
         for name in ("exp_avg", "exp_avg_sq", "step"):
-            torch.testing.assert_close(theirs.state[a][name], ours.state[b][name], rtol=1e-5, atol=1e-9)
+            torch.testing.assert_close(
+                theirs.state[a][name], ours.state[b][name], rtol=1e-5, atol=1e-9
+            )
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
 def test_low_precision_learns_too(weights, moments):
     model = regression(weights)
-    config = OptimizerConfig(lr=1e-2, weight_decay=0.0, state_dtype=str(moments).removeprefix("torch."))
+    config = OptimizerConfig(
+        lr=1e-2, weight_decay=0.0, state_dtype=str(moments).removeprefix("torch.")
+    )
     optimizer = build_optimizer([model], config)
     assert isinstance(optimizer, LowPrecisionAdamW) == (torch.bfloat16 in (weights, moments))
     losses = train(optimizer, model, 200)
     assert losses[-1] < 0.1 * losses[0]
     for parameter in model.parameters():
         assert parameter.dtype == weights
-        assert {optimizer.state[parameter][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {moments}
+        assert {optimizer.state[parameter][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {
+            moments
+        }
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
 def test_an_update_can_be_withheld_on_the_device(weights, moments):
-    """A step with `found_inf` = 1 changes no bit, in fp32 too; others are those of an optimizer without it."""
+    """A step with `found_inf` = 1 changes no bit, in fp32 too; others are those of an optimizer
+    without it.
+    """
     models = [regression(weights), regression(weights)]
-    plain, other = (LowPrecisionAdamW(m.parameters(), 1e-2, (0.9, 0.95), 1e-8, moments, 0.1) for m in models)
+    plain, other = (
+        LowPrecisionAdamW(m.parameters(), 1e-2, (0.9, 0.95), 1e-8, moments, 0.1) for m in models
+    )
     generator = torch.Generator().manual_seed(0)
     for step, withheld in enumerate([0.0, 0.0, 1.0, 0.0, 1.0, 0.0]):
-        gradients = [torch.randn(p.shape, generator=generator).to(weights) for p in models[0].parameters()]
+        gradients = [
+            torch.randn(p.shape, generator=generator).to(weights) for p in models[0].parameters()
+        ]
         for p, gradient in zip(models[1].parameters(), gradients, strict=True):
             p.grad = gradient * float("nan") if withheld else gradient.clone()
         before = [t.clone() for p in models[1].parameters() for t in (p, *other.state[p].values())]
@@ -82,6 +97,10 @@ def test_an_update_can_be_withheld_on_the_device(weights, moments):
             p.grad = gradient
         plain.step()
         for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            tolerance = {"rtol": 1e-6, "atol": 1e-8} if weights == torch.float32 else {"rtol": 8e-3, "atol": 1e-4}
+            tolerance = (
+                {"rtol": 1e-6, "atol": 1e-8}
+                if weights == torch.float32
+                else {"rtol": 8e-3, "atol": 1e-4}
+            )
             torch.testing.assert_close(a, b, **tolerance)
             assert float(plain.state[a]["step"]) == float(other.state[b]["step"])

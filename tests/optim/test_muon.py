@@ -1,4 +1,6 @@
-"""Muon against torch's, against the singular value decomposition, in layouts, and when an update is skipped."""
+"""Muon against torch's, against the singular value decomposition, in layouts, and when an update is
+skipped.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_steps_are_those_of_torch(shape, scale):
     others = torch.optim.AdamW([nn.Parameter(torch.zeros(3))])
     optimizer = Muon([{"params": [ours], "lr": 0.02, "weight_decay": 0.3}], others, config)
     kind = {"adamw": "match_rms_adamw"}.get(scale, scale)
-    reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.3, momentum=0.9, adjust_lr_fn=kind)
+    reference = torch.optim.Muon(
+        [theirs], lr=0.02, weight_decay=0.3, momentum=0.9, adjust_lr_fn=kind
+    )
     for _ in range(6):
         before = ours.detach().clone()
         theirs.data.copy_(ours.data)
@@ -39,7 +43,9 @@ def test_steps_are_those_of_torch(shape, scale):
         optimizer.step()
         reference.step()
         assert (ours - theirs).norm() <= 0.02 * (theirs - before).norm()
-        torch.testing.assert_close(optimizer.state[ours]["exp_avg"], reference.state[theirs]["momentum_buffer"])
+        torch.testing.assert_close(
+            optimizer.state[ours]["exp_avg"], reference.state[theirs]["momentum_buffer"]
+        )
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)], ids=str)
@@ -62,8 +68,12 @@ def gradient_of(name: str, parameter: torch.Tensor, step: int) -> torch.Tensor:
     return torch.randn(parameter.shape, generator=generator)
 
 
-def stepped(parallel: dict[str, Any], llama: Any, config: OptimizerConfig) -> tuple[dict[str, torch.Tensor], int]:
-    """Weights and moments after two steps and a skipped one, whole; and how many matrices this rank orthogonalised."""
+def stepped(
+    parallel: dict[str, Any], llama: Any, config: OptimizerConfig
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Weights and moments after two steps and a skipped one, whole; and how many matrices this rank
+    orthogonalised.
+    """
     parts = build_stages(parallel, 0, llama).model_parts
     optimizer, number = build_optimizer(parts, config), 0
 
@@ -80,10 +90,16 @@ def stepped(parallel: dict[str, Any], llama: Any, config: OptimizerConfig) -> tu
         for name, p in named:
             whole = gradient_of(name, p, step) * (1 if step < 2 else float("nan"))
             sharded = isinstance(p, DTensor)
-            p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None) if sharded else whole
+            p.grad = (
+                distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+                if sharded
+                else whole
+            )
         optimizer.step()
     found = {name: full(p).detach() for name, p in named}
-    return found | {f"{name}.exp_avg": full(optimizer.state[p]["exp_avg"]) for name, p in named}, number
+    return found | {
+        f"{name}.exp_avg": full(optimizer.state[p]["exp_avg"]) for name, p in named
+    }, number
 
 
 @pytest.mark.parametrize(
@@ -157,7 +173,10 @@ def test_a_step_that_is_skipped_changes_no_bit(state_dtype):
         skipped = step(float("nan"), 1.0)
         assert all(torch.equal(a, b) for a, b in zip(first, skipped, strict=True))
     again = step(1.0, None)
-    assert all(bool(b.isfinite().all()) and not torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert all(
+        bool(b.isfinite().all()) and not torch.equal(a, b)
+        for a, b in zip(first, again, strict=True)
+    )
 
 
 def test_a_skipped_step_of_matrices_in_low_precision_changes_no_bit():
@@ -174,5 +193,8 @@ def test_a_skipped_step_of_matrices_in_low_precision_changes_no_bit():
         p.grad = torch.full_like(p, float("inf"))
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert all(torch.equal(a, state["exp_avg"]) for a, state in zip(moments, optimizer.state.values(), strict=True))
+    assert all(
+        torch.equal(a, state["exp_avg"])
+        for a, state in zip(moments, optimizer.state.values(), strict=True)
+    )
     assert {moment.dtype for moment in moments} == {torch.bfloat16}

@@ -19,19 +19,35 @@ OFFLOAD = "--parallel.optimizer_offload"
     [
         (1, ["--optimizer.decayed=linear"]),
         (2, []),
-        pytest.param(2, ["--parallel.tp=2", "--optimizer.state_dtype=bfloat16"], marks=pytest.mark.slow),
-        pytest.param(1, ["--training.compute_dtype=float16", "--training.loss_scale=16777216"], marks=pytest.mark.slow),
+        pytest.param(
+            2, ["--parallel.tp=2", "--optimizer.state_dtype=bfloat16"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            1,
+            ["--training.compute_dtype=float16", "--training.loss_scale=16777216"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
-def test_a_run_is_the_same_bit_for_bit_also_when_resumed(pool, arguments, tmp_path, processes, more):
+def test_a_run_is_the_same_bit_for_bit_also_when_resumed(
+    pool, arguments, tmp_path, processes, more
+):
     """And if it is stopped with offloading and resumed without."""
     run = [*arguments, *more, "--validation.freq=0"]
     assert pool.run(processes, train_run, [*run, "--run.name=plain"]) == [0] * processes
-    assert pool.run(processes, train_run, [*run, "--run.name=offloaded", OFFLOAD]) == [0] * processes
-    assert pool.run(processes, train_until, 3, [*run, "--run.name=resumed", OFFLOAD]) == [75] * processes
+    assert (
+        pool.run(processes, train_run, [*run, "--run.name=offloaded", OFFLOAD]) == [0] * processes
+    )
+    assert (
+        pool.run(processes, train_until, 3, [*run, "--run.name=resumed", OFFLOAD])
+        == [75] * processes
+    )
     assert pool.run(processes, train_run, [*run, "--run.name=resumed"]) == [0] * processes
-    manifests = [read_manifest(tmp_path / name / "checkpoints/step-6") for name in ("plain", "offloaded", "resumed")]
+    manifests = [
+        read_manifest(tmp_path / name / "checkpoints/step-6")
+        for name in ("plain", "offloaded", "resumed")
+    ]
     for name, manifest in zip(("offloaded", "resumed"), manifests[1:], strict=True):
         assert curve(tmp_path / name) == curve(tmp_path / "plain")
         assert manifest.tensors.keys() == manifests[0].tensors.keys()
@@ -43,11 +59,15 @@ def test_pieces_hold_few_parameters_and_withhold_an_update_together(monkeypatch,
     models = []
     for offloaded in (False, True):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 6), torch.nn.Linear(6, 1))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(3, 4), torch.nn.Linear(4, 6), torch.nn.Linear(6, 1)
+        )
         options = OptimizerConfig(decayed="linear", state_dtype=state)
         optimizer = build_optimizer([model], options, offloaded)
         if offloaded:
-            sizes = [sum(p.numel() for _, some in piece for p in some) for piece in optimizer._pieces()]
+            sizes = [
+                sum(p.numel() for _, some in piece for p in some) for piece in optimizer._pieces()
+            ]
             assert sizes == [12, 24, 17], "a tensor is not divided"
         calls = []
         optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
@@ -58,5 +78,7 @@ def test_pieces_hold_few_parameters_and_withhold_an_update_together(monkeypatch,
                 parameter.grad = torch.ones_like(parameter) * (step + 1)
             optimizer.step()
         assert len(calls) == 4
-        models.append([*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())])
+        models.append(
+            [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
+        )
     assert all(torch.equal(a, b) for a, b in zip(*models, strict=True))

@@ -46,7 +46,9 @@ def test_every_schedule_warms_up_from_its_first_step_and_never_climbs_again(shap
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (1, 1), (2, 0), (7, 0), (100, 1), (5, 10), (10, 10), (11, 10)])
+@pytest.mark.parametrize(
+    ("total", "warmup"), [(1, 0), (1, 1), (2, 0), (7, 0), (100, 1), (5, 10), (10, 10), (11, 10)]
+)
 def test_no_schedule_begins_with_0_or_divides_by_0(shape, total, warmup):
     rates = factors(total, **shape, warmup_steps=warmup, min_ratio=0.0)
     assert rates[0] == 1 / max(1, warmup)
@@ -56,7 +58,9 @@ def test_no_schedule_begins_with_0_or_divides_by_0(shape, total, warmup):
 
 @pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)  # steps down are not continuous
 def test_no_schedule_jumps(shape):
-    """With ten times as many steps, the changes from step to step are smaller: by sqrt(10) for a square root."""
+    """With ten times as many steps, the changes from step to step are smaller: by sqrt(10) for a
+    square root.
+    """
     largest = []
     for total in (1000, 10_000):
         scaled = {**shape, "decay_steps": total // 3} if "decay_steps" in shape else shape
@@ -68,12 +72,18 @@ def test_no_schedule_jumps(shape):
 def test_shapes_of_the_decay():
     assert factors(name="linear")[54] == pytest.approx(0.1 + 0.9 * 0.5)
     assert factors(name="cosine")[54] == pytest.approx(0.1 + 0.9 * 0.5)
-    assert factors(name="cosine")[31] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 22 / 90)))
+    assert factors(name="cosine")[31] == pytest.approx(
+        0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 22 / 90))
+    )
     wsd = factors(name="wsd", decay_fraction=0.2)
     assert wsd[10:80] == [1.0] * 70
     assert wsd[89] == pytest.approx(0.1 + 0.9 * 0.5)
-    assert factors(name="wsd", decay="sqrt", decay_fraction=0.2)[84] == pytest.approx(0.1 + 0.9 * 0.5)
-    assert factors(name="wsd", decay="cosine", decay_steps=20)[84] == pytest.approx(0.1 + 0.45 * (1 + math.sqrt(0.5)))
+    assert factors(name="wsd", decay="sqrt", decay_fraction=0.2)[84] == pytest.approx(
+        0.1 + 0.9 * 0.5
+    )
+    assert factors(name="wsd", decay="cosine", decay_steps=20)[84] == pytest.approx(
+        0.1 + 0.45 * (1 + math.sqrt(0.5))
+    )
     assert factors(name="wsd", decay_fraction=0.0)[9:100] == [1.0] * 91
     assert factors(name="wsd", decay_steps=500)[10:] == pytest.approx(factors(name="linear")[10:])
     rates = factors(name="inverse_sqrt")

@@ -25,7 +25,9 @@ def make_guard(**keys) -> Guard:
     """A guard of one parameter, whose steps have eight samples each."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.1, fused=True)
     stream = SimpleNamespace(order=None, begun=0, samples=8)
-    return Guard(StabilityConfig(**keys), stream, optimizer, CPU, SimpleNamespace(degrees={"tp": 1}))
+    return Guard(
+        StabilityConfig(**keys), stream, optimizer, CPU, SimpleNamespace(degrees={"tp": 1})
+    )
 
 
 def make_float16_guard(scale: float, **keys) -> Guard:
@@ -37,7 +39,10 @@ def make_float16_guard(scale: float, **keys) -> Guard:
 
 def withheld(guard: Guard, losses: Tensor, norms: Tensor, first: int = 1) -> list[int]:
     """The positions of the steps whose updates are withheld."""
-    decided = (guard._decide(first + i, now, None)[1] for i, now in enumerate(torch.stack([losses, norms], dim=1)))
+    decided = (
+        guard._decide(first + i, now, None)[1]
+        for i, now in enumerate(torch.stack([losses, norms], dim=1))
+    )
     return [i for i, bad in enumerate(decided) if bad]
 
 
@@ -50,12 +55,17 @@ def healthy(steps: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ten_spikes_in_two_thousand_noisy_losses(seed):
-    """Five of the loss, five of the norm; all are found, and at most one healthy step is taken for a spike."""
+    """Five of the loss, five of the norm; all are found, and at most one healthy step is taken for
+    a spike.
+    """
     losses, norms = healthy(2000, seed)
     at = 150 + torch.randperm(1800, generator=torch.Generator().manual_seed(seed))[:10]
     losses[at[:5]] += 0.6
     norms[at[5:]] *= 8
-    found, planted = set(withheld(make_guard(threshold=8, action="skip"), losses, norms)), set(at.tolist())
+    found, planted = (
+        set(withheld(make_guard(threshold=8, action="skip"), losses, norms)),
+        set(at.tolist()),
+    )
     assert planted <= found
     assert len(found - planted) <= 1
 
@@ -64,7 +74,9 @@ def test_a_spike_before_the_end_of_the_warmup_is_none():
     losses, norms = healthy(400, 0)
     losses[250] += 5
     assert withheld(make_guard(threshold=8, action="skip", warmup_steps=300), losses, norms) == []
-    assert withheld(make_guard(threshold=8, action="skip", warmup_steps=250), losses, norms) == [250]
+    assert withheld(make_guard(threshold=8, action="skip", warmup_steps=250), losses, norms) == [
+        250
+    ]
 
 
 def test_a_new_level_is_adopted_within_a_window():
@@ -97,7 +109,9 @@ def test_z_is_that_of_the_definition():
     generator = torch.Generator().manual_seed(0)
     for steps in (13, 16, 37):
         for slope in (-0.3, 0.2):
-            values = [5 + slope * i + float(torch.randn((), generator=generator)) for i in range(steps)]
+            values = [
+                5 + slope * i + float(torch.randn((), generator=generator)) for i in range(steps)
+            ]
             ring = torch.zeros(1, 16)
             for i, value in enumerate(values):
                 ring[0, i % 16] = value
@@ -136,7 +150,13 @@ def test_deciding_reads_nothing_from_the_device(action):
 def test_an_optimizer_that_would_ignore_the_flag_is_refused():
     optimizer = torch.optim.RAdam([torch.nn.Parameter(torch.ones(3))])
     with pytest.raises(ConfigError, match="RAdam cannot withhold an update"):
-        Guard(StabilityConfig(action="skip"), SimpleNamespace(), optimizer, CPU, SimpleNamespace(degrees={"tp": 1}))
+        Guard(
+            StabilityConfig(action="skip"),
+            SimpleNamespace(),
+            optimizer,
+            CPU,
+            SimpleNamespace(degrees={"tp": 1}),
+        )
 
 
 @pytest.fixture
@@ -152,10 +172,14 @@ def step(guard: Guard, number: int, loss: float, norm: float = 1.0) -> bool:
     if guard.loss_scale:
         guard.loss_scale.clip(lambda: torch.tensor(norm))
     guard.judge(number, torch.tensor(loss), torch.tensor(norm))
-    before = [tensor.detach().clone() for tensor in (parameter, *optimizer.state[parameter].values())]
+    before = [
+        tensor.detach().clone() for tensor in (parameter, *optimizer.state[parameter].values())
+    ]
     optimizer.step()
     after = [tensor.detach() for tensor in (parameter, *optimizer.state[parameter].values())]
-    return bool(before) and all(torch.equal(a, b) for a, b in zip(before, after, strict=len(before) > 1))
+    return bool(before) and all(
+        torch.equal(a, b) for a, b in zip(before, after, strict=len(before) > 1)
+    )
 
 
 @pytest.mark.parametrize("action", ["stop", "skip", "rollback"])
@@ -163,10 +187,15 @@ def test_the_update_of_a_bad_step_is_withheld(alone, action):
     """With `skip` that of this step, otherwise all until the run acts on it."""
     guard = make_guard(action=action)
     kept = [step(guard, i, NAN if i == 2 else 3.0) for i in range(1, 6)]
-    assert kept == ([False, True, False, False, False] if action == "skip" else [False, True, True, True, True])
+    assert kept == (
+        [False, True, False, False, False] if action == "skip" else [False, True, True, True, True]
+    )
     assert guard.noticed == (action != "skip")
     if action != "skip":
-        assert str(guard.read_all()) == "step 2 (samples 0 to 7): the loss is nan, the gradient norm is 1"
+        assert (
+            str(guard.read_all())
+            == "step 2 (samples 0 to 7): the loss is nan, the gradient norm is 1"
+        )
         guard.reset()
         assert not guard.noticed
         assert not step(guard, 2, 3.0)
@@ -261,7 +290,8 @@ def test_columns_and_state(alone):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("noise", "threshold", "most"), [("normal", 6, 0), ("normal", 8, 0), ("normal", 10, 0), ("laplace", 10, 1)]
+    ("noise", "threshold", "most"),
+    [("normal", 6, 0), ("normal", 8, 0), ("normal", 10, 0), ("laplace", 10, 1)],
 )
 def test_the_figures_of_the_documentation(noise, threshold, most):
     """docs/stability.md: six seeds, other spikes than above."""

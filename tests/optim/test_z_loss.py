@@ -43,7 +43,9 @@ def test_the_loss_is_that_of_the_definition(pool):
     pool.run(1, against_the_definition)
 
 
-def losses_and_gradients(parallel: dict[str, int], section: LossConfig) -> tuple[float, float, dict[str, torch.Tensor]]:
+def losses_and_gradients(
+    parallel: dict[str, int], section: LossConfig
+) -> tuple[float, float, dict[str, torch.Tensor]]:
     """Training loss, validation loss, and the gradients that this rank has a part of, whole."""
     stages = build_stages(parallel, 0, dataclasses.replace(EVEN, tied_embeddings=True), section)
     tokens = torch.randint(101, (2, 17), generator=torch.Generator().manual_seed(3))
@@ -63,7 +65,9 @@ def test_each_layout_has_the_same_loss(pool, parallel, chunks):
     ((loss, also, expected),) = pool.run(1, losses_and_gradients, {}, LossConfig(z_loss=0.1))
     assert loss > plain + 0.1
     assert also == held_out
-    ranks = pool.run(math.prod(parallel.values()), losses_and_gradients, parallel, LossConfig(chunks, z_loss=0.1))
+    ranks = pool.run(
+        math.prod(parallel.values()), losses_and_gradients, parallel, LossConfig(chunks, z_loss=0.1)
+    )
     for found, validation, gradients in ranks:
         assert found == pytest.approx(loss, rel=1e-6)
         assert validation == pytest.approx(held_out, rel=1e-6)

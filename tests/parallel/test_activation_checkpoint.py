@@ -67,7 +67,8 @@ def test_selective_recomputes_half_of_the_matmuls_and_no_attention():
     attention, matmul = "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::mm"
     none, selective, full = (count_forwards(mode) for mode in ("none", "selective", "full"))
     assert [counts[attention] for counts in (none, selective, full)] == [1, 1, 2]
-    forward = 7  # q, k, v, o, w1, w2, w3; the last need not be computed again by an early-stopping recomputation
+    # q, k, v, o, w1, w2, w3; the last need not be computed again by an early-stopping recomputation
+    forward = 7
     assert none[matmul] == 3 * forward
     assert selective[matmul] - none[matmul] == 3
     assert full[matmul] - none[matmul] >= forward - 1

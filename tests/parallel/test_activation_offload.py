@@ -27,17 +27,24 @@ def offloaded(every: int = 1, compiled: bool = False) -> torch.nn.Module:
 def test_gradients_do_not_change(monkeypatch, every, compiled):
     copied = []
     original = activation_offload.to_cpu
-    monkeypatch.setattr(activation_offload, "to_cpu", lambda tensor: copied.append(tensor.shape) or original(tensor))
+    monkeypatch.setattr(
+        activation_offload, "to_cpu", lambda tensor: copied.append(tensor.shape) or original(tensor)
+    )
     found = gradients(offloaded(every, compiled))
-    assert copied == [(2, 11, 32)] * (3 if every == 1 else 2), "one tensor of each block: not weights, not the table"
-    tolerance = 1e-5 if compiled else 0  # the compiler rounds differently, with and without offloading
+    assert copied == [(2, 11, 32)] * (3 if every == 1 else 2), (
+        "one tensor of each block: not weights, not the table"
+    )
+    # The compiler rounds differently, with and without offloading
+    tolerance = 1e-5 if compiled else 0
     assert_same(found, gradients(small_model()), rtol=tolerance, atol=tolerance)
 
 
 def test_inputs_are_freed_in_the_forward(monkeypatch):
     """Copies are arrays here, which do not count as memory of the device."""
     monkeypatch.setattr(activation_offload, "to_cpu", lambda tensor: (tensor.numpy().copy(), None))
-    monkeypatch.setattr(activation_offload, "to_device", lambda kept, device: torch.from_numpy(kept[0]))
+    monkeypatch.setattr(
+        activation_offload, "to_device", lambda kept, device: torch.from_numpy(kept[0])
+    )
     found = []
     for offload in (False, True):
         model = small_model(config=EVEN)

@@ -37,7 +37,8 @@ def test_dtype_of_computation(monkeypatch, gpu, given, dim, device, native, expe
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native})
     config = Config(
-        training=TrainingConfig(compute_dtype=given, reduce_dtype="float32"), compile=CompileConfig(enabled="false")
+        training=TrainingConfig(compute_dtype=given, reduce_dtype="float32"),
+        compile=CompileConfig(enabled="false"),
     )
     resolved = resolve_auto(config, dim, dict.fromkeys(AXES, 1), device).training.compute_dtype
     assert getattr(torch, resolved) == expected
@@ -45,13 +46,18 @@ def test_dtype_of_computation(monkeypatch, gpu, given, dim, device, native, expe
 
 def test_a_gpu_without_bfloat16_emulates_it_where_another_dtype_is_bfloat16(gpu):
     gpu((7, 0))
-    resolved = resolve_auto(load_config(["debug", "--training.param_dtype=bfloat16"]), 128, {"pp": 1, "cp": 1}, "cuda")
+    resolved = resolve_auto(
+        load_config(["debug", "--training.param_dtype=bfloat16"]), 128, {"pp": 1, "cp": 1}, "cuda"
+    )
     assert resolved.training.compute_dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
     ("option", "word"),
-    [("optimizer.implementation=foreach", "implementation = foreach"), ("training.loss_scale=3", "loss_scale = 3")],
+    [
+        ("optimizer.implementation=foreach", "implementation = foreach"),
+        ("training.loss_scale=3", "loss_scale = 3"),
+    ],
 )
 def test_the_rules_of_float16_hold_where_it_is_chosen(gpu, option, word):
     config = load_config(["debug", f"--{option}"])
@@ -59,7 +65,9 @@ def test_the_rules_of_float16_hold_where_it_is_chosen(gpu, option, word):
     with refused("compute_dtype = auto is float16 on this GPU", word):
         resolve_auto(config, 128, {"pp": 1, "cp": 1}, "cuda")
     gpu((8, 0))
-    assert resolve_auto(config, 128, {"pp": 1, "cp": 1}, "cuda").training.compute_dtype == "bfloat16"
+    assert (
+        resolve_auto(config, 128, {"pp": 1, "cp": 1}, "cuda").training.compute_dtype == "bfloat16"
+    )
 
 
 @pytest.mark.parametrize("supported", [True, False])

@@ -47,12 +47,16 @@ def test_both_graphs_of_a_block_are_compiled_for_async_tp(monkeypatch):
         found.append((threading.current_thread().name, is_backward, config._micro_pipeline_tp))
         return make_boxed_func(graph.forward)
 
-    monkeypatch.setattr(compile_fx, "compile_fx", functools.partial(compile_fx.compile_fx, inner_compile=record))
+    monkeypatch.setattr(
+        compile_fx, "compile_fx", functools.partial(compile_fx.compile_fx, inner_compile=record)
+    )
     for async_tp in (True, False):
         torch._dynamo.reset()
         model = small_model()
         apply_compile(model, "inductor", RecomputeConfig(), async_tp)
-        backward = threading.Thread(target=model(torch.zeros(2, 16, dtype=torch.long)).sum().backward, name="backward")
+        backward = threading.Thread(
+            target=model(torch.zeros(2, 16, dtype=torch.long)).sum().backward, name="backward"
+        )
         backward.start()
         backward.join()
         assert found == [("MainThread", False, async_tp), ("backward", True, async_tp)]
@@ -77,7 +81,10 @@ DEGREES = dict.fromkeys(AXES, 1)
 def compiled(flavor: str, *options: str, device: str = "cuda") -> bool:
     """Whether the blocks are, with these options and `auto` otherwise."""
     config = load_config([flavor, *options])
-    return resolve_auto(config, 2048 if device == "cuda" else 512, DEGREES, device).compile.enabled == "true"
+    return (
+        resolve_auto(config, 2048 if device == "cuda" else 512, DEGREES, device).compile.enabled
+        == "true"
+    )
 
 
 def test_without_a_compiler_auto_is_off_and_true_an_error(compiler, tmp_path, caplog, monkeypatch):
@@ -87,11 +94,18 @@ def test_without_a_compiler_auto_is_off_and_true_an_error(compiler, tmp_path, ca
     assert not compiled("llama3_1b")
     assert "CC = 'no-such-program' is not a program" in caplog.text
     assert compiled("llama3_1b", "--compile.backend=aot_eager")
-    with pytest.raises(ConfigError, match=r"compile\.enabled = true needs a compiler: CC .*compile\.enabled = false"):
+    with pytest.raises(
+        ConfigError,
+        match=r"compile\.enabled = true needs a compiler: CC .*compile\.enabled = false",
+    ):
         compiled("llama3_1b", "--compile.enabled")
-    with pytest.raises(ConfigError, match=r"compile\.loss = true needs a compiler: CC .*compile\.loss = false"):
+    with pytest.raises(
+        ConfigError, match=r"compile\.loss = true needs a compiler: CC .*compile\.loss = false"
+    ):
         compiled("llama3_1b", "--compile.enabled=false", "--compile.loss")
-    with pytest.raises(ConfigError, match=r"memory_budget needs a compiler: CXX .* or another recompute\.mode"):
+    with pytest.raises(
+        ConfigError, match=r"memory_budget needs a compiler: CXX .* or another recompute\.mode"
+    ):
         compiled("cpu_25m", "--recompute.mode=memory_budget", device="cpu")
     compiler("")
     assert not compiled("llama3_1b")

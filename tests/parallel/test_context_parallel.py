@@ -73,12 +73,20 @@ def test_values_and_gradients_are_those_of_the_whole(pool, size, method):
 
 def test_head_and_tail_make_equal_work(pool):
     """Key positions that each process's queries look at."""
-    work = [sum(position + 1 for position in places) for places in pool.run(4, positions, 4, "all_gather")]
+    work = [
+        sum(position + 1 for position in places)
+        for places in pool.run(4, positions, 4, "all_gather")
+    ]
     chunk = SEQ_LEN // 8
     assert max(work) - min(work) == 0, work
     assert sum(work) == SEQ_LEN * (SEQ_LEN + 1) // 2
-    assert pool.run(4, positions, 4, "all_gather")[1] == [*range(chunk, 2 * chunk), *range(6 * chunk, 7 * chunk)]
-    contiguous = [sum(position + 1 for position in places) for places in pool.run(4, positions, 4, "ulysses")]
+    assert pool.run(4, positions, 4, "all_gather")[1] == [
+        *range(chunk, 2 * chunk),
+        *range(6 * chunk, 7 * chunk),
+    ]
+    contiguous = [
+        sum(position + 1 for position in places) for places in pool.run(4, positions, 4, "ulysses")
+    ]
     assert max(contiguous) > 2 * min(contiguous), "which is why"
 
 

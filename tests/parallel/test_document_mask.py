@@ -27,15 +27,19 @@ LLAMA = dataclasses.replace(EVEN, dim=64)  # heads of 16 numbers
 COMPILED = CompileConfig(enabled="true", backend="aot_eager")
 
 
-def logits(parallel: dict[str, Any], blocks: bool, *sections: Any) -> tuple[list[int], torch.Tensor | None]:
-    """This rank's part of the logits of a training step, if it has one, and where it is in the sequence.
+def logits(
+    parallel: dict[str, Any], blocks: bool, *sections: Any
+) -> tuple[list[int], torch.Tensor | None]:
+    """This rank's part of the logits of a training step, if it has one, and where it is in the
+    sequence.
 
     Those of an evaluation must be equal. `blocks`: with FlexAttention, as on CUDA.
     """
     if blocks:
         Llama.document_mask = staticmethod(block_mask.block_mask)
         block_mask._compiled = lambda: flex_attention.flex_attention
-        flex_attention._validate_device = lambda *tensors: None  # that there is no kernel for a backward on CPUs
+        # That there is no kernel for a backward on CPUs
+        flex_attention._validate_device = lambda *tensors: None
     settings = (DataConfig(document_mask=True), *sections)
     stages = build_stages(parallel, 0, LLAMA, *settings, seq_len=SEQ_LEN, local_batch_size=2)
     outputs, loss = [], stages.runner.loss
@@ -55,7 +59,9 @@ def logits(parallel: dict[str, Any], blocks: bool, *sections: Any) -> tuple[list
     return here.tolist(), torch.cat(outputs) if outputs else None  # of all microbatches
 
 
-def whole(parts: list[tuple[list[int], torch.Tensor | None]], parallel: dict[str, Any]) -> torch.Tensor:
+def whole(
+    parts: list[tuple[list[int], torch.Tensor | None]], parallel: dict[str, Any]
+) -> torch.Tensor:
     """(2, S, V) from the parts of all ranks."""
     tensors = [part for _, part in parts if part is not None]
     if parallel.get("cp"):
@@ -92,7 +98,9 @@ LAYOUTS = [{}, {"tp": 2}, {"cp": 2}, ULYSSES, {"pp": 2}]
     ],
     ids=str,
 )
-def test_logits_of_a_packed_document_are_those_of_the_document_alone(pool, parallel, blocks, compiled):
+def test_logits_of_a_packed_document_are_those_of_the_document_alone(
+    pool, parallel, blocks, compiled
+):
     sections = [COMPILED] if compiled else []
     degrees = {"dp_shard": 1, **parallel}
     parts = pool.run(2 if parallel else 1, logits, degrees, blocks, *sections, timeout=120)

@@ -22,11 +22,20 @@ from titanlite.data.stream import Batch
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.float8 import E4M3, E5M2, Float8Linear, Scaling, apply_float8, float8_linear, quantize
+from titanlite.parallel.float8 import (
+    E4M3,
+    E5M2,
+    Float8Linear,
+    Scaling,
+    apply_float8,
+    float8_linear,
+    quantize,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
-FORMATS = {E4M3: (4, 3, 448.0), E5M2: (5, 2, 57344.0)}  # bits of exponent and mantissa, largest number
+# Bits of exponent and mantissa, largest number
+FORMATS = {E4M3: (4, 3, 448.0), E5M2: (5, 2, 57344.0)}
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
@@ -48,18 +57,23 @@ def reference(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Scaled to the largest number, rounded and scaled back, one number at a time, in fp64."""
     scale = FORMATS[dtype][2] / max(float(x.abs().max()), 1e-12)
     values = [
-        rounded(float(torch.tensor(value) * torch.tensor(scale)), dtype) / scale for value in x.flatten().tolist()
+        rounded(float(torch.tensor(value) * torch.tensor(scale)), dtype) / scale
+        for value in x.flatten().tolist()
     ]
     return torch.tensor(values, dtype=torch.float64).reshape(x.shape)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_numbers_are_the_nearest_of_the_format(dtype):
-    x = torch.randn(50, 7, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-6, 3, 7)
+    x = torch.randn(50, 7, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(
+        -6, 3, 7
+    )
     x[3, 3] = 0
     eight, scale = quantize(x, dtype)
     assert eight.dtype == dtype
-    torch.testing.assert_close(eight.double() * scale.double(), reference(x, dtype), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        eight.double() * scale.double(), reference(x, dtype), rtol=1e-6, atol=0
+    )
     assert float(eight.float().abs().max()) == FORMATS[dtype][2]
     zero, scale = quantize(torch.zeros(3), dtype)
     assert not zero.float().any()
@@ -70,12 +84,19 @@ def test_numbers_are_the_nearest_of_the_format(dtype):
 def test_products_are_those_of_rounded_numbers(shape):
     """Output and both gradients equal the products of the reference's numbers, to fp32's rounding."""
     generator = torch.Generator().manual_seed(1)
-    x, weight = torch.randn(shape, generator=generator), torch.randn(64, 48, generator=generator) * 0.02
+    x, weight = (
+        torch.randn(shape, generator=generator),
+        torch.randn(64, 48, generator=generator) * 0.02,
+    )
     gradient = torch.randn(*shape[:-1], 64, generator=generator) * 1e-5
     x.requires_grad_(), weight.requires_grad_()
     out = float8_linear(x, weight, Scaling(emulate=True))
     out.backward(gradient)
-    x8, w8, g8 = reference(x.detach(), E4M3), reference(weight.detach(), E4M3), reference(gradient, E5M2)
+    x8, w8, g8 = (
+        reference(x.detach(), E4M3),
+        reference(weight.detach(), E4M3),
+        reference(gradient, E5M2),
+    )
     expected = [x8 @ w8.T, g8 @ w8, g8.flatten(0, -2).T @ x8.flatten(0, -2)]
     for found, wanted in zip([out, x.grad, weight.grad], expected, strict=True):
         assert (found.double() - wanted).norm() <= 1e-6 * wanted.norm()
@@ -105,7 +126,9 @@ def test_products_with_a_scale_per_row_are_those_of_rounded_rows():
 
 
 def layer_on(kind: str, rowwise: bool, compiled: bool) -> list[torch.Tensor]:
-    """Output and both gradients of one layer, whole or divided over the processes; sizes differ between its parts."""
+    """Output and both gradients of one layer, whole or divided over the processes; sizes differ
+    between its parts.
+    """
     generator = torch.Generator().manual_seed(0)
     layer: Any = torch.nn.Linear(64, 96, bias=False)
     layer.__class__, layer.emulate, layer.rowwise = Float8Linear, True, rowwise
@@ -114,7 +137,9 @@ def layer_on(kind: str, rowwise: bool, compiled: bool) -> list[torch.Tensor]:
     gradient = torch.randn(2, 24, 96, generator=generator) * torch.logspace(-3, 0, 96)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = kind == "rows"
-    layer.weight = torch.nn.Parameter(distribute_tensor(weight, mesh, [Shard(0) if rows else Shard(1)]))
+    layer.weight = torch.nn.Parameter(
+        distribute_tensor(weight, mesh, [Shard(0) if rows else Shard(1)])
+    )
     shared = distribute_tensor(x, mesh, [Replicate() if rows else Shard(2)]).requires_grad_()
     call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     out = call(shared).redistribute(placements=[Shard(2) if rows else Shard(1)])
@@ -137,14 +162,23 @@ def test_linear_layers_of_the_blocks_are_replaced_but_for_those_skipped(caplog):
     model = small_model(config=EVEN)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with caplog.at_level("INFO", "titanlite"):
-        apply_float8(model, Float8Config(enabled=True, emulate=True, skip="attention.wk, layers.0."), "cpu")
+        apply_float8(
+            model, Float8Config(enabled=True, emulate=True, skip="attention.wk, layers.0."), "cpu"
+        )
     # 4 layers of 7, layer 0 and 3 more wk skipped
-    assert caplog.messages == ["float8: 18 linear layers; 10 skipped by name, 0 for sides that are not multiples of 16"]
+    assert caplog.messages == [
+        "float8: 18 linear layers; 10 skipped by name, 0 for sides that are not multiples of 16"
+    ]
     replaced = {name for name, module in model.named_modules() if isinstance(module, Float8Linear)}
     assert replaced == {
         f"layers.{i}.{name}"
         for i in (1, 2, 3)
-        for name in ("attention.wq", "attention.wv", "attention.wo", *(f"feed_forward.w{n}" for n in (1, 2, 3)))
+        for name in (
+            "attention.wq",
+            "attention.wv",
+            "attention.wo",
+            *(f"feed_forward.w{n}" for n in (1, 2, 3)),
+        )
     }
     assert before.keys() == dict(model.named_parameters()).keys()
     tokens = torch.randint(EVEN.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -176,22 +210,31 @@ def test_it_compiles_with_recomputation_to_one_graph_and_the_same_numbers(mode):
 
 def gradients_of(parallel: dict[str, Any], compute: str) -> dict[str, torch.Tensor]:
     """Of a batch twice, with emulated float8: whole, whatever part of them this process has."""
-    stages = build_stages(parallel, 0, EVEN, Float8Config(enabled=True, emulate=True), compute_dtype=compute)
-    layers = [module for module in stages.model_parts[0].modules() if isinstance(module, Float8Linear)]
+    stages = build_stages(
+        parallel, 0, EVEN, Float8Config(enabled=True, emulate=True), compute_dtype=compute
+    )
+    layers = [
+        module for module in stages.model_parts[0].modules() if isinstance(module, Float8Linear)
+    ]
     assert layers
     tokens = torch.randint(EVEN.vocab_size, (2, 17), generator=torch.Generator().manual_seed(0))
     for last in (False, True):
         stages.forward_backward(Batch(tokens[:, :-1], tokens[:, 1:]), torch.tensor(32), last)
-    return {name: full(parameter.grad) for name, parameter in stages.model_parts[0].named_parameters()}
+    return {
+        name: full(parameter.grad) for name, parameter in stages.model_parts[0].named_parameters()
+    }
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_sharded_weights_have_the_same_scales(pool, compute):
-    """Two processes with the same batch each: gradients are the sum of two equal ones, so twice those of one process.
+    """Two processes with the same batch each: gradients are the sum of two equal ones, so twice
+    those of one process.
 
-    A scale of a shard instead of the weight would show, and a weight that was freed before the backward.
+    A scale of a shard instead of the weight would show, and a weight that was freed before the
+    backward.
     """
-    (alone,) = pool.run(1, gradients_of, {"reshard_after_forward": "always"}, compute)  # by FSDP too
+    # By FSDP too
+    (alone,) = pool.run(1, gradients_of, {"reshard_after_forward": "always"}, compute)
     for found in pool.run(2, gradients_of, {"dp_shard": 2}, compute):
         for name, gradient in found.items():
             assert (gradient / 2 - alone[name]).norm() <= 1e-6 * alone[name].norm(), name
@@ -199,21 +242,42 @@ def test_sharded_weights_have_the_same_scales(pool, compute):
 
 def losses_of(folder: Path, name: str, options: list[str]) -> list[float]:
     """Of 200 steps of debug."""
-    command = [sys.executable, "train.py", "debug", f"--run.folder={folder}", f"--run.name={name}", "--run.device=cpu"]
-    command += ["--training.steps=200", "--metrics.log_freq=1", "--validation.freq=0", "--run.sample_tokens=0"]
-    command += ["--training.local_batch_size=8", "--checkpoint.freq=0", "--optimizer.lr=5e-4", *options]
+    command = [
+        sys.executable,
+        "train.py",
+        "debug",
+        f"--run.folder={folder}",
+        f"--run.name={name}",
+        "--run.device=cpu",
+    ]
+    command += [
+        "--training.steps=200",
+        "--metrics.log_freq=1",
+        "--validation.freq=0",
+        "--run.sample_tokens=0",
+    ]
+    command += [
+        "--training.local_batch_size=8",
+        "--checkpoint.freq=0",
+        "--optimizer.lr=5e-4",
+        *options,
+    ]
     subprocess.run(command, check=True, cwd=ROOT, timeout=1200, stdout=subprocess.DEVNULL)
-    losses = [json.loads(line)["loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["loss"]
+        for line in (folder / name / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(losses) == 200
     return losses
 
 
 @pytest.mark.slow
 def test_it_trains_as_well_as_without(tmp_path):
-    """Against bf16: the mean loss of 200 steps within 0.1 %, and that of the last 20; both fall 2 nats.
+    """Against bf16: the mean loss of 200 steps within 0.1 %, and that of the last 20; both fall 2
+    nats.
 
-    At a learning rate at which rounding stays rounding. At debug's own, 3e-3, it grows to chance: fp32 and bf16 are 1 %
-    apart in either direction, by the seed.
+    At a learning rate at which rounding stays rounding. At debug's own, 3e-3, it grows to chance:
+    fp32 and bf16 are 1 % apart in either direction, by the seed.
     """
     plain = losses_of(tmp_path, "bf16", ["--training.compute_dtype=bfloat16"])
     eight = losses_of(tmp_path, "float8", ["--float8.enabled", "--float8.emulate"])

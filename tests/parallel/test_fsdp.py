@@ -13,7 +13,9 @@ from titanlite.optim.loss import cross_entropy_sum
 
 
 def sharded_gradients(parallel: dict) -> tuple[dict, dict]:
-    """Full weights and gradients of a model sharded over all ranks that gives each rank a different row."""
+    """Full weights and gradients of a model sharded over all ranks that gives each rank a different
+    row.
+    """
     stages = build_stages(parallel)
     model, rank, size = stages.model_parts[0], dist.get_rank(), dist.get_world_size()
     tokens = TOKENS.repeat(2, 1)[rank : rank + 1]
@@ -39,15 +41,21 @@ def test_weights_are_bit_equal_and_gradients_equal_in_every_layout(pool, world_s
     tokens = TOKENS.repeat(2, 1)[:world_size]
     (cross_entropy_sum(plain(tokens[:, :-1]), tokens[:, 1:]) / (11 * world_size)).backward()
     for weights, found in pool.run(world_size, sharded_gradients, parallel):
-        assert_same(weights, {name: p.detach() for name, p in plain.named_parameters()}, rtol=0, atol=0)
-        assert_same(found, {name: p.grad for name, p in plain.named_parameters()}, rtol=1e-4, atol=1e-6)
+        assert_same(
+            weights, {name: p.detach() for name, p in plain.named_parameters()}, rtol=0, atol=0
+        )
+        assert_same(
+            found, {name: p.grad for name, p in plain.named_parameters()}, rtol=1e-4, atol=1e-6
+        )
 
 
 def rope_dtype_in_a_block() -> list[torch.dtype]:
     """dtypes that a bf16 block gets: its input, and the RoPE table."""
     model = build_stages({"dp_shard": 1}, compute_dtype="bfloat16").model_parts[0]
     seen = []
-    model.layers["1"].register_forward_pre_hook(lambda module, args: seen.extend([args[0].dtype, args[1].dtype]))
+    model.layers["1"].register_forward_pre_hook(
+        lambda module, args: seen.extend([args[0].dtype, args[1].dtype])
+    )
     model(TOKENS)
     return seen
 

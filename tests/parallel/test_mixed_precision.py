@@ -19,7 +19,9 @@ EMBEDDING = "tok_embeddings.weight"
 Gradients = dict[str, torch.Tensor]
 
 
-def gradients_of(parallel: dict[str, Any], llama: Any, sections: list[Any], compute: str) -> Gradients:
+def gradients_of(
+    parallel: dict[str, Any], llama: Any, sections: list[Any], compute: str
+) -> Gradients:
     """Of two local batches in which tokens occur more than once."""
     torch._dynamo.reset()
     stages = build_stages(parallel, 0, llama, *sections, compute_dtype=compute)
@@ -27,11 +29,18 @@ def gradients_of(parallel: dict[str, Any], llama: Any, sections: list[Any], comp
     tokens = torch.randint(20, (4, 17), generator=torch.Generator().manual_seed(0))
     for i, rows in enumerate(tokens.split(2)):
         stages.forward_backward(Batch(rows[:, :-1], rows[:, 1:]), torch.tensor(64), last=i == 1)
-    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert (
+        {p.dtype for p in model.parameters()}
+        == {p.grad.dtype for p in model.parameters()}
+        == {torch.float32}
+    )
     assert {name: tuple(p.shape) for name, p in model.state_dict().items()} == {
         name: tuple(p.shape) for name, p in small_model(config=llama).state_dict().items()
     }
-    return {name: getattr(p.grad, "to_local", lambda p=p: p.grad)() for name, p in model.named_parameters()}
+    return {
+        name: getattr(p.grad, "to_local", lambda p=p: p.grad)()
+        for name, p in model.named_parameters()
+    }
 
 
 def exact(llama: Any) -> Gradients:
@@ -48,9 +57,12 @@ def compare(llama: Any, sections: list[Any]) -> None:
     right = exact(llama)
     assert cast.keys() == sharded.keys() == right.keys()
     for name, gradient in cast.items():
-        wrong = [(found - right[name]).norm() / right[name].norm() for found in (gradient, sharded[name])]
+        wrong = [
+            (found - right[name]).norm() / right[name].norm() for found in (gradient, sharded[name])
+        ]
         assert 1e-4 < wrong[0] < 3e-2, "in bfloat16"
-        if name == EMBEDDING:  # here the rows of a token, and the two uses if tied, are added in fp32
+        # Here the rows of a token, and the two uses if tied, are added in fp32
+        if name == EMBEDDING:
             assert wrong[0] <= wrong[1]
         else:
             assert torch.equal(gradient, sharded[name]), name
@@ -84,7 +96,9 @@ def test_all_blocks_share_one_compiled_graph(pool):
 def kinds(compute: str) -> list[bool]:
     (model,) = build_stages({}, compute_dtype=compute).model_parts
     return [
-        type(module).__module__.endswith("mixed_precision") for module in model.modules() if hasattr(module, "weight")
+        type(module).__module__.endswith("mixed_precision")
+        for module in model.modules()
+        if hasattr(module, "weight")
     ]
 
 

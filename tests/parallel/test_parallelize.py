@@ -27,7 +27,9 @@ TOKENS = torch.randint(101, (2, 17), generator=torch.Generator().manual_seed(3))
 
 
 def largest_difference(degrees: dict[str, int], order: str, mode: str) -> float:
-    """Applies the techniques in this order; the largest relative difference of a gradient from the plain model's."""
+    """Applies the techniques in this order; the largest relative difference of a gradient from the
+    plain model's.
+    """
     mesh = Mesh("cpu", {axis: degrees.get(axis, 1) for axis in AXES}, 60)
     with torch.device("meta"):
         model = Llama(EVEN, 16)
@@ -46,7 +48,10 @@ def largest_difference(degrees: dict[str, int], order: str, mode: str) -> float:
     model.init_weights(0, assign_shard)
     loss, scope = cross_entropy_sum, contextlib.nullcontext
     if mesh["tp"].size() > 1:
-        loss, scope = functools.partial(loss_parallel_cross_entropy_sum, mesh=mesh["tp"]), loss_parallel
+        loss, scope = (
+            functools.partial(loss_parallel_cross_entropy_sum, mesh=mesh["tp"]),
+            loss_parallel,
+        )
     tokens = TOKENS.chunk(mesh.data_size)[mesh.data_rank]
     with scope():
         (loss(model(tokens[:, :-1]), tokens[:, 1:]) / 32).backward()
@@ -63,7 +68,8 @@ def largest_difference(degrees: dict[str, int], order: str, mode: str) -> float:
     ("degrees", "order", "mode"),
     [
         ({"tp": 2}, "tp compile ac fsdp", "full"),  # the order of parallelize
-        pytest.param({"tp": 2}, "tp ac compile fsdp", "selective", marks=pytest.mark.slow),  # likewise
+        # likewise
+        pytest.param({"tp": 2}, "tp ac compile fsdp", "selective", marks=pytest.mark.slow),
         pytest.param({"tp": 2}, "compile ac tp fsdp", "full", marks=pytest.mark.slow),
         pytest.param({"tp": 2}, "compile tp fsdp ac", "selective", marks=pytest.mark.slow),
         pytest.param({"dp_shard": 2}, "fsdp compile ac", "full", marks=pytest.mark.slow),
@@ -78,7 +84,9 @@ def test_orders_that_give_the_gradients_of_the_plain_model(pool, degrees, order,
     ("degrees", "order", "error"),
     [
         ({"tp": 2}, "fsdp tp", "Cannot distribute a DTensor with device mesh"),
-        pytest.param({"tp": 2}, "tp ac compile fsdp", "tensors_saved_with_vc_check", marks=pytest.mark.slow),
+        pytest.param(
+            {"tp": 2}, "tp ac compile fsdp", "tensors_saved_with_vc_check", marks=pytest.mark.slow
+        ),
         ({"pp": 2}, "fsdp pp", "FSDP does not support deepcopy"),
     ],
 )

@@ -18,7 +18,10 @@ from titanlite.parallel.pipeline_parallel import balanced_split, stage_indices, 
 
 
 def stage_weights(weights: list[int], starts: list[int]) -> list[int]:
-    return [sum(weights[begin:end]) for begin, end in zip(starts, [*starts[1:], len(weights)], strict=True)]
+    return [
+        sum(weights[begin:end])
+        for begin, end in zip(starts, [*starts[1:], len(weights)], strict=True)
+    ]
 
 
 def test_no_other_cut_has_a_lighter_heaviest_stage():
@@ -28,12 +31,18 @@ def test_no_other_cut_has_a_lighter_heaviest_stage():
         blocks, stages = generator.randint(1, 8), generator.randint(1, 5)
         if stages > blocks:
             continue
-        weights = [generator.randint(0, 9), *[generator.randint(1, 9)] * blocks, generator.randint(0, 20)]
+        weights = [
+            generator.randint(0, 9),
+            *[generator.randint(1, 9)] * blocks,
+            generator.randint(0, 20),
+        ]
         starts = balanced_split(weights, stages)
         assert len(starts) == stages
         assert starts[0] == 0
         bounds = [*starts[1:], len(weights) - 1]
-        assert all(b > max(a, 1) or (a == 0 and b > 1) for a, b in itertools.pairwise([0, *bounds])), "a block each"
+        assert all(
+            b > max(a, 1) or (a == 0 and b > 1) for a, b in itertools.pairwise([0, *bounds])
+        ), "a block each"
         cuts = itertools.combinations(range(2, blocks + 1), stages - 1)
         best = min(max(stage_weights(weights, [0, *cut])) for cut in cuts)
         assert max(stage_weights(weights, starts)) == best
@@ -51,25 +60,36 @@ def test_ends_weigh_in_the_cut_of_the_flavors(flavor, stages, expected):
     with torch.device("meta"):
         model = Llama(FLAVORS[flavor], 16)
     modules = stage_modules(model, stages, [])
-    assert [len([name for name in names if name.startswith("layers")]) for names in modules] == expected
+    assert [
+        len([name for name in names if name.startswith("layers")]) for names in modules
+    ] == expected
     assert [name for names in modules for name in names][:2] == ["tok_embeddings", "layers.0"]
     assert modules[-1][-2:] == ["norm", "output"]
 
 
 def test_the_explicit_cut_is_what_it_says():
     modules = stage_modules(small_model(config=EVEN), 3, ["layers.1", "norm"])
-    assert modules == [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "layers.3"], ["norm", "output"]]
+    assert modules == [
+        ["tok_embeddings", "layers.0"],
+        ["layers.1", "layers.2", "layers.3"],
+        ["norm", "output"],
+    ]
 
 
 def test_stages_go_round_or_in_a_v():
     assert [stage_indices(rank, 4, 1, "1F1B") for rank in range(4)] == [[0], [1], [2], [3]]
-    assert [stage_indices(rank, 2, 3, "Interleaved1F1B") for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
+    assert [stage_indices(rank, 2, 3, "Interleaved1F1B") for rank in range(2)] == [
+        [0, 2, 4],
+        [1, 3, 5],
+    ]
     assert [stage_indices(rank, 2, 2, "ZBVZeroBubble") for rank in range(2)] == [[0, 3], [1, 2]]
     assert [stage_indices(rank, 2, 2, "DualPipeV") for rank in range(2)] == [[0, 3], [1, 2]]
 
 
 def train_without_objects(schedules: list[str]) -> list[float]:
-    """A validation and a step in each schedule, in which no stage may send an object and each first message says no."""
+    """A validation and a step in each schedule, in which no stage may send an object and each first
+    message says no.
+    """
 
     def refuse(*args, **kwargs):
         raise AssertionError("a stage sends or receives a pickled object")
@@ -82,7 +102,8 @@ def train_without_objects(schedules: list[str]) -> list[float]:
 
     def vote_no(tensor, *args, **kwargs):
         all_reduce(tensor, *args, **kwargs)
-        if tensor.dtype == torch.int32:  # a vote of torch 2.15; ours are sums of int64 and floating-point numbers
+        # a vote of torch 2.15; ours are sums of int64 and floating-point numbers
+        if tensor.dtype == torch.int32:
             tensor.zero_()
 
     dist.send_object_list = dist.recv_object_list = refuse
@@ -93,11 +114,18 @@ def train_without_objects(schedules: list[str]) -> list[float]:
     for schedule, dtype in itertools.product(schedules, ("float32", "bfloat16")):
         layout = {"pp": 2, "pp_schedule": schedule}
         stages = build_stages(layout, llama=EVEN, local_batch_size=4, compute_dtype=dtype)
-        losses += [float(stages.evaluate(batch)) / 64, float(stages.forward_backward(batch, torch.tensor(64)))]
+        losses += [
+            float(stages.evaluate(batch)) / 64,
+            float(stages.forward_backward(batch, torch.tensor(64))),
+        ]
     return losses
 
 
 def test_stages_unpickle_nothing(pool):
-    """The shapes of what they send are given to them; no message can make them ask each other for objects."""
+    """The shapes of what they send are given to them; no message can make them ask each other for
+    objects.
+    """
     first, second = pool.run(2, train_without_objects, list(PP_SCHEDULES))
-    assert [a + b for a, b in zip(first, second, strict=True)] == pytest.approx([first[-1]] * len(first), rel=1e-2)
+    assert [a + b for a, b in zip(first, second, strict=True)] == pytest.approx(
+        [first[-1]] * len(first), rel=1e-2
+    )

@@ -1,8 +1,9 @@
-"""A step on a GPU that does not exist: every operation has its tensors there, and the host reads none of them.
+"""A step on a GPU that does not exist: every operation has its tensors there, and the host reads
+none of them.
 
-Tensors are torch's fake ones, which have device, dtype and shape and no numbers: an operation on tensors of two devices
-is an error, and so is reading a number, for which the host would wait. Autograd's engine needs the real device, so the
-backward is not run, and gradients are made by hand.
+Tensors are torch's fake ones, which have device, dtype and shape and no numbers: an operation on
+tensors of two devices is an error, and so is reading a number, for which the host would wait.
+Autograd's engine needs the real device, so the backward is not run, and gradients are made by hand.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ GPU, APPLE = torch.device("cuda", 0), torch.device("mps", 0)
 TRAINING = TrainingConfig(seq_len=16, local_batch_size=2, compute_dtype="bfloat16")
 
 pytestmark = [
-    pytest.mark.skipif(torch.version.cuda is not None or sys.platform == "darwin", reason="this torch has its own"),
+    pytest.mark.skipif(
+        torch.version.cuda is not None or sys.platform == "darwin", reason="this torch has its own"
+    ),
     pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler"),
 ]
 
@@ -82,7 +85,11 @@ class NoFloat64(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "mps" and tensor.dtype == torch.float64:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.device.type == "mps"
+                and tensor.dtype == torch.float64
+            ):
                 raise TypeError(f"{function} gives float64, which mps does not support")
         return result
 
@@ -103,13 +110,17 @@ def in_place_of_flex_attention(q, k, v, block_mask, enable_gqa):
 
 def in_place_of_apples_attention(q, k, v, mask=None, is_causal=False, enable_gqa=False):
     """What torch computes there while gradients are required; a build for Linux cannot choose it."""
-    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, 0.0, is_causal, enable_gqa=enable_gqa)[0]
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        q, k, v, mask, 0.0, is_causal, enable_gqa=enable_gqa
+    )[0]
 
 
 def one_step(guard: Path, config: Config, llama, device: torch.device = GPU) -> None:
     """As in train.py, up to the backward, which fills `grad`. Then a validation."""
     ctypes.CDLL(str(guard))
-    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, enabled="false"))
+    config = dataclasses.replace(
+        config, compile=dataclasses.replace(config.compile, enabled="false")
+    )
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1), 60)
     mesh.device_type = device.type
     compile.missing_for_inductor = lambda device_type: ""
@@ -123,7 +134,10 @@ def one_step(guard: Path, config: Config, llama, device: torch.device = GPU) -> 
             stack.enter_context(mock.patch.object(F, name, in_place_of_apples_attention))
         to_gpu(parts[0], device)
         parts[0].reset_rope(device)
-        stages, optimizer = Stages(parts, config, mesh, device), build_optimizer(parts, config.optimizer)
+        stages, optimizer = (
+            Stages(parts, config, mesh, device),
+            build_optimizer(parts, config.optimizer),
+        )
         for step in range(2):
             tokens = torch.zeros(2, config.training.seq_len, dtype=torch.long, device=device)
             batch = Batch(tokens, tokens, tokens if config.data.document_mask else None)
@@ -139,7 +153,9 @@ def one_step(guard: Path, config: Config, llama, device: torch.device = GPU) -> 
             optimizer.step()
             optimizer.zero_grad()
             moments = [state["exp_avg"] for state in optimizer.state.values()]
-            assert {value.device for value in (loss, norm, stages.evaluate(batch), *moments)} == {device}
+            assert {value.device for value in (loss, norm, stages.evaluate(batch), *moments)} == {
+                device
+            }
             assert loss.dtype == norm.dtype == torch.float32
             with pytest.raises(DataDependentOutputException):
                 float(loss)
@@ -156,12 +172,25 @@ def one_step(guard: Path, config: Config, llama, device: torch.device = GPU) -> 
         ([Float8Config(enabled=True, emulate=True)], {}),
         ([OptimizerConfig("muon", clip="agc"), LossConfig(z_loss=1e-4)], {}),
         ([DataConfig(document_mask=True)], {}),
-        ([DataConfig(document_mask=True)], {"dim": 64}),  # heads of 16 numbers, which FlexAttention supports
+        # Heads of 16 numbers, which FlexAttention supports
+        ([DataConfig(document_mask=True)], {"dim": 64}),
     ],
-    ids=["bf16", "fp32", "tied", "recomputed", "selective", "float8", "muon", "documents", "blocks"],
+    ids=[
+        "bf16",
+        "fp32",
+        "tied",
+        "recomputed",
+        "selective",
+        "float8",
+        "muon",
+        "documents",
+        "blocks",
+    ],
 )
 def test_a_step_stays_on_the_gpu(pool, guard, sections, llama):
-    given = {"training": TRAINING} | {type(one).__name__.removesuffix("Config").lower(): one for one in sections}
+    given = {"training": TRAINING} | {
+        type(one).__name__.removesuffix("Config").lower(): one for one in sections
+    }
     pool.run(1, one_step, guard, Config(**given), dataclasses.replace(SMALL, **llama))
 
 
@@ -178,7 +207,9 @@ def test_a_step_stays_on_the_gpu(pool, guard, sections, llama):
 )
 def test_a_step_on_apples_gpu_needs_no_float64(pool, guard, section, llama):
     training = dataclasses.replace(TRAINING, compute_dtype="float32")
-    config = Config(**{"training": training, type(section).__name__.removesuffix("Config").lower(): section})
+    config = Config(
+        **{"training": training, type(section).__name__.removesuffix("Config").lower(): section}
+    )
     pool.run(1, one_step, guard, config, dataclasses.replace(SMALL, **llama), APPLE)
 
 
@@ -201,7 +232,10 @@ def sum_an_offloaded_gradient(guard: Path) -> tuple[set[str], str]:
     sent: list[str] = []
     with FakeTensorMode(), contextlib.ExitStack() as stack:
         replaced = {"P2POp": lambda operation, tensor, *rest: sent.append(tensor.device.type)}
-        replaced |= {"batch_isend_irecv": lambda exchange: [], "get_global_rank": lambda group, rank: rank}
+        replaced |= {
+            "batch_isend_irecv": lambda exchange: [],
+            "get_global_rank": lambda group, rank: rank,
+        }
         for name, function in replaced.items():
             stack.enter_context(mock.patch.object(dist, name, function))
         mesh = mock.Mock(device_type="cuda")
@@ -223,8 +257,14 @@ def withhold_an_offloaded_update(guard: Path) -> None:
         model = nn.Linear(3, 3)
         optimizer = build_optimizer([model], OptimizerConfig())
         scale = LossScale(TrainingConfig(), mock.Mock(), optimizer, GPU)
-        stream, mesh, empty = mock.Mock(begun=0, samples=2), mock.Mock(degrees={"tp": 1}), torch.empty
-        with mock.patch.object(torch, "empty", lambda *size, pin_memory=False, **keys: empty(*size, **keys)):
+        stream, mesh, empty = (
+            mock.Mock(begun=0, samples=2),
+            mock.Mock(degrees={"tp": 1}),
+            torch.empty,
+        )
+        with mock.patch.object(
+            torch, "empty", lambda *size, pin_memory=False, **keys: empty(*size, **keys)
+        ):
             bad_steps = Guard(StabilityConfig("skip"), stream, optimizer, GPU, mesh)
         for step in range(2):
             for parameter in model.parameters():

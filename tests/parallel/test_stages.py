@@ -1,4 +1,6 @@
-"""Stages: what each process holds of the model, and the loss of evaluation and training in every schedule."""
+"""Stages: what each process holds of the model, and the loss of evaluation and training in every
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,22 @@ def train_without_targets(parallel: dict) -> float:
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"dp_shard": 1}, *(pytest.param({a: 2}, marks=pytest.mark.slow) for a in ("tp", "pp"))]
+    "parallel",
+    [{"dp_shard": 1}, *(pytest.param({a: 2}, marks=pytest.mark.slow) for a in ("tp", "pp"))],
 )
 def test_a_step_without_targets_has_loss_0(pool, parallel):
     """As with masks of targets, and a small batch."""
-    assert set(pool.run(2 if parallel != {"dp_shard": 1} else 1, train_without_targets, parallel)) == {0.0}
+    assert set(
+        pool.run(2 if parallel != {"dp_shard": 1} else 1, train_without_targets, parallel)
+    ) == {0.0}
 
 
 def names_held(parallel: dict, llama: LlamaConfig) -> tuple[list[list[str]], list[int]]:
     """The parameters of each of this process's parts, and how many of them another stage has too."""
     stages = build_stages(parallel, llama=llama, local_batch_size=4)
-    return [[name for name, _ in part.named_parameters()] for part in stages.model_parts], [len(stages.shared_params)]
+    return [[name for name, _ in part.named_parameters()] for part in stages.model_parts], [
+        len(stages.shared_params)
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "DualPipeV"])
@@ -41,7 +48,9 @@ def test_each_parameter_is_on_one_stage(pool, schedule):
     assert [twice for _, twice in found] == [[0], [0]]
 
 
-@pytest.mark.parametrize(("schedule", "copies"), [("1F1B", [1, 1]), ("Interleaved1F1B", [1, 1]), ("DualPipeV", [2, 0])])
+@pytest.mark.parametrize(
+    ("schedule", "copies"), [("1F1B", [1, 1]), ("Interleaved1F1B", [1, 1]), ("DualPipeV", [2, 0])]
+)
 def test_a_tied_embedding_is_at_both_ends(pool, schedule, copies):
     from dataclasses import replace
 
@@ -53,23 +62,31 @@ def test_a_tied_embedding_is_at_both_ends(pool, schedule, copies):
 
 
 def evaluate_and_train(parallel: dict) -> list[float]:
-    """Losses of this process: evaluation, a step, and both again; gradients are added to, and not by evaluation."""
+    """Losses of this process: evaluation, a step, and both again; gradients are added to, and not
+    by evaluation.
+    """
     stages = build_stages(parallel, llama=EVEN, local_batch_size=4)
     tokens = torch.randint(104, (4, 17), generator=torch.Generator().manual_seed(1))
     batch = Batch(tokens[:, :-1], tokens[:, 1:])
     parameters = [p for part in stages.model_parts for p in part.parameters()]
     losses, gradients = [], []
     for _ in range(2):
-        losses += [float(stages.evaluate(batch)) / 64, float(stages.forward_backward(batch, torch.tensor(64)))]
+        losses += [
+            float(stages.evaluate(batch)) / 64,
+            float(stages.forward_backward(batch, torch.tensor(64))),
+        ]
         gradients.append([full(p.grad).clone() for p in parameters])
     assert all(torch.equal(2 * once, twice) for once, twice in zip(*gradients, strict=True))
     return losses
 
 
-SLOW = (pytest.param(name, marks=pytest.mark.slow) for name in ("GPipe", "LoopedBFS", "ZBVZeroBubble"))
+SLOW = (
+    pytest.param(name, marks=pytest.mark.slow) for name in ("GPipe", "LoopedBFS", "ZBVZeroBubble")
+)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "DualPipeV", *SLOW])  # one of each kind
+# One of each kind
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "DualPipeV", *SLOW])
 def test_evaluation_between_steps_gives_the_loss(pool, schedule):
     """Only the process with the last stage has a loss; the others have zero."""
     ranks = pool.run(2, evaluate_and_train, {"pp": 2, "pp_schedule": schedule})

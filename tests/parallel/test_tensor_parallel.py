@@ -60,7 +60,10 @@ def loss_and_gradient(ignore: bool) -> tuple[float, torch.Tensor]:
 
 def make_logits(ignore: bool) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    logits, labels = torch.randn(2, 5, 16, generator=generator) * 5, torch.randint(16, (2, 5), generator=generator)
+    logits, labels = (
+        torch.randn(2, 5, 16, generator=generator) * 5,
+        torch.randint(16, (2, 5), generator=generator),
+    )
     if ignore:
         labels[0, :3] = -100
     return logits, labels

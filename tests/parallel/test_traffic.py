@@ -1,9 +1,12 @@
-"""The traffic that the headers of the techniques state: bytes per block, process and local batch, by formula.
+"""The traffic that the headers of the techniques state: bytes per block, process and local batch,
+by formula.
 
-What is measured: each collective that a process calls, in forward and backward, those inside DTensor's operators
-included. A call counts the size of its fp32 tensors times the part that an ideal ring of n processes sends of them:
-(n - 1)/n, and twice that for an all-reduce. A message to another stage counts once. Bytes on a wire are not measured,
-and neither are bf16, `cp_method = ulysses` and `cp_method = ring`: gloo runs other collectives for them, or none.
+What is measured: each collective that a process calls, in forward and backward, those inside
+DTensor's operators included. A call counts the size of its fp32 tensors times the part that an
+ideal ring of n processes sends of them:
+(n - 1)/n, and twice that for an all-reduce. A message to another stage counts once. Bytes on a wire
+are not measured, and neither are bf16, `cp_method = ulysses` and `cp_method = ring`: gloo runs
+other collectives for them, or none.
 """
 
 from __future__ import annotations
@@ -24,22 +27,34 @@ BLOCK = 2 * D * D + 2 * D * K * DH + 3 * D * EVEN.ffn_dim + 2 * D  # parameters
 
 
 class Traffic(TorchDispatchMode):
-    """Adds up, by kind, the bytes that this process sends in collectives of `size` processes, each an ideal ring."""
+    """Adds up, by kind, the bytes that this process sends in collectives of `size` processes, each
+    an ideal ring.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.size, self.sent = size, dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "send"), 0)
+        self.size, self.sent = (
+            size,
+            dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "send"), 0),
+        )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor runs first, so the collectives inside it are seen
-        name = func.name().replace("_allgather_base", "all_gather").replace("_reduce_scatter_base", "reduce_scatter")
+        name = (
+            func.name()
+            .replace("_allgather_base", "all_gather")
+            .replace("_reduce_scatter_base", "reduce_scatter")
+        )
         name = name.replace("allreduce", "all_reduce")
-        kind = next((kind for kind in self.sent if f"::{kind}" in name or f"::_{kind}" in name), None)
+        kind = next(
+            (kind for kind in self.sent if f"::{kind}" in name or f"::_{kind}" in name), None
+        )
         if kind and "c10d" in name:
             tensors = [a for a in args if isinstance(a, torch.Tensor)] or args[0]
             whole = max(tensor.numel() * tensor.element_size() for tensor in tensors)
-            if kind == "all_gather" and len(tensors) == 1:  # its argument is the part, not the result
+            # Its argument is the part, not the result
+            if kind == "all_gather" and len(tensors) == 1:
                 whole *= self.size
             times = {"all_reduce": 2, "send": self.size / (self.size - 1)}.get(kind, 1)
             self.sent[kind] += round(whole * times * (self.size - 1) / self.size)
@@ -57,7 +72,9 @@ def sent(parallel: dict, num_layers: int, size: int) -> dict[str, int]:
 
 def per_block(pool, parallel: dict, size: int) -> dict[str, int]:
     """The traffic of a model with three blocks minus that of a model with two."""
-    (more, *_), (less, *_) = (pool.run(size, sent, parallel, num_layers, size) for num_layers in (3, 2))
+    (more, *_), (less, *_) = (
+        pool.run(size, sent, parallel, num_layers, size) for num_layers in (3, 2)
+    )
     return {kind: more[kind] - less[kind] for kind in more if more[kind] != less[kind]}
 
 
@@ -70,7 +87,9 @@ def sent_inside_an_operator() -> dict[str, int]:
 
 def test_collectives_inside_operators_are_seen(pool):
     for traffic in pool.run(2, sent_inside_an_operator):
-        assert {kind: count for kind, count in traffic.items() if count} == {"all_reduce": 2 * 10 * BYTES // 2}
+        assert {kind: count for kind, count in traffic.items() if count} == {
+            "all_reduce": 2 * 10 * BYTES // 2
+        }
 
 
 def part(size: int) -> float:
@@ -80,12 +99,18 @@ def part(size: int) -> float:
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_sharding(pool, size):
     found = per_block(pool, {"dp_shard": size, "reshard_after_forward": "always"}, size)
-    assert found == {"all_gather": 2 * BYTES * BLOCK * part(size), "reduce_scatter": BYTES * BLOCK * part(size)}
+    assert found == {
+        "all_gather": 2 * BYTES * BLOCK * part(size),
+        "reduce_scatter": BYTES * BLOCK * part(size),
+    }
 
 
 def test_sharding_that_keeps_the_weights(pool):
     found = per_block(pool, {"dp_shard": 2, "reshard_after_forward": "never"}, 2)
-    assert found == {"all_gather": BYTES * BLOCK * part(2), "reduce_scatter": BYTES * BLOCK * part(2)}
+    assert found == {
+        "all_gather": BYTES * BLOCK * part(2),
+        "reduce_scatter": BYTES * BLOCK * part(2),
+    }
 
 
 def test_replicas(pool):
@@ -120,7 +145,9 @@ def test_context_parallel(pool, size):
 
 
 def test_pipeline_parallel(pool):
-    """One boundary between stages: hidden states forward, their gradients back, whatever the number of blocks."""
+    """One boundary between stages: hidden states forward, their gradients back, whatever the number
+    of blocks.
+    """
     assert per_block(pool, {"pp": 2}, 2) == {}
     for traffic in pool.run(2, sent, {"pp": 2}, 2, 2):
         assert traffic["send"] == BYTES * B * S * D

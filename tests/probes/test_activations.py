@@ -1,4 +1,6 @@
-"""Activation statistics: against the activations themselves, in every layout, with compiled blocks too."""
+"""Activation statistics: against the activations themselves, in every layout, with compiled blocks
+too.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,24 @@ def scaled(model: Any) -> Any:
     return model
 
 
-def row_in_a_layout(parallel: dict, documents: bool = False, compiled: bool = False, logits: bool = True) -> list[Any]:
-    """The row, whether the batch is unchanged, and how many graphs were compiled for it and after it."""
+def row_in_a_layout(
+    parallel: dict, documents: bool = False, compiled: bool = False, logits: bool = True
+) -> list[Any]:
+    """The row, whether the batch is unchanged, and how many graphs were compiled for it and after
+    it.
+    """
     compile = CompileConfig(enabled="true" if compiled else "false", backend="aot_eager")
-    sections, local = (compile, DataConfig(document_mask=documents)), 4 // parallel.get("dp_shard", 1)
+    sections, local = (
+        (compile, DataConfig(document_mask=documents)),
+        4 // parallel.get("dp_shard", 1),
+    )
     stages = build_stages(parallel, 0, EVEN, *sections, local_batch_size=local)
     for part in stages.model_parts:
         scaled(part)
     rows: list[dict[str, Any]] = []
-    metrics: Any = SimpleNamespace(progress=SimpleNamespace(step=7), device=torch.device("cpu"), write=rows.append)
+    metrics: Any = SimpleNamespace(
+        progress=SimpleNamespace(step=7), device=torch.device("cpu"), write=rows.append
+    )
     own = slice(stages.mesh.data_rank, None, stages.mesh.data_size)
     batch = Batch(TOKENS[own], TOKENS[own].roll(-1, 1), POSITIONS[own] if documents else None)
     measured = Activations(stages, metrics, logits)
@@ -51,7 +62,12 @@ def row_in_a_layout(parallel: dict, documents: bool = False, compiled: bool = Fa
     stages.forward_backward(batch, torch.tensor(64))
     assert rows[0] == rows[1]
     assert num_compiled_graphs() == graphs[1]  # the second row compiles nothing
-    return [rows[0], torch.equal(batch.tokens, TOKENS[own]), num_compiled_graphs() - graphs[0], graphs[0]]
+    return [
+        rows[0],
+        torch.equal(batch.tokens, TOKENS[own]),
+        num_compiled_graphs() - graphs[0],
+        graphs[0],
+    ]
 
 
 @torch.no_grad()
@@ -66,12 +82,16 @@ def expected_row(documents: bool) -> dict[str, float]:
     x, row = model.tok_embeddings(TOKENS), {}
     for i, block in enumerate(model.layers.values()):
         attention = block.attention
-        q, k = (w(block.attention_norm(x)).unflatten(-1, (-1, 8)) for w in (attention.wq, attention.wk))
+        q, k = (
+            w(block.attention_norm(x)).unflatten(-1, (-1, 8)) for w in (attention.wq, attention.wk)
+        )
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         logits = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, dim=2)) / 8**0.5
         x = block(x, rope, document_mask(numbers) if documents else None)
         values = x.mean(), x.square().mean().sqrt(), x.abs().max(), logits[..., mask].max()
-        row |= {f"{name}/layers.{i}": float(value) for name, value in zip(FIGURES, values, strict=True)}
+        row |= {
+            f"{name}/layers.{i}": float(value) for name, value in zip(FIGURES, values, strict=True)
+        }
     return row
 
 
@@ -109,11 +129,15 @@ def test_compiled_blocks_run_eagerly_and_stay_compiled(pool):
 
 
 def test_compiled_blocks_run_compiled_without_the_logits(pool):
-    """Their outputs are seen by hooks outside of the compiled graphs, one of which is that of a forward alone."""
+    """Their outputs are seen by hooks outside of the compiled graphs, one of which is that of a
+    forward alone.
+    """
     expected = expected_row(False)
     ((row, _, more, _),) = pool.run(1, row_in_a_layout, {"dp_shard": 1}, False, True, False)
     assert row.pop("step") == 7
-    kept = {name: value for name, value in expected.items() if not name.startswith("attention_logit")}
+    kept = {
+        name: value for name, value in expected.items() if not name.startswith("attention_logit")
+    }
     assert row == pytest.approx(kept, rel=1e-4, abs=1e-6)
     assert more > 0
 
@@ -122,13 +146,18 @@ def test_compiled_blocks_run_compiled_without_the_logits(pool):
 def test_the_largest_logit_is_that_of_pairs_that_attend(monkeypatch, chunk):
     monkeypatch.setattr(activations, "CHUNK", chunk)
     generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 4, 6, 8, generator=generator), torch.randn(2, 2, 10, 8, generator=generator)
+    q, k = (
+        torch.randn(2, 4, 6, 8, generator=generator),
+        torch.randn(2, 2, 10, 8, generator=generator),
+    )
     logits = q @ k.repeat_interleave(2, dim=1).transpose(-1, -2) / 8**0.5  # (2, 4, 6, 10)
     late = torch.ones(6, 10, dtype=torch.bool).tril(4)
     some = torch.rand(2, 1, 6, 10, generator=generator) < 0.2
     masked = logits.masked_fill(~some, -1e9).max()
     assert float(largest_logit(q, k, None, False)) == pytest.approx(float(logits.max()))
-    assert float(largest_logit(q, k, causal_lower_right(6, 10), False)) == pytest.approx(float(logits[..., late].max()))
+    assert float(largest_logit(q, k, causal_lower_right(6, 10), False)) == pytest.approx(
+        float(logits[..., late].max())
+    )
     assert float(largest_logit(q, k, some, False)) == pytest.approx(float(masked))
     square = logits[..., :6][..., torch.ones(6, 6, dtype=torch.bool).tril()].max()
     assert float(largest_logit(q, k[:, :, :6], None, True)) == pytest.approx(float(square))

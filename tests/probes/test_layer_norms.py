@@ -30,7 +30,9 @@ def rows_of_a_run(parallel: dict, tied: bool) -> list[dict[str, Any]]:
     optimizer = build_optimizer(stages.model_parts, OPTIMIZER)
     rows: list[dict[str, Any]] = []
     device = torch.device("cpu")
-    metrics: Any = SimpleNamespace(progress=SimpleNamespace(step=0), device=device, write=rows.append)
+    metrics: Any = SimpleNamespace(
+        progress=SimpleNamespace(step=0), device=device, write=rows.append
+    )
     LayerNorms(stages, optimizer, metrics, 2)
     own = slice(stages.mesh.data_rank, None, stages.mesh.data_size)
     for step in (1, 2, 3):
@@ -46,7 +48,11 @@ def expected_row(tied: bool) -> dict[str, float]:
     """From the whole model, with torch's own optimizer and norms in float64."""
     model = small_model(config=TIED if tied else EVEN)
     optimizer = torch.optim.AdamW(
-        model.parameters(), OPTIMIZER.lr, OPTIMIZER.betas, OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
+        model.parameters(),
+        OPTIMIZER.lr,
+        OPTIMIZER.betas,
+        OPTIMIZER.eps,
+        weight_decay=OPTIMIZER.weight_decay,
     )
     row: dict[str, float] = {}
     for _ in range(2):
@@ -57,11 +63,18 @@ def expected_row(tied: bool) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
         groups: dict[str, list[tuple]] = {}
-        for (name, p), gradient, old in zip(model.named_parameters(), gradients, before, strict=True):
-            layer = name.removesuffix(".weight") if "layers" not in name else name[: len("layers.0")]
+        for (name, p), gradient, old in zip(
+            model.named_parameters(), gradients, before, strict=True
+        ):
+            layer = (
+                name.removesuffix(".weight") if "layers" not in name else name[: len("layers.0")]
+            )
             groups.setdefault(layer, []).append((gradient, old, p.detach() - old))
         for layer, tensors in groups.items():
-            norms = [torch.cat([t.flatten().double() for t in column]).norm() for column in zip(*tensors, strict=True)]
+            norms = [
+                torch.cat([t.flatten().double() for t in column]).norm()
+                for column in zip(*tensors, strict=True)
+            ]
             values = float(norms[0]), float(norms[1]), float(norms[2] / norms[1])
             row |= {f"{name}/{layer}": value for name, value in zip(FIGURES, values, strict=True)}
     return row
@@ -86,17 +99,22 @@ def test_equal_their_definition_in_every_layout(pool, world_size, parallel, tied
         assert row.pop("step") == 2
         assert row == pytest.approx(expected, rel=1e-4)
         gradients = [value for name, value in row.items() if name.startswith("gradient_norm")]
-        assert sum(value**2 for value in gradients) == pytest.approx(0.25, rel=1e-4)  # they were clipped
+        # They were clipped
+        assert sum(value**2 for value in gradients) == pytest.approx(0.25, rel=1e-4)
 
 
 def test_a_row_is_json_also_where_a_norm_is_not_finite():
     stages = SimpleNamespace(model_parts=[small_model(config=TIED)], shared_params=[])
     optimizer = torch.optim.SGD(stages.model_parts[0].parameters(), lr=0.1)
     written: list[dict[str, Any]] = []
-    metrics: Any = SimpleNamespace(progress=SimpleNamespace(step=4), device=torch.device("cpu"), write=written.append)
+    metrics: Any = SimpleNamespace(
+        progress=SimpleNamespace(step=4), device=torch.device("cpu"), write=written.append
+    )
     LayerNorms(stages, optimizer, metrics, 4)
     for name, parameter in stages.model_parts[0].named_parameters():
-        parameter.grad = torch.full_like(parameter, float("inf") if name.startswith("norm") else 0.0)
+        parameter.grad = torch.full_like(
+            parameter, float("inf") if name.startswith("norm") else 0.0
+        )
     optimizer.step()
     (row,) = written
     json.dumps(row, allow_nan=False)

@@ -1,4 +1,6 @@
-"""The gradient noise scale: against a known covariance, in every layout, and where it cannot be measured."""
+"""The gradient noise scale: against a known covariance, in every layout, and where it cannot be
+measured.
+"""
 
 from __future__ import annotations
 
@@ -43,24 +45,31 @@ class Quadratic:
 def measured(training: TrainingConfig, stages: Any, progress: Any) -> tuple[Measures, NoiseScale]:
     config = Config(training=training, metrics=MetricsConfig(noise_scale_freq=2))
     states = {"progress": progress}
-    return Measures(config, stages, torch.optim.SGD(stages.model_parts[0].parameters()), states), states["noise_scale"]
+    return Measures(
+        config, stages, torch.optim.SGD(stages.model_parts[0].parameters()), states
+    ), states["noise_scale"]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_of_a_quadratic_with_known_covariance(seed):
-    """x is drawn from N(mean, covariance), so the gradient of a row at w = 0 has these too, up to the sign."""
+    """x is drawn from N(mean, covariance), so the gradient of a row at w = 0 has these too, up to
+    the sign.
+    """
     width, generator = 40, torch.Generator().manual_seed(seed)
     mean = torch.randn(width, generator=generator) / 2
     deviation = torch.linspace(0.2, 3, width)
     expected = float(deviation.square().sum() / mean.square().sum())
     assert 5 < expected < 100
     stages, progress = Quadratic(width), SimpleNamespace(step=0)
-    measures, noise = measured(TrainingConfig(global_batch_size=128, local_batch_size=8), stages, progress)
+    measures, noise = measured(
+        TrainingConfig(global_batch_size=128, local_batch_size=8), stages, progress
+    )
     assert noise.columns() == {"noise_scale": None}
     for step in range(1, 161):
         progress.step = step
         rows = mean + deviation * torch.randn(128, width, generator=generator)
-        labels = torch.where(torch.rand(128, 1, generator=generator) < 0.3, IGNORED, 0)  # uneven numbers of targets
+        # Uneven numbers of targets
+        labels = torch.where(torch.rand(128, 1, generator=generator) < 0.3, IGNORED, 0)
         labels[0] = 0  # without any, a measurement is left out
         batches = [Batch(*pair) for pair in zip(rows.split(8), labels.split(8), strict=True)]
         before = noise.averages
@@ -71,8 +80,12 @@ def test_of_a_quadratic_with_known_covariance(seed):
     assert noise.columns()["noise_scale"] == pytest.approx(expected, rel=0.2)
 
 
-def noise_in_a_layout(parallel: dict, local_batch_size: int, tied: bool) -> tuple[float, list[float], float]:
-    """Noise scale, its averages, and the norm of the last gradient, after two steps of two local batches."""
+def noise_in_a_layout(
+    parallel: dict, local_batch_size: int, tied: bool
+) -> tuple[float, list[float], float]:
+    """Noise scale, its averages, and the norm of the last gradient, after two steps of two local
+    batches.
+    """
     training = {"local_batch_size": local_batch_size, "global_batch_size": 8}
     stages = build_stages(parallel, 0, replace(EVEN, tied_embeddings=tied), **training)
     progress = SimpleNamespace(step=0)
@@ -82,7 +95,9 @@ def noise_in_a_layout(parallel: dict, local_batch_size: int, tied: bool) -> tupl
         metrics=MetricsConfig(noise_scale_freq=1),
     )
     states: dict[str, Any] = {"progress": progress}
-    optimizer = torch.optim.SGD([p for part in stages.model_parts for p in part.parameters()], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [p for part in stages.model_parts for p in part.parameters()], lr=0.1
+    )
     measures = Measures(config, stages, optimizer, states)
     mesh, norm = stages.mesh, torch.zeros(())
     for step in range(2):
@@ -90,19 +105,27 @@ def noise_in_a_layout(parallel: dict, local_batch_size: int, tied: bool) -> tupl
         tokens = torch.randint(104, (8, 17), generator=torch.Generator().manual_seed(step))
         labels = tokens[:, 1:].clone()
         labels[:3, :7] = IGNORED
-        pairs = zip(tokens[:, :-1].split(local_batch_size), labels.split(local_batch_size), strict=True)
+        pairs = zip(
+            tokens[:, :-1].split(local_batch_size), labels.split(local_batch_size), strict=True
+        )
         batches = [Batch(*pair) for pair in pairs][mesh.data_rank :: mesh.data_size]
         for i, batch in enumerate(batches):
             measures.forward_backward(batch, (labels != IGNORED).sum(), last=i == len(batches) - 1)
         norm = clip_grad_norm(stages.model_parts, 0.0, torch.device("cpu"), stages.shared_params)
         optimizer.step()
         optimizer.zero_grad()
-    return states["noise_scale"].columns()["noise_scale"], states["noise_scale"].averages.tolist(), float(norm)
+    return (
+        states["noise_scale"].columns()["noise_scale"],
+        states["noise_scale"].averages.tolist(),
+        float(norm),
+    )
 
 
 @pytest.fixture(scope="module")
 def alone(pool) -> Any:
-    return {tied: pool.run(1, noise_in_a_layout, {"dp_shard": 1}, 4, tied)[0] for tied in (False, True)}
+    return {
+        tied: pool.run(1, noise_in_a_layout, {"dp_shard": 1}, 4, tied)[0] for tied in (False, True)
+    }
 
 
 @pytest.mark.parametrize(
@@ -118,10 +141,15 @@ def alone(pool) -> Any:
     ],
 )
 def test_is_the_same_in_every_layout(pool, alone, parallel, local_batch_size, tied):
-    """Where the first local batches of all ranks have the same sequences. Gradients are as if not measured."""
+    """Where the first local batches of all ranks have the same sequences.
+
+    Gradients are as if not measured.
+    """
     expected, averages, gradient = alone[tied]
     world_size = 4 if len(parallel) == 2 and "tp" in parallel else 2
-    for noise, found, norm in pool.run(world_size, noise_in_a_layout, parallel, local_batch_size, tied):
+    for noise, found, norm in pool.run(
+        world_size, noise_in_a_layout, parallel, local_batch_size, tied
+    ):
         assert found == pytest.approx(averages, rel=1e-5)
         assert noise == pytest.approx(expected, rel=1e-5)
         assert norm == pytest.approx(gradient, rel=1e-5)
@@ -129,7 +157,9 @@ def test_is_the_same_in_every_layout(pool, alone, parallel, local_batch_size, ti
 
 def test_the_averages_are_saved_and_bad_measurements_are_left_out():
     stages, progress = Quadratic(3), SimpleNamespace(step=2)
-    measures, noise = measured(TrainingConfig(global_batch_size=8, local_batch_size=4), stages, progress)
+    measures, noise = measured(
+        TrainingConfig(global_batch_size=8, local_batch_size=4), stages, progress
+    )
     rows = torch.randn(8, 3)
 
     def step(first: Tensor) -> None:
@@ -150,7 +180,10 @@ def test_the_averages_are_saved_and_bad_measurements_are_left_out():
 def test_in_float16_the_average_does_not_depend_on_the_scale():
     """Gradients are multiplied by a scale that changes between measurements."""
     generator, found = torch.Generator().manual_seed(0), []
-    rows, labels = torch.randn(2, 2, 4, 3, generator=generator), torch.zeros(4, 1, dtype=torch.int64)
+    rows, labels = (
+        torch.randn(2, 2, 4, 3, generator=generator),
+        torch.zeros(4, 1, dtype=torch.int64),
+    )
     for scales in ((1.0, 1.0), (2.0**24, 2.0**3)):
         stages = Quadratic(3)
         noise = NoiseScale(stages, SimpleNamespace(scale=torch.ones(())))

@@ -12,7 +12,11 @@ import train
 from titanlite.config.schema import Config
 from titanlite.tools.formats.convert import load_full_state
 
-MEASURED = ["--metrics.noise_scale_freq=2", "--metrics.layer_norms_freq=3", "--metrics.activations_freq=4"]
+MEASURED = [
+    "--metrics.noise_scale_freq=2",
+    "--metrics.layer_norms_freq=3",
+    "--metrics.activations_freq=4",
+]
 MEASURED += ["--ema.decay=0.9"]
 
 
@@ -22,7 +26,9 @@ def test_rows_of_a_run_and_the_same_loss(pool, arguments, whole_run, tmp_path):
     names: dict[str, list[int]] = {}
     for row in found:
         for name in row:
-            names.setdefault(name.partition("/")[0] if "validation" not in name else name, []).append(row["step"])
+            names.setdefault(
+                name.partition("/")[0] if "validation" not in name else name, []
+            ).append(row["step"])
     assert set(names["gradient_norm"]) == set(names["update_ratio"]) == {3, 6}
     assert set(names["activation_rms"]) == set(names["attention_logit"]) == {4}
     assert names["validation/numbers/ema_loss"] == names["validation/numbers/loss"] == [0, 3, 6]
@@ -38,11 +44,16 @@ def test_rows_of_a_run_and_the_same_loss(pool, arguments, whole_run, tmp_path):
 
 
 def test_a_resumed_run_continues_the_noise_scale(pool, options, tmp_path):
-    whole, resumed = ([*options, *MEASURED, f"--run.folder={tmp_path / name}"] for name in ("whole", "resumed"))
+    whole, resumed = (
+        [*options, *MEASURED, f"--run.folder={tmp_path / name}"] for name in ("whole", "resumed")
+    )
     assert pool.run(1, train_run, whole) == [0]
     assert pool.run(1, train_until, 4, resumed) == [75]
     assert pool.run(1, train_run, resumed) == [0]
-    runs = [{r["step"]: r for r in rows(tmp_path / name / "debug") if "loss" in r} for name in ("whole", "resumed")]
+    runs = [
+        {r["step"]: r for r in rows(tmp_path / name / "debug") if "loss" in r}
+        for name in ("whole", "resumed")
+    ]
     assert runs[0].keys() == runs[1].keys()
     for step, row in runs[0].items():
         assert runs[1][step]["noise_scale"] == row["noise_scale"]
@@ -53,7 +64,9 @@ def test_a_resumed_run_continues_the_noise_scale(pool, options, tmp_path):
 
 
 def refused_run(arguments: list[str]) -> None:
-    with refused("metrics.noise_scale_freq = 5", "training.global_batch_size = 8", error=AssertionError):
+    with refused(
+        "metrics.noise_scale_freq = 5", "training.global_batch_size = 8", error=AssertionError
+    ):
         train_run(arguments)
 
 

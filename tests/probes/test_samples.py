@@ -1,4 +1,6 @@
-"""Samples during training: the same text in every layout, and a training that is the same with and without."""
+"""Samples during training: the same text in every layout, and a training that is the same with and
+without.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from titanlite.observe.line_file import LineFile
 from titanlite.observe.metrics_file import SAMPLES
 from titanlite.probes.samples import Sampler
 
-PROMPTS = ("7 12 99", "", "1 2 3 4 5 6 7", "64 3", "50")  # of different lengths, and more than a local batch
+# Of different lengths, and more than a local batch
+PROMPTS = ("7 12 99", "", "1 2 3 4 5 6 7", "64 3", "50")
 BOS, EOS, SEQ_LEN, NEW = 101, 102, 16, 6
 TOKENIZER: Any = SimpleNamespace(
     bos=BOS,
@@ -32,7 +35,9 @@ TOKENIZER: Any = SimpleNamespace(
 )
 
 
-def sampler(parallel: dict[str, Any], *sections: Any, temperature: float = 0.0) -> tuple[Sampler, Any]:
+def sampler(
+    parallel: dict[str, Any], *sections: Any, temperature: float = 0.0
+) -> tuple[Sampler, Any]:
     """A sampler, and the stages, of a small model."""
     stages = build_stages(parallel, 0, EVEN, *sections, seq_len=SEQ_LEN, local_batch_size=2)
     data = next((section for section in sections if isinstance(section, DataConfig)), DataConfig())
@@ -41,7 +46,9 @@ def sampler(parallel: dict[str, Any], *sections: Any, temperature: float = 0.0) 
         config=ValidationConfig(prompts=PROMPTS, prompt_tokens=NEW, prompt_temperature=temperature),
         mesh=stages.mesh,
         stream=SimpleNamespace(training=training, document_mask=data.document_mask),
-        metrics=SimpleNamespace(device=torch.device("cpu"), file=SimpleNamespace(path=Path("unused/metrics.jsonl"))),
+        metrics=SimpleNamespace(
+            device=torch.device("cpu"), file=SimpleNamespace(path=Path("unused/metrics.jsonl"))
+        ),
         data=[SimpleNamespace(tokenizer=TOKENIZER)],
     )
     return Sampler(stages, validator, 5), stages
@@ -57,7 +64,9 @@ def expected(temperature: float = 0.0) -> list[str]:
     for i, prompt in enumerate(PROMPTS):
         ids = [BOS, *TOKENIZER.encode(prompt)]
         options = {"stop": EOS, "temperature": temperature, "top_k": 50, "seed": 5 + i}
-        found.append(TOKENIZER.decode(list(generate(small_model(SEQ_LEN, config=EVEN), ids, NEW, **options))))
+        found.append(
+            TOKENIZER.decode(list(generate(small_model(SEQ_LEN, config=EVEN), ids, NEW, **options)))
+        )
     return found
 
 
@@ -97,7 +106,9 @@ def test_every_layout_gives_the_text_of_the_model_alone(pool, parallel, sections
         size *= parallel.get(axis, 1)
     alone = expected()
     assert len(set(alone)) > 2
-    assert pool.run(size, texts, {"dp_shard": 1, **parallel}, *sections, timeout=120) == [alone] * size
+    assert (
+        pool.run(size, texts, {"dp_shard": 1, **parallel}, *sections, timeout=120) == [alone] * size
+    )
 
 
 def test_sampling_with_a_temperature_is_that_of_generate(pool):
@@ -111,7 +122,9 @@ def texts_with_a_temperature(temperature: float) -> list[str] | None:
 
 
 def sample_and_train(compiled: bool) -> tuple[int, int, bool, bool]:
-    """Graphs after a step and a validation, and after sampling and another step; whether state has changed."""
+    """Graphs after a step and a validation, and after sampling and another step; whether state has
+    changed.
+    """
     compile = CompileConfig(enabled="true" if compiled else "false", backend="aot_eager")
     sampled, stages = sampler({"dp_shard": 1}, compile)
     tokens = torch.randint(104, (2, SEQ_LEN + 1), generator=torch.Generator().manual_seed(1))
@@ -121,7 +134,10 @@ def sample_and_train(compiled: bool) -> tuple[int, int, bool, bool]:
     graphs, random = num_compiled_graphs(), torch.get_rng_state()
     gradients = [p.grad.clone() for p in stages.model_parts[0].parameters()]
     sampled.continued(lambda: False)
-    same = all(torch.equal(p.grad, g) for p, g in zip(stages.model_parts[0].parameters(), gradients, strict=True))
+    same = all(
+        torch.equal(p.grad, g)
+        for p, g in zip(stages.model_parts[0].parameters(), gradients, strict=True)
+    )
     same &= torch.equal(random, torch.get_rng_state())
     losses = float(stages.forward_backward(batch, torch.tensor(32))), float(stages.evaluate(batch))
     return graphs, num_compiled_graphs(), same, losses == (first, evaluated)
@@ -166,7 +182,9 @@ def room_for(prompt: list[int]) -> Sampler:
         stream=SimpleNamespace(training=SimpleNamespace(seq_len=SEQ_LEN)),
         metrics=SimpleNamespace(device=None, file=SimpleNamespace(path=Path("metrics.jsonl"))),
         data=[
-            SimpleNamespace(tokenizer=SimpleNamespace(bos=0, encode=lambda text: prompt if text == "b" else [])),
+            SimpleNamespace(
+                tokenizer=SimpleNamespace(bos=0, encode=lambda text: prompt if text == "b" else [])
+            ),
         ],
     )
     return Sampler(None, validator, 0)
@@ -188,11 +206,17 @@ def test_a_sample_is_one_line_whatever_it_contains(tmp_path, monkeypatch):
     shown: list[str] = []
     monkeypatch.setattr(logging.getLogger("titanlite"), "info", shown.append)
     sampled.run(7, lambda: False)
-    assert samples(tmp_path) == [{"step": 7, "prompt": "a", "text": text}, {"step": 7, "prompt": "b", "text": ""}]
+    assert samples(tmp_path) == [
+        {"step": 7, "prompt": "a", "text": text},
+        {"step": 7, "prompt": "b", "text": ""},
+    ]
     assert shown == ['step 7: sample "a" + "a\\u2028b\\nc\\x85\\x1b[2J"', 'step 7: sample "b" + ""']
 
 
-OPTIONS = ['--validation.prompts=["def add_7(x):\\n", "y, \\"z\\""]', "--validation.prompt_tokens=5"]
+OPTIONS = [
+    '--validation.prompts=["def add_7(x):\\n", "y, \\"z\\""]',
+    "--validation.prompt_tokens=5",
+]
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:

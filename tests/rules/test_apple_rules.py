@@ -39,7 +39,11 @@ REFUSED = {
 
 def problems(*options: str, processes: int = 1) -> list[str]:
     config = load_config(["debug", "--run.device=mps", *options])
-    return list(apple_problems(config, resolve_flavor(config.model, 4112), dict.fromkeys(AXES, 1) | {"tp": processes}))
+    return list(
+        apple_problems(
+            config, resolve_flavor(config.model, 4112), dict.fromkeys(AXES, 1) | {"tp": processes}
+        )
+    )
 
 
 @pytest.mark.parametrize("key", ALLOWED)
@@ -77,7 +81,11 @@ def test_the_losses_are_those_of_the_cpu(pool, arguments, tmp_path):
     assert pool.run(1, train_run, [*begin, "--training.steps=2", "--run.name=start"]) == [0]
     losses = {}
     for device in ("cpu", "mps"):
-        more = [f"--run.device={device}", f"--run.name={device}", f"--checkpoint.initial_load={tmp_path / 'start'}"]
+        more = [
+            f"--run.device={device}",
+            f"--run.name={device}",
+            f"--checkpoint.initial_load={tmp_path / 'start'}",
+        ]
         assert pool.run(1, train_run, [*arguments, *more, "--training.steps=8"]) == [0]
         losses[device] = [row["loss"] for row in rows(tmp_path / device) if "loss" in row]
     assert losses["mps"] == pytest.approx(losses["cpu"], abs=1e-3)

@@ -1,4 +1,6 @@
-"""A layout that does not fit is refused before anything starts: the keys, what was found, the nearest that fits."""
+"""A layout that does not fit is refused before anything starts: the keys, what was found, the
+nearest that fits.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from titanlite.rules.check import check_layout, unused_settings
 from titanlite.rules.degrees import AXES
 from titanlite.runtime.errors import ConfigError
 
-DEBUG = dataclasses.replace(FLAVORS["debug"], vocab_size=4112)  # 4 layers, 4 heads, 2 key/value heads
+# 4 layers, 4 heads, 2 key/value heads
+DEBUG = dataclasses.replace(FLAVORS["debug"], vocab_size=4112)
 
 
 def config(*arguments: str) -> Config:
@@ -104,7 +107,12 @@ def test_what_does_not_fit_names_keys_and_the_nearest_that_would(world_size, arg
 def test_everything_that_does_not_fit_is_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         degrees(
-            8, "parallel.tp=4", "parallel.cp=2", "training.seq_len=126", "parallel.async_tp", "compile.enabled=false"
+            8,
+            "parallel.tp=4",
+            "parallel.cp=2",
+            "training.seq_len=126",
+            "parallel.async_tp",
+            "compile.enabled=false",
         )
     assert len(caught.value.problems) == 3
 
@@ -122,7 +130,10 @@ def test_one_mistake_is_one_error():
 
 def test_keys_of_techniques_that_are_not_used_are_named():
     given = config(
-        "parallel.pp_split=layers.2", "parallel.cp_method=ulysses", "recompute.every=2", "parallel.prefetch=2"
+        "parallel.pp_split=layers.2",
+        "parallel.cp_method=ulysses",
+        "recompute.every=2",
+        "parallel.prefetch=2",
     )
     found = unused_settings(given, dict.fromkeys(AXES, 1))
     expected = [
@@ -133,16 +144,32 @@ def test_keys_of_techniques_that_are_not_used_are_named():
     ]
     for note, parts in zip(found, expected, strict=True):
         assert_mentions(note, *parts)
-    for shape, keys in (("cosine", ["decay_steps", "milestones"]), ("wsd", ["milestones"]), ("step", ["decay_steps"])):
-        schedule = [f"schedule.name={shape}", "schedule.milestones=0.5 from step 9", "schedule.decay_steps=5"]
+    for shape, keys in (
+        ("cosine", ["decay_steps", "milestones"]),
+        ("wsd", ["milestones"]),
+        ("step", ["decay_steps"]),
+    ):
+        schedule = [
+            f"schedule.name={shape}",
+            "schedule.milestones=0.5 from step 9",
+            "schedule.decay_steps=5",
+        ]
         notes = " ".join(unused_settings(config(*schedule), dict.fromkeys(AXES, 1)))
-        assert [key for key in ("decay_steps", "milestones") if f"schedule.{key} = " in notes] == keys
-    assert unused_settings(config("recompute.mode=full", "recompute.every=2"), dict.fromkeys(AXES, 2)) == []
+        assert [
+            key for key in ("decay_steps", "milestones") if f"schedule.{key} = " in notes
+        ] == keys
+    assert (
+        unused_settings(config("recompute.mode=full", "recompute.every=2"), dict.fromkeys(AXES, 2))
+        == []
+    )
 
 
 def test_only_keys_that_were_set_are_reported():
     """A decay in steps makes the fraction 0."""
-    for shape, option in (("cosine", "schedule.decay_steps=5"), ("constant", "schedule.min_ratio=0.3")):
+    for shape, option in (
+        ("cosine", "schedule.decay_steps=5"),
+        ("constant", "schedule.min_ratio=0.3"),
+    ):
         (note,) = unused_settings(config(f"schedule.name={shape}", option), dict.fromkeys(AXES, 1))
         assert_mentions(note, option.replace("=", " = "), "schedule.name")
     (note,) = unused_settings(config("ema.validate=false"), dict.fromkeys(AXES, 1))
@@ -151,7 +178,9 @@ def test_only_keys_that_were_set_are_reported():
 
 def test_keys_of_stability_without_effect_are_reported():
     given = ["--stability.window=64", "--stability.max_skips=3", "--stability.max_rollbacks=9"]
-    notes = unused_settings(load_config(["debug", *given, "--stability.action=skip"]), dict.fromkeys(AXES, 1))
+    notes = unused_settings(
+        load_config(["debug", *given, "--stability.action=skip"]), dict.fromkeys(AXES, 1)
+    )
     assert [note for note in notes if "stability" in note] == [
         "stability.window = 64 has no effect: stability.threshold = 0",
         "stability.max_rollbacks = 9 has no effect: stability.action is not rollback",

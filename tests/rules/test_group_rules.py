@@ -54,7 +54,9 @@ def test_the_first_group_that_fits_sets_rate_and_decay(load, name):
     assert schedule.set_lr(2) == pytest.approx(0.05)
     names = {id(p): name for name, p in model.named_parameters()}
     found = {
-        names[id(p)]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
+        names[id(p)]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for p in group["params"]
     }
     assert len(found) == len(names)
     assert found["layers.0.attention.wq.weight"] == pytest.approx((0.005, 0.1))
@@ -83,10 +85,19 @@ def test_groups_are_written_and_read_back(load, tmp_path):
         ),
         (
             'pattern = "zzz"',
-            ("groups[1]", '"zzz" fits no parameter', "tok_embeddings.weight", "layers.*.ffn_norm.weight"),
+            (
+                "groups[1]",
+                '"zzz" fits no parameter',
+                "tok_embeddings.weight",
+                "layers.*.ffn_norm.weight",
+            ),
         ),
-        ('pattern = "output.weight"', ('"output.weight" fits no parameter',)),  # tied embeddings have none
-        ('pattern = "*"\n[[optimizer.groups]]\npattern = "norm.*"', ("groups[2]", "earlier groups")),
+        # Tied embeddings have none
+        ('pattern = "output.weight"', ('"output.weight" fits no parameter',)),
+        (
+            'pattern = "*"\n[[optimizer.groups]]\npattern = "norm.*"',
+            ("groups[2]", "earlier groups"),
+        ),
         ('pattern = "*"\nlr = -0.5', ("optimizer.groups[1].lr = -0.5", "at least 0", "-1")),
         ('pattern = "*"\nlr = -2', ("optimizer.groups[1].lr = -2", "at least -1")),
         ('patern = "*"', ("unknown key patern", "did you mean pattern?")),

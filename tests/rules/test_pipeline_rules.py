@@ -1,4 +1,7 @@
-"""Pipelines that do not fit: the keys, what was found, the nearest that fits. The model has 4 layers."""
+"""Pipelines that do not fit: the keys, what was found, the nearest that fits.
+
+The model has 4 layers.
+"""
 
 from __future__ import annotations
 

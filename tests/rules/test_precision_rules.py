@@ -18,10 +18,16 @@ def refuse(options: list[str], *words: str) -> None:
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("training.param_dtype=bfloat16", ["training.param_dtype = bfloat16", "expected training.param_dtype"]),
+        (
+            "training.param_dtype=bfloat16",
+            ["training.param_dtype = bfloat16", "expected training.param_dtype"],
+        ),
         ("training.reduce_dtype=bfloat16", ["training.reduce_dtype = bfloat16"]),
         ("training.loss_scale=1000", ["training.loss_scale = 1000", "nearest: 1024"]),
-        ("optimizer.implementation=foreach", ["optimizer.implementation = foreach", "auto or fused"]),
+        (
+            "optimizer.implementation=foreach",
+            ["optimizer.implementation = foreach", "auto or fused"],
+        ),
         ("float8.enabled", ["devices with float8 have bfloat16"]),
     ],
 )
@@ -30,11 +36,18 @@ def test_what_does_not_fit_float16_is_refused(option, words):
 
 
 def test_two_kinds_of_offloading_are_refused():
-    refuse(["parallel.optimizer_offload", "parallel.cpu_offload"], "parallel.cpu_offload", "expected only one")
+    refuse(
+        ["parallel.optimizer_offload", "parallel.cpu_offload"],
+        "parallel.cpu_offload",
+        "expected only one",
+    )
 
 
 def test_rowwise_scaling_needs_bfloat16_on_the_hardware():
-    refuse(["float8.enabled", "float8.scaling=rowwise", "training.compute_dtype=float32"], "returns bfloat16")
+    refuse(
+        ["float8.enabled", "float8.scaling=rowwise", "training.compute_dtype=float32"],
+        "returns bfloat16",
+    )
 
 
 def test_offloading_without_recomputation_is_refused():
@@ -42,4 +55,8 @@ def test_offloading_without_recomputation_is_refused():
 
 
 def test_the_state_of_muon_is_not_offloaded():
-    refuse(["optimizer.name=muon", "parallel.optimizer_offload"], "optimizer.name = muon", "expected optimizer.name")
+    refuse(
+        ["optimizer.name=muon", "parallel.optimizer_offload"],
+        "optimizer.name = muon",
+        "expected optimizer.name",
+    )

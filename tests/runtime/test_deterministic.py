@@ -1,4 +1,6 @@
-"""`debug.deterministic`: two runs write the same numbers; what it sets, and what the environment may set."""
+"""`debug.deterministic`: two runs write the same numbers; what it sets, and what the environment
+may set.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ def run_and_report(arguments: list[str]) -> tuple[bool, bool, str]:
     import torch._inductor.config as inductor_config
 
     assert train_run(arguments) == 0
-    return torch.are_deterministic_algorithms_enabled(), inductor_config.deterministic, os.environ[WORKSPACE]
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        inductor_config.deterministic,
+        os.environ[WORKSPACE],
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,17 +32,27 @@ def run_and_report(arguments: list[str]) -> tuple[bool, bool, str]:
     [
         (1, []),
         pytest.param(
-            2, ["parallel.dp_shard=2", "compile.enabled", "compile.backend=aot_eager"], marks=pytest.mark.slow
+            2,
+            ["parallel.dp_shard=2", "compile.enabled", "compile.backend=aot_eager"],
+            marks=pytest.mark.slow,
         ),
     ],
 )
 def test_two_runs_are_equal_bit_for_bit(pool, arguments, tmp_path, processes, more):
-    arguments = [*arguments, "--training.steps=3", "--debug.deterministic", *(f"--{option}" for option in more)]
+    arguments = [
+        *arguments,
+        "--training.steps=3",
+        "--debug.deterministic",
+        *(f"--{option}" for option in more),
+    ]
     for name in ("a", "b"):
         found = pool.run(processes, run_and_report, [*arguments, f"--run.name={name}"])
         assert found == [(True, True, ":4096:8")] * processes
     assert curve(tmp_path / "a") == curve(tmp_path / "b")
-    states = [torch.cat([tensor.flatten().double() for tensor in load(tmp_path / name)]) for name in ("a", "b")]
+    states = [
+        torch.cat([tensor.flatten().double() for tensor in load(tmp_path / name)])
+        for name in ("a", "b")
+    ]
     assert torch.equal(*states)
 
 

@@ -1,4 +1,6 @@
-"""How a rank says that it failed: one line after another one has ended, and no error of its own is shortened."""
+"""How a rank says that it failed: one line after another one has ended, and no error of its own is
+shortened.
+"""
 
 from __future__ import annotations
 
@@ -41,16 +43,30 @@ def test_one_line_after_another_rank_has_ended(pool, tmp_path):
     ("error", "shown"),
     [
         (
-            dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed. Did it crash?"),
+            dist.DistNetworkError(
+                "Failed to recv, got 0 bytes. Connection was likely closed. Did it crash?"
+            ),
             "got 0 bytes",
         ),
         (
-            dist.DistBackendError("NCCL error in: x.cpp:1, remote process exited or there was a network error\ny"),
+            dist.DistBackendError(
+                "NCCL error in: x.cpp:1, remote process exited or there was a network error\ny"
+            ),
             "remote process exited",
         ),
         (dist.DistStoreError("wait timeout after 300 s"), ""),
-        (RuntimeError("[gloo/transport/tcp/x.cc:81] Timed out waiting 1800000ms for recv operation to complete"), ""),
-        (RuntimeError("[enforce fail at gloo/transport/tcp/socket.cc:24] rv != -1. socket: Too many open files"), ""),
+        (
+            RuntimeError(
+                "[gloo/transport/tcp/x.cc:81] Timed out waiting 1800000ms for recv operation to complete"
+            ),
+            "",
+        ),
+        (
+            RuntimeError(
+                "[enforce fail at gloo/transport/tcp/socket.cc:24] rv != -1. socket: Too many open files"
+            ),
+            "",
+        ),
         (RuntimeError("Broken pipe"), ""),
         (BrokenPipeError("gloo/transport: Broken pipe"), ""),
     ],
@@ -65,7 +81,9 @@ def test_what_is_a_lost_connection(error, shown):
 @pytest.mark.parametrize("lost", [True, False])
 def test_only_a_lost_connection_has_no_stack_trace(monkeypatch, capfd, lost):
     def main(config):
-        raise RuntimeError("gloo/transport: Connection closed by peer [127.0.0.1]:1" if lost else "of its own")
+        raise RuntimeError(
+            "gloo/transport: Connection closed by peer [127.0.0.1]:1" if lost else "of its own"
+        )
 
     monkeypatch.setattr(train, "main", main)
     assert train.run(["debug"]) == (EXIT_LOST if lost else 1)

@@ -17,7 +17,9 @@ def synced(monkeypatch) -> list[str]:
     fsync = os.fsync
 
     def note(descriptor: int) -> None:
-        found.append(os.readlink(f"/proc/self/fd/{descriptor}") if Path("/proc/self/fd").exists() else "")
+        found.append(
+            os.readlink(f"/proc/self/fd/{descriptor}") if Path("/proc/self/fd").exists() else ""
+        )
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", note)
@@ -44,7 +46,11 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "a"
     files.replace_file(path, b"old")
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left") as caught:
-        patch.setattr(files, "write_synced", lambda path, content: (_ for _ in ()).throw(OSError(28, "No space left")))
+        patch.setattr(
+            files,
+            "write_synced",
+            lambda path, content: (_ for _ in ()).throw(OSError(28, "No space left")),
+        )
         files.replace_file(path, b"old")  # nothing to write
         files.replace_file(path, b"new")
     assert caught.value.filename == str(path)

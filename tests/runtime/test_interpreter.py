@@ -98,8 +98,8 @@ def test_processes_are_started_from_the_root_folder(tmp_path, monkeypatch):
     assert Path.cwd() == tmp_path
 
 
-# Where a program names the interpreter, or starts processes by multiprocessing, and why it finds no module of the
-# current folder. Anything else uses `interpreter.python` or `interpreter.call`.
+# Where a program names the interpreter, or starts processes by multiprocessing, and why it finds no
+# module of the current folder. Anything else uses `interpreter.python` or `interpreter.call`.
 STARTERS = {
     "runtime/interpreter.py": "the functions themselves",
     "tools/cli/processes.py": "starts train.py by its path, in `interpreter.environment`",
@@ -115,9 +115,16 @@ def test_every_interpreter_is_started_by_these_functions():
     found = set()
     for path in (ROOT / "titanlite").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                else []
+            )
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
-            if any(name.startswith(("sys.executable", "multiprocessing", "ProcessPoolExecutor")) for name in names):
+            if any(
+                name.startswith(("sys.executable", "multiprocessing", "ProcessPoolExecutor"))
+                for name in names
+            ):
                 found.add(path.relative_to(ROOT / "titanlite").as_posix())
     assert found == STARTERS.keys()

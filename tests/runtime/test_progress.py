@@ -15,7 +15,12 @@ def test_a_log_gets_a_line_per_quarter(capsys):
             bar.update(1)
             bar.last_print_t -= 1
     err = capsys.readouterr().err
-    assert [line.split("%")[0].split()[-1] for line in err.splitlines()] == ["25", "50", "75", "100"]
+    assert [line.split("%")[0].split()[-1] for line in err.splitlines()] == [
+        "25",
+        "50",
+        "75",
+        "100",
+    ]
     assert err.startswith("converting: ")
     assert "\r" not in err
 

@@ -50,7 +50,13 @@ def test_what_fits_is_read():
     assert found.pairs == (Pair("x", 1), Pair("y", 2, "z"))
     assert isinstance(found.pairs[0], Pair)
     assert found.rows[1] == {"text": "", "mask": Pair("x", 0), "begin": 5}
-    assert (found.share, found.limit, found.kind, found.names, found.on) == (1, 0.5, "b", {"n": -1}, True)
+    assert (found.share, found.limit, found.kind, found.names, found.on) == (
+        1,
+        0.5,
+        "b",
+        {"n": -1},
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +67,10 @@ def test_what_fits_is_read():
         ({"pairs": [["x", 1, "y", "z"]]}, "pairs[0]: expected 3 items, found 4"),
         ({"pairs": [["x", True]]}, "pairs[0].size: expected int, found bool"),
         ({"pairs": [["x", -1]]}, "pairs[0].size: expected 0 to 4611686018427387903, found -1"),
-        ({"pairs": [["x", 10**400]]}, "pairs[0].size: expected an integer of 64 bits, found a larger one"),
+        (
+            {"pairs": [["x", 10**400]]},
+            "pairs[0].size: expected an integer of 64 bits, found a larger one",
+        ),
         ({"rows": [{"text": ""}]}, "rows[0].mask: is missing"),
         ({"rows": [{"text": "", "mask": None, "end": 1}]}, "rows[0].end: is not known"),
         ({"rows": [{"text": None, "mask": None}]}, "rows[0].text: expected str, found NoneType"),

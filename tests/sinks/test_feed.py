@@ -23,7 +23,12 @@ class Store:
     """A sink in memory, which can keep rows (a server) or begins anew when it is opened (a file)."""
 
     def __init__(self, keeps: bool = True) -> None:
-        self.keeps, self.found, self.opened, self.closed = keeps, list[tuple[int, str, float]](), 0, False
+        self.keeps, self.found, self.opened, self.closed = (
+            keeps,
+            list[tuple[int, str, float]](),
+            0,
+            False,
+        )
         self.failures: list[int] = []  # how many of the next values are taken before send raises
         self.hangs = threading.Event()
         self.hangs.set()
@@ -79,12 +84,20 @@ def messages():
 def write(path: Path, *steps: int, attempt: int = 1) -> None:
     with path.open("a") as file:
         for step in steps:
-            for columns in ({"loss": 10 * attempt + step, "tps": 1.5, "mfu": None}, {"validation/x/loss": 0.5}):
+            for columns in (
+                {"loss": 10 * attempt + step, "tps": 1.5, "mfu": None},
+                {"validation/x/loss": 0.5},
+            ):
                 file.write(json.dumps({"step": step} | columns | {"time": time.time()}) + "\n")
 
 
 def expected(*steps: int, attempt: int = 1) -> list[tuple[int, str, float]]:
-    names = ("loss_metrics/global_avg_loss", "throughput_tps", "validation/x/loss", "validation_metrics/loss")
+    names = (
+        "loss_metrics/global_avg_loss",
+        "throughput_tps",
+        "validation/x/loss",
+        "validation_metrics/loss",
+    )
     return [
         (step, name, value)
         for step in steps
@@ -121,7 +134,9 @@ def test_rows_arrive_while_they_are_written(path, monkeypatch):
 
 
 def test_a_sink_that_fails_gets_what_is_missing_and_nothing_twice(path, monkeypatch, messages):
-    """Failures within a row, between rows, and several in a row; they are reported once until it works again."""
+    """Failures within a row, between rows, and several in a row; they are reported once until it
+    works again.
+    """
     monkeypatch.setattr(sinks, "LONGEST_PAUSE", 0.01)
     store = Store()
     store.failures = [2, 0, 5]
@@ -135,13 +150,17 @@ def test_a_sink_that_fails_gets_what_is_missing_and_nothing_twice(path, monkeypa
     feed.join(10)
     assert store.found == expected(*range(4))
     assert store.opened == 4
-    assert [text for text in messages if "ConnectionError: connection refused" in text] == messages[:1]
+    assert [text for text in messages if "ConnectionError: connection refused" in text] == messages[
+        :1
+    ]
     assert messages[1:] == ["metrics.sinks: store: works again"]
 
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_resumed_run_continues_in_the_sink(path, keeps):
-    """Step 3 was sent before a kill, and is trained again: a server keeps its first values, a file has the second."""
+    """Step 3 was sent before a kill, and is trained again: a server keeps its first values, a file
+    has the second.
+    """
     store = Store(keeps)
     write(path, 1, 2, 3)
     feed_until_done(store, path)
@@ -149,7 +168,9 @@ def test_a_resumed_run_continues_in_the_sink(path, keeps):
     write(path, 1, 2)
     write(path, 3, 4, attempt=2)
     feed_until_done(store, path)
-    assert store.found == expected(1, 2) + expected(3, attempt=1 if keeps else 2) + expected(4, attempt=2)
+    assert store.found == expected(1, 2) + expected(3, attempt=1 if keeps else 2) + expected(
+        4, attempt=2
+    )
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -14,7 +14,11 @@ from titanlite.tools.cli.launch import launch
 @pytest.fixture
 def without_libraries(monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in ("wandb", "mlflow") else find(name))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name in ("wandb", "mlflow") else find(name),
+    )
 
 
 def test_a_library_that_is_not_installed_is_named_with_the_command(without_libraries):

@@ -34,7 +34,11 @@ def test_every_column_of_a_run_is_in_the_table(pool, arguments, tmp_path):
     assert pool.run(1, train_run, arguments) == [0]
     columns = {column for row in rows(tmp_path / "debug") for column in row}
     generic = {
-        re.sub(r"^(validation|epochs)/numbers", lambda m: f"{m[1]}/<{'set' if m[1] == 'validation' else 'source'}>", c)
+        re.sub(
+            r"^(validation|epochs)/numbers",
+            lambda m: f"{m[1]}/<{'set' if m[1] == 'validation' else 'source'}>",
+            c,
+        )
         for c in columns
     }
     assert generic <= documented().keys()
@@ -46,7 +50,12 @@ def test_scalars():
     assert scalars(row) == {"loss_metrics/global_avg_loss": 2.5, "n_tokens_seen": 7}
     single = {"step": 3, "validation/a/loss": 2.0, "validation/a/perplexity": 7.4}
     assert scalars(single)["validation_metrics/loss"] == 2.0
-    several = {"step": 3, "validation/a/loss": 2.0, "validation/b/loss": 4.0, "validation/loss": 2.5}
+    several = {
+        "step": 3,
+        "validation/a/loss": 2.0,
+        "validation/b/loss": 4.0,
+        "validation/loss": 2.5,
+    }
     assert scalars(several)["validation_metrics/loss"] == 2.5
     assert "validation_metrics/loss" not in scalars({"step": 3, "validation/a/ema_loss": 2.0})
 
@@ -55,7 +64,10 @@ def test_names_for_mlflow():
     pytest.importorskip("mlflow")
     from titanlite.sinks.mlflow_sink import MlflowSink
 
-    names = {name: MlflowSink.metric_name(name) for name in (*TORCHTITAN.values(), "validation/a.b-c/loss")}
+    names = {
+        name: MlflowSink.metric_name(name)
+        for name in (*TORCHTITAN.values(), "validation/a.b-c/loss")
+    }
     assert names["throughput(tps)"] == "throughput_tps"
     assert names["mfu(%)"] == "mfu_percent"
     assert names["memory/max_reserved(GiB)"] == "memory/max_reserved_GiB"

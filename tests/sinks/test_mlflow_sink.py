@@ -12,7 +12,8 @@ import pytest
 from runs import rows, train_run
 from sink_readers import as_mlflow, expected, read_mlflow
 
-pytestmark = pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed")  # slow to import
+# Slow to import
+pytestmark = pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed")
 
 
 @pytest.mark.slow
@@ -63,14 +64,23 @@ def impatient_run(arguments: list[str]) -> tuple[int, list[str], float]:
 
 
 @pytest.mark.parametrize(
-    "accepts", [pytest.param(False, marks=pytest.mark.slow, id="refuses"), pytest.param(True, id="never answers")]
+    "accepts",
+    [
+        pytest.param(False, marks=pytest.mark.slow, id="refuses"),
+        pytest.param(True, id="never answers"),
+    ],
 )
 def test_a_server_that_fails_delays_no_step(pool, arguments, tmp_path, accepts):
     with socket.create_server(("127.0.0.1", 0)) as server:
         uri = f"http://127.0.0.1:{server.getsockname()[1]}"
         if not accepts:
             server.close()
-        run = [*arguments, "--metrics.sinks=mlflow", f"--metrics.mlflow_uri={uri}", "--training.steps=60"]
+        run = [
+            *arguments,
+            "--metrics.sinks=mlflow",
+            f"--metrics.mlflow_uri={uri}",
+            "--training.steps=60",
+        ]
         started = time.monotonic()
         ((code, warnings, longest),) = pool.run(1, impatient_run, run)
     assert code == 0

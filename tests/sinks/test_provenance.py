@@ -19,11 +19,15 @@ SETTINGS = {
 def git(folder, *arguments):
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     command = ["git", *identity, "-C", str(folder), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=60
+    ).stdout.strip()
 
 
 def test_settings_environment_and_no_passwords(tmp_path):
-    (tmp_path / "config.toml").write_text('[metrics]\nmlflow_uri = "https://me:secret@host:5000/x"\n')
+    (tmp_path / "config.toml").write_text(
+        '[metrics]\nmlflow_uri = "https://me:secret@host:5000/x"\n'
+    )
     found = provenance(tmp_path, {"dp_shard": 2, "tp": 2, "pp": 1}, SETTINGS)
     assert found.name == tmp_path.name
     assert found.settings["training.steps"] == 6
@@ -32,7 +36,10 @@ def test_settings_environment_and_no_passwords(tmp_path):
     assert found.facts["layout"] == "dp_shard 2, tp 2"
     assert found.facts["world_size"] == "4"
     assert found.facts["device"] == "CPU"
-    assert (found.facts["torch"], found.facts["python"]) == (torch.__version__, platform.python_version())
+    assert (found.facts["torch"], found.facts["python"]) == (
+        torch.__version__,
+        platform.python_version(),
+    )
 
 
 def test_the_commit_and_whether_files_differ_from_it(tmp_path):
@@ -41,7 +48,8 @@ def test_the_commit_and_whether_files_differ_from_it(tmp_path):
     (package / "__init__.py").write_text("")
     assert set(code_version(package)) == {"titanlite"}  # no checkout
     git(tmp_path, "init", "-q")
-    assert set(code_version(package)) == {"titanlite"}  # a checkout of something else, in which it is not tracked
+    # a checkout of something else, in which it is not tracked
+    assert set(code_version(package)) == {"titanlite"}
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-q", "-m", "first")
     found = code_version(package)
@@ -51,7 +59,9 @@ def test_the_commit_and_whether_files_differ_from_it(tmp_path):
 
 
 def test_git_is_not_asked_about_an_installed_package(tmp_path):
-    """The environment may be inside a folder of data, whose .git/config may name programs that git runs."""
+    """The environment may be inside a folder of data, whose .git/config may name programs that git
+    runs.
+    """
     package = tmp_path / ".venv/lib/site-packages/titanlite"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")

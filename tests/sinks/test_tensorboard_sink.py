@@ -16,7 +16,9 @@ def test_a_run_is_read_back(pool, arguments, tmp_path):
         assert pool.run(2, train_run, [*run, f"--training.steps={steps}"]) == [0, 0]
         found, texts = read_tensorboard(folder / "tensorboard")
         assert found == float32(expected(rows(folder)))
-        assert [step for step, _ in found["loss_metrics/global_avg_loss"]] == list(range(1, steps + 1))
+        assert [step for step, _ in found["loss_metrics/global_avg_loss"]] == list(
+            range(1, steps + 1)
+        )
         assert f"steps = {steps}" in texts
         assert "layout: dp_shard 2" in texts
     assert len(list((folder / "tensorboard").iterdir())) == 1

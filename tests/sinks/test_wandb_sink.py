@@ -14,7 +14,8 @@ from titanlite.config.schema import MetricsConfig
 from titanlite.sinks.metric_names import Scalars
 from titanlite.sinks.provenance import Provenance
 
-pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")  # slow to import
+# Slow to import
+pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 
 
 def test_a_run_is_read_back(pool, arguments, tmp_path):
@@ -49,7 +50,9 @@ def test_an_online_run_continues_after_the_last_step_of_the_server(tmp_path, mon
     from titanlite.sinks import wandb_sink
 
     server = Server()
-    library = SimpleNamespace(Settings=wandb.Settings, init=server, login=lambda prompt: True, teardown=lambda: None)
+    library = SimpleNamespace(
+        Settings=wandb.Settings, init=server, login=lambda prompt: True, teardown=lambda: None
+    )
     monkeypatch.setattr(wandb_sink, "wandb", library)
     config = MetricsConfig(wandb_mode="online", project="p")
     sink = wandb_sink.WandbSink(config, tmp_path, "f" * 16, Provenance("debug", "", {}, {}))
@@ -79,7 +82,9 @@ def test_nothing_is_sent_unless_asked_for(tmp_path, monkeypatch, key, variable, 
         monkeypatch.setenv("WANDB_MODE", variable)
     else:
         monkeypatch.delenv("WANDB_MODE")
-    sink = WandbSink(MetricsConfig(wandb_mode=key), tmp_path, "f" * 16, Provenance("debug", "", {}, {}))
+    sink = WandbSink(
+        MetricsConfig(wandb_mode=key), tmp_path, "f" * 16, Provenance("debug", "", {}, {})
+    )
     assert sink.mode == mode
 
 
@@ -87,7 +92,9 @@ def test_the_command_line_and_the_host_are_not_in_the_files(tmp_path, monkeypatc
     """Arguments may contain a password."""
     from titanlite.sinks.wandb_sink import WandbSink
 
-    monkeypatch.setattr("sys.argv", ["train.py", "--metrics.mlflow_uri=http://user:hidden-password@server"])
+    monkeypatch.setattr(
+        "sys.argv", ["train.py", "--metrics.mlflow_uri=http://user:hidden-password@server"]
+    )
     sink = WandbSink(MetricsConfig(), tmp_path, "f" * 16, Provenance("debug", "", {}, {}))
     sink.open()
     sink.send([Scalars(1, 1e9, {"loss": 2.0})])

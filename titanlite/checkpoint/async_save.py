@@ -1,14 +1,16 @@
 """Asynchronous checkpointing: training continues while a checkpoint is written.
 
-What it is: a save in two parts. Staging copies the state into host memory during the next forward and backward, which
-read parameters and optimizer state but do not change them; the loop waits for the copy before the optimizer step. Then
-a thread plans, writes and commits from the copy. Its messages have a separate tag, so that they cannot mix with those
-of training. At most one save is in progress.
+What it is: a save in two parts. Staging copies the state into host memory during the next forward
+and backward, which read parameters and optimizer state but do not change them; the loop waits for
+the copy before the optimizer step. Then a thread plans, writes and commits from the copy. Its
+messages have a separate tag, so that they cannot mix with those of training. At most one save is in
+progress.
     disabled       the loop waits until the save is complete; on CUDA the state is first copied to the host
     async          copies into new memory, which is freed after the save
     async_pinned   copies into memory that is kept for the next save, which is faster. The name is older than the copy
                    through pinned buffers, which all three use on CUDA
-What it costs: a copy of this process's part of the state in host memory: 12 bytes per parameter, over all processes.
+What it costs: a copy of this process's part of the state in host memory: 12 bytes per parameter,
+over all processes.
 """
 
 from __future__ import annotations
@@ -33,26 +35,36 @@ MAX_RETRY_SECONDS = 30  # the longest pause between two attempts
 
 
 class AsyncSaver:
-    """Stages state and passes it to a function that writes it. All processes call each method together."""
+    """Stages state and passes it to a function that writes it.
+
+    All processes call each method together.
+    """
 
     def __init__(self, mode: str, retries: int, device: torch.device) -> None:
-        self.retries, self.background, self.on_gpu = retries, mode != "disabled", device.type == "cuda"
+        self.retries = retries
+        self.background = mode != "disabled"
+        self.on_gpu = device.type == "cuda"
         self.staging: Any = None
         if self.background or self.on_gpu:
-            from titanlite.checkpoint.staging import Staging  # a save on the CPU that training waits for copies nothing
+            # a save on the CPU that training waits for copies nothing
+            from titanlite.checkpoint.staging import Staging
 
             self.staging = Staging(device, keep=mode == "async_pinned")
         self.waited = 0.0  # seconds that training has waited for the save in progress
         self._threads = ThreadPoolExecutor(1, "save")
-        self._copying, self._staged = False, threading.Event()
+        self._copying = False
+        self._staged = threading.Event()
         self._future: Future[None] | None = None
         self._later: Future[None] | None = None
 
     def save(self, get_state: Callable[[], State], write: Write) -> None:
-        """Waits for the previous save, then calls `write(state, failure)`: in a thread if asynchronous."""
+        """Waits for the previous save, then calls `write(state, failure)`: in a thread if
+        asynchronous.
+        """
         started = time.monotonic()
         self.wait()
-        self.waited, state = 0.0, get_state()
+        self.waited = 0.0
+        state = get_state()
         ready = torch.cuda.current_stream().record_event() if self.on_gpu else None
         if self.background:
             self._copying = True
@@ -78,10 +90,16 @@ class AsyncSaver:
     @property
     def failed(self) -> bool:
         """Whether the save in progress has failed on this process; `wait` raises its error."""
-        return self._future is not None and self._future.done() and self._future.exception() is not None
+        return (
+            self._future is not None
+            and self._future.done()
+            and self._future.exception() is not None
+        )
 
     def after_save(self, function: Callable[[], None]) -> None:
-        """Calls a function on this process once the save in progress has ended: in its thread if asynchronous."""
+        """Calls a function on this process once the save in progress has ended: in its thread if
+        asynchronous.
+        """
         if self.background:
             self._later = self._threads.submit(function)
         else:
@@ -89,7 +107,9 @@ class AsyncSaver:
 
     def wait(self) -> None:
         """Returns when no save is in progress. Raises SaveError on all processes if it failed."""
-        futures, self._future, self._later = (self._future, self._later), None, None
+        futures = (self._future, self._later)
+        self._future = None
+        self._later = None
         for future in futures:
             if future is not None:
                 future.result()
@@ -102,7 +122,8 @@ class AsyncSaver:
             if self.staging is not None:
                 state = self.staging.copy(state, self.background, ready)
         except Exception as error:  # for example no memory; `write` raises it on all processes
-            state, failure = {}, error
+            state = {}
+            failure = error
         finally:
             self._staged.set()  # also after an error, because the loop waits for it
         if not self.background:
@@ -114,10 +135,14 @@ class AsyncSaver:
             try:
                 write(state, failure)
                 return
-            except SaveError as error:  # raised on all processes, so all repeat the save or none does
+            except (
+                SaveError
+            ) as error:  # raised on all processes, so all repeat the save or none does
                 if attempt == self.retries:
                     raise
                 pause = min(2**attempt, MAX_RETRY_SECONDS)
                 if dist.get_rank() == 0:
-                    logger.warning(f"{error}; trying again in {pause} s ({attempt + 1} of {self.retries})")
+                    logger.warning(
+                        f"{error}; trying again in {pause} s ({attempt + 1} of {self.retries})"
+                    )
                 time.sleep(pause)

@@ -1,8 +1,10 @@
-"""Loads the model of a run's own checkpoint into one process, for the sample text at the end of a run.
+"""Loads the model of a run's own checkpoint into one process, for the sample text at the end of a
+run.
 
-What it is: the parameters of a step folder, verified and read through its manifest; any layout may have written them.
-`tools/formats/load_weights.py` loads other formats, and folders from elsewhere.
-What it costs: memory for the parameters; the parameter files are read twice, the first time to verify their hashes.
+What it is: the parameters of a step folder, verified and read through its manifest; any layout may
+have written them. `tools/formats/load_weights.py` loads other formats, and folders from elsewhere.
+What it costs: memory for the parameters; the parameter files are read twice, the first time to
+verify their hashes.
 """
 
 from __future__ import annotations
@@ -19,9 +21,15 @@ from titanlite.model.shape_file import from_json
 
 
 def load_model(folder: Path, device: torch.device, seq_len: int) -> Llama:
-    """The model in a step folder, for sequences of up to `seq_len` tokens. Raises CorruptCheckpoint."""
+    """The model in a step folder, for sequences of up to `seq_len` tokens.
+
+    Raises CorruptCheckpoint.
+    """
     manifest = read_manifest(folder)
-    if problems := verify_files(folder, manifest, [name for name in manifest.files if name.startswith("model")]):
+    problems = verify_files(
+        folder, manifest, [name for name in manifest.files if name.startswith("model")]
+    )
+    if problems:
         raise CorruptCheckpoint(problems)
     try:
         config = from_json(read_file(folder, manifest, "model.json").decode())

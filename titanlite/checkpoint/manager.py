@@ -1,12 +1,14 @@
 """Checkpoint manager: when a run saves, and from which checkpoint it resumes.
 
-What it is: decides when to save and load; `storage.py` writes and `read_step.py` reads. A run whose folder holds
-checkpoints resumes from the newest complete one; a damaged one is reported, renamed and skipped. A save is due every
-`freq` steps or `freq_minutes`, at the end, after a signal, and when a file named SAVE appears in the run's folder.
-A checkpoint is proven when the gradient norm of a later step is finite. A bad step can leave finite weights whose next
-gradient is NaN, also where their validation loss is finite, so older checkpoints are deleted only once the newest is
-proven; and the last plausible one never is (`retention.py`).
-What it costs: the first step after a save, or a load, waits for the device, to read its gradient norm and loss.
+What it is: decides when to save and load; `storage.py` writes and `read_step.py` reads. A run whose
+folder holds checkpoints resumes from the newest complete one; a damaged one is reported, renamed
+and skipped. A save is due every `freq` steps or `freq_minutes`, at the end, after a signal, and
+when a file named SAVE appears in the run's folder.
+A checkpoint is proven when the gradient norm of a later step is finite. A bad step can leave finite
+weights whose next gradient is NaN, also where their validation loss is finite, so older checkpoints
+are deleted only once the newest is proven; and the last plausible one never is (`retention.py`).
+What it costs: the first step after a save, or a load, waits for the device, to read its gradient
+norm and loss.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ logger = logging.getLogger("titanlite")
 
 
 class NonFinite(RuntimeError):
-    """The gradient norm is NaN or infinite. The weights in memory are unusable; checkpoints are intact."""
+    """The gradient norm is NaN or infinite.
+
+    The weights in memory are unusable; checkpoints are intact.
+    """
 
 
 class Checkpointer:
@@ -56,21 +61,30 @@ class Checkpointer:
         facts: RunMetadata,
         device: torch.device,
     ) -> None:
-        """`extra_files` (name -> content) are part of each checkpoint; they include model.json and data.json."""
-        self.config, self.states, self.extra_files, self.facts = config, states, extra_files, facts
-        self.run_folder, self.folder = folder, folder / "checkpoints"
+        """`extra_files` (name -> content) are part of each checkpoint; they include model.json and
+        data.json.
+        """
+        self.config = config
+        self.states = states
+        self.extra_files = extra_files
+        self.facts = facts
+        self.run_folder = folder
+        self.folder = folder / "checkpoints"
         self.saver = AsyncSaver(config.async_mode, config.retries, device)
         self.newest = 0
-        self.unproven = False  # the newest checkpoint; in this process it has not given a finite gradient yet
+        # The newest checkpoint; in this process it has not given a finite gradient yet
+        self.unproven = False
         self.resumed = 0  # the step that this process has resumed from, while that is unproven
         self.returned = False  # to that step, in a rollback
         self.guard: Guard | None = None  # of [stability]
-        self._saved_at, self._file = time.monotonic(), FileRequest(folder / "SAVE")
+        self._saved_at = time.monotonic()
+        self._file = FileRequest(folder / "SAVE")
 
     def load(self) -> bool:
         """Resumes from the newest usable checkpoint of this run; returns False if it has none.
 
-        Raises ConfigError if `checkpoint.load` forbids it, the config contradicts the checkpoint, or all are unusable.
+        Raises ConfigError if `checkpoint.load` forbids it, the config contradicts the checkpoint,
+        or all are unusable.
         """
         mark_phase("loading")
         used = [path for path in (self.folder, self.run_folder / "metrics.jsonl") if path.exists()]
@@ -80,7 +94,9 @@ class Checkpointer:
             )
         if dist.get_rank() == 0:
             sweep(self.folder)
-        saved = broadcast_from_rank0(lambda: bool(list_steps(self.folder)) or any(self.folder.glob("step-*.*")))
+        saved = broadcast_from_rank0(
+            lambda: bool(list_steps(self.folder)) or any(self.folder.glob("step-*.*"))
+        )
         if broadcast_from_rank0(lambda: (self.run_folder / RECORD).exists()):
             from titanlite.checkpoint.divergence import apply_record
 
@@ -90,7 +106,11 @@ class Checkpointer:
 
             resume(self)
             return True
-        weights = f"the weights of {self.config.initial_load}" if self.config.initial_load else "new weights"
+        weights = (
+            f"the weights of {self.config.initial_load}"
+            if self.config.initial_load
+            else "new weights"
+        )
         logger.info("no checkpoint in %s: starting with %s", self.folder, weights)
         return False
 
@@ -104,12 +124,16 @@ class Checkpointer:
         return {name: part.state_dict() for name, part in self.states.items()}
 
     def wants_save(self) -> bool:
-        """Whether this process requests a save: rank 0 does, when `freq_minutes` have passed or SAVE exists."""
+        """Whether this process requests a save: rank 0 does, when `freq_minutes` have passed or
+        SAVE exists.
+        """
         due = 0 < self.config.freq_minutes * 60 <= time.monotonic() - self._saved_at
         return self._file.seen() or (due and dist.get_rank() == 0)
 
     def wait_for_staging(self) -> None:
-        """Waits until a save in progress has copied the parameters and the optimizer state, which may then change."""
+        """Waits until a save in progress has copied the parameters and the optimizer state, which
+        may then change.
+        """
         self.saver.wait_for_staging()
 
     @property
@@ -118,20 +142,31 @@ class Checkpointer:
         return self.saver.failed or (self.guard is not None and self.guard.noticed)
 
     def due(self, step: int, last: bool, asked: bool = False) -> bool:
-        """Whether `maybe_save` would save after this step; `asked`: all ranks have agreed to a request."""
+        """Whether `maybe_save` would save after this step; `asked`: all ranks have agreed to a
+        request.
+        """
         regular = self.config.freq > 0 and step % self.config.freq == 0
         return step != self.newest and (last or asked or regular)
 
-    def maybe_save(self, step: int, last: bool, asked: bool = False, validation_loss: float | None = None) -> None:
+    def maybe_save(
+        self, step: int, last: bool, asked: bool = False, validation_loss: float | None = None
+    ) -> None:
         """Saves if it is due. All ranks call it together.
 
-        Waits for the save after the last step, and for every save if saving is not asynchronous. Raises SaveError.
+        Waits for the save after the last step, and for every save if saving is not asynchronous.
+        Raises SaveError.
         """
         if not self.due(step, last, asked):
             return
         mark_phase("saving", on_host=True)
-        self.newest, self._saved_at, self._file.open = step, time.monotonic(), False
-        loss = validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None
+        self.newest = step
+        self._saved_at = time.monotonic()
+        self._file.open = False
+        loss = (
+            validation_loss
+            if validation_loss is not None and math.isfinite(validation_loss)
+            else None
+        )
         facts = self.facts._replace(validation_loss=loss)
         self.unproven = True
         self.saver.save(self._state, functools.partial(self._write, step, facts, time.monotonic()))
@@ -139,43 +174,60 @@ class Checkpointer:
             self.close()
 
     def require_finite(self, step: int, grad_norm: Tensor, loss: Tensor) -> bool:
-        """Reads the gradient norm from the device. If it is finite, the newest checkpoint is proven.
+        """Reads the gradient norm from the device. If it is finite, the newest checkpoint is
+        proven.
 
-        Otherwise completes the save in progress and raises NonFinite. All ranks call it together: the norm is that of
-        the whole gradient, and a NaN loss makes it NaN. With a guard, its verdict decides. `loss`: of this step, over
-        all ranks. Returns whether the state was rolled back.
+        Otherwise completes the save in progress and raises NonFinite. All ranks call it together:
+        the norm is that of the whole gradient, and a NaN loss makes it NaN. With a guard, its
+        verdict decides. `loss`: of this step, over all ranks. Returns whether the state was rolled
+        back.
         """
         bad = self.guard.read_all() if self.guard else None
         finite = math.isfinite(norm := float(grad_norm))
-        if bad is None and finite and self.unproven and math.isfinite(loss):  # action = skip may leave a bad loss
+        # Action = skip may leave a bad loss
+        if bad is None and finite and self.unproven and math.isfinite(loss):
             mark_phase("deleting old checkpoints")
             self.unproven = False
             self.resumed = 0
             self.returned = False
             if dist.get_rank() == 0:
-                losses = (float(loss), math.log(json.loads(self.extra_files["model.json"])["vocab_size"]))
-                self.saver.after_save(functools.partial(self.retention.prove, self.newest, *losses, self.config))
+                losses = (
+                    float(loss),
+                    math.log(json.loads(self.extra_files["model.json"])["vocab_size"]),
+                )
+                self.saver.after_save(
+                    functools.partial(self.retention.prove, self.newest, *losses, self.config)
+                )
         scale = self.states.get("loss_scale")  # in float16
         if bad is None and (finite or self.guard or (scale and scale.tolerates())):
-            return False  # if it is not finite, the update was withheld, so the weights are as before
+            # If it is not finite, the update was withheld, so the weights are as before
+            return False
         from titanlite.checkpoint.divergence import react
 
-        if why := react(self, step, str(bad or f"step {step}: the gradient norm is {norm}"), bad):
+        why = react(self, step, str(bad or f"step {step}: the gradient norm is {norm}"), bad)
+        if why:
             raise NonFinite(why)
         return True
 
     def close(self) -> None:
-        """Waits for the save in progress, on all ranks. Raises SaveError, or the process group's error."""
+        """Waits for the save in progress, on all ranks.
+
+        Raises SaveError, or the process group's error.
+        """
         self.saver.wait_for_staging()
         mark_phase("saving", on_host=True)
         self.saver.wait()
-        gather(None, PATIENT)  # rank 0 may still be deleting: a rank that exits earlier would end the run
+        # Rank 0 may still be deleting: a rank that exits earlier would end the run
+        gather(None, PATIENT)
 
-    def _write(self, step: int, facts: RunMetadata, started: float, state: State, failure: Exception | None) -> None:
+    def _write(
+        self, step: int, facts: RunMetadata, started: float, state: State, failure: Exception | None
+    ) -> None:
         manifest = write_step(self.folder, step, state, self.extra_files, facts, failure)
         if manifest is None:
             return
-        seconds, size = time.monotonic() - started, manifest.size / 1e9
+        seconds = time.monotonic() - started
+        size = manifest.size / 1e9
         waited = self.saver.waited if self.saver.background else seconds
         logger.info(
             f"saved {step_folder(self.folder, step)}: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s, "
@@ -183,5 +235,7 @@ class Checkpointer:
             extra={"event": "save", "step": step},
         )
         if not manifest.finite:
-            logger.warning("step %d contains NaN or infinity: the run will not resume from it", step)
+            logger.warning(
+                "step %d contains NaN or infinity: the run will not resume from it", step
+            )
         self.retention.add(manifest)

@@ -1,9 +1,11 @@
 """manifest.json: the contents of a checkpoint, and the hashes that verify them.
 
-What it is: format version, step, layout, config and origin of a checkpoint; size and SHA-256 of each file; the grids by
-which tensors are cut; dtype, shape and grid of each tensor; and at the end the SHA-256 of the manifest's own text. A
-flipped bit anywhere in the folder is detected: in a file by the file's hash, in the manifest by its own.
-Why it is JSON: reading JSON can only build numbers, strings, lists and mappings (`manifest_reader.py` checks them).
+What it is: format version, step, layout, config and origin of a checkpoint; size and SHA-256 of
+each file; the grids by which tensors are cut; dtype, shape and grid of each tensor; and at the end
+the SHA-256 of the manifest's own text. A flipped bit anywhere in the folder is detected: in a file
+by the file's hash, in the manifest by its own.
+Why it is JSON: reading JSON can only build numbers, strings, lists and mappings
+(`manifest_reader.py` checks them).
 What it costs: a line for each file, grid and tensor.
 """
 
@@ -40,7 +42,9 @@ SEAL = ',\n"sha256": "'
 
 
 class CorruptCheckpoint(ConfigError):
-    """A checkpoint differs from what was written: a file is absent, truncated or changed, or its manifest invalid."""
+    """A checkpoint differs from what was written: a file is absent, truncated or changed, or its
+    manifest invalid.
+    """
 
 
 class FileEntry(NamedTuple):
@@ -58,7 +62,9 @@ class TensorEntry(NamedTuple):
 
 
 def part_key(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    """The name of a tensor's part in its file: the tensor's, followed by the range unless it is the whole tensor."""
+    """The name of a tensor's part in its file: the tensor's, followed by the range unless it is the
+    whole tensor.
+    """
     if tuple(sizes) == tuple(shape):
         return name
     box = ", ".join(f"{start}:{start + size}" for start, size in zip(offsets, sizes, strict=True))
@@ -95,14 +101,24 @@ class Manifest:
     @property
     def degrees(self) -> str:
         """The layout as text: dp_shard=2 tp=4."""
-        return " ".join(f"{axis}={degree}" for axis, degree in self.layout.items() if degree > 1) or "one process"
+        return (
+            " ".join(f"{axis}={degree}" for axis, degree in self.layout.items() if degree > 1)
+            or "one process"
+        )
 
 
 def to_text(manifest: Manifest) -> str:
-    """The content of manifest.json, ended by the SHA-256 of all text before. Raises ValueError if it is too long."""
+    """The content of manifest.json, ended by the SHA-256 of all text before.
+
+    Raises ValueError if it is too long.
+    """
     grids: dict[Grid, int] = {}
     tensors = {
-        name: {"dtype": entry.dtype, "shape": entry.shape, "grid": grids.setdefault(entry.grid, len(grids))}
+        name: {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "grid": grids.setdefault(entry.grid, len(grids)),
+        }
         for name, entry in manifest.tensors.items()
     }
     blocks = {  # these have a line for each entry
@@ -111,12 +127,23 @@ def to_text(manifest: Manifest) -> str:
         "grids": {str(number): grid._asdict() for grid, number in grids.items()},
         "tensors": tensors,
     }
-    fields = {"format": FORMAT, **{name: value for name, value in vars(manifest).items() if name not in blocks}}
-    lines = [f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in fields.items()]
+    fields = {
+        "format": FORMAT,
+        **{name: value for name, value in vars(manifest).items() if name not in blocks},
+    }
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}"
+        for name, value in fields.items()
+    ]
     for name, entries in blocks.items():
-        rows = (f" {json.dumps(key)}: {json.dumps(entry, allow_nan=False)}" for key, entry in entries.items())
+        rows = (
+            f" {json.dumps(key)}: {json.dumps(entry, allow_nan=False)}"
+            for key, entry in entries.items()
+        )
         lines.append(f"{json.dumps(name)}: {{\n" + ",\n".join(rows) + "\n}")
     body = "{\n" + ",\n".join(lines)
     if len(body) > MAX_BYTES - 100:
-        raise ValueError(f"{NAME} would have {len(body)} bytes, of which at most {MAX_BYTES} can be read again")
+        raise ValueError(
+            f"{NAME} would have {len(body)} bytes, of which at most {MAX_BYTES} can be read again"
+        )
     return body + SEAL + hashlib.sha256(body.encode()).hexdigest() + '"}\n'

@@ -1,7 +1,8 @@
 """Reading a manifest, and comparing the files of a checkpoint with it.
 
-What it is: every field is checked before it is used, names of files above all, because the checkpoint may come from an
-attacker. `file_problems` compares sizes and kinds of files; `verify_files` and `read_file` compare the hashes.
+What it is: every field is checked before it is used, names of files above all, because the
+checkpoint may come from an attacker. `file_problems` compares sizes and kinds of files;
+`verify_files` and `read_file` compare the hashes.
 Format 1, that of older checkpoints, lists the parts of each tensor instead of a grid.
 """
 
@@ -35,7 +36,10 @@ from titanlite.runtime.files import read_bounded
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a step folder, checked except for the files it names. Raises CorruptCheckpoint."""
+    """The manifest of a step folder, checked except for the files it names.
+
+    Raises CorruptCheckpoint.
+    """
     return parse_manifest(folder / NAME, read_text(folder / NAME))
 
 
@@ -52,19 +56,27 @@ def read_text(path: Path) -> str:
 
 
 def parse_manifest(path: Path, text: str) -> Manifest:
-    """A manifest from its text; `path` is for errors. Raises CorruptCheckpoint, or ConfigError for another format."""
+    """A manifest from its text; `path` is for errors.
+
+    Raises CorruptCheckpoint, or ConfigError for another format.
+    """
     try:
         body, seal, tail = text.rpartition(SEAL)
         if not seal or tail != hashlib.sha256(body.encode()).hexdigest() + '"}\n':
             raise CorruptCheckpoint(f"{path}: its SHA-256 differs from the one at its end")
         fields = json.loads(body + "}")
-        if (version := fields.pop("format")) not in (1, FORMAT):
-            raise ConfigError(f"{path}: format {version!r} of another titanlite version; expected format 1 or {FORMAT}")
+        version = fields.pop("format")
+        if version not in (1, FORMAT):
+            raise ConfigError(
+                f"{path}: format {version!r} of another titanlite version; expected format 1 or {FORMAT}"
+            )
         return _checked(fields, version)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise CorruptCheckpoint(f"{path}: invalid manifest ({type(error).__name__}: {str(error)[:200]})") from None
+        raise CorruptCheckpoint(
+            f"{path}: invalid manifest ({type(error).__name__}: {str(error)[:200]})"
+        ) from None
 
 
 def _checked(fields: dict[str, Any], version: int) -> Manifest:
@@ -73,7 +85,10 @@ def _checked(fields: dict[str, Any], version: int) -> Manifest:
     for name, entry in files.items():
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", name) or name == NAME:
             raise ValueError(f"file name {name!r}")
-        _require(_is_count(entry.size) and re.fullmatch("[0-9a-f]{64}", entry.sha256), f"file {name}: {entry}")
+        _require(
+            _is_count(entry.size) and re.fullmatch("[0-9a-f]{64}", entry.sha256),
+            f"file {name}: {entry}",
+        )
     grids = {key: _grid(**grid) for key, grid in fields.pop("grids").items()} if version > 1 else {}
     room = {key: _room(grid, files) for key, grid in grids.items()}
     tensors = {}
@@ -81,10 +96,16 @@ def _checked(fields: dict[str, Any], version: int) -> Manifest:
         key = str(entry.pop("grid", ""))
         grid = grids[key] if version > 1 else _grid_of_chunks(entry["shape"], entry.pop("chunks"))
         _require(entry.keys() == {"dtype", "shape"}, f"tensor {name!r}: {', '.join(entry)}")
-        _require(_are_counts(entry["shape"]) and list(grid.shape) == entry["shape"], f"tensor {name!r}: shape")
+        _require(
+            _are_counts(entry["shape"]) and list(grid.shape) == entry["shape"],
+            f"tensor {name!r}: shape",
+        )
         tensors[name] = TensorEntry(entry["dtype"], grid)
         size = math.prod(grid.shape) * DTYPES[entry["dtype"]].itemsize
-        _require(size <= (room[key] if version > 1 else _room(grid, files)), f"tensor {name!r}: longer than its files")
+        _require(
+            size <= (room[key] if version > 1 else _room(grid, files)),
+            f"tensor {name!r}: longer than its files",
+        )
     manifest = Manifest(**fields, files=files, tensors=tensors)
     _require(_is_count(manifest.step) and isinstance(manifest.finite, bool), "step or finite")
     _require(_are_counts(manifest.layout.values()), "layout")
@@ -101,7 +122,9 @@ def _checked(fields: dict[str, Any], version: int) -> Manifest:
 
 def _grid(edges: list[list[int]], files: list[str]) -> Grid:
     _require(len(edges) <= MAX_DIMS and all(map(_are_counts, edges)), "grids: edges")
-    ascending = all(line[:1] == [0] and all(a < b for a, b in itertools.pairwise(line)) for line in edges)
+    ascending = all(
+        line[:1] == [0] and all(a < b for a, b in itertools.pairwise(line)) for line in edges
+    )
     _require(ascending, "grids: edges do not ascend from 0")
     _require(math.prod(len(line) - 1 for line in edges) == len(files), f"grids: {len(files)} files")
     return Grid(tuple(map(tuple, edges)), tuple(files))
@@ -115,9 +138,15 @@ def _grid_of_chunks(shape: list[int], chunks: list[Any]) -> Grid:
 
 
 def _room(grid: Grid, files: dict[str, FileEntry]) -> int:
-    """Bytes of the files of a grid. Raises ValueError or KeyError if one is not a file of tensors."""
+    """Bytes of the files of a grid.
+
+    Raises ValueError or KeyError if one is not a file of tensors.
+    """
     names = {*grid.files}
-    _require(all(name.endswith(".safetensors") for name in names), "grids: a file that is not of safetensors")
+    _require(
+        all(name.endswith(".safetensors") for name in names),
+        "grids: a file that is not of safetensors",
+    )
     return sum(files[name].size for name in names)
 
 
@@ -151,11 +180,16 @@ def file_problems(folder: Path, files: dict[str, FileEntry]) -> list[str]:
 
 
 def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
-    """One of the small files. Raises CorruptCheckpoint if the manifest does not name it, or it has changed."""
-    path, entry = folder / name, manifest.files.get(name)
+    """One of the small files.
+
+    Raises CorruptCheckpoint if the manifest does not name it, or it has changed.
+    """
+    path = folder / name
+    entry = manifest.files.get(name)
     if entry is None:
         raise CorruptCheckpoint(f"{path}: not in the manifest")
-    if problems := file_problems(folder, {name: entry}):
+    problems = file_problems(folder, {name: entry})
+    if problems:
         raise CorruptCheckpoint(problems)
     try:
         content = read_bounded(path)
@@ -167,7 +201,10 @@ def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
 
 
 def describe_os_error(path: Path, error: OSError) -> str:
-    """The error as a problem of the checkpoint. Raises ConfigError if it is not one: no permission, a stale mount."""
+    """The error as a problem of the checkpoint.
+
+    Raises ConfigError if it is not one: no permission, a stale mount.
+    """
     message = f"{path}: {error.strerror or error}"
     if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP):
         raise ConfigError(f"{message}; the checkpoint itself may be intact") from None

@@ -1,8 +1,10 @@
-"""Reading a checkpoint: its files are verified, its tensors compared with those of the model, then loaded.
+"""Reading a checkpoint: its files are verified, its tensors compared with those of the model, then
+loaded.
 
-What it is: `verify_together` hashes all files, each rank some of them, before anything is loaded. `read_step`
-compares names, shapes and dtypes with the state to be filled; then each rank reads the cells of each tensor's grid that
-overlap its own part, in any layout. No rank needs to know what the others read.
+What it is: `verify_together` hashes all files, each rank some of them, before anything is loaded.
+`read_step` compares names, shapes and dtypes with the state to be filled; then each rank reads the
+cells of each tensor's grid that overlap its own part, in any layout. No rank needs to know what the
+others read.
 What it costs: verification reads every byte once, with several threads on each node.
 """
 
@@ -37,12 +39,16 @@ from titanlite.runtime.errors import ConfigError
 
 
 def find_step_folder(path: Path) -> Path:
-    """The checkpoint at a user's path: a step folder, or the newest of a run. Raises ConfigError if there is none."""
+    """The checkpoint at a user's path: a step folder, or the newest of a run.
+
+    Raises ConfigError if there is none.
+    """
     with contextlib.suppress(OSError):  # for example a name that is too long
         if (path / manifests.NAME).is_file():
             return path
         for folder in (path / "checkpoints", path):
-            if steps := list_steps(folder):
+            steps = list_steps(folder)
+            if steps:
                 return step_folder(folder, steps[-1])
     raise ConfigError(
         f"{path}: no checkpoint; expected a run's folder (outputs/<run>) or a step's (checkpoints/step-N)"
@@ -55,12 +61,14 @@ def verify_files(
     names: list[str] | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> list[str]:
-    """Problems of a checkpoint's files, or of those in `names`: several threads read and hash all bytes.
+    """Problems of a checkpoint's files, or of those in `names`: several threads read and hash all
+    bytes.
 
     `progress` is called with the number of bytes of each block, by several threads.
     """
     wanted = manifest.files if names is None else {name: manifest.files[name] for name in names}
-    if problems := file_problems(folder, wanted):
+    problems = file_problems(folder, wanted)
+    if problems:
         return problems
 
     def problem(name: str) -> str:
@@ -75,23 +83,29 @@ def verify_files(
 
 
 def verify_together(folder: Path, prefix: str = "") -> Manifest:
-    """The manifest, if the files whose names begin with `prefix` match it. Each rank reads some of them.
+    """The manifest, if the files whose names begin with `prefix` match it. Each rank reads some of
+    them.
 
-    Raises on all ranks CorruptCheckpoint with the problems of all, or the error of a rank that fails for a reason
-    outside the checkpoint.
+    Raises on all ranks CorruptCheckpoint with the problems of all, or the error of a rank that
+    fails for a reason outside the checkpoint.
     """
-    path, deadline = folder / manifests.NAME, time.monotonic() + 10
-    text = on_all_ranks(lambda: read_text(path) if dist.get_rank() == 0 else "", PATIENT, CorruptCheckpoint)
+    path = folder / manifests.NAME
+    deadline = time.monotonic() + 10
+    text = on_all_ranks(
+        lambda: read_text(path) if dist.get_rank() == 0 else "", PATIENT, CorruptCheckpoint
+    )
     text = broadcast(text, PATIENT)
 
     def verify() -> Manifest:
-        while not os.path.exists(path) and time.monotonic() < deadline:  # a network file system may show it late
+        # a network file system may show it late
+        while not os.path.exists(path) and time.monotonic() < deadline:
             time.sleep(0.1)
         manifest = parse_manifest(path, text)
         if re.fullmatch(r"step-\d+", folder.name) and folder.name != f"step-{manifest.step}":
             raise CorruptCheckpoint(f"{folder}: its manifest is that of step {manifest.step}")
         wanted = sorted(name for name in manifest.files if name.startswith(prefix))
-        if problems := verify_files(folder, manifest, wanted[dist.get_rank() :: dist.get_world_size()]):
+        problems = verify_files(folder, manifest, wanted[dist.get_rank() :: dist.get_world_size()])
+        if problems:
             raise CorruptCheckpoint(problems)
         return manifest
 
@@ -100,10 +114,11 @@ def verify_together(folder: Path, prefix: str = "") -> Manifest:
 
 
 def read_step(folder: Path, manifest: Manifest, state: State, alone: bool = False) -> None:
-    """Fills `state` in place from a checkpoint of any layout: all processes together, or this one `alone`.
+    """Fills `state` in place from a checkpoint of any layout: all processes together, or this one
+    `alone`.
 
-    Raises ConfigError, before anything is filled, if tensors do not fit; CorruptCheckpoint if files are damaged. An
-    error of one process is raised on all.
+    Raises ConfigError, before anything is filled, if tensors do not fit; CorruptCheckpoint if files
+    are damaged. An error of one process is raised on all.
     """
 
     def compare() -> None:
@@ -123,17 +138,27 @@ def read_step(folder: Path, manifest: Manifest, state: State, alone: bool = Fals
 def require_matching_tensors(folder: Path, manifest: Manifest, state: State) -> None:
     """Raises ConfigError unless the checkpoint has all tensors of `state`, in the same shapes.
 
-    Floating-point dtypes may differ, because precision may change within a run: values are rounded when they are read.
+    Floating-point dtypes may differ, because precision may change within a run: values are rounded
+    when they are read.
     """
     problems = []
-    for name, value in ((f"{part}.{name}", value) for part, values in state.items() for name, value in values.items()):
-        if (entry := manifest.tensors.get(name)) is None:
+    for name, value in (
+        (f"{part}.{name}", value)
+        for part, values in state.items()
+        for name, value in values.items()
+    ):
+        entry = manifest.tensors.get(name)
+        if entry is None:
             problems.append(f"{folder}: has no {name}")
             continue
         both_float = DTYPES[entry.dtype].is_floating_point and value.is_floating_point()
-        if entry.shape != tuple(value.shape) or not (both_float or DTYPES[entry.dtype] == value.dtype):
+        if entry.shape != tuple(value.shape) or not (
+            both_float or DTYPES[entry.dtype] == value.dtype
+        ):
             now = f"{DTYPE_NAMES.get(value.dtype)} {list(value.shape)}"
-            problems.append(f"{folder}: {name} is {entry.dtype} {list(entry.shape)}; this model needs {now}")
+            problems.append(
+                f"{folder}: {name} is {entry.dtype} {list(entry.shape)}; this model needs {now}"
+            )
     if problems:
         more = [f"and {len(problems) - 5} more like these"] if len(problems) > 6 else []
         raise ConfigError(problems[: 5 if more else 6] + more)
@@ -152,7 +177,10 @@ def _fill(folder: Path, manifest: Manifest, state: State) -> None:
                 sides = zip(box.offsets, box.sizes, part.offsets, part.sizes, strict=True)
                 ends = [min(a + size, b + own) for a, size, b, own in sides]
                 here, there = (
-                    tuple(slice(start - at, end - at) for start, end, at in zip(starts, ends, offsets, strict=True))
+                    tuple(
+                        slice(start - at, end - at)
+                        for start, end, at in zip(starts, ends, offsets, strict=True)
+                    )
                     for offsets in (part.offsets, box.offsets)
                 )
                 key = part_key(part.name, part.shape, box.offsets, box.sizes)
@@ -164,7 +192,10 @@ def _fill(folder: Path, manifest: Manifest, state: State) -> None:
 
 
 def load_states(folder: Path, states: dict[str, Any], state: dict[str, Any]) -> None:
-    """Passes each part in `state` its state. Raises CorruptCheckpoint if that of the random generators is invalid."""
+    """Passes each part in `state` its state.
+
+    Raises CorruptCheckpoint if that of the random generators is invalid.
+    """
     for name in state:
         part = states[name]
         try:

@@ -1,14 +1,16 @@
 """Retention: which checkpoints are kept.
 
-What it is: one rule, for the run itself and for `titanlite checkpoint prune`. It keeps the newest `keep` checkpoints,
-every `keep_every`-th step, and the `keep_best` with the lowest validation loss; so it always keeps the newest.
-Only complete and finite checkpoints count, and only these are deleted: a damaged checkpoint, or one that contains NaN,
-never displaces a good one and is never deleted unnoticed. The run applies the rule when the newest one is proven (see
-`manager.py`); `prune` also keeps the newest proven one.
-Why a finite loss is not enough: RMSNorm makes a finite loss of weights of any size, so weights that one bad step has
-made useless can be saved, and can train on. A checkpoint is plausible if its loss is at most MARGIN above the lowest of
-the plausible ones before it, and the first one at most MARGIN above ln V, the loss of equal probabilities for V tokens.
-The newest plausible one is kept as well, beside the rule.
+What it is: one rule, for the run itself and for `titanlite checkpoint prune`. It keeps the newest
+`keep` checkpoints, every `keep_every`-th step, and the `keep_best` with the lowest validation loss;
+so it always keeps the newest.
+Only complete and finite checkpoints count, and only these are deleted: a damaged checkpoint, or one
+that contains NaN, never displaces a good one and is never deleted unnoticed. The run applies the
+rule when the newest one is proven (see `manager.py`); `prune` also keeps the newest proven one.
+Why a finite loss is not enough: RMSNorm makes a finite loss of weights of any size, so weights that
+one bad step has made useless can be saved, and can train on. A checkpoint is plausible if its loss
+is at most MARGIN above the lowest of the plausible ones before it, and the first one at most MARGIN
+above ln V, the loss of equal probabilities for V tokens. The newest plausible one is kept as well,
+beside the rule.
 What it costs: each manifest is read once; file sizes are looked up after each save.
 """
 
@@ -39,7 +41,8 @@ class Proof:
     """What a run knows about the quality of its checkpoints: the content of `.proven`."""
 
     step: int = 0  # the newest proven step: a later step had a finite gradient; 0: none is known
-    plausible: int = 0  # the newest proven step whose loss was not far above those before; 0: none is known
+    # The newest proven step whose loss was not far above those before; 0: none is known
+    plausible: int = 0
     loss: float | None = None  # the lowest training loss of the step after a plausible one
     validation_loss: float | None = None  # the lowest validation loss of a plausible one
 
@@ -48,7 +51,8 @@ def read_proof(run_folder: Path) -> Proof:
     """The record in a run's folder; an empty one if there is none, or if it is damaged."""
     try:
         content = json.loads(read_bounded(run_folder / PROVEN, 1000))
-        proof = Proof(content, content) if type(content) is int else Proof(**content)  # older versions: the step alone
+        # Older versions: the step alone
+        proof = Proof(content, content) if type(content) is int else Proof(**content)
         if _is_valid(proof):
             return proof
     except (OSError, ValueError, TypeError, RecursionError):
@@ -67,12 +71,15 @@ def _is_valid(proof: Proof) -> bool:
 def delete_step(folder: Path, step: int) -> None:
     """Removes a checkpoint. It is renamed first, so that a partly deleted one is never read."""
     renamed = step_folder(folder, step).rename(folder / f"step-{step}.deleted")
-    sync_folder(folder)  # otherwise a power failure could undo the rename, but not the removal of files
+    # Otherwise a power failure could undo the rename, but not the removal of files
+    sync_folder(folder)
     remove_folder(renamed)
 
 
 class Retention:
-    """Manifests of a `checkpoints` folder, without their tensors, each read once; applies the rule to the folder."""
+    """Manifests of a `checkpoints` folder, without their tensors, each read once; applies the rule
+    to the folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -84,7 +91,8 @@ class Retention:
 
     def read(self, step: int) -> Manifest | None:
         """The manifest of a step; None if it cannot be read."""
-        from titanlite.checkpoint.manifest_reader import read_manifest  # imported only if there is something to read
+        # Imported only if there is something to read
+        from titanlite.checkpoint.manifest_reader import read_manifest
 
         if step not in self._read:
             try:
@@ -98,12 +106,17 @@ class Retention:
         from titanlite.checkpoint.manifest_reader import file_problems
 
         found = (self.read(step) for step in list_steps(self.folder))
-        return [m for m in found if m and m.finite and not file_problems(step_folder(self.folder, m.step), m.files)]
+        return [
+            m
+            for m in found
+            if m and m.finite and not file_problems(step_folder(self.folder, m.step), m.files)
+        ]
 
     def go_back(self, step: int) -> None:
         """Forgets what is known about later steps than the one from which the run continues."""
         proof = read_proof(self.folder.parent)
-        if proof.plausible > step:  # what the user went back to is what later ones are compared with
+        # What the user went back to is what later ones are compared with
+        if proof.plausible > step:
             proof = Proof(step, step)
         self.write(dataclasses.replace(proof, step=min(step, proof.step)))
 
@@ -114,8 +127,8 @@ class Retention:
     def prove(self, step: int, loss: float, uniform_loss: float, config: CheckpointConfig) -> None:
         """Records that the newest checkpoint is proven, and deletes what the rule does not keep.
 
-        `loss`: the training loss of the step after it. A validation loss at its own step counts instead.
-        `uniform_loss`: ln V.
+        `loss`: the training loss of the step after it. A validation loss at its own step counts
+        instead. `uniform_loss`: ln V.
         """
         manifest = self.read(step)
         validation_loss = manifest.validation_loss if manifest else None
@@ -125,12 +138,20 @@ class Retention:
         try:
             for old in steps_to_delete(self.good(), *rule) if config.keep else []:
                 delete_step(self.folder, old)
-        except (OSError, ConfigError) as error:  # the new checkpoint is complete; the old one only takes space
+        except (
+            OSError,
+            ConfigError,
+        ) as error:  # the new checkpoint is complete; the old one only takes space
             logger.warning("an old checkpoint in %s could not be deleted: %s", self.folder, error)
 
 
-def judge(before: Proof, step: int, loss: float, validation_loss: float | None, uniform_loss: float) -> Proof:
-    """The record after `step` is proven; `before`: the record until then. Warns if its loss is far above the others."""
+def judge(
+    before: Proof, step: int, loss: float, validation_loss: float | None, uniform_loss: float
+) -> Proof:
+    """The record after `step` is proven; `before`: the record until then.
+
+    Warns if its loss is far above the others.
+    """
     now = loss
     reference = uniform_loss if before.loss is None else before.loss
     name = "the training loss after it"
@@ -138,15 +159,21 @@ def judge(before: Proof, step: int, loss: float, validation_loss: float | None, 
         now = validation_loss
         reference = before.validation_loss
         name = "its validation loss"
-    if step == before.plausible:  # a process that resumes from it does not judge it: the data may be others now
+    # a process that resumes from it does not judge it: the data may be others now
+    if step == before.plausible:
         return Proof(step, step, loss, validation_loss)
     if now <= reference + MARGIN:
-        return Proof(step, step, _lower(before.loss, loss), _lower(before.validation_loss, validation_loss))
-    if before.step == before.plausible:  # the first one; the same holds for later ones until the loss has come down
+        return Proof(
+            step, step, _lower(before.loss, loss), _lower(before.validation_loss, validation_loss)
+        )
+    # The first one; the same holds for later ones until the loss has come down
+    if before.step == before.plausible:
         logger.warning(
             "the checkpoint of step %d may be useless: %s is %.4g; expected at most %.4g. %s",
             *(step, name, now, reference + MARGIN),
-            f"Step {before.plausible} is kept until a newer one is plausible" if before.plausible else "None is better",
+            f"Step {before.plausible} is kept until a newer one is plausible"
+            if before.plausible
+            else "None is better",
         )
     return dataclasses.replace(before, step=step)
 
@@ -156,8 +183,12 @@ def _lower(first: float | None, second: float | None) -> float | None:
     return min((loss for loss in (first, second) if loss is not None), default=None)
 
 
-def steps_to_delete(good: list[Manifest], keep: int, keep_every: int, keep_best: int, plausible: int = 0) -> list[int]:
-    """The steps that the rule does not keep; `good` is ascending. keep = 0 keeps all; `plausible`: a step to keep."""
+def steps_to_delete(
+    good: list[Manifest], keep: int, keep_every: int, keep_best: int, plausible: int = 0
+) -> list[int]:
+    """The steps that the rule does not keep; `good` is ascending. keep = 0 keeps all; `plausible`:
+    a step to keep.
+    """
     steps = [manifest.step for manifest in good]
     if not keep:
         return []
@@ -168,7 +199,9 @@ def steps_to_delete(good: list[Manifest], keep: int, keep_every: int, keep_best:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Renames a step folder to `step-N.<why>`: it no longer counts as a step, and its files are kept."""
+    """Renames a step folder to `step-N.<why>`: it no longer counts as a step, and its files are
+    kept.
+    """
     for count in range(1, 1000):
         aside = path.with_name(f"{path.name}.{why}" + (f"-{count}" if count > 1 else ""))
         if not aside.exists():

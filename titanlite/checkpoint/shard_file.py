@@ -1,10 +1,13 @@
 """One safetensors file: written from memory without a copy, and hashed at the same time.
 
-What it is: each process's part of a checkpoint is a file that any safetensors tool can open: 8 bytes of length, a JSON
-header with dtype, shape and offsets of each tensor, then the tensors' bytes. It contains no code.
-Why it is here: the library's `save_file` copies all tensors first, and neither hashes nor syncs the file. Here one
-thread writes the tensors' memory, while another hashes it and checks that all values are finite.
-What it costs: hashing and checking take a core for 0.6 s per GB, in parallel to the core that writes.
+What it is: each process's part of a checkpoint is a file that any safetensors tool can open: 8
+bytes of length, a JSON header with dtype, shape and offsets of each tensor, then the tensors'
+bytes. It contains no code.
+Why it is here: the library's `save_file` copies all tensors first, and neither hashes nor syncs the
+file. Here one thread writes the tensors' memory, while another hashes it and checks that all values
+are finite.
+What it costs: hashing and checking take a core for 0.6 s per GB, in parallel to the core that
+writes.
 Format: https://huggingface.co/docs/safetensors
 """
 
@@ -35,13 +38,19 @@ class Written(NamedTuple):
 def write_files(files: dict[Path, dict[str, Tensor]]) -> dict[Path, Written]:
     """Writes tensors (on the CPU, by key) into new safetensors files and syncs them to the disk.
 
-    Each file has one thread that writes and syncs it and one that hashes it; they do not wait for each other.
+    Each file has one thread that writes and syncs it and one that hashes it; they do not wait for
+    each other.
     """
     with ThreadPoolExecutor(max(1, 2 * len(files))) as threads:
         sizes = {path: threads.submit(_write, path, tensors) for path, tensors in files.items()}
-        examined = {path: threads.submit(_hash_and_check, tensors) for path, tensors in files.items()}
+        examined = {
+            path: threads.submit(_hash_and_check, tensors) for path, tensors in files.items()
+        }
         results = {path: (sizes[path].result(), *examined[path].result()) for path in files}
-    return {path: Written(FileEntry(size, digest), finite) for path, (size, digest, finite) in results.items()}
+    return {
+        path: Written(FileEntry(size, digest), finite)
+        for path, (size, digest, finite) in results.items()
+    }
 
 
 class Described(Protocol):
@@ -60,8 +69,13 @@ def header_bytes(tensors: Mapping[str, Described], metadata: dict[str, str] | No
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for key, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        header[key] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+        end = end + tensor.nbytes
+        header[key] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the first tensor
     return len(text).to_bytes(8, "little") + text
@@ -87,7 +101,8 @@ def _hash_and_check(tensors: dict[str, Tensor]) -> tuple[str, bool]:
 
     Tensor by tensor, so that each is still in the CPU's cache when it is read a second time.
     """
-    digest, finite = hashlib.sha256(header_bytes(tensors)), True
+    digest = hashlib.sha256(header_bytes(tensors))
+    finite = True
     for tensor in tensors.values():
         digest.update(_bytes_of(tensor))
         finite = finite and is_finite(tensor)

@@ -1,4 +1,7 @@
-"""Reading a safetensors file: its hash, and parts of its tensors. The library checks headers and maps the file."""
+"""Reading a safetensors file: its hash, and parts of its tensors.
+
+The library checks headers and maps the file.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,12 @@ BLOCK_BYTES = 1 << 22  # read at a time
 
 
 def digest_of(path: Path, progress: Callable[[int], object] | None = None) -> str:
-    """SHA-256 of a file in hexadecimal. `progress` is called with the number of bytes of each block."""
-    digest, buffer = hashlib.sha256(), bytearray(BLOCK_BYTES)
+    """SHA-256 of a file in hexadecimal.
+
+    `progress` is called with the number of bytes of each block.
+    """
+    digest = hashlib.sha256()
+    buffer = bytearray(BLOCK_BYTES)
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):
             digest.update(memoryview(buffer)[:size])
@@ -27,7 +34,10 @@ def digest_of(path: Path, progress: Callable[[int], object] | None = None) -> st
 
 
 class ShardFile:
-    """A safetensors file open for reading. Raises CorruptCheckpoint if its header contradicts the manifest."""
+    """A safetensors file open for reading.
+
+    Raises CorruptCheckpoint if its header contradicts the manifest.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,13 +49,18 @@ class ShardFile:
         except (SafetensorError, OSError, ValueError) as error:
             raise CorruptCheckpoint(f"{path}: {error}") from None
 
-    def read(self, key: str, dtype: str, shape: tuple[int, ...], place: tuple[slice, ...]) -> Tensor:
+    def read(
+        self, key: str, dtype: str, shape: tuple[int, ...], place: tuple[slice, ...]
+    ) -> Tensor:
         """The part of a tensor in `place`."""
         if key not in self._keys:
             raise CorruptCheckpoint(f"{self.path}: no tensor {key!r}, which the manifest names")
         piece = self._file.get_slice(key)
-        if (found := (piece.get_dtype(), tuple(piece.get_shape()))) != (dtype, shape):
-            raise CorruptCheckpoint(f"{self.path}: {key!r} is {found}; in the manifest ({dtype!r}, {shape})")
+        found = (piece.get_dtype(), tuple(piece.get_shape()))
+        if found != (dtype, shape):
+            raise CorruptCheckpoint(
+                f"{self.path}: {key!r} is {found}; in the manifest ({dtype!r}, {shape})"
+            )
         if place == tuple(slice(0, size) for size in shape):
             return self._file.get_tensor(key)
         return piece[place]

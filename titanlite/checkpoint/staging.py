@@ -1,10 +1,12 @@
 """Staging: a copy of the state in host memory, from which a checkpoint is written.
 
-What it is: a tensor in CPU memory is copied by numpy. From a GPU the state comes in pieces, through a few pinned
-buffers: each belongs to a thread, which copies a piece into it on its own CUDA stream, waits until the piece has
-arrived, and moves it into ordinary memory. While one thread waits for the GPU, others move theirs.
-Why it is here: a GPU writes into pinned memory at the speed of the bus, and into ordinary memory at a fraction of it.
-Pinned memory cannot be swapped out or used for anything else, so only the buffers are pinned.
+What it is: a tensor in CPU memory is copied by numpy. From a GPU the state comes in pieces, through
+a few pinned buffers: each belongs to a thread, which copies a piece into it on its own CUDA stream,
+waits until the piece has arrived, and moves it into ordinary memory. While one thread waits for the
+GPU, others move theirs.
+Why it is here: a GPU writes into pinned memory at the speed of the bus, and into ordinary memory at
+a fraction of it. Pinned memory cannot be swapped out or used for anything else, so only the buffers
+are pinned.
 What it costs: the copy, and 128 MB of pinned memory (CUDA only).
 """
 
@@ -21,15 +23,20 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.write_plan import State
 
-BUFFERS, PIECE = 4, 32 << 20  # pinned buffers, and the bytes of each
+# Pinned buffers, and the bytes of each
+BUFFERS = 4
+PIECE = 32 << 20
 
 
 class Staging:
     """Copies states to the host, one at a time."""
 
     def __init__(self, device: torch.device, keep: bool) -> None:
-        """`keep`: the memory of a copy is used again by the next one, otherwise it is freed with the copy."""
-        self.device, self.keep = device, keep
+        """`keep`: the memory of a copy is used again by the next one, otherwise it is freed with
+        the copy.
+        """
+        self.device = device
+        self.keep = keep
         self._kept: dict[str, Tensor] = {}
         self._threads = ThreadPoolExecutor(BUFFERS, "staging")
         self._own = threading.local()  # each thread's stream and buffer
@@ -37,8 +44,9 @@ class Staging:
     def copy(self, state: State, also_host: bool, ready: Any) -> State:
         """The state in CPU memory, complete when this returns.
 
-        `also_host`: tensors that are in CPU memory already are copied too. `ready`: on CUDA, the event after which the
-        state is valid. Raises RuntimeError if a tensor is not contiguous, or if there is no memory.
+        `also_host`: tensors that are in CPU memory already are copied too. `ready`: on CUDA, the
+        event after which the state is valid. Raises RuntimeError if a tensor is not contiguous, or
+        if there is no memory.
         """
         moving: list[Future[None]] = []
         copies: State = {}
@@ -50,7 +58,8 @@ class Staging:
                     continue
                 copy = copies[part][name] = self._memory(f"{part}.{name}", value)
                 source, target = (_bytes(tensor) for tensor in (value, copy))
-                if not _on_gpu(value):  # by numpy: torch would start a second OpenMP team, for this thread
+                # By numpy: torch would start a second OpenMP team, for this thread
+                if not _on_gpu(value):
                     np.copyto(target.numpy(), source.numpy())
                     continue
                 pieces = zip(source.split(PIECE), target.split(PIECE), strict=True)
@@ -73,7 +82,8 @@ class Staging:
         own = self._own
         if not hasattr(own, "buffer"):
             torch.cuda.set_device(self.device)
-            own.stream, own.buffer = torch.cuda.Stream(self.device), _pinned(PIECE)
+            own.stream = torch.cuda.Stream(self.device)
+            own.buffer = _pinned(PIECE)
         piece = own.buffer[: len(source)]
         with torch.cuda.stream(own.stream):
             own.stream.wait_event(ready)

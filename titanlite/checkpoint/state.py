@@ -1,10 +1,13 @@
 """The state in a checkpoint, as Stateful objects: objects with `state_dict` and `load_state_dict`.
 
-What it is: model, optimizer and random generators; data stream and progress are Stateful themselves. Keys
-are plain parameter names and sharded tensors are DTensors, so DCP can store each process's shard and load any part of
-it in another layout. All values are tensors, so nothing has to be unpickled.
-State is fetched for each save and never kept, because FSDP may replace a parameter's tensor at the first forward.
-What it costs: only views of the tensors; before the optimizer's first step, a save or load allocates its state.
+What it is: model, optimizer and random generators; data stream and progress are Stateful
+themselves. Keys are plain parameter names and sharded tensors are DTensors, so DCP can store each
+process's shard and load any part of it in another layout. All values are tensors, so nothing has to
+be unpickled.
+State is fetched for each save and never kept, because FSDP may replace a parameter's tensor at the
+first forward.
+What it costs: only views of the tensors; before the optimizer's first step, a save or load
+allocates its state.
 """
 
 from __future__ import annotations
@@ -38,19 +41,26 @@ class OptimizerState:
     """
 
     def __init__(self, parts: list[Any], optimizer: torch.optim.Optimizer) -> None:
-        self.parts, self.optimizer = parts, optimizer
+        self.parts = parts
+        self.optimizer = optimizer
 
     def _parameters(self) -> list[tuple[str, Tensor]]:
         for module in (module for part in self.parts for module in part.modules()):
             if isinstance(module, FSDPModule):
-                module.reshard()  # an evaluation may leave it gathered; optimizer state belongs to shards
+                # An evaluation may leave it gathered; optimizer state belongs to shards
+                module.reshard()
         return [named for part in self.parts for named in part.named_parameters()]
 
     def state_dict(self) -> dict[str, Any]:
         if not self.optimizer.state:
             self._allocate()
-        state = dict(self.optimizer.state)  # not a defaultdict: a parameter without state is an error
-        return {f"state.{name}.{key}": value for name, p in self._parameters() for key, value in state[p].items()}
+        # Not a defaultdict: a parameter without state is an error
+        state = dict(self.optimizer.state)
+        return {
+            f"state.{name}.{key}": value
+            for name, p in self._parameters()
+            for key, value in state[p].items()
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in self.state_dict().items():
@@ -58,7 +68,9 @@ class OptimizerState:
 
     @torch.no_grad()
     def _allocate(self) -> None:
-        """Allocates the optimizer's state by a step that changes no parameter, since the first step allocates it."""
+        """Allocates the optimizer's state by a step that changes no parameter, since the first step
+        allocates it.
+        """
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
@@ -74,12 +86,20 @@ class OptimizerState:
 
 
 class RandomState:
-    """torch's and Python's generators. They are equal on all processes, so one copy is saved for all."""
+    """torch's and Python's generators.
+
+    They are equal on all processes, so one copy is saved for all.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         version, numbers, _ = random.getstate()
-        # The keys are the same on CPU and CUDA, so a run can move between them; zeros mean no CUDA generator.
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else torch.zeros(16, dtype=torch.uint8)
+        # The keys are the same on CPU and CUDA, so a run can move between them; zeros mean no CUDA
+        # generator.
+        cuda = (
+            torch.cuda.get_rng_state()
+            if torch.cuda.is_initialized()
+            else torch.zeros(16, dtype=torch.uint8)
+        )
         python = torch.tensor([version, *numbers], dtype=torch.int64)
         return {"torch": torch.get_rng_state(), "cuda": cuda, "python": python}
 

@@ -1,16 +1,20 @@
 """Checkpoint folders on disk, and the protocol by which each of them is complete or absent.
 
-What it is: `checkpoints/step-N/` contains two safetensors files per process, small files that make the folder
-self-contained (resolved config, model shape, tokenizer, data manifest) and `manifest.json`. A save
+What it is: `checkpoints/step-N/` contains two safetensors files per process, small files that make
+the folder self-contained (resolved config, model shape, tokenizer, data manifest) and
+`manifest.json`. A save
 
     1. creates `step-N.tmp-<id>`, with a random id;
     2. lets each process write its files there and sync them to the disk;
     3. writes the small files and the manifest, with the size and SHA-256 of all files, and syncs them and the folder;
     4. renames the folder to `step-N`, and syncs the parent folder.
 
-So a folder was complete when it was named `step-N`, whenever a process died, and nothing is written into it later.
-A deletion renames the folder first and then removes the files. A damaged checkpoint is renamed, never deleted.
-What it costs: each process writes its shards once: 12 bytes per parameter in fp32 with AdamW, over all processes.
+So a folder was complete when it was named `step-N`, whenever a process died, and nothing is written
+into it later.
+A deletion renames the folder first and then removes the files. A damaged checkpoint is renamed,
+never deleted.
+What it costs: each process writes its shards once: 12 bytes per parameter in fp32 with AdamW, over
+all processes.
 """
 
 from __future__ import annotations
@@ -63,8 +67,8 @@ def write_step(
 ) -> Manifest | None:
     """Writes and commits a checkpoint of CPU tensors; all processes call it together.
 
-    Returns the manifest on rank 0. Raises SaveError on all processes, and leaves no new step folder, if one of them
-    fails or passes a `failure`, an error that it had before.
+    Returns the manifest on rank 0. Raises SaveError on all processes, and leaves no new step
+    folder, if one of them fails or passes a `failure`, an error that it had before.
     """
     save = _Save(folder, step, extra_files, facts)
     try:
@@ -79,8 +83,13 @@ def write_step(
 
 
 def _together(own: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
-    """What `decide` returns on rank 0, given the results of `own` on all ranks. If any raises, all raise SaveError."""
-    value, decision, problem = None, None, ""
+    """What `decide` returns on rank 0, given the results of `own` on all ranks.
+
+    If any raises, all raise SaveError.
+    """
+    value = None
+    decision = None
+    problem = ""
     try:
         value = own()
     except Exception as error:
@@ -88,7 +97,8 @@ def _together(own: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any
         problem = reason(error)
         if dist.is_initialized() and dist.get_world_size() > 1:
             problem = f"rank {dist.get_rank()}: {problem}"
-    if results := gather_on_rank0((value, problem), PATIENT):  # rank 0
+    results = gather_on_rank0((value, problem), PATIENT)
+    if results:  # rank 0
         problem = next((problem for _, problem in results if problem), "")
         try:
             decision = None if problem else decide([value for value, _ in results])
@@ -101,7 +111,10 @@ def _together(own: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any
 
 
 class _Save:
-    """The parts of a save, in order. All ranks plan and write; rank 0 begins and commits, with the results of all."""
+    """The parts of a save, in order.
+
+    All ranks plan and write; rank 0 begins and commits, with the results of all.
+    """
 
     plan: Plan
     entries: dict[str, TensorEntry]  # on rank 0
@@ -109,8 +122,13 @@ class _Save:
     shared: dict[str, int]  # tensors of several stages: what `begin` returns, on all ranks
     manifest: Manifest | None = None  # on rank 0, when it is committed
 
-    def __init__(self, folder: Path, step: int, extra_files: dict[str, bytes], facts: RunMetadata) -> None:
-        self.folder, self.step, self.extra_files, self.facts = folder, step, extra_files, facts
+    def __init__(
+        self, folder: Path, step: int, extra_files: dict[str, bytes], facts: RunMetadata
+    ) -> None:
+        self.folder = folder
+        self.step = step
+        self.extra_files = extra_files
+        self.facts = facts
 
     def plan_writes(self, state: State, failure: Exception | None) -> tuple[Table, list[Any]]:
         if failure is not None:
@@ -126,12 +144,19 @@ class _Save:
         return temporary.name, shared_tensors(tables)
 
     def write(self) -> dict[str, Written]:
-        files = {self.folder / self.name / file: parts for file, parts in self.plan.files(self.shared).items()}
+        files = {
+            self.folder / self.name / file: parts
+            for file, parts in self.plan.files(self.shared).items()
+        }
         return {path.name: written for path, written in write_files(files).items()}
 
     def commit(self, results: list[dict[str, Any]]) -> None:
         temporary = self.folder / self.name
-        written = {file: Written(FileEntry(*entry), ok) for own in results for file, (entry, ok) in own.items()}
+        written = {
+            file: Written(FileEntry(*entry), ok)
+            for own in results
+            for file, (entry, ok) in own.items()
+        }
         files = {name: file.entry for name, file in written.items()}
         for name, content in self.extra_files.items():
             write_synced(temporary / name, content)
@@ -156,7 +181,12 @@ def _publish(temporary: Path, final: Path) -> None:
     try:
         sync_folder(final.parent)  # makes the rename durable
     except OSError as error:  # the checkpoint is committed and readable, so the save has not failed
-        logger.warning("%s: %s while syncing it; a power failure now could lose %s", final.parent, error, final.name)
+        logger.warning(
+            "%s: %s while syncing it; a power failure now could lose %s",
+            final.parent,
+            error,
+            final.name,
+        )
 
 
 def reason(error: Exception) -> str:
@@ -165,7 +195,10 @@ def reason(error: Exception) -> str:
 
 
 def sweep(folder: Path) -> None:
-    """Removes the folders of interrupted saves and deletions. One process calls it, while no process writes."""
+    """Removes the folders of interrupted saves and deletions.
+
+    One process calls it, while no process writes.
+    """
     for path in (*folder.glob("step-*.tmp-*"), *folder.glob("step-*.deleted")):
         remove_folder(path)
 

@@ -1,11 +1,15 @@
-"""Which process writes which part of which tensor: each decides for itself, from the placements of its tensors.
+"""Which process writes which part of which tensor: each decides for itself, from the placements of
+its tensors.
 
-What it is: the processes of a pipeline stage hold parts of the same tensors, as DTensors on one mesh. Where a tensor is
-replicated, one of the replicas writes it; they take turns, so that each writes about as many bytes. All processes of
-the stage know the placements, so all come to the same result, and none asks another.
-Why it is here: the planner of torch.distributed.checkpoint sends all plans to rank 0 as pickles, compares them there
-and sends them back. For Llama 3 405B on 8 ranks that takes half a minute of Python, most of it for a rank's own plan.
-What it costs: rank 0 receives the table of each stage, and from every rank a box for each of about 20 layouts.
+What it is: the processes of a pipeline stage hold parts of the same tensors, as DTensors on one
+mesh. Where a tensor is replicated, one of the replicas writes it; they take turns, so that each
+writes about as many bytes. All processes of the stage know the placements, so all come to the same
+result, and none asks another.
+Why it is here: the planner of torch.distributed.checkpoint sends all plans to rank 0 as pickles,
+compares them there and sends them back. For Llama 3 405B on 8 ranks that takes half a minute of
+Python, most of it for a rank's own plan.
+What it costs: rank 0 receives the table of each stage, and from every rank a box for each of about
+20 layouts.
 """
 
 from __future__ import annotations
@@ -38,16 +42,24 @@ class Part(NamedTuple):
 
 
 def local_parts(state: State) -> Iterator[tuple[Part, Any]]:
-    """The parts of a state that this process holds, each with the whole value. Raises ValueError or TypeError."""
+    """The parts of a state that this process holds, each with the whole value.
+
+    Raises ValueError or TypeError.
+    """
     for section, values in state.items():
         for key, value in values.items():
             if not isinstance(value, Tensor):
                 raise TypeError(f"{section}.{key}: a checkpoint holds tensors only")
-            shape, local, box = tuple(value.shape), value, ((0,) * value.dim(), tuple(value.shape))
+            shape = tuple(value.shape)
+            local = value
+            box = ((0,) * value.dim(), tuple(value.shape))
             if isinstance(value, DTensor):
-                local, box = value.to_local(), local_box(shape, value.device_mesh, value.placements)
+                local = value.to_local()
+                box = local_box(shape, value.device_mesh, value.placements)
             if tuple(local.shape) != box[1]:
-                raise ValueError(f"{section}.{key}: holds {tuple(local.shape)}, and by its placements {box[1]}")
+                raise ValueError(
+                    f"{section}.{key}: holds {tuple(local.shape)}, and by its placements {box[1]}"
+                )
             yield Part(f"{section}.{key}", shape, *box, local.detach()), value
 
 
@@ -55,8 +67,8 @@ Table = dict[str, tuple[str, tuple[int, ...], int]]  # tensor -> dtype, shape, n
 
 
 class Plan:
-    """What this process writes. `first`: the lowest rank of its stage, on whose mesh its DTensors lie, or itself if it
-    has none; `table`: all tensors of the stage."""
+    """What this process writes. `first`: the lowest rank of its stage, on whose mesh its DTensors
+    lie, or itself if it has none; `table`: all tensors of the stage."""
 
     def __init__(self, state: State) -> None:
         self.rank = self.first = dist.get_rank() if dist.is_initialized() else 0
@@ -80,16 +92,22 @@ class Plan:
                 number = layouts.setdefault(layout, len(layouts))
             else:
                 plain[part.name] = part
-                number = -1 - plain_layouts.setdefault((_kind(part.name), part.shape), len(plain_layouts))
+                number = -1 - plain_layouts.setdefault(
+                    (_kind(part.name), part.shape), len(plain_layouts)
+                )
             self.table[part.name] = DTYPE_NAMES[part.local.dtype], part.shape, number
         if self.rank == self.first:  # values that are equal on all processes of the stage
             self.parts |= plain
 
     def files(self, shared: dict[str, int]) -> dict[str, dict[str, Tensor]]:
-        """File name -> key -> tensor. `shared`: tensors of several stages -> `first` of the one that writes them."""
+        """File name -> key -> tensor.
+
+        `shared`: tensors of several stages -> `first` of the one that writes them.
+        """
         files: dict[str, dict[str, Tensor]] = {}
         for name, part in self.parts.items():
-            if shared.get(name, self.first) == self.first and 0 not in part.sizes:  # uneven shards can be empty
+            # Uneven shards can be empty
+            if shared.get(name, self.first) == self.first and 0 not in part.sizes:
                 key = part_key(name, part.shape, part.offsets, part.sizes)
                 files.setdefault(self._file(name), {})[key] = part.local
         return files
@@ -97,29 +115,42 @@ class Plan:
     def boxes(self) -> list[tuple[int, int, Box]]:
         """`first`, layout and box, for each layout of which this process writes tensors."""
         parts = {self.table[name][2]: part for name, part in self.parts.items()}
-        return [(self.first, n, Box(self._file(part.name), part.offsets, part.sizes)) for n, part in parts.items()]
+        return [
+            (self.first, n, Box(self._file(part.name), part.offsets, part.sizes))
+            for n, part in parts.items()
+        ]
 
     def _file(self, name: str) -> str:
         return f"{_kind(name)}-{self.rank:05}.safetensors"
 
 
 def _kind(name: str) -> str:
-    """Parameters, and averaged ones (`optim/ema.py`), have separate files, because most readers need nothing else."""
+    """Parameters, and averaged ones (`optim/ema.py`), have separate files, because most readers
+    need nothing else.
+    """
     return name.partition(".")[0] if name.startswith(("model.", "ema.")) else "training"
 
 
 @functools.cache
 def _replicas(mesh: DeviceMesh, placements: tuple[Any, ...]) -> tuple[int, int, int]:
-    """Which replica of a tensor this rank has a part of, how many replicas there are, and the mesh's first rank."""
-    replica, count = 0, 1
-    for axis, (place, placement) in enumerate(zip(mesh.get_coordinate() or (), placements, strict=True)):
+    """Which replica of a tensor this rank has a part of, how many replicas there are, and the
+    mesh's first rank.
+    """
+    replica = 0
+    count = 1
+    for axis, (place, placement) in enumerate(
+        zip(mesh.get_coordinate() or (), placements, strict=True)
+    ):
         if placement.is_replicate():
-            replica, count = replica * mesh.size(axis) + place, count * mesh.size(axis)
+            replica = replica * mesh.size(axis) + place
+            count = count * mesh.size(axis)
     return replica, count, int(mesh.mesh.min())
 
 
 def shared_tensors(tables: list[Table]) -> dict[str, int]:
-    """The tensors that several stages hold, such as a tied embedding -> the first of these, which writes it."""
+    """The tensors that several stages hold, such as a tied embedding -> the first of these, which
+    writes it.
+    """
     holders: dict[str, list[int]] = {}
     for rank, table in enumerate(tables):
         for name in table:
@@ -130,7 +161,8 @@ def shared_tensors(tables: list[Table]) -> dict[str, int]:
 def tensor_entries(tables: list[Table], boxes: list[list[Any]]) -> dict[str, TensorEntry]:
     """The manifest's entries, from the tables and boxes of all ranks.
 
-    Raises ValueError if the parts of a tensor do not cover it, or overlap: such a checkpoint could not be loaded.
+    Raises ValueError if the parts of a tensor do not cover it, or overlap: such a checkpoint could
+    not be loaded.
     """
     cut: dict[tuple[int, int], list[Box]] = {}
     for first, layout, (file, offsets, sizes) in (box for of_rank in boxes for box in of_rank):

@@ -35,6 +35,7 @@ def accept_problems(section: CheckpointConfig) -> Iterator[str]:
     """Names in `checkpoint.accept` that are not allowed there."""
     for accepted in section.accepted:
         if accepted not in ACCEPTABLE:
-            sources = accepted.startswith("data.source")  # as errors name them; `data` stands for all of them
+            # As errors name them; `data` stands for all of them
+            sources = accepted.startswith("data.source")
             near = "; did you mean data?" if sources else suggestion(accepted, list(ACCEPTABLE))
             yield f"checkpoint.accept: {accepted}: expected some of {', '.join(ACCEPTABLE)}{near}"

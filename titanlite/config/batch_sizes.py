@@ -1,13 +1,15 @@
 """The batch size of each step: which samples a step has if `training.batch_ramp` changes it.
 
-What it is: the entries of the ramp as segments, each from a step and a sample on with one batch size. The size of a
-step is a function of the config and of the number of samples used before it. `64 from 4e9 tokens` begins with the first
-step that starts at that number of tokens or later. `64 by 8 from 4e9 tokens` divides the way there from the size before
-into equal parts (Megatron-LM's `--rampup-batch-size`; GPT-3, arXiv 2005.14165, grew its batch linearly in tokens).
-Why it is here: early in training the gradient noise is small compared with the gradient, and a small batch makes the
-same progress with fewer tokens (arXiv 1812.06162). The data state stays one integer: no step number is needed.
-What it costs: a binary search per step. Imported only if the config has a ramp, a budget in tokens or a phase of the
-data, or if a size does not fit.
+What it is: the entries of the ramp as segments, each from a step and a sample on with one batch
+size. The size of a step is a function of the config and of the number of samples used before it.
+`64 from 4e9 tokens` begins with the first step that starts at that number of tokens or later. `64
+by 8 from 4e9 tokens` divides the way there from the size before into equal parts (Megatron-LM's
+`--rampup-batch-size`; GPT-3, arXiv 2005.14165, grew its batch linearly in tokens).
+Why it is here: early in training the gradient noise is small compared with the gradient, and a
+small batch makes the same progress with fewer tokens (arXiv 1812.06162). The data state stays one
+integer: no step number is needed.
+What it costs: a binary search per step. Imported only if the config has a ramp, a budget in tokens
+or a phase of the data, or if a size does not fit.
 """
 
 from __future__ import annotations
@@ -52,17 +54,30 @@ def segments(training: TrainingConfig) -> tuple[Segment, ...]:
 
 def _changes(training: TrainingConfig) -> list[Change]:
     """The entries of the ramp. Raises ConfigError for those that are wrong."""
-    key, before, problems = f"training.batch_ramp = {training.batch_ramp!r}", training.global_batch_size, []
-    entries = read_changes("training.batch_ramp", training.batch_ramp, EXAMPLE, True) if training.batch_ramp else []
+    key = f"training.batch_ramp = {training.batch_ramp!r}"
+    before = training.global_batch_size
+    problems = []
+    entries = (
+        read_changes("training.batch_ramp", training.batch_ramp, EXAMPLE, True)
+        if training.batch_ramp
+        else []
+    )
     for entry in entries:
-        size, increment = entry.value, entry.increment
+        size = entry.value
+        increment = entry.increment
         if not size or not size.is_integer() or not increment.is_integer():
-            problems.append(f"{key}: size {size:g} by {increment:g}: expected whole numbers of sequences")
+            problems.append(
+                f"{key}: size {size:g} by {increment:g}: expected whole numbers of sequences"
+            )
         elif increment and (size <= before or (size - before) % increment):
-            what = f"does not lead from {before:g} to {size:g}; expected a divisor of their difference"
+            what = (
+                f"does not lead from {before:g} to {size:g}; expected a divisor of their difference"
+            )
             problems.append(f"{key}: an increment of {increment:g} {what}")
         elif increment and (size - before) // increment > MAX_SIZES:
-            problems.append(f"{key}: more than {MAX_SIZES} sizes up to {size:g}; expected a larger increment")
+            problems.append(
+                f"{key}: more than {MAX_SIZES} sizes up to {size:g}; expected a larger increment"
+            )
         before = int(size)
     if problems:
         raise ConfigError(problems)
@@ -71,15 +86,19 @@ def _changes(training: TrainingConfig) -> list[Change]:
 
 def _append(found: list[Segment], change: Change, seq_len: int) -> None:
     """Adds the segments of an entry; parts too short for a step are left out."""
-    begin, end, increment = found[-1], int(change.value), int(change.increment)
+    begin = found[-1]
+    end = int(change.value)
+    increment = int(change.increment)
     sizes = [*range(begin.size + increment, end, increment), end] if increment else [end]
     for number, size in enumerate(sizes, 1):
-        last, threshold = found[-1], 0
+        last = found[-1]
+        threshold = 0
         if change.step:
             step = begin.step + _up((change.step - begin.step) * number, len(sizes))
         else:
             before = begin.sample * seq_len
-            tokens = before * len(sizes) + (change.tokens - before) * number  # times the number of sizes
+            # Times the number of sizes
+            tokens = before * len(sizes) + (change.tokens - before) * number
             threshold = _up(tokens, len(sizes) * seq_len)
             step = last.step + _up(threshold - last.sample, last.size)
         if step > last.step:
@@ -100,7 +119,8 @@ def samples_after(training: TrainingConfig, samples: int, steps: int) -> int:
     first = bisect.bisect_right(parts, samples, key=lambda part: part.begin) - 1
     for part, following in itertools.pairwise(parts[first:]):
         taken = min(steps, _up(max(0, following.begin - samples), part.size))
-        samples, steps = samples + taken * part.size, steps - taken
+        samples = samples + taken * part.size
+        steps = steps - taken
         if not steps:
             return samples
     return samples + steps * parts[-1].size
@@ -124,11 +144,13 @@ def first_sample(phase: PhaseConfig, training: TrainingConfig) -> int:
 
 
 def size_problems(training: TrainingConfig, readers: int = 0) -> Iterator[str]:
-    """Mistakes in the ramp, and batch sizes that cannot be divided into local batches over the data-parallel ranks.
+    """Mistakes in the ramp, and batch sizes that cannot be divided into local batches over the
+    data-parallel ranks.
 
     `readers`: the number of these; 0 if it is not known yet.
     """
-    local, portion = training.local_batch_size, training.local_batch_size * max(1, readers)
+    local = training.local_batch_size
+    portion = training.local_batch_size * max(1, readers)
     over = f" times {readers} data-parallel processes ({portion})" if readers else ""
     also = ", or another local batch size" if readers else ""
     try:
@@ -138,9 +160,13 @@ def size_problems(training: TrainingConfig, readers: int = 0) -> Iterator[str]:
         sizes = [training.global_batch_size]
     wrong = [size for size in sizes if size % portion]
     for size in wrong[:1]:
-        key = "training.global_batch_size =" if size is sizes[0] else "training.batch_ramp: the size"
+        key = (
+            "training.global_batch_size =" if size is sizes[0] else "training.batch_ramp: the size"
+        )
         more = f" (and {len(wrong) - 1} later sizes)" if len(wrong) > 1 else ""
-        near = " or ".join(str(n) for n in (size // portion * portion, (size // portion + 1) * portion) if n)
+        near = " or ".join(
+            str(n) for n in (size // portion * portion, (size // portion + 1) * portion) if n
+        )
         yield (
             f"{key} {size}{more} is not a multiple of training.local_batch_size = {local}{over}; nearest: {near}{also}"
         )

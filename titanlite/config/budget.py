@@ -1,9 +1,10 @@
 """Budgets in tokens and epochs: replaced by numbers of steps, once.
 
-What it is: when the config is read, `training.tokens` becomes `training.steps`, and the keys of the schedule that count
-tokens become those that count steps; at the start of a run, when the length of the text is known, so does
-`training.epochs`. All are rounded up to whole steps, of the sizes that the steps have with `training.batch_ramp`. All
-other code reads steps only, and a run's config.toml contains steps.
+What it is: when the config is read, `training.tokens` becomes `training.steps`, and the keys of the
+schedule that count tokens become those that count steps; at the start of a run, when the length of
+the text is known, so does `training.epochs`. All are rounded up to whole steps, of the sizes that
+the steps have with `training.batch_ramp`. All other code reads steps only, and a run's config.toml
+contains steps.
 """
 
 from __future__ import annotations
@@ -19,10 +20,16 @@ from titanlite.runtime.errors import ConfigError
 
 
 def in_steps(config: Config) -> Config:
-    """The config with numbers of steps in place of numbers of tokens. Raises ConfigError for wrong milestones."""
-    training, schedule = config.training, config.schedule
+    """The config with numbers of steps in place of numbers of tokens.
+
+    Raises ConfigError for wrong milestones.
+    """
+    training = config.training
+    schedule = config.schedule
     if training.tokens:
-        training = dataclasses.replace(training, steps=steps_for_tokens(training, training.tokens), tokens=0)
+        training = dataclasses.replace(
+            training, steps=steps_for_tokens(training, training.tokens), tokens=0
+        )
     if schedule.warmup_tokens:
         steps = steps_for_tokens(training, schedule.warmup_tokens)
         schedule = dataclasses.replace(schedule, warmup_steps=steps, warmup_tokens=0)
@@ -36,31 +43,46 @@ def in_steps(config: Config) -> Config:
 
 
 def epochs_in_steps(config: Config, rows: int) -> Config:
-    """The config with steps in place of `training.epochs`; `rows`: the number of sequences of an epoch."""
+    """The config with steps in place of `training.epochs`; `rows`: the number of sequences of an
+    epoch.
+    """
     samples = math.ceil(Fraction(str(config.training.epochs)) * rows)
-    training = dataclasses.replace(config.training, steps=steps_for(config.training, samples), epochs=0.0)
-    schedule = _decay_in_steps(config.schedule, training) if config.schedule.decay_tokens else config.schedule
+    training = dataclasses.replace(
+        config.training, steps=steps_for(config.training, samples), epochs=0.0
+    )
+    schedule = (
+        _decay_in_steps(config.schedule, training)
+        if config.schedule.decay_tokens
+        else config.schedule
+    )
     return dataclasses.replace(config, training=training, schedule=schedule)
 
 
 def _decay_in_steps(schedule: ScheduleConfig, training: TrainingConfig) -> ScheduleConfig:
     """The number of last steps that together have at least `decay_tokens` tokens."""
-    before = samples_after(training, 0, training.steps) - -(-schedule.decay_tokens // training.seq_len)
+    before = samples_after(training, 0, training.steps) - -(
+        -schedule.decay_tokens // training.seq_len
+    )
     first = steps_for(training, max(0, before))
     if before <= 0 or samples_after(training, 0, first) > before:
         first = max(0, first - 1)
-    return dataclasses.replace(schedule, decay_steps=training.steps - first, decay_tokens=0, decay_fraction=0.0)
+    return dataclasses.replace(
+        schedule, decay_steps=training.steps - first, decay_tokens=0, decay_fraction=0.0
+    )
 
 
 def _milestones_in_steps(schedule: ScheduleConfig, training: TrainingConfig) -> ScheduleConfig:
     """The milestones in steps. A number of tokens is the first step that begins with so many."""
-    key, entries = "schedule.milestones", milestones(schedule.milestones)
+    key = "schedule.milestones"
+    entries = milestones(schedule.milestones)
     steps = [entry.step or steps_for_tokens(training, entry.tokens) + 1 for entry in entries]
     ratios = [entry.value for entry in entries]
     if sorted(set(steps)) != steps or sorted(ratios, reverse=True) != ratios:
         raise ConfigError(f"{key} = {schedule.milestones!r}: expected later steps with lower rates")
     if not schedule.min_ratio <= ratios[-1] <= ratios[0] <= 1:
         allowed = f"schedule.min_ratio = {schedule.min_ratio} to 1"
-        raise ConfigError(f"{key} = {schedule.milestones!r}: expected parts of the peak rate from {allowed}")
+        raise ConfigError(
+            f"{key} = {schedule.milestones!r}: expected parts of the peak rate from {allowed}"
+        )
     texts = (f"{ratio:.16g} from step {step}" for ratio, step in zip(ratios, steps, strict=True))
     return dataclasses.replace(schedule, milestones=", ".join(texts))

@@ -1,6 +1,7 @@
 """Values that change during a run, as text: `16 from step 101, 64 by 8 from 4e9 tokens`.
 
-What it is: the reader of `training.batch_ramp` and `schedule.milestones`. Imported only if one of them is set.
+What it is: the reader of `training.batch_ramp` and `schedule.milestones`. Imported only if one of
+them is set.
 Why it is here: such a list is one key with one line, which can also be set on the command line.
 """
 
@@ -13,7 +14,9 @@ from typing import NamedTuple
 from titanlite.runtime.errors import ConfigError
 
 NUMBER = r"(?:\d+(?:_\d+)*(?:\.\d+)?(?:e[+-]?\d{1,3})?)"
-ENTRY = re.compile(rf"({NUMBER})(?: +by +({NUMBER}))? +from +(?:step +({NUMBER})|({NUMBER}) +tokens)")
+ENTRY = re.compile(
+    rf"({NUMBER})(?: +by +({NUMBER}))? +from +(?:step +({NUMBER})|({NUMBER}) +tokens)"
+)
 MOST = 1 << 62
 
 
@@ -27,14 +30,24 @@ class Change(NamedTuple):
 
 
 def read_changes(key: str, text: str, example: str, increments: bool = False) -> list[Change]:
-    """The entries of the text, which is the value of `key`. Raises ConfigError with every entry that is wrong."""
-    problems, found = [], list[Change]()
+    """The entries of the text, which is the value of `key`.
+
+    Raises ConfigError with every entry that is wrong.
+    """
+    problems = []
+    found = list[Change]()
     for entry in text.split(","):
         match = ENTRY.fullmatch(entry.strip())
-        value, increment, step, tokens = (float(number or 0) for number in match.groups()) if match else (0.0,) * 4
-        whole = step.is_integer() and tokens.is_integer() and max(value, increment, step, tokens) < MOST
+        value, increment, step, tokens = (
+            (float(number or 0) for number in match.groups()) if match else (0.0,) * 4
+        )
+        whole = (
+            step.is_integer() and tokens.is_integer() and max(value, increment, step, tokens) < MOST
+        )
         if not match or not whole or (match[2] and not (increments and increment)):
-            problems.append(f"{key} = {text!r}: found {entry.strip()!r}; expected entries as in `{example}`")
+            problems.append(
+                f"{key} = {text!r}: found {entry.strip()!r}; expected entries as in `{example}`"
+            )
         elif step < 2 and not tokens:
             problems.append(
                 f"{key} = {text!r}: {entry.strip()!r} is not after the first step; expected step 2 or later"
@@ -49,4 +62,6 @@ def read_changes(key: str, text: str, example: str, increments: bool = False) ->
 @functools.lru_cache(maxsize=8)
 def milestones(text: str) -> tuple[Change, ...]:
     """The entries of `schedule.milestones`. Cached: it is read in each step."""
-    return tuple(read_changes("schedule.milestones", text, "0.316 from step 8001, 0.1 from 2e9 tokens"))
+    return tuple(
+        read_changes("schedule.milestones", text, "0.316 from step 8001, 0.1 from 2e9 tokens")
+    )

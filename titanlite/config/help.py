@@ -24,8 +24,11 @@ def help_text() -> str:
     for section, cls in sections().items():
         lines.append(f"[{section}]  {(cls.__doc__ or '').strip()}")
         for f in dataclasses.fields(cls):
-            name, default = f"{section}.{f.name}", toml_value(f.default)
-            lines.append(f"  --{name}  {_kind(type_of(name), f)}  (default {default})\n      {f.metadata['help']}")
+            name = f"{section}.{f.name}"
+            default = toml_value(f.default)
+            lines.append(
+                f"  --{name}  {_kind(type_of(name), f)}  (default {default})\n      {f.metadata['help']}"
+            )
             if type_of(name) is list and f.metadata["items"] is not str:
                 lines += _table_help(name, f.metadata["items"])
         lines.append("")
@@ -37,10 +40,17 @@ def _table_help(name: str, cls: type) -> list[str]:
     lines = [f"      only in a TOML file, as tables [[{name}]] with the keys"]
     for f in dataclasses.fields(cls):
         kind = "{ name = number }" if f.name == "weights" else _kind(get_type_hints(cls)[f.name], f)
-        lines.append(f"        {f.name}  {kind}  (default {toml_value(f.default)}): {f.metadata['help']}")
+        lines.append(
+            f"        {f.name}  {kind}  (default {toml_value(f.default)}): {f.metadata['help']}"
+        )
     return lines
 
 
 def _kind(declared: Any, f: dataclasses.Field[Any]) -> str:
-    names = {tuple: "[number,number]", list: "[text,text,...]" if f.metadata["items"] is str else "tables"}
-    return "|".join(map(str, f.metadata["choices"])) or names.get(declared) or str(declared.__name__)
+    names = {
+        tuple: "[number,number]",
+        list: "[text,text,...]" if f.metadata["items"] is str else "tables",
+    }
+    return (
+        "|".join(map(str, f.metadata["choices"])) or names.get(declared) or str(declared.__name__)
+    )

@@ -1,7 +1,7 @@
 """Lists: arrays of tables, as `[[data.sources]]`, and lists of strings, as `validation.prompts`.
 
-What it is: the reader of a key whose value is a list, of tables that are dataclasses or of strings, and the checks of
-the sources and phases together. Imported only if such a key is set.
+What it is: the reader of a key whose value is a list, of tables that are dataclasses or of strings,
+and the checks of the sources and phases together. Imported only if such a key is set.
 """
 
 from __future__ import annotations
@@ -24,49 +24,70 @@ from titanlite.runtime.errors import ConfigError
 NAME = re.compile(r"[\w.-]+")
 
 
-Convert: TypeAlias = Callable[[Any, type, Any], tuple[Any, str]]  # a value, its declared type, bounds and choices ->
+# a value, its declared type, bounds and choices ->
+Convert: TypeAlias = Callable[[Any, type, Any], tuple[Any, str]]
 # the value in that type, and what was expected if it is not of that type
 Problems: TypeAlias = list[tuple[str, str, str]]  # section or table, key in it, message
 
 
-def read_list(key: str, value: Any, meta: Any, convert: Convert) -> tuple[tuple[Any, ...], Problems]:
+def read_list(
+    key: str, value: Any, meta: Any, convert: Convert
+) -> tuple[tuple[Any, ...], Problems]:
     """The items of a list, of the type `meta["items"]`, and the problems."""
     if meta["items"] is str:
         return _read_texts(key, value, meta, convert)
     return _read_tables(key, value, meta["items"], convert)
 
 
-def _read_texts(key: str, value: Any, meta: Any, convert: Convert) -> tuple[tuple[str, ...], Problems]:
+def _read_texts(
+    key: str, value: Any, meta: Any, convert: Convert
+) -> tuple[tuple[str, ...], Problems]:
     """A list of strings, each once if they are names to choose from.
 
-    On the command line it is a JSON array, or text without brackets and quotes: one string, or names with commas.
+    On the command line it is a JSON array, or text without brackets and quotes: one string, or
+    names with commas.
     """
     (section, _, name), choices = key.partition("."), meta["choices"]
     if isinstance(value, str) and value.lstrip().startswith("["):
         with contextlib.suppress(ValueError, RecursionError):  # otherwise it stays a string
             value = json.loads(value)
     elif isinstance(value, str):
-        value = [word.strip() for word in value.split(",") if word.strip()] if choices else [value] * bool(value)
+        value = (
+            [word.strip() for word in value.split(",") if word.strip()]
+            if choices
+            else [value] * bool(value)
+        )
     example = f"some of {', '.join(choices)}" if choices else 'as in ["one", "two"]'
     if not isinstance(value, list):
-        return (), [(section, name, f"{key} = {_shown(value)}: expected a list of strings, {example}")]
+        return (), [
+            (section, name, f"{key} = {_shown(value)}: expected a list of strings, {example}")
+        ]
     problems: Problems = []
     for number, text in enumerate(value, 1):
-        if expected := convert(text, str, meta)[1]:
+        expected = convert(text, str, meta)[1]
+        if expected:
             near = suggestion(text, list(choices)) if isinstance(text, str) and choices else ""
-            problems.append((section, name, f"{key}[{number}] = {_shown(text)}: expected {expected}{near}"))
+            problems.append(
+                (section, name, f"{key}[{number}] = {_shown(text)}: expected {expected}{near}")
+            )
     return tuple(dict.fromkeys(value) if choices and not problems else value), problems
 
 
-def _read_tables(key: str, value: list[Any], cls: type, convert: Convert) -> tuple[tuple[Any, ...], Problems]:
+def _read_tables(
+    key: str, value: list[Any], cls: type, convert: Convert
+) -> tuple[tuple[Any, ...], Problems]:
     """The tables as objects of `cls`, and the problems."""
-    fields, hints = {f.name: f for f in dataclasses.fields(cls)}, get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = get_type_hints(cls)
     problems: Problems = []
     objects = []
     for number, table in enumerate(value, 1):
-        header, values = f"{key}[{number}]", {}
+        header = f"{key}[{number}]"
+        values = {}
         if not isinstance(table, dict):
-            problems.append((header, "", f"{header} = {_shown(table)}: expected a table, as in [[{key}]]"))
+            problems.append(
+                (header, "", f"{header} = {_shown(table)}: expected a table, as in [[{key}]]")
+            )
             continue
         for name, entry in table.items():
             if name not in fields:
@@ -78,7 +99,9 @@ def _read_tables(key: str, value: list[Any], cls: type, convert: Convert) -> tup
             else:
                 values[name], expected = convert(entry, hints[name], fields[name].metadata)
                 if expected:
-                    problems.append((header, name, f"{header}.{name} = {_shown(entry)}: expected {expected}"))
+                    problems.append(
+                        (header, name, f"{header}.{name} = {_shown(entry)}: expected {expected}")
+                    )
         objects.append(cls(**values))
     return tuple(objects), problems
 
@@ -87,9 +110,14 @@ def _read_weights(header: str, table: Any) -> tuple[tuple[tuple[str, float], ...
     """{ name = weight, ... } as pairs, and the problems."""
     if isinstance(table, dict):
         wrong = {name: weight for name, weight in table.items() if not _is_weight(weight)}
-        found = [f"{header}.weights.{n} = {_shown(w)}: expected a number, at least 0" for n, w in wrong.items()]
+        found = [
+            f"{header}.weights.{n} = {_shown(w)}: expected a number, at least 0"
+            for n, w in wrong.items()
+        ]
         return tuple((name, float(w)) for name, w in table.items() if name not in wrong), found
-    return (), [f"{header}.weights = {_shown(table)}: expected a table, as in {{ code = 0.2, web = 0.8 }}"]
+    return (), [
+        f"{header}.weights = {_shown(table)}: expected a table, as in {{ code = 0.2, web = 0.8 }}"
+    ]
 
 
 def _is_weight(value: Any) -> bool:
@@ -100,14 +128,19 @@ def _shown(value: Any) -> str:
     return json.dumps(value, default=str)[:200]
 
 
-def resolve_sources(sources: tuple[SourceConfig, ...], absolute: Callable[[str], str]) -> tuple[SourceConfig, ...]:
-    """The sources with absolute paths and names; the default name is the last part of the path without its endings."""
+def resolve_sources(
+    sources: tuple[SourceConfig, ...], absolute: Callable[[str], str]
+) -> tuple[SourceConfig, ...]:
+    """The sources with absolute paths and names; the default name is the last part of the path
+    without its endings.
+    """
     return tuple(
         dataclasses.replace(
             source,
             path=absolute(source.path),
             validation=absolute(source.validation),
-            name=source.name or re.sub(r"[^\w.-]", "_", Path(re.sub(r"\.(gz|zst)$", "", source.path)).stem),
+            name=source.name
+            or re.sub(r"[^\w.-]", "_", Path(re.sub(r"\.(gz|zst)$", "", source.path)).stem),
         )
         for source in sources
     )
@@ -157,7 +190,8 @@ def _phase_problems(key: str, phase: PhaseConfig, names: list[str]) -> Iterator[
         if name not in names:
             near = suggestion(name, names) or f"; expected {', '.join(names)}"
             yield f"{key}.weights: no source has the name {name}{near}"
-    if missing := [name for name in names if name not in given]:
+    missing = [name for name in names if name not in given]
+    if missing:
         yield f"{key}.weights: no weight for {', '.join(missing)}; 0 leaves a source out"
     elif not any(weight for _, weight in phase.weights):
         yield f"{key}.weights: all are 0; expected one that is more"

@@ -14,25 +14,32 @@ from titanlite.config.schema import sections
 
 
 def suggestion(word: str, allowed: list[str], cutoff: float = 0.65) -> str:
-    """`; did you mean X?` for the most similar allowed word, "" if none is similar. Equally similar ones are all named.
+    """`; did you mean X?` for the most similar allowed word, "" if none is similar. Equally similar
+    ones are all named.
 
     `cutoff`: the similarity required, from 0 to 1 for the same word.
     """
     word = word[:199]  # SequenceMatcher treats longer ones differently
-    near = {other: SequenceMatcher(None, other, word).ratio() for other in get_close_matches(word, allowed, 9, cutoff)}
+    near = {
+        other: SequenceMatcher(None, other, word).ratio()
+        for other in get_close_matches(word, allowed, 9, cutoff)
+    }
     best = [other for other in allowed if other in near and near[other] == max(near.values())]
     return f"; did you mean {' or '.join(best)}?" if best else ""
 
 
 def where(path: Path, text: str, section: str, name: str) -> str:
-    """`file:line` of a key, or of the header of its section when `name` is empty or not found in it.
+    """`file:line` of a key, or of the header of its section when `name` is empty or not found in
+    it.
 
     The second table of an array is the section `data.sources[2]`.
     """
-    current, header_line = "", 0
+    current = ""
+    header_line = 0
     tables: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[(\[?)\s*([\w.-]+)\s*\]", line):
+        header = re.match(r"\s*\[(\[?)\s*([\w.-]+)\s*\]", line)
+        if header:
             current = header[2]
             if header[1]:
                 tables[current] = tables.get(current, 0) + 1
@@ -41,7 +48,11 @@ def where(path: Path, text: str, section: str, name: str) -> str:
                 header_line = number
                 if not name:
                     break
-        elif current == section and name and re.match(rf"""\s*["']?{re.escape(name)}["']?\s*=""", line):
+        elif (
+            current == section
+            and name
+            and re.match(rf"""\s*["']?{re.escape(name)}["']?\s*=""", line)
+        ):
             return f"{path}:{number}"
     return f"{path}:{header_line}" if header_line else str(path)
 
@@ -53,8 +64,14 @@ def unknown_config(name: str, flavors: list[str]) -> str:
 
 
 def wrong_value(name: str, value: object, expected: str, choices: tuple[object, ...]) -> str:
-    """The message for the value of a key, which should be as `expected`, for example one of the choices."""
-    near = suggestion(value, [str(choice) for choice in choices]) if isinstance(value, str) and choices else ""
+    """The message for the value of a key, which should be as `expected`, for example one of the
+    choices.
+    """
+    near = (
+        suggestion(value, [str(choice) for choice in choices])
+        if isinstance(value, str) and choices
+        else ""
+    )
     return f"{name} = {json.dumps(value, default=str)[:200]}: expected {expected}{near}"
 
 
@@ -67,7 +84,8 @@ def unknown_key(name: str, keys: list[str], removed: dict[str, str]) -> str:
     if elsewhere and not near:
         near = f"; did you mean {' or '.join(elsewhere)}?"
     elif not elsewhere:
-        near = suggestion(name, keys, 0.8)  # more than usual: keys of one section have its name in common
+        # More than usual: keys of one section have its name in common
+        near = suggestion(name, keys, 0.8)
     if name == "help":
         near = "; titanlite train --help, or ./run_train.sh --help, lists all keys"
     if name in sections():

@@ -1,9 +1,9 @@
 """Every key a run can set: one frozen dataclass per TOML section.
 
-What it is: the schema. A field declares its type, default, help text and, if it has any, bounds or choices. `load.py`
-makes a `Config` from TOML files and the command line.
-Why it is here: a function receives the *section* that it needs, typed and immutable, so its signature shows which
-settings it can depend on.
+What it is: the schema. A field declares its type, default, help text and, if it has any, bounds or
+choices. `load.py` makes a `Config` from TOML files and the command line.
+Why it is here: a function receives the *section* that it needs, typed and immutable, so its
+signature shows which settings it can depend on.
 What it costs: nothing; no torch is imported, so a mistake is reported in a fraction of a second.
 """
 
@@ -20,7 +20,8 @@ PP_SCHEDULES |= dict.fromkeys(
     ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"), 2
 )
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on the same rank
-SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)  # gradients of weights and of inputs in two calls
+# Gradients of weights and of inputs in two calls
+SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
 WIDE = 256  # from this width on, bfloat16 and compiling pay off on a CPU (benchmarks/levers.py)
 
 
@@ -33,8 +34,13 @@ def key(
     choices: tuple[Any, ...] = (),
     items: type | None = None,
 ) -> Any:
-    """A config key: default, help, allowed values (bounds are inclusive); `items` of a list: str or a dataclass."""
-    return field(default=default, metadata={"help": help, "min": min, "max": max, "choices": choices, "items": items})
+    """A config key: default, help, allowed values (bounds are inclusive); `items` of a list: str or
+    a dataclass.
+    """
+    return field(
+        default=default,
+        metadata={"help": help, "min": min, "max": max, "choices": choices, "items": items},
+    )
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,14 @@ class RunConfig:
 
     name: str = key("", "name of the run's folder; empty: the config file's name")
     folder: str = key("outputs", "folder that holds the run folders")
-    seed: int = key(42, "seed of the initial weights and of the order of the data", min=0, max=2**63 - 1)
-    device: str = key("auto", "where to compute; auto: CUDA if there is any", choices=("auto", "cpu", "cuda", "mps"))
+    seed: int = key(
+        42, "seed of the initial weights and of the order of the data", min=0, max=2**63 - 1
+    )
+    device: str = key(
+        "auto",
+        "where to compute; auto: CUDA if there is any",
+        choices=("auto", "cpu", "cuda", "mps"),
+    )
     sample_tokens: int = key(0, "tokens of sample text to print when training ends; 0: none", min=0)
     sample_prompt: str = key("def", "prompt of the sample text")
 
@@ -56,7 +68,15 @@ class ModelConfig:
     flavor: str = key(
         "debug",
         "the architecture",
-        choices=("debug", "cpu_25m", "llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b", "llama3_405b"),
+        choices=(
+            "debug",
+            "cpu_25m",
+            "llama3_1b",
+            "llama3_3b",
+            "llama3_8b",
+            "llama3_70b",
+            "llama3_405b",
+        ),
     )
     dim: int = key(0, "width of the residual stream", min=0, max=2**20)
     num_layers: int = key(0, "transformer blocks", min=0, max=2**14)
@@ -69,7 +89,10 @@ class ModelConfig:
         choices=("flavor", "tied", "untied"),
     )
     vocab_size: int = key(
-        0, "number of token ids, at least the tokenizer's; 0: the flavor's, or else the tokenizer's", min=0, max=2**24
+        0,
+        "number of token ids, at least the tokenizer's; 0: the flavor's, or else the tokenizer's",
+        min=0,
+        max=2**24,
     )
 
 
@@ -79,7 +102,9 @@ class SourceConfig:
 
     path: str = key("", "as data.path")
     name: str = key("", "name in metrics and messages; empty: from the path")
-    weight: float = key(1.0, "share of the training samples, relative to the weights of the other sources", min=0)
+    weight: float = key(
+        1.0, "share of the training samples, relative to the weights of the other sources", min=0
+    )
     pattern: str = key("", "glob pattern of the files to use; empty: data.pattern")
     field: str = key("", "the field that contains the text; empty: data.field")
     validation: str = key("", "path of the validation text; empty: a held-out part of this source")
@@ -90,39 +115,67 @@ class PhaseConfig:
     """Weights of the sources from some step on."""
 
     from_step: int = key(0, "the first step with these weights", min=0)
-    from_tokens: int = key(0, "instead of from_step: the number of training tokens before it", min=0)
-    weights: tuple[tuple[str, float], ...] = key((), "the weight of every source, as in { code = 0.2, web = 0.8 }")
+    from_tokens: int = key(
+        0, "instead of from_step: the number of training tokens before it", min=0
+    )
+    weights: tuple[tuple[str, float], ...] = key(
+        (), "the weight of every source, as in { code = 0.2, web = 0.8 }"
+    )
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Training data: sources, tokenizer, packing, and mixture. It is tokenised once."""
 
-    path: str = key("", "file, folder or hf:NAME of text, rows or ids, or a prepared folder; empty: python-stdlib")
+    path: str = key(
+        "",
+        "file, folder or hf:NAME of text, rows or ids, or a prepared folder; empty: python-stdlib",
+    )
     pattern: str = key("**/*", "glob pattern of the files to use from the folder")
     field: str = key("text", "the field of JSONL and Parquet files that contains the text")
-    tokenizer: str = key("", "a tiktoken rank file, a tokenizer.json, or a folder with one; empty: the bundled file")
-    cache: str = key("", "folder of prepared data; empty: $TITANLITE_CACHE, or ~/.cache/titanlite if that is not set")
+    tokenizer: str = key(
+        "", "a tiktoken rank file, a tokenizer.json, or a folder with one; empty: the bundled file"
+    )
+    cache: str = key(
+        "",
+        "folder of prepared data; empty: $TITANLITE_CACHE, or ~/.cache/titanlite if that is not set",
+    )
     packing: str = key(
         "split",
         "how documents fill sequences: split (one after the other, cut into sequences) or best_fit (documents that fit "
         "are not cut; the rest of a sequence is padding)",
         choices=("split", "best_fit"),
     )
-    document_mask: bool = key(False, "attend only within a document, and restart positions at each document")
-    sources: tuple[SourceConfig, ...] = key((), "several sources, instead of data.path", items=SourceConfig)
-    phases: tuple[PhaseConfig, ...] = key((), "other weights of the sources, from given steps on", items=PhaseConfig)
+    document_mask: bool = key(
+        False, "attend only within a document, and restart positions at each document"
+    )
+    sources: tuple[SourceConfig, ...] = key(
+        (), "several sources, instead of data.path", items=SourceConfig
+    )
+    phases: tuple[PhaseConfig, ...] = key(
+        (), "other weights of the sources, from given steps on", items=PhaseConfig
+    )
 
     def all_sources(self) -> list[SourceConfig]:
         """The sources with the defaults of this section; without `sources` the one at `path`."""
-        sources, replace = self.sources or (SourceConfig(self.path),), dataclasses.replace
-        return [replace(s, pattern=s.pattern or self.pattern, field=s.field or self.field) for s in sources]
+        sources = self.sources or (SourceConfig(self.path),)
+        replace = dataclasses.replace
+        return [
+            replace(s, pattern=s.pattern or self.pattern, field=s.field or self.field)
+            for s in sources
+        ]
 
     def parts(self) -> list[DataConfig]:
-        """For each source a section with it alone, and its path, pattern and field as those of the section."""
-        alone, sources = dataclasses.replace(self, phases=()), self.all_sources()
+        """For each source a section with it alone, and its path, pattern and field as those of the
+        section.
+        """
+        alone = dataclasses.replace(self, phases=())
+        sources = self.all_sources()
         replace = dataclasses.replace
-        return [replace(alone, sources=(s,), path=s.path, pattern=s.pattern, field=s.field) for s in sources]
+        return [
+            replace(alone, sources=(s,), path=s.path, pattern=s.pattern, field=s.field)
+            for s in sources
+        ]
 
 
 @dataclass(frozen=True)
@@ -130,30 +183,48 @@ class TrainingConfig:
     """Number of steps, batch sizes and dtypes."""
 
     steps: int = key(1000, "optimizer steps of the whole run", min=1)
-    tokens: int = key(0, "instead of steps: tokens of the whole run, rounded up to whole steps", min=0)
-    epochs: float = key(0.0, "instead of steps: passes over a single source, rounded up to whole steps", min=0)
+    tokens: int = key(
+        0, "instead of steps: tokens of the whole run, rounded up to whole steps", min=0
+    )
+    epochs: float = key(
+        0.0, "instead of steps: passes over a single source, rounded up to whole steps", min=0
+    )
     seq_len: int = key(256, "tokens of one sequence", min=2, max=2**24)
     global_batch_size: int = key(16, "sequences per optimizer step, over all processes", min=1)
-    batch_ramp: str = key("", "other batch sizes later, as in `32 from step 101, 64 by 8 from 4e9 tokens`")
-    local_batch_size: int = key(4, "sequences that a process computes before it accumulates gradients", min=1)
-    max_norm: float = key(1.0, "gradients are clipped to this global norm; 0: measured, not clipped", min=0)
+    batch_ramp: str = key(
+        "", "other batch sizes later, as in `32 from step 101, 64 by 8 from 4e9 tokens`"
+    )
+    local_batch_size: int = key(
+        4, "sequences that a process computes before it accumulates gradients", min=1
+    )
+    max_norm: float = key(
+        1.0, "gradients are clipped to this global norm; 0: measured, not clipped", min=0
+    )
     compute_dtype: str = key(
         "auto",
         "dtype of forward and backward; auto: bfloat16 on CUDA (float16 on GPUs without it), and on CPUs with bfloat16 "
         "instructions if the model is at least 256 wide; otherwise float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    loss_scale: float = key(65536.0, "float16: the initial scale of the loss, a power of two", min=1, max=2**24)
-    loss_scale_growth: int = key(2000, "float16: the scale is doubled after so many steps without overflow", min=1)
+    loss_scale: float = key(
+        65536.0, "float16: the initial scale of the loss, a power of two", min=1, max=2**24
+    )
+    loss_scale_growth: int = key(
+        2000, "float16: the scale is doubled after so many steps without overflow", min=1
+    )
     param_dtype: str = key(
         "float32",
         "dtype of parameters and gradients; bfloat16 saves 4 bytes per parameter and loses small updates",
         choices=("float32", "bfloat16"),
     )
     reduce_dtype: str = key(
-        "float32", "dtype in which gradients are summed over processes", choices=("float32", "bfloat16")
+        "float32",
+        "dtype in which gradients are summed over processes",
+        choices=("float32", "bfloat16"),
     )
-    gc_freq: int = key(50, "run Python's garbage collection every this many steps; 0: when Python decides", min=0)
+    gc_freq: int = key(
+        50, "run Python's garbage collection every this many steps; 0: when Python decides", min=0
+    )
 
 
 @dataclass(frozen=True)
@@ -162,7 +233,9 @@ class GroupConfig:
 
     pattern: str = key("", "glob pattern of parameter names, as in layers.*.attention.w?.weight")
     lr: float = key(-1.0, "peak learning rate; -1: optimizer.lr", min=-1)
-    weight_decay: float = key(-1.0, "weight decay; -1: by optimizer.weight_decay and optimizer.decayed", min=-1)
+    weight_decay: float = key(
+        -1.0, "weight decay; -1: by optimizer.weight_decay and optimizer.decayed", min=-1
+    )
 
 
 @dataclass(frozen=True)
@@ -171,84 +244,161 @@ class OptimizerConfig:
 
     name: str = key("adamw", "the optimizer", choices=("adamw", "muon"))
     lr: float = key(3e-4, "peak learning rate", min=0)
-    betas: tuple[float, float] = key((0.9, 0.95), "decay of the first and of the second moment", min=0, max=0.999999)
+    betas: tuple[float, float] = key(
+        (0.9, 0.95), "decay of the first and of the second moment", min=0, max=0.999999
+    )
     eps: float = key(1e-8, "added to the denominator", min=0)
     weight_decay: float = key(0.1, "decoupled weight decay", min=0)
     decayed: str = key(
-        "all", "parameters with weight decay: all, or only the weights of linear layers", choices=("all", "linear")
+        "all",
+        "parameters with weight decay: all, or only the weights of linear layers",
+        choices=("all", "linear"),
     )
     state_dtype: str = key(
-        "float32", "dtype of the moments; bfloat16 saves 4 bytes per parameter", choices=("float32", "bfloat16")
+        "float32",
+        "dtype of the moments; bfloat16 saves 4 bytes per parameter",
+        choices=("float32", "bfloat16"),
     )
-    implementation: str = key("auto", "auto: fused", choices=("auto", "fused", "foreach", "for-loop"))
-    groups: tuple[GroupConfig, ...] = key((), "parameters with another learning rate or decay", items=GroupConfig)
+    implementation: str = key(
+        "auto", "auto: fused", choices=("auto", "fused", "foreach", "for-loop")
+    )
+    groups: tuple[GroupConfig, ...] = key(
+        (), "parameters with another learning rate or decay", items=GroupConfig
+    )
     muon_momentum: float = key(0.95, "muon: decay of the average of gradients", min=0, max=0.999999)
-    muon_scale: str = key("adamw", "muon: size of updates, AdamW's or Jordan's", choices=("adamw", "original"))
-    muon_dtype: str = key("auto", "muon: products; auto: bfloat16 on CUDA", choices=("auto", "float32", "bfloat16"))
-    clip: str = key("norm", "clip to training.max_norm, or agc: each unit by its weights", choices=("norm", "agc"))
-    agc_factor: float = key(0.01, "agc: largest norm of a unit's gradient divided by that of its weights", min=1e-6)
+    muon_scale: str = key(
+        "adamw", "muon: size of updates, AdamW's or Jordan's", choices=("adamw", "original")
+    )
+    muon_dtype: str = key(
+        "auto", "muon: products; auto: bfloat16 on CUDA", choices=("auto", "float32", "bfloat16")
+    )
+    clip: str = key(
+        "norm",
+        "clip to training.max_norm, or agc: each unit by its weights",
+        choices=("norm", "agc"),
+    )
+    agc_factor: float = key(
+        0.01, "agc: largest norm of a unit's gradient divided by that of its weights", min=1e-6
+    )
 
 
 @dataclass(frozen=True)
 class StabilityConfig:
-    """Bad steps: a loss or gradient that is not finite, or a spike. Updates are withheld on the device."""
+    """Bad steps: a loss or gradient that is not finite, or a spike.
 
-    action: str = key("stop", "end the run, skip the update, or roll back", choices=("stop", "skip", "rollback"))
-    threshold: float = key(0.0, "robust z-score from which a loss or gradient norm is a spike; 0: none is", min=0)
+    Updates are withheld on the device.
+    """
+
+    action: str = key(
+        "stop", "end the run, skip the update, or roll back", choices=("stop", "skip", "rollback")
+    )
+    threshold: float = key(
+        0.0, "robust z-score from which a loss or gradient norm is a spike; 0: none is", min=0
+    )
     window: int = key(128, "steps whose losses and norms are compared with", min=16, max=65536)
     warmup_steps: int = key(100, "first steps of the run, in which there are no spikes", min=0)
-    max_skips: int = key(16, "skip: end the run after this many steps in a row that are not finite", min=1)
-    max_rollbacks: int = key(3, "rollback: how often, in the whole run; each excludes its samples", min=1)
+    max_skips: int = key(
+        16, "skip: end the run after this many steps in a row that are not finite", min=1
+    )
+    max_rollbacks: int = key(
+        3, "rollback: how often, in the whole run; each excludes its samples", min=1
+    )
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     """Learning rate schedule: warmup, then a decay."""
 
-    name: str = key("cosine", "shape", choices=("cosine", "linear", "wsd", "constant", "inverse_sqrt", "step"))
+    name: str = key(
+        "cosine", "shape", choices=("cosine", "linear", "wsd", "constant", "inverse_sqrt", "step")
+    )
     warmup_steps: int = key(100, "steps of linear warmup", min=0)
     warmup_tokens: int = key(0, "instead of warmup_steps: tokens, rounded up to whole steps", min=0)
-    decay: str = key("linear", "wsd: shape of the decay at the end", choices=("linear", "sqrt", "cosine"))
-    decay_fraction: float = key(0.1, "wsd: fraction of all steps, at the end, in which the rate decays", min=0, max=1)
+    decay: str = key(
+        "linear", "wsd: shape of the decay at the end", choices=("linear", "sqrt", "cosine")
+    )
+    decay_fraction: float = key(
+        0.1, "wsd: fraction of all steps, at the end, in which the rate decays", min=0, max=1
+    )
     decay_steps: int = key(0, "wsd, instead of decay_fraction: steps", min=0)
-    decay_tokens: int = key(0, "wsd, instead of decay_fraction: tokens, rounded up to whole steps", min=0)
-    milestones: str = key("", "step: parts of the peak rate, as in `0.316 from step 801, 0.1 from 2e9 tokens`")
-    min_ratio: float = key(0.1, "lowest rate after the warmup, as a fraction of the peak rate", min=0, max=1)
+    decay_tokens: int = key(
+        0, "wsd, instead of decay_fraction: tokens, rounded up to whole steps", min=0
+    )
+    milestones: str = key(
+        "", "step: parts of the peak rate, as in `0.316 from step 801, 0.1 from 2e9 tokens`"
+    )
+    min_ratio: float = key(
+        0.1, "lowest rate after the warmup, as a fraction of the peak rate", min=0, max=1
+    )
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Parallel layout. The product of the five degrees is the number of processes; one may be -1."""
+    """Parallel layout.
 
-    pp: int = key(1, "pipeline parallel: processes that the layers are divided over; -1: what remains", min=-1)
-    dp_replicate: int = key(1, "replicas of the model (HSDP when dp_shard > 1); -1: what remains", min=-1)
-    dp_shard: int = key(-1, "FSDP2: processes that a replica's parameters are sharded over; -1: what remains", min=-1)
-    cp: int = key(1, "context parallel: processes that each sequence is divided over; -1: what remains", min=-1)
-    tp: int = key(1, "tensor parallel: processes that each layer's matrices are divided over; -1: what remains", min=-1)
+    The product of the five degrees is the number of processes; one may be -1.
+    """
+
+    pp: int = key(
+        1, "pipeline parallel: processes that the layers are divided over; -1: what remains", min=-1
+    )
+    dp_replicate: int = key(
+        1, "replicas of the model (HSDP when dp_shard > 1); -1: what remains", min=-1
+    )
+    dp_shard: int = key(
+        -1,
+        "FSDP2: processes that a replica's parameters are sharded over; -1: what remains",
+        min=-1,
+    )
+    cp: int = key(
+        1,
+        "context parallel: processes that each sequence is divided over; -1: what remains",
+        min=-1,
+    )
+    tp: int = key(
+        1,
+        "tensor parallel: processes that each layer's matrices are divided over; -1: what remains",
+        min=-1,
+    )
     reshard_after_forward: str = key(
         "default",
         "free gathered weights after the forward (less memory, more traffic): default (all units but the last; none "
         "with pp > 1), always, never, or a number of processes over which they stay sharded",
     )
     reduce_every_microbatch: bool = key(
-        True, "sum gradients over processes after each local batch (less memory); false: once per step"
+        True,
+        "sum gradients over processes after each local batch (less memory); false: once per step",
     )
-    optimizer_offload: bool = key(False, "keep the moments in CPU memory, and copy them to the GPU for the update")
-    cpu_offload: bool = key(False, "keep parameters, gradients and moments in CPU memory; compute on the GPU")
-    prefetch: int = key(0, "number of units to gather ahead; 0: FSDP2's default, one", min=0, max=64)
+    optimizer_offload: bool = key(
+        False, "keep the moments in CPU memory, and copy them to the GPU for the update"
+    )
+    cpu_offload: bool = key(
+        False, "keep parameters, gradients and moments in CPU memory; compute on the GPU"
+    )
+    prefetch: int = key(
+        0, "number of units to gather ahead; 0: FSDP2's default, one", min=0, max=64
+    )
     async_tp: bool = key(
-        False, "overlap the communication of tensor parallel with its matrix products (CUDA, with compile)"
+        False,
+        "overlap the communication of tensor parallel with its matrix products (CUDA, with compile)",
     )
     cp_method: str = key(
         "all_gather",
         "how attention gets all keys: all_gather (of keys and values), ulysses (all-to-all of heads), ring (CUDA)",
         choices=("all_gather", "ulysses", "ring"),
     )
-    pp_schedule: str = key("1F1B", "order of forwards and backwards in the pipeline", choices=tuple(PP_SCHEDULES))
-    pp_microbatch_size: int = key(1, "sequences of a microbatch; each local batch is divided into microbatches", min=1)
-    pp_stages_per_process: int = key(0, "stages per process; 0: the schedule's default, 1 or 2", min=0)
+    pp_schedule: str = key(
+        "1F1B", "order of forwards and backwards in the pipeline", choices=tuple(PP_SCHEDULES)
+    )
+    pp_microbatch_size: int = key(
+        1, "sequences of a microbatch; each local batch is divided into microbatches", min=1
+    )
+    pp_stages_per_process: int = key(
+        0, "stages per process; 0: the schedule's default, 1 or 2", min=0
+    )
     pp_split: str = key(
-        "", "first module of each stage but the first, as in `layers.2, layers.4`; empty: balanced by size"
+        "",
+        "first module of each stage but the first, as in `layers.2, layers.4`; empty: balanced by size",
     )
 
     @property
@@ -274,7 +424,10 @@ class RecomputeConfig:
     offload: bool = key(False, "full: keep the inputs of blocks in CPU memory until the backward")
     every: int = key(1, "full and selective: apply it to every n-th block only", min=1)
     budget: float = key(
-        0.5, "memory_budget: fraction of the activations' memory to use; 1: recompute nothing", min=0, max=1
+        0.5,
+        "memory_budget: fraction of the activations' memory to use; 1: recompute nothing",
+        min=0,
+        max=1,
     )
 
 
@@ -296,11 +449,16 @@ class CompileConfig:
 class Float8Config:
     """Matrix products in 8 bits in the blocks' linear layers."""
 
-    enabled: bool = key(False, "train with float8 (CUDA devices of compute capability 8.9 or later; with compile)")
-    skip: str = key(
-        "", "linear layers that are not converted, by parts of their names, as in `attention.wk, layers.0.`"
+    enabled: bool = key(
+        False, "train with float8 (CUDA devices of compute capability 8.9 or later; with compile)"
     )
-    scaling: str = key("tensorwise", "one scale per tensor, or one per row", choices=("tensorwise", "rowwise"))
+    skip: str = key(
+        "",
+        "linear layers that are not converted, by parts of their names, as in `attention.wk, layers.0.`",
+    )
+    scaling: str = key(
+        "tensorwise", "one scale per tensor, or one per row", choices=("tensorwise", "rowwise")
+    )
     emulate: bool = key(False, "compute the same numbers with fp32 products: slow, on any device")
 
     @property
@@ -313,7 +471,12 @@ class Float8Config:
 class EmaConfig:
     """Exponential moving average of the weights, beside them."""
 
-    decay: float = key(0.0, "share of itself that the average keeps in a step, as 0.999; 0: none", min=0, max=0.999999)
+    decay: float = key(
+        0.0,
+        "share of itself that the average keeps in a step, as 0.999; 0: none",
+        min=0,
+        max=0.999999,
+    )
     validate: bool = key(True, "also report the validation loss of the averaged weights")
 
 
@@ -328,35 +491,55 @@ class LossConfig:
         min=1,
         max=65536,
     )
-    z_loss: float = key(0.0, "coefficient of the squared logarithm of the softmax's denominator (PaLM: 1e-4)", min=0)
+    z_loss: float = key(
+        0.0, "coefficient of the squared logarithm of the softmax's denominator (PaLM: 1e-4)", min=0
+    )
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Checkpoints in the run folder. A run resumes from the newest complete checkpoint in its folder."""
+    """Checkpoints in the run folder.
+
+    A run resumes from the newest complete checkpoint in its folder.
+    """
 
     freq: int = key(500, "save every this many steps; 0: only at the end", min=0)
-    freq_minutes: float = key(0.0, "save also this many minutes after the last save; 0: by steps only", min=0)
+    freq_minutes: float = key(
+        0.0, "save also this many minutes after the last save; 0: by steps only", min=0
+    )
     async_mode: str = key(
         "disabled",
         "disabled: training waits until a checkpoint is written; async: training continues while a copy is written; "
         "async_pinned: as async, but the memory of the copy is kept for the next save",
         choices=("disabled", "async", "async_pinned"),
     )
-    retries: int = key(2, "how often a failed save is tried again before the run ends", min=0, max=10)
-    keep: int = key(3, "number of newest checkpoints to keep, and one more until the newest is proven; 0: all", min=0)
-    keep_every: int = key(0, "always keep the checkpoints of steps that are a multiple of this; 0: none", min=0)
+    retries: int = key(
+        2, "how often a failed save is tried again before the run ends", min=0, max=10
+    )
+    keep: int = key(
+        3,
+        "number of newest checkpoints to keep, and one more until the newest is proven; 0: all",
+        min=0,
+    )
+    keep_every: int = key(
+        0, "always keep the checkpoints of steps that are a multiple of this; 0: none", min=0
+    )
     keep_best: int = key(0, "number of checkpoints with the lowest validation loss to keep", min=0)
     load: str = key(
         "auto",
         "auto: resume if the run folder has a checkpoint; never: refuse a used folder",
         choices=("auto", "never"),
     )
-    load_step: int = key(0, "resume from this step (new run: of initial_load), renaming later ones; 0: newest", min=0)
-    initial_load: str = key(
-        "", "initial weights of a run without a checkpoint: a run folder, or any format that `convert` reads"
+    load_step: int = key(
+        0, "resume from this step (new run: of initial_load), renaming later ones; 0: newest", min=0
     )
-    accept: str = key("", "keys that may differ from the checkpoint on resuming, as in `run.seed, optimizer.lr`")
+    initial_load: str = key(
+        "",
+        "initial weights of a run without a checkpoint: a run folder, or any format that `convert` reads",
+    )
+    accept: str = key(
+        "", "keys that may differ from the checkpoint on resuming, as in `run.seed, optimizer.lr`"
+    )
 
     @property
     def accepted(self) -> list[str]:
@@ -368,31 +551,58 @@ class CheckpointConfig:
 class ValidationConfig:
     """Validation loss, on text that is not used for training, and samples of text."""
 
-    freq: int = key(0, "validate every this many steps, before the first and after the last; 0: never", min=0)
-    samples: int = key(0, "sequences of each source to validate on; 0: its whole validation split", min=0)
-    prompts: tuple[str, ...] = key((), 'the model continues them at each validation: ["def ", "import "]', items=str)
+    freq: int = key(
+        0, "validate every this many steps, before the first and after the last; 0: never", min=0
+    )
+    samples: int = key(
+        0, "sequences of each source to validate on; 0: its whole validation split", min=0
+    )
+    prompts: tuple[str, ...] = key(
+        (), 'the model continues them at each validation: ["def ", "import "]', items=str
+    )
     prompt_tokens: int = key(64, "tokens to continue each prompt by", min=1, max=8192)
-    prompt_temperature: float = key(0.7, "of sampling, from the 50 most likely tokens; 0: always the likeliest", min=0)
+    prompt_temperature: float = key(
+        0.7, "of sampling, from the 50 most likely tokens; 0: always the likeliest", min=0
+    )
 
 
 @dataclass(frozen=True)
 class MetricsConfig:
     """The console line and metrics.jsonl, and where else metrics go (docs/metrics.md)."""
 
-    sinks: tuple[str, ...] = key((), "also write metrics to", choices=("tensorboard", "wandb", "mlflow"), items=str)
-    project: str = key("", "W&B project, MLflow experiment; empty: their environment variable, or titanlite")
-    wandb_mode: str = key("auto", "auto: $WANDB_MODE, or offline", choices=("auto", "offline", "online"))
-    mlflow_uri: str = key("", "MLflow server; empty: $MLFLOW_TRACKING_URI, or the file mlflow.db in run.folder")
+    sinks: tuple[str, ...] = key(
+        (), "also write metrics to", choices=("tensorboard", "wandb", "mlflow"), items=str
+    )
+    project: str = key(
+        "", "W&B project, MLflow experiment; empty: their environment variable, or titanlite"
+    )
+    wandb_mode: str = key(
+        "auto", "auto: $WANDB_MODE, or offline", choices=("auto", "offline", "online")
+    )
+    mlflow_uri: str = key(
+        "", "MLflow server; empty: $MLFLOW_TRACKING_URI, or the file mlflow.db in run.folder"
+    )
     log_freq: int = key(10, "log every this many steps, and the first and the last", min=1)
-    step_times: bool = key(True, "log where a step's time goes, the slowest rank, and more about memory")
-    noise_scale_freq: int = key(0, "measure the gradient noise scale every this many steps; 0: never", min=0)
-    layer_norms_freq: int = key(0, "norms of each layer's gradient, weights and update, every this many steps", min=0)
-    activations_freq: int = key(0, "statistics of each block's output and attention, every this many steps", min=0)
+    step_times: bool = key(
+        True, "log where a step's time goes, the slowest rank, and more about memory"
+    )
+    noise_scale_freq: int = key(
+        0, "measure the gradient noise scale every this many steps; 0: never", min=0
+    )
+    layer_norms_freq: int = key(
+        0, "norms of each layer's gradient, weights and update, every this many steps", min=0
+    )
+    activations_freq: int = key(
+        0, "statistics of each block's output and attention, every this many steps", min=0
+    )
 
 
 @dataclass(frozen=True)
 class ProfilingConfig:
-    """Traces of the PyTorch profiler, for Perfetto or chrome://tracing. `touch <run folder>/PROFILE` requests one."""
+    """Traces of the PyTorch profiler, for Perfetto or chrome://tracing.
+
+    `touch <run folder>/PROFILE` requests one.
+    """
 
     enabled: bool = key(False, "write traces of some steps to the run folder, again and again")
     freq: int = key(100, "start a trace every this many steps", min=1)
@@ -407,15 +617,23 @@ class CommConfig:
     """Time-outs of communication."""
 
     timeout_seconds: int = key(
-        300, "the run ends, and reports the rank, when a process makes no progress for so long", min=1, max=604800
+        300,
+        "the run ends, and reports the rank, when a process makes no progress for so long",
+        min=1,
+        max=604800,
     )
     step_timeout_seconds: int = key(
-        100, "the same within a training step, from the second step on, if it is less", min=1, max=604800
+        100,
+        "the same within a training step, from the second step on, if it is less",
+        min=1,
+        max=604800,
     )
 
     @property
     def group_timeout_seconds(self) -> int:
-        """Time-out of a collective: later than the watchdog's, which reports which rank blocks the others."""
+        """Time-out of a collective: later than the watchdog's, which reports which rank blocks the
+        others.
+        """
         return self.timeout_seconds + 10
 
 
@@ -423,7 +641,9 @@ class CommConfig:
 class DebugConfig:
     """Finding out why two runs differ."""
 
-    deterministic: bool = key(False, "two runs of a layout on the same devices are equal, bit for bit; slower on GPUs")
+    deterministic: bool = key(
+        False, "two runs of a layout on the same devices are equal, bit for bit; slower on GPUs"
+    )
 
 
 @dataclass(frozen=True)
@@ -451,9 +671,15 @@ class Config:
 
 def portable(config: Config) -> str:
     """The settings that must be the same on every node: all but the paths of files."""
-    sources = tuple(SourceConfig(name=source.name, weight=source.weight) for source in config.data.sources)
-    data = dataclasses.replace(config.data, path="", pattern="", field="", tokenizer="", cache="", sources=sources)
-    return repr(dataclasses.replace(config, data=data, run=dataclasses.replace(config.run, folder="")))
+    sources = tuple(
+        SourceConfig(name=source.name, weight=source.weight) for source in config.data.sources
+    )
+    data = dataclasses.replace(
+        config.data, path="", pattern="", field="", tokenizer="", cache="", sources=sources
+    )
+    return repr(
+        dataclasses.replace(config, data=data, run=dataclasses.replace(config.run, folder=""))
+    )
 
 
 @functools.cache

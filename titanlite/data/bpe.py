@@ -1,10 +1,12 @@
 """Training of a byte-pair encoding (BPE, arXiv 1508.07909).
 
-What it is: text -> the list of tokens of a tokenizer. The first tokens are the 256 bytes. Then the most frequent pair
-of neighbouring tokens becomes a new token, until there are enough. Llama 3's pattern first splits the text into words,
-and no token contains parts of two words. The result is written as a tiktoken rank file, one `base64 rank` line per
-token, the format of Llama 3's tokenizer.model.
-What it costs: pairs are counted once, and a merge visits only the words that contain its pair: seconds for 10 MB.
+What it is: text -> the list of tokens of a tokenizer. The first tokens are the 256 bytes. Then the
+most frequent pair of neighbouring tokens becomes a new token, until there are enough. Llama 3's
+pattern first splits the text into words, and no token contains parts of two words. The result is
+written as a tiktoken rank file, one `base64 rank` line per token, the format of Llama 3's
+tokenizer.model.
+What it costs: pairs are counted once, and a merge visits only the words that contain its pair:
+seconds for 10 MB.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from titanlite.data.tokenizer import MAX_TOKEN, PATTERN
 
 
 def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
-    """The tokens in rank order, 256 bytes first; fewer than `num_tokens` if no pair is left to merge.
+    """The tokens in rank order, 256 bytes first; fewer than `num_tokens` if no pair is left to
+    merge.
 
     Ties are broken by the smaller pair of ids, so the same text always gives the same tokens.
     """
@@ -35,7 +38,8 @@ def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
     weights = list(counts.values())
 
     pair_counts: Counter[tuple[int, int]] = Counter()
-    where: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # pair -> words that contain it
+    # Pair -> words that contain it
+    where: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
     for index, word in enumerate(words):
         for pair in itertools.pairwise(word):
             pair_counts[pair] += weights[index]
@@ -50,7 +54,8 @@ def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
         if negative == 0:
             break
         new = len(tokens)
-        if len(token := tokens[pair[0]] + tokens[pair[1]]) > MAX_TOKEN:
+        token = tokens[pair[0]] + tokens[pair[1]]
+        if len(token) > MAX_TOKEN:
             continue
         tokens.append(token)
         changed: Counter[tuple[int, int]] = Counter()
@@ -71,7 +76,8 @@ def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
 
 def _merge(word: list[int], pair: tuple[int, int], new: int) -> list[int]:
     """The word with each occurrence of `pair`, left to right, replaced by `new`."""
-    merged, i = [], 0
+    merged = []
+    i = 0
     while i < len(word):
         if i + 1 < len(word) and (word[i], word[i + 1]) == pair:
             merged.append(new)

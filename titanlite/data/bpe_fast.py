@@ -1,8 +1,8 @@
 """Training of a byte-pair encoding by the `tokenizers` package, for large corpora.
 
-What it is: `train_bpe` of bpe.py in Rust and on all cores: the same pattern, the same limits, and tokens in the order
-in which they were learned, so the same rank file. Ties between equally frequent pairs are broken in another way, so
-some tokens differ.
+What it is: `train_bpe` of bpe.py in Rust and on all cores: the same pattern, the same limits, and
+tokens in the order in which they were learned, so the same rank file. Ties between equally frequent
+pairs are broken in another way, so some tokens differ.
 What it costs: the words of the corpus and their counts are in memory, not the corpus.
 """
 
@@ -18,14 +18,17 @@ from titanlite.runtime.errors import ConfigError
 
 
 def train_bpe_fast(texts: Iterable[str], num_tokens: int) -> list[bytes]:
-    """The tokens in rank order, 256 bytes first; fewer than `num_tokens` if no pair is left to merge.
+    """The tokens in rank order, 256 bytes first; fewer than `num_tokens` if no pair is left to
+    merge.
 
     Raises ConfigError if the package is not installed.
     """
     try:
         import tokenizers
     except ImportError:
-        raise ConfigError("--fast: needs the tokenizers package; pip install 'titanlite[fast]'") from None
+        raise ConfigError(
+            "--fast: needs the tokenizers package; pip install 'titanlite[fast]'"
+        ) from None
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -39,5 +42,6 @@ def train_bpe_fast(texts: Iterable[str], num_tokens: int) -> list[bytes]:
     )
     tokenizer.train_from_iterator(texts, trainer)
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    made = dict.fromkeys(to_bytes(first + second) for first, second in merges)  # in order, each once
+    # In order, each once
+    made = dict.fromkeys(to_bytes(first + second) for first, second in merges)
     return [bytes([i]) for i in range(256)] + [*made]

@@ -1,8 +1,10 @@
 """Unicode's normalization form C, as the `tokenizers` library computes it.
 
-What it is: canonical composition ("e" and a combining acute become one character), by the tables of Unicode 9.
-Why it is here: Python's tables grow with its version, and the ids of a text must not. Characters that came later and
-take part in a composition, or combine with a character before them, are left where they are.
+What it is: canonical composition ("e" and a combining acute become one character), by the tables of
+Unicode 9.
+Why it is here: Python's tables grow with its version, and the ids of a text must not. Characters
+that came later and take part in a composition, or combine with a character before them, are left
+where they are.
 What it costs: a scan of the text; more only where it is not normalised yet.
 Reference: Unicode Standard Annex 15; the crate unicode-normalization-alignments of `tokenizers`
 """
@@ -12,7 +14,8 @@ from __future__ import annotations
 import re
 import unicodedata
 
-# Code points that are new since Unicode 9 and have a combining class, or are the first part of a composition.
+# Code points that are new since Unicode 9 and have a combining class, or are the first part of a
+# composition.
 LATER = """
 5c8-5c9 7fd 897-89f 8ca-8d3 9fe c3c d3b-d3c eba 1715 1abf-1af0 1df6-1dfa a82c 105d2 105da 10d24-10d27 10d69-10d6d
 10eab-10eac 10ecb-10ecf 10ef0-10efb 10efd-10eff 10f46-10f50 10f82-10f85 11070 1133b 11382 11384 1138b 11390 113c2
@@ -28,4 +31,7 @@ def nfc(text: str) -> str:
     """The normalised text."""
     if unicodedata.is_normalized("NFC", text):
         return text
-    return "".join(part if i % 2 else unicodedata.normalize("NFC", part) for i, part in enumerate(_LATER.split(text)))
+    return "".join(
+        part if i % 2 else unicodedata.normalize("NFC", part)
+        for i, part in enumerate(_LATER.split(text))
+    )

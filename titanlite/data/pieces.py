@@ -1,16 +1,18 @@
 """A text in pieces that tiktoken can encode.
 
-Why it is here: tiktoken's matcher recurses. It fails on about a million characters, and on long runs of one kind.
-What it costs: nothing to speak of. A text is cut at a space after another character, where all patterns cut too, so
-the ids stay the same; only in a run of more than 25,000 characters without white space, or of white space, is it cut
-anywhere.
+Why it is here: tiktoken's matcher recurses. It fails on about a million characters, and on long
+runs of one kind.
+What it costs: nothing to speak of. A text is cut at a space after another character, where all
+patterns cut too, so the ids stay the same; only in a run of more than 25,000 characters without
+white space, or of white space, is it cut anywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-MAX_PIECE, MAX_RUN = 400_000, 25_000
+MAX_PIECE = 400_000
+MAX_RUN = 25_000
 
 
 def pieces(text: str, normalise: bool = False) -> Iterator[str]:
@@ -27,8 +29,11 @@ def pieces(text: str, normalise: bool = False) -> Iterator[str]:
 
 
 def _end(text: str, start: int) -> int:
-    """Where the piece from `start` on ends: before the last space that follows another character, if there is one."""
-    if (most := start + MAX_PIECE) >= len(text):
+    """Where the piece from `start` on ends: before the last space that follows another character,
+    if there is one.
+    """
+    most = start + MAX_PIECE
+    if most >= len(text):
         return len(text)
     cut = text.rfind(" ", start + 1, most)
     while cut > 0 and text[cut - 1].isspace():
@@ -43,12 +48,14 @@ def _short_runs(piece: str) -> Iterator[str]:
         run = run + 1 if piece[i].isspace() == piece[i - 1].isspace() else 1
         if run > MAX_RUN:
             yield piece[begin:i]
-            begin, run = i, 1
+            begin = i
+            run = 1
     yield piece[begin:]
 
 
 def _has_long_run(piece: str) -> bool:
-    """A fast test: may there be more than MAX_RUN characters in a row all with, or all without, white space?
+    """A fast test: may there be more than MAX_RUN characters in a row all with, or all without,
+    white space?
 
     Such a run covers one of the blocks that begin at the multiples of half its length.
     """

@@ -1,11 +1,12 @@
 """Token ids on disk: binary files that are memory-mapped.
 
-What it is: each split (train, validation) is one long sequence of documents, cut into shards. A shard is a file of
-little-endian uint16 (uint32 for more than 65,536 ids); a second file lists where documents start in it (uint64), and an
-optional third one has a bit for each token: whether it may be a target. A document may continue in the next shard.
-`manifest.json` lists the files (`manifest.py`).
-What it costs: 2 bytes per token on disk and 8 per document. Reading a sample touches only its pages, and the processes
-of a node share them in the page cache.
+What it is: each split (train, validation) is one long sequence of documents, cut into shards. A
+shard is a file of little-endian uint16 (uint32 for more than 65,536 ids); a second file lists where
+documents start in it (uint64), and an optional third one has a bit for each token: whether it may
+be a target. A document may continue in the next shard. `manifest.json` lists the files
+(`manifest.py`).
+What it costs: 2 bytes per token on disk and 8 per document. Reading a sample touches only its
+pages, and the processes of a node share them in the page cache.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ START = np.dtype("<u8")  # of a document: the index of its first token in the sh
 
 
 class Tokens:
-    """The ids of one split as one long sequence over all its shards. Files are mapped when they are first read."""
+    """The ids of one split as one long sequence over all its shards.
+
+    Files are mapped when they are first read.
+    """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], split: str) -> None:
         """Manifest and files must have been verified, as `prepare` does."""
         entry = manifest["splits"][split]
         self.documents: int = entry["documents"]
-        self._folder, self._dtype = folder, np.dtype(manifest["dtype"])
-        self._entries = [shard for shard in entry["shards"] if shard["tokens"]]  # an empty file cannot be mapped
+        self._folder = folder
+        self._dtype = np.dtype(manifest["dtype"])
+        # An empty file cannot be mapped
+        self._entries = [shard for shard in entry["shards"] if shard["tokens"]]
         self._ends = list(itertools.accumulate(shard["tokens"] for shard in self._entries))
 
     def __len__(self) -> int:
@@ -38,27 +44,37 @@ class Tokens:
 
     @functools.cached_property
     def _ids(self) -> list[np.ndarray[Any, Any]]:
-        return [np.memmap(self._folder / shard["file"], self._dtype, "r") for shard in self._entries]
+        return [
+            np.memmap(self._folder / shard["file"], self._dtype, "r") for shard in self._entries
+        ]
 
     @functools.cached_property
     def _starts(self) -> list[np.ndarray[Any, Any]]:
         paths = [self._folder / shard["starts"]["file"] for shard in self._entries]
-        return [np.memmap(path, START, "r") if path.stat().st_size else np.empty(0, START) for path in paths]
+        return [
+            np.memmap(path, START, "r") if path.stat().st_size else np.empty(0, START)
+            for path in paths
+        ]
 
     @functools.cached_property
     def _masks(self) -> list[np.ndarray[Any, Any] | None]:
-        """Of each shard the bits of its tokens, eight in a byte, the first in the highest bit; None: all are 1."""
+        """Of each shard the bits of its tokens, eight in a byte, the first in the highest bit;
+        None: all are 1.
+        """
         masks = (shard["mask"] and self._folder / shard["mask"]["file"] for shard in self._entries)
         return [np.memmap(path, np.uint8, "r") if path else None for path in masks]
 
     def _parts(self, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """(shard, first index and end index in it, position of the shard's first token) of positions start to end."""
+        """(shard, first index and end index in it, position of the shard's first token) of
+        positions start to end.
+        """
         index = bisect.bisect_right(self._ends, start)
         while start < end:
             first = self._ends[index - 1] if index else 0
             stop = min(end, self._ends[index])
             yield index, start - first, stop - first, first
-            index, start = index + 1, stop
+            index = index + 1
+            start = stop
 
     def read(self, start: int, count: int) -> np.ndarray[Any, Any]:
         """Ids start, ..., start + count - 1 as int64: (count,)."""
@@ -68,12 +84,15 @@ class Tokens:
         return out
 
     def targets(self, start: int, count: int) -> np.ndarray[Any, Any] | None:
-        """Which of these tokens may be targets of the loss: (count,) bool; None if every token of the split may."""
+        """Which of these tokens may be targets of the loss: (count,) bool; None if every token of
+        the split may.
+        """
         if not any(shard["mask"] for shard in self._entries):
             return None
         out = np.ones(count, dtype=bool)
         for index, begin, end, first in self._parts(start, start + count):
-            if (mask := self._masks[index]) is not None:
+            mask = self._masks[index]
+            if mask is not None:
                 bits = np.unpackbits(mask[begin // 8 : -(-end // 8)], count=end - begin // 8 * 8)
                 out[first + begin - start : first + end - start] = bits[begin % 8 :]
         return out
@@ -83,6 +102,7 @@ class Tokens:
         found = [np.empty(0, np.int64)]
         for index, begin, stop, first in self._parts(start, min(end, len(self))):
             starts = self._starts[index]
-            low, high = np.searchsorted(starts, np.array([begin, stop], START))  # of its type: the map is not converted
+            # Of its type: the map is not converted
+            low, high = np.searchsorted(starts, np.array([begin, stop], START))
             found.append(starts[low:high].astype(np.int64) + first)
         return np.concatenate(found)

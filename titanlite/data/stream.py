@@ -1,11 +1,13 @@
 """The training stream: sample i is a pure function of (seed, i).
 
-What it is: the tokens of a source are divided into rows of S + 1 tokens, and sample i is a row of one of the sources.
-With several sources, a mixture (`mixture.py`) gives the source of sample i, and how many of the samples before it had
-the same source. Each epoch of a source visits every row once, in an order given by a Feistel permutation (Luby and
-Rackoff 1988) with (seed, source, epoch) as its key.
-Why it is here: the state of the data is one integer, the number of samples used. Resuming is exact on any number of
-processes, any sample can be read at once, and no shuffle buffer or worker process has state that must be saved.
+What it is: the tokens of a source are divided into rows of S + 1 tokens, and sample i is a row of
+one of the sources. With several sources, a mixture (`mixture.py`) gives the source of sample i, and
+how many of the samples before it had the same source. Each epoch of a source visits every row once,
+in an order given by a Feistel permutation (Luby and Rackoff 1988) with (seed, source, epoch) as its
+key.
+Why it is here: the state of the data is one integer, the number of samples used. Resuming is exact
+on any number of processes, any sample can be read at once, and no shuffle buffer or worker process
+has state that must be saved.
 What it costs: a few microseconds of Python per sample.
 """
 
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
     from titanlite.data.packing import PackedRows
 
 Array = np.ndarray[Any, Any]
-IGNORED = -100  # the label of a position without a target: the default ignore_index of torch's cross entropy
+# The label of a position without a target: the default ignore_index of torch's cross entropy
+IGNORED = -100
 MASK = (1 << 64) - 1
 
 
@@ -45,13 +48,14 @@ def mix(x: int) -> int:
 def permute(index: int, size: int, key: int) -> int:
     """A permutation of 0 .. size - 1, chosen by `key`.
 
-    Four Feistel rounds permute the numbers of 2 * half bits. They are repeated until the result is below `size` (fewer
-    than four times on average), which gives a permutation of 0 .. size - 1.
+    Four Feistel rounds permute the numbers of 2 * half bits. They are repeated until the result is
+    below `size` (fewer than four times on average), which gives a permutation of 0 .. size - 1.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     low = (1 << half) - 1
     while True:
-        left, right = index >> half, index & low
+        left = index >> half
+        right = index & low
         for turn in range(4):
             left, right = right, left ^ (mix(key ^ mix(right * 4 + turn)) & low)
         index = left << half | right
@@ -60,10 +64,12 @@ def permute(index: int, size: int, key: int) -> int:
 
 
 class Batch(NamedTuple):
-    """tokens and labels (B, S), int64; labels[b, s] is the token that follows tokens[b, s], or IGNORED.
+    """tokens and labels (B, S), int64; labels[b, s] is the token that follows tokens[b, s], or
+    IGNORED.
 
-    positions (B, S), int64, only with `data.document_mask`: the position of each token in its document, or in the part
-    of it that the row has. They are 0 at each start of a document and of a row.
+    positions (B, S), int64, only with `data.document_mask`: the position of each token in its
+    document, or in the part of it that the row has. They are 0 at each start of a document and of a
+    row.
     """
 
     tokens: Tensor
@@ -82,12 +88,13 @@ def count_targets(batches: list[Batch]) -> Tensor:
 
 
 class Windows:
-    """Documents one after the other, cut into windows. Neighbouring windows overlap by one token: the last label of
-    one is the first input of the next."""
+    """Documents one after the other, cut into windows. Neighbouring windows overlap by one token:
+    the last label of one is the first input of the next."""
 
     def __init__(self, tokens: Tokens, seq_len: int, what: str) -> None:
         """Raises ConfigError if the text, which `what` describes, is shorter than one window."""
-        self.tokens, self.seq_len = tokens, seq_len
+        self.tokens = tokens
+        self.seq_len = seq_len
         self.count = (len(tokens) - 1) // seq_len
         if self.count < 1:
             remedies = [f"up to {len(tokens) - 1}"] * (len(tokens) > 2) + ["more text in data.path"]
@@ -96,10 +103,12 @@ class Windows:
                 f"training.seq_len = {seq_len}: the {what} has only {len(tokens)} tokens; "
                 f"allowed: {', or '.join(remedies)}"
             )
-        self.masked = tokens.targets(0, 1) is not None  # asked once: the answer is the same for all windows
+        # Asked once: the answer is the same for all windows
+        self.masked = tokens.targets(0, 1) is not None
 
     def fill(self, index: int, ids: Array, ignored: Array, document_mask: bool) -> Array | None:
-        """Writes window `index` to ids (S + 1,), and which labels are no targets to ignored (S,), at first all False.
+        """Writes window `index` to ids (S + 1,), and which labels are no targets to ignored (S,),
+        at first all False.
 
         With `document_mask`, returns where in the window documents start.
         """
@@ -118,13 +127,18 @@ Rows: TypeAlias = "Windows | PackedRows"  # the samples of a source
 
 
 def document_positions(starts: Array, seq_len: int) -> Array:
-    """(S,): positions that are 0 at the beginning and at each of the sorted `starts`; those from S on are left out."""
-    origins, inside = np.zeros(seq_len, np.int64), starts[starts < seq_len]
+    """(S,): positions that are 0 at the beginning and at each of the sorted `starts`; those from S
+    on are left out.
+    """
+    origins = np.zeros(seq_len, np.int64)
+    inside = starts[starts < seq_len]
     origins[inside] = inside
     return np.arange(seq_len) - np.maximum.accumulate(origins)
 
 
-def read_batch(picks: Sequence[tuple[Rows, int] | None], seq_len: int, document_mask: bool) -> Batch:
+def read_batch(
+    picks: Sequence[tuple[Rows, int] | None], seq_len: int, document_mask: bool
+) -> Batch:
     """These rows; None gives a row without targets, so that every process gets a batch."""
     ids = np.zeros((len(picks), seq_len + 1), dtype=np.int64)
     ignored = np.zeros((len(picks), seq_len), dtype=bool)
@@ -140,15 +154,22 @@ def read_batch(picks: Sequence[tuple[Rows, int] | None], seq_len: int, document_
     labels = ids[:, 1:].copy()
     np.putmask(labels, ignored, IGNORED)
     tokens = torch.from_numpy(ids[:, :-1].copy())
-    return Batch(tokens, torch.from_numpy(labels), None if positions is None else torch.from_numpy(positions))
+    return Batch(
+        tokens, torch.from_numpy(labels), None if positions is None else torch.from_numpy(positions)
+    )
 
 
 class Samples:
-    """The order of the samples: sample number -> row of a source, a pure function of sources, seed and mixture."""
+    """The order of the samples: sample number -> row of a source, a pure function of sources, seed
+    and mixture.
+    """
 
     def __init__(self, sources: dict[str, Rows], seed: int, mixture: Mixture | None = None) -> None:
         """`mixture`: with several sources, which sample is of which."""
-        self.names, self.rows, self.seed, self.mixture = list(sources), list(sources.values()), seed, mixture
+        self.names = list(sources)
+        self.rows = list(sources.values())
+        self.seed = seed
+        self.mixture = mixture
 
     def pick(self, sample: int) -> tuple[Rows, int]:
         """The source of sample number `sample`, and which of its rows it is."""
@@ -160,17 +181,24 @@ class Samples:
     def epochs(self, samples: int) -> dict[str, float]:
         """The number of passes over each source in the first `samples` samples."""
         used = self.mixture.used(samples) if self.mixture else [samples]
-        return {name: n / rows.count for name, rows, n in zip(self.names, self.rows, used, strict=True)}
+        return {
+            name: n / rows.count for name, rows, n in zip(self.names, self.rows, used, strict=True)
+        }
 
 
-def build_samples(data: list[PreparedData], section: DataConfig, training: TrainingConfig, seed: int) -> Samples:
+def build_samples(
+    data: list[PreparedData], section: DataConfig, training: TrainingConfig, seed: int
+) -> Samples:
     """The training samples of these sources, which are those of the section."""
     build: Callable[[Tokens, int, str], Rows] = Windows
     if section.packing == "best_fit":
         from titanlite.data.packing import PackedRows
 
         build = PackedRows
-    rows = {part.name: build(part.tokens("train"), training.seq_len, f"training text of {part.name}") for part in data}
+    rows = {
+        part.name: build(part.tokens("train"), training.seq_len, f"training text of {part.name}")
+        for part in data
+    }
     if len(data) == 1:
         return Samples(rows, seed)
     from titanlite.data.mixture import build_mixture
@@ -179,20 +207,33 @@ def build_samples(data: list[PreparedData], section: DataConfig, training: Train
 
 
 class TrainStream:
-    """Batches of one data-parallel rank. Stateful: the state is the number of samples that all ranks have used."""
+    """Batches of one data-parallel rank.
 
-    def __init__(self, order: Samples, training: TrainingConfig, rank: int, world: int, document_mask: bool) -> None:
+    Stateful: the state is the number of samples that all ranks have used.
+    """
+
+    def __init__(
+        self, order: Samples, training: TrainingConfig, rank: int, world: int, document_mask: bool
+    ) -> None:
         """`rank` and `world`: of the data-parallel ranks, each with its own part of every batch."""
-        self.order, self.training, self.document_mask = order, training, document_mask
-        self.rank, self.world, self.step_tokens = rank, world, 0  # `step_tokens` of all ranks in the last step
-        self.samples, self.seconds = 0, 0.0  # `seconds` in `next_step` since they were last logged
+        self.order = order
+        self.training = training
+        self.document_mask = document_mask
+        # `step_tokens` of all ranks in the last step
+        self.rank = rank
+        self.world = world
+        self.step_tokens = 0
+        # `seconds` in `next_step` since they were last logged
+        self.samples = 0
+        self.seconds = 0.0
         self.begun = 0  # `samples` before the current step
 
     def next_step(self) -> list[Batch]:
         """This rank's local batches of the next optimizer step: (local_batch_size, S) each."""
         mark_phase("reading data", in_step=True)
         started = time.perf_counter()
-        size, seq_len = self.training.local_batch_size, self.training.seq_len
+        size = self.training.local_batch_size
+        seq_len = self.training.seq_len
         self.begun, self.samples = self.samples, self.samples_after(1)
         starts = range(self.begun + self.rank * size, self.samples, size * self.world)
         self.step_tokens = (self.samples - self.begun) * seq_len
@@ -218,16 +259,22 @@ class TrainStream:
         return {"samples": torch.tensor(self.samples)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.samples, self.seconds = int(state["samples"]), 0.0
+        self.samples = int(state["samples"])
+        self.seconds = 0.0
 
 
 def validation_batches(windows: Windows, samples: int, stream: TrainStream) -> Iterator[Batch]:
-    """The first `samples` windows (0: all) of a shuffled order that is always the same, divided like the stream.
+    """The first `samples` windows (0: all) of a shuffled order that is always the same, divided
+    like the stream.
 
     Every rank gets the same number of batches; the last ones may contain rows without targets.
     """
-    count, size = min(samples or windows.count, windows.count), stream.training.local_batch_size
+    count = min(samples or windows.count, windows.count)
+    size = stream.training.local_batch_size
     for start in range(0, count, size * stream.world):
         first = start + stream.rank * size
-        picks = [(windows, permute(i, windows.count, 0)) if i < count else None for i in range(first, first + size)]
+        picks = [
+            (windows, permute(i, windows.count, 0)) if i < count else None
+            for i in range(first, first + size)
+        ]
         yield read_batch(picks, windows.seq_len, stream.document_mask)

@@ -1,7 +1,8 @@
 """Copies batches to the device while it computes.
 
 What it is: on CUDA, copies from pinned memory on a separate stream; on the CPU nothing is copied.
-Why it is here: the host waits for no copy, and a batch is copied while the device computes with the one before.
+Why it is here: the host waits for no copy, and a batch is copied while the device computes with the
+one before.
 What it costs: one batch of token ids more in device memory.
 """
 
@@ -17,15 +18,24 @@ from titanlite.data.stream import Batch
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device. On CUDA it is copied from pinned memory, so the host does not wait."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    """The tensor on the device.
+
+    On CUDA it is copied from pinned memory, so the host does not wait.
+    """
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 def prefetch(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on the device. On CUDA the next batch is copied while the device computes with this one.
+    """The batches on the device. On CUDA the next batch is copied while the device computes with
+    this one.
 
-    Copies run on a separate stream, and the computation waits only for its own batch. The first batch of a step is
-    copied while the device still computes the step before, unless that step was logged: then the host has waited.
+    Copies run on a separate stream, and the computation waits only for its own batch. The first
+    batch of a step is copied while the device still computes the step before, unless that step was
+    logged: then the host has waited.
     """
     if device.type != "cuda":
         yield from (batch.apply(lambda tensor: tensor.to(device)) for batch in batches)
@@ -39,10 +49,12 @@ def prefetch(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     rest = iter(batches)
     coming = start_copy(next(rest, None))
     while coming is not None:
-        here, computing = coming, torch.cuda.current_stream(device)
+        here = coming
+        computing = torch.cuda.current_stream(device)
         computing.wait_stream(copies)
         for tensor in (part for part in here if part is not None):
-            tensor.record_stream(computing)  # its memory belongs to the stream of the copies: do not reuse it too soon
+            # Its memory belongs to the stream of the copies: do not reuse it too soon
+            tensor.record_stream(computing)
         coming = start_copy(next(rest, None))
         yield here
 

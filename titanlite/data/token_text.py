@@ -1,7 +1,7 @@
 """Tokens as text: how `tokenizers` and llama.cpp write bytes.
 
-What it is: GPT-2's map of the 256 bytes to printable characters, and the list of merges in which these formats keep an
-encoding that tiktoken stores as the ranks of its tokens.
+What it is: GPT-2's map of the 256 bytes to printable characters, and the list of merges in which
+these formats keep an encoding that tiktoken stores as the ranks of its tokens.
 Reference: github.com/openai/gpt-2, src/encoder.py
 """
 
@@ -9,10 +9,14 @@ from __future__ import annotations
 
 
 def _byte_characters() -> dict[int, str]:
-    """A printable character for each byte: itself where it is one, else one of those from U+0100 on (GPT-2's map)."""
+    """A printable character for each byte: itself where it is one, else one of those from U+0100 on
+    (GPT-2's map).
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + i) for i, byte in enumerate(others)
+    }
 
 
 CHARACTERS = _byte_characters()
@@ -31,7 +35,9 @@ def to_bytes(text: str) -> bytes:
 
 
 def merges_of(tokens: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Every pair of tokens that makes a token, by the rank of what it makes: tiktoken merges any of them."""
+    """Every pair of tokens that makes a token, by the rank of what it makes: tiktoken merges any of
+    them.
+    """
     merges = []
     for token in tokens:
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))

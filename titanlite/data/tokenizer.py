@@ -1,9 +1,9 @@
 """Text <-> token ids.
 
-What it is: tiktoken's byte-pair encoder with the tokens of a rank file, and Llama 3's special tokens after them: all
-256 if the file has Llama 3's 128,000 ranks (then ids are equal to Meta's), otherwise the first 16. Or with the tokens
-of a Hugging Face tokenizer.json. Text is never encoded as a special token: `<|end_of_text|>` in a document is ordinary
-characters.
+What it is: tiktoken's byte-pair encoder with the tokens of a rank file, and Llama 3's special
+tokens after them: all 256 if the file has Llama 3's 128,000 ranks (then ids are equal to Meta's),
+otherwise the first 16. Or with the tokens of a Hugging Face tokenizer.json. Text is never encoded
+as a special token: `<|end_of_text|>` in a document is ordinary characters.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ import tiktoken
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 
-BUNDLED = Path(__file__).with_name("tokenizer.model")  # 4,096 tokens, made by `titanlite tokenizer train`
+# 4,096 tokens, made by `titanlite tokenizer train`
+BUNDLED = Path(__file__).with_name("tokenizer.model")
 LLAMA3_RANKS = 128_000
-MAX_RANK_FILE, MAX_TOKEN = 1 << 23, 1024  # bytes; Llama 3's file has 2 MB, its longest token 128
+# Bytes; Llama 3's file has 2 MB, its longest token 128
+MAX_RANK_FILE = 1 << 23
+MAX_TOKEN = 1024
 # Llama 3's pre-tokenizer: contractions, words, up to three digits, punctuation, line ends, spaces.
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -30,33 +33,54 @@ PATTERN = (
 
 
 class Tokenizer:
-    """`encode` and `decode`. `size`: the number of ids; `special`: name -> id; `bos` and `eos` enclose a document."""
+    """`encode` and `decode`.
+
+    `size`: the number of ids; `special`: name -> id; `bos` and `eos` enclose a document.
+    """
 
     def __init__(self, path: str | Path = "", content: bytes | None = None) -> None:
-        """Reads a file or folder, or takes a file's `content`; "" is the bundled file. Raises ConfigError."""
+        """Reads a file or folder, or takes a file's `content`; "" is the bundled file.
+
+        Raises ConfigError.
+        """
         self.path = Path(path or BUNDLED)
         content = self._read() if content is None else content
-        self.pattern, self.nfc, self.ids, self.unmade = PATTERN, False, list[int](), 0
+        self.pattern = PATTERN
+        self.nfc = False
+        self.ids = list[int]()
+        self.unmade = 0
         if content.lstrip()[:1] == b"{":
             from titanlite.data.tokenizer_json import convert  # imported only if used
 
             found = convert(self.path, content, MAX_TOKEN)
-            self.tokens, self.special, self.bos, self.eos = found.tokens, found.special, found.bos, found.eos
-            self.pattern, self.nfc, self.ids, self.unmade = found.pattern, found.nfc, found.ids, found.unmade
-            self.ranks, self.files = found.ranks, found.files
+            self.tokens = found.tokens
+            self.special = found.special
+            self.bos = found.bos
+            self.eos = found.eos
+            self.pattern = found.pattern
+            self.nfc = found.nfc
+            self.ids = found.ids
+            self.unmade = found.unmade
+            self.ranks = found.ranks
+            self.files = found.files
         else:
             self.tokens = self.ranks = _parse(self.path, content)
             names = _special_names(256 if len(self.ranks) == LLAMA3_RANKS else 16)
             self.special = {name: len(self.ranks) + i for i, name in enumerate(names)}
-            self.bos, self.eos = self.special["<|begin_of_text|>"], self.special["<|end_of_text|>"]
+            self.bos = self.special["<|begin_of_text|>"]
+            self.eos = self.special["<|end_of_text|>"]
             self.files = {BUNDLED.name: content}  # with which a folder has this tokenizer
         self.content = b"\0".join(self.files.values())
         self.sha256 = hashlib.sha256(self.content).hexdigest()
-        pieces = rf"{self.pattern}|(?:(?!{self.pattern})[\s\S])+"  # tiktoken drops what nothing matches
-        self._encoding = tiktoken.Encoding("", pat_str=pieces, mergeable_ranks=self.ranks, special_tokens={})
+        # Tiktoken drops what nothing matches
+        pieces = rf"{self.pattern}|(?:(?!{self.pattern})[\s\S])+"
+        self._encoding = tiktoken.Encoding(
+            "", pat_str=pieces, mergeable_ranks=self.ranks, special_tokens={}
+        )
         self._bytes = {i: token for token, i in self.tokens.items()}
         self.size = 1 + max(*self._bytes, *self.special.values())
-        self.token_bytes = [len(self._bytes.get(i, b"")) for i in range(self.size)]  # of text; special tokens have none
+        # Of text; special tokens have none
+        self.token_bytes = [len(self._bytes.get(i, b"")) for i in range(self.size)]
         self._bytes |= {i: name.encode() for name, i in self.special.items()}
 
     def encode(self, text: str) -> list[int]:
@@ -69,7 +93,10 @@ class Tokenizer:
         return [self.ids[rank] for rank in ranks] if self.ids else ranks
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text. Bytes that are not UTF-8 become U+FFFD; ids of a padded vocabulary are dropped."""
+        """The text.
+
+        Bytes that are not UTF-8 become U+FFFD; ids of a padded vocabulary are dropped.
+        """
         return b"".join(self._bytes.get(i, b"") for i in ids).decode("utf-8", "replace")
 
     def _read(self) -> bytes:
@@ -106,7 +133,8 @@ def _parse(path: Path, content: bytes) -> dict[bytes, int]:
     for number, line in enumerate(content.splitlines(), 1):
         try:
             token, rank = line.split()
-            decoded, expected = base64.b64decode(token, validate=True), len(ranks)
+            decoded = base64.b64decode(token, validate=True)
+            expected = len(ranks)
             if int(rank) != expected:
                 raise ValueError(f"rank {int(rank)}, expected {expected}")
             if len(decoded) > MAX_TOKEN:  # finding merges takes time of its square
@@ -115,9 +143,12 @@ def _parse(path: Path, content: bytes) -> dict[bytes, int]:
                 raise ValueError("a token that an earlier line has")
         except (ValueError, binascii.Error) as error:
             shown = line[:40].decode("utf-8", "replace")
-            raise ConfigError(f"{path}:{number}: {shown!r}: expected `base64 rank`, ranks in order ({error})") from None
+            raise ConfigError(
+                f"{path}:{number}: {shown!r}: expected `base64 rank`, ranks in order ({error})"
+            ) from None
         ranks[decoded] = expected
-    if missing := [i for i in range(256) if bytes([i]) not in ranks]:
+    missing = [i for i in range(256) if bytes([i]) not in ranks]
+    if missing:
         raise ConfigError(
             f"{path}: no token for {len(missing)} of the 256 bytes, the first 0x{missing[0]:02x}: not a rank file"
         )

@@ -1,12 +1,15 @@
-"""Hugging Face's tokenizer.json: a byte-level byte-pair encoding, converted to one that tiktoken computes.
+"""Hugging Face's tokenizer.json: a byte-level byte-pair encoding, converted to one that tiktoken
+computes.
 
-What it is: `tokenizers` stores tokens as text, a printable character for each byte, and merges the pair of tokens that
-comes first in a list of merges. tiktoken merges the pair whose result has the lowest rank.
-Why the conversion is exact: what is merged between two ends of tokens depends only on the bytes between them. So a
-token can only arise by the merge that comes last when its own bytes are encoded alone, and not at all if these give
-several tokens. The place of that merge in the list is the token's rank, and a token that no merges make gets none. Then
-both choose the same pair in every step. With `ignore_merges` a word that is a token stays whole, as in tiktoken, also
-if merges do not make it; but tiktoken would merge the two halves of such a token within longer words too, so a file
+What it is: `tokenizers` stores tokens as text, a printable character for each byte, and merges the
+pair of tokens that comes first in a list of merges. tiktoken merges the pair whose result has the
+lowest rank.
+Why the conversion is exact: what is merged between two ends of tokens depends only on the bytes
+between them. So a token can only arise by the merge that comes last when its own bytes are encoded
+alone, and not at all if these give several tokens. The place of that merge in the list is the
+token's rank, and a token that no merges make gets none. Then both choose the same pair in every
+step. With `ignore_merges` a word that is a token stays whole, as in tiktoken, also if merges do not
+make it; but tiktoken would merge the two halves of such a token within longer words too, so a file
 in which that can happen is refused, like everything else that tiktoken does not compute.
 What it costs: every token is encoded alone: two seconds for 150,000 tokens.
 Reference: https://huggingface.co/docs/tokenizers
@@ -26,11 +29,13 @@ from titanlite.data.token_text import CHARACTERS, to_bytes, to_text
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 
-RANK_FILE, JSON_FILES = "tokenizer.model", ("tokenizer.json", "tokenizer_config.json")
+RANK_FILE = "tokenizer.model"
+JSON_FILES = ("tokenizer.json", "tokenizer_config.json")
 MAX_JSON_FILE = 1 << 25  # bytes; Llama 3.3's has 17 MB
 MAX_ID = 1 << 24
 NEVER = 1 << 62  # the place of a merge that is not in the list
-MARK = re.compile(r"<.*>|\[.*\]", re.DOTALL)  # an added token like this is not ordinary text, whatever its flags
+# An added token like this is not ordinary text, whatever its flags
+MARK = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 USUAL = {
     "bos_token": ("<|begin_of_text|>", "<|startoftext|>", "<bos>", "<s>"),
     "eos_token": ("<|end_of_text|>", "<|endoftext|>", "<eos>", "</s>"),
@@ -40,15 +45,20 @@ GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 _CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-# The parts of patterns that mean the same to both libraries: those of GPT-2, GPT-4, Llama 3, Qwen, gpt-oss and others.
-# None matches white space after other characters, except for line ends, so that a text may be cut before a space.
+# The parts of patterns that mean the same to both libraries: those of GPT-2, GPT-4, Llama 3, Qwen,
+# gpt-oss and others. None matches white space after other characters, except for line ends, so that
+# a text may be cut before a space.
 ALTERNATIVES = [
     *GPT2_PATTERN.split("|"),
     *(_CONTRACTIONS, r"'(?:[sdmt]|ll|ve|re)", r"'(?i:[sdmt]|ll|ve|re)"),
     *(r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"),
     *(_CASED, _UPPER, f"{_CASED}{_CONTRACTIONS}?", f"{_UPPER}{_CONTRACTIONS}?"),
     *(r"\p{N}", r"\p{N}{1,2}", r"\p{N}{1,3}"),
-    *(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),
+    *(
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+    ),
     *(r"\s*[\r\n]+", r"\s*[\r\n]"),
 ]
 _ONE = "|".join(map(re.escape, ALTERNATIVES))
@@ -72,16 +82,24 @@ class Converted:
 
 
 def find(path: Path) -> tuple[Path, bytes]:
-    """The tokenizer's file, given itself or its folder, and the content that `convert` takes. Raises OSError."""
+    """The tokenizer's file, given itself or its folder, and the content that `convert` takes.
+
+    Raises OSError.
+    """
     if path.is_dir():
         path = next(
-            (path / name for name in (JSON_FILES[0], RANK_FILE) if (path / name).exists()), path / JSON_FILES[0]
+            (path / name for name in (JSON_FILES[0], RANK_FILE) if (path / name).exists()),
+            path / JSON_FILES[0],
         )
         if not path.exists():
-            raise FileNotFoundError(errno.ENOENT, f"no {JSON_FILES[0]} and no {RANK_FILE} in this folder")
+            raise FileNotFoundError(
+                errno.ENOENT, f"no {JSON_FILES[0]} and no {RANK_FILE} in this folder"
+            )
     content = read_bounded(path, MAX_JSON_FILE)
     beside = path.with_name(JSON_FILES[1])
-    return path, content + b"\0" + read_bounded(beside) if path.suffix == ".json" and beside.exists() else content
+    return path, content + b"\0" + read_bounded(
+        beside
+    ) if path.suffix == ".json" and beside.exists() else content
 
 
 def convert(path: Path, content: bytes, max_token: int) -> Converted:
@@ -93,20 +111,25 @@ def convert(path: Path, content: bytes, max_token: int) -> Converted:
     try:
         fields = dict(json.loads(config or b"{}"))
     except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path.with_name(JSON_FILES[1])}: not a JSON object ({str(error)[:80]})") from None
+        raise ConfigError(
+            f"{path.with_name(JSON_FILES[1])}: not a JSON object ({str(error)[:80]})"
+        ) from None
     try:
         return _convert(json.loads(main), fields, max_token)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
         reason = f"{type(error).__name__}: {str(error)[:80]}"
-        raise ConfigError(f"{path}: not a tokenizer.json as Hugging Face writes it ({reason})") from None
+        raise ConfigError(
+            f"{path}: not a tokenizer.json as Hugging Face writes it ({reason})"
+        ) from None
 
 
 def _convert(main: dict[str, Any], config: dict[str, Any], max_token: int) -> Converted:
     pattern, nfc = _pattern_and_nfc(main)
     special, tokens = _special_and_text(main, max_token)
-    merges, whole_words = _merges(main["model"], tokens), main["model"].get("ignore_merges", False)
+    merges = _merges(main["model"], tokens)
+    whole_words = main["model"].get("ignore_merges", False)
     made: dict[bytes, int] = {}  # token -> the place in the list of the merge that makes it
     unmade = []
     for token in tokens:
@@ -124,11 +147,15 @@ def _convert(main: dict[str, Any], config: dict[str, Any], max_token: int) -> Co
     ids = [tokens[token] for token in order[256:]]
     remapped = ids != sorted(ids)  # else an id can be the rank
     if whole_words:
-        order += unmade  # with any rank: no two tokens are next to each other that would make one of them
+        # With any rank: no two tokens are next to each other that would make one of them
+        order += unmade
     bos, eos = _bos_and_eos(main, config, special)
     files = zip(JSON_FILES, (main, {"bos_token": bos, "eos_token": eos}), strict=True)
     return Converted(
-        files={name: json.dumps(f, ensure_ascii=False, separators=(",", ":")).encode() for name, f in files},
+        files={
+            name: json.dumps(f, ensure_ascii=False, separators=(",", ":")).encode()
+            for name, f in files
+        },
         tokens=tokens,
         ranks={token: rank if remapped else tokens[token] for rank, token in enumerate(order)},
         ids=[tokens[token] for token in order] if remapped else [],
@@ -142,11 +169,16 @@ def _convert(main: dict[str, Any], config: dict[str, Any], max_token: int) -> Co
 
 
 def encode_alone(token: bytes, merges: dict[tuple[bytes, bytes], int]) -> tuple[list[bytes], int]:
-    """Its bytes, merged as `tokenizers` does, and the place of the last merge; -1 if there was none."""
-    parts, last = [token[i : i + 1] for i in range(len(token))], -1
+    """Its bytes, merged as `tokenizers` does, and the place of the last merge; -1 if there was
+    none.
+    """
+    parts = [token[i : i + 1] for i in range(len(token))]
+    last = -1
     places = [merges.get(pair, NEVER) for pair in itertools.pairwise(parts)]
     while places and (place := min(places)) != NEVER:
-        i, last = places.index(place), place  # the first of several
+        # The first of several
+        i = places.index(place)
+        last = place
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
         del places[i]
         if i > 0:  # the pairs of the new token
@@ -157,26 +189,44 @@ def encode_alone(token: bytes, merges: dict[tuple[bytes, bytes], int]) -> tuple[
 
 
 def _pattern_and_nfc(main: dict[str, Any]) -> tuple[str, bool]:
-    """The pre-tokenizer's pattern, and whether text is normalised. Raises ConfigError with all that is refused."""
-    model, problems = main["model"], []
-    if (kind := model.get("type", "BPE")) != "BPE":
+    """The pre-tokenizer's pattern, and whether text is normalised.
+
+    Raises ConfigError with all that is refused.
+    """
+    model = main["model"]
+    problems = []
+    kind = model.get("type", "BPE")
+    if kind != "BPE":
         raise ConfigError(f"model.type = {kind!r}; allowed: 'BPE', byte-level")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             problems.append(f"model.{key} = {model[key]!r}; allowed: null")
     normalizers = _steps(main.get("normalizer"), "normalizers")
-    problems += [f"normalizer {step['type']}; allowed: NFC" for step in normalizers if step["type"] != "NFC"]
+    problems += [
+        f"normalizer {step['type']}; allowed: NFC" for step in normalizers if step["type"] != "NFC"
+    ]
     decoders = _steps(main.get("decoder"), "decoders")
-    problems += [f"decoder {step['type']}; allowed: ByteLevel" for step in decoders if step["type"] != "ByteLevel"]
+    problems += [
+        f"decoder {step['type']}; allowed: ByteLevel"
+        for step in decoders
+        if step["type"] != "ByteLevel"
+    ]
     *splits, level = _steps(main.get("pre_tokenizer"), "pretokenizers") or [{"type": "none"}]
     names = " + ".join(step["type"] for step in (*splits, level))
     pattern = GPT2_PATTERN
     if level["type"] != "ByteLevel" or level.get("add_prefix_space"):
-        problems.append(f"pre_tokenizer {names}; allowed: ByteLevel as the last, without add_prefix_space")
-    elif len(splits) != (not level.get("use_regex", True)) or any(step["type"] != "Split" for step in splits):
-        problems.append(f"pre_tokenizer {names}; allowed: ByteLevel with use_regex, or Split and ByteLevel without")
+        problems.append(
+            f"pre_tokenizer {names}; allowed: ByteLevel as the last, without add_prefix_space"
+        )
+    elif len(splits) != (not level.get("use_regex", True)) or any(
+        step["type"] != "Split" for step in splits
+    ):
+        problems.append(
+            f"pre_tokenizer {names}; allowed: ByteLevel with use_regex, or Split and ByteLevel without"
+        )
     elif splits:
-        if (behavior := splits[0]["behavior"]) != "Isolated":
+        behavior = splits[0]["behavior"]
+        if behavior != "Isolated":
             problems.append(f"pre_tokenizer Split: behavior = {behavior!r}; allowed: 'Isolated'")
         pattern = splits[0]["pattern"].get("Regex", "")
         if not KNOWN.fullmatch(pattern):
@@ -190,13 +240,21 @@ def _pattern_and_nfc(main: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _steps(entry: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer, decoder or post-processor: none, one, or those of a Sequence."""
+    """The steps of a normalizer, pre-tokenizer, decoder or post-processor: none, one, or those of a
+    Sequence.
+    """
     if entry is None:
         return []
-    return [step for inner in entry[key] for step in _steps(inner, key)] if entry["type"] == "Sequence" else [entry]
+    return (
+        [step for inner in entry[key] for step in _steps(inner, key)]
+        if entry["type"] == "Sequence"
+        else [entry]
+    )
 
 
-def _special_and_text(main: dict[str, Any], max_token: int) -> tuple[dict[str, int], dict[bytes, int]]:
+def _special_and_text(
+    main: dict[str, Any], max_token: int
+) -> tuple[dict[str, int], dict[bytes, int]]:
     """Added tokens by name, and the tokens of text by their bytes. Raises ConfigError."""
     vocab: dict[str, int] = main["model"]["vocab"]
     if any(len(text) > max_token for text in vocab):
@@ -204,13 +262,18 @@ def _special_and_text(main: dict[str, Any], max_token: int) -> tuple[dict[str, i
     special: dict[str, int] = {}
     following = len(vocab)
     for entry in main["added_tokens"]:
-        name, expected = entry["content"], vocab.get(entry["content"], following)
+        name = entry["content"]
+        expected = vocab.get(entry["content"], following)
         if not isinstance(name, str):
             raise TypeError(f"added token {name!r}")
         if entry["id"] != expected:
-            raise ConfigError(f"added token {name!r} has id {entry['id']}; `tokenizers` gives it {expected}")
+            raise ConfigError(
+                f"added token {name!r} has id {entry['id']}; `tokenizers` gives it {expected}"
+            )
         if not (entry["special"] or MARK.fullmatch(name)):
-            raise ConfigError(f"added token {name!r} is ordinary text, at which `tokenizers` would cut before merging")
+            raise ConfigError(
+                f"added token {name!r} is ordinary text, at which `tokenizers` would cut before merging"
+            )
         special[name] = expected
         following = max(following, expected + 1)
     ids = [*special.values(), *(i for text, i in vocab.items() if text not in special)]
@@ -224,8 +287,11 @@ def _special_and_text(main: dict[str, Any], max_token: int) -> tuple[dict[str, i
         raise ConfigError(
             f"model.vocab: {wrong[:80]!r} does not stand for bytes; expected a byte-level encoding"
         ) from None
-    if missing := [i for i in range(256) if bytes([i]) not in tokens]:
-        raise ConfigError(f"model.vocab: no token for {len(missing)} of the 256 bytes, the first 0x{missing[0]:02x}")
+    missing = [i for i in range(256) if bytes([i]) not in tokens]
+    if missing:
+        raise ConfigError(
+            f"model.vocab: no token for {len(missing)} of the 256 bytes, the first 0x{missing[0]:02x}"
+        )
     return special, tokens
 
 
@@ -236,21 +302,30 @@ def _merges(model: dict[str, Any], tokens: dict[bytes, int]) -> dict[tuple[bytes
         first, second = merge.split(" ") if isinstance(merge, str) else merge
         pair = to_bytes(first), to_bytes(second)
         if not (pair[0] in tokens and pair[1] in tokens and pair[0] + pair[1] in tokens):
-            raise ConfigError(f"model.merges[{place}] = {merge!r}: a part of it, or the result, is not in model.vocab")
+            raise ConfigError(
+                f"model.merges[{place}] = {merge!r}: a part of it, or the result, is not in model.vocab"
+            )
         merges[pair] = place
     return merges
 
 
-def _bos_and_eos(main: dict[str, Any], config: dict[str, Any], special: dict[str, int]) -> tuple[str, str]:
+def _bos_and_eos(
+    main: dict[str, Any], config: dict[str, Any], special: dict[str, int]
+) -> tuple[str, str]:
     """The tokens that enclose a document; a file that has one of them only has it for both.
 
-    They are those of tokenizer_config.json, else those that the post-processor adds, else the first of the usual names.
+    They are those of tokenizer_config.json, else those that the post-processor adds, else the first
+    of the usual names.
     """
     found: dict[str, str] = {}
     for key, usual in USUAL.items():
         value = config.get(key)
         name = value["content"] if isinstance(value, dict) else value
-        name = name or _of_template(main, key) or next((name for name in usual if name in special), None)
+        name = (
+            name
+            or _of_template(main, key)
+            or next((name for name in usual if name in special), None)
+        )
         if name is not None:
             if name not in special:
                 raise ConfigError(f"{key} = {name!r} is not one of its {len(special)} added tokens")

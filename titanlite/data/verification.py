@@ -1,9 +1,11 @@
-"""Verification of prepared data: sizes, SHA-256, ids in the vocabulary, and document starts in order.
+"""Verification of prepared data: sizes, SHA-256, ids in the vocabulary, and document starts in
+order.
 
-What it is: a pass over all files at the first start after they were made or changed. Their sizes, modification times
-and hashes are then written to `verified.json` beside them; later starts read only these.
-What it costs: about a second per GB and core, once for each version of a file; at each start if the folder cannot be
-written.
+What it is: a pass over all files at the first start after they were made or changed. Their sizes,
+modification times and hashes are then written to `verified.json` beside them; later starts read
+only these.
+What it costs: about a second per GB and core, once for each version of a file; at each start if the
+folder cannot be written.
 """
 
 from __future__ import annotations
@@ -42,10 +44,13 @@ class Expected(NamedTuple):
 
 def expected_files(manifest: dict[str, Any]) -> dict[str, Expected]:
     """File name -> what the manifest says about it, for all files of both splits."""
-    files, vocabulary = {}, manifest["tokenizer"]["size"]
+    files = {}
+    vocabulary = manifest["tokenizer"]["size"]
     for split in ("train", "validation"):
         for i, shard in enumerate(manifest["splits"][split]["shards"]):
-            tokens, starts, mask = shard["tokens"], shard["starts"], shard["mask"]
+            tokens = shard["tokens"]
+            starts = shard["starts"]
+            mask = shard["mask"]
             size = tokens * token_dtype(vocabulary).itemsize
             files[shard["file"]] = Expected(shard["sha256"], size, "ids", vocabulary, i == 0)
             size = shard["documents"] * START.itemsize
@@ -56,7 +61,10 @@ def expected_files(manifest: dict[str, Any]) -> dict[str, Expected]:
 
 
 def unverified(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """The files whose present version has not been verified. Raises ConfigError for a missing file or a wrong size."""
+    """The files whose present version has not been verified.
+
+    Raises ConfigError for a missing file or a wrong size.
+    """
     versions = _versions_on_disk(folder, manifest)
     try:
         record = json.loads(read_bounded(folder / RECORD, MANIFEST_BYTES))
@@ -67,7 +75,8 @@ def unverified(folder: Path, manifest: dict[str, Any]) -> list[str]:
 
 def _versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[Any]]:
     """File -> [its expected SHA-256, limit of its items, bytes, time of modification in ns]."""
-    versions, problems = {}, []
+    versions = {}
+    problems = []
     for name, expected in expected_files(manifest).items():
         path = folder / name
         try:
@@ -87,26 +96,43 @@ def _versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[
 
 
 def verify(folder: Path, manifest: dict[str, Any], names: list[str]) -> None:
-    """Reads these files. Raises ConfigError with those that are not as the manifest says, and the offset."""
-    files, versions = expected_files(manifest), _versions_on_disk(folder, manifest)
+    """Reads these files.
+
+    Raises ConfigError with those that are not as the manifest says, and the offset.
+    """
+    files = expected_files(manifest)
+    versions = _versions_on_disk(folder, manifest)
     with progress_bar(sum(files[name].size for name in names), "verifying the data") as bar:
 
         def problem(name: str) -> str:
             try:
-                return _problem(folder / name, files[name], token_dtype(manifest["tokenizer"]["size"]), bar.update)
+                return _problem(
+                    folder / name,
+                    files[name],
+                    token_dtype(manifest["tokenizer"]["size"]),
+                    bar.update,
+                )
             except OSError as error:
                 return f"{folder / name}: {error.strerror or error}"
 
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-            if problems := [found for found in threads.map(problem, names) if found]:
+            problems = [found for found in threads.map(problem, names) if found]
+            if problems:
                 raise ConfigError(problems)
     with contextlib.suppress(OSError):  # a folder that cannot be written is verified at each start
         replace_file(folder / RECORD, json.dumps(versions).encode())
 
 
-def _problem(path: Path, expected: Expected, dtype: np.dtype[Any], progress: Callable[[int], Any]) -> str:
-    """What is wrong with a file, "" if nothing is. An item out of bounds explains more than a wrong hash does."""
-    digest, offset, last = hashlib.sha256(), 0, -1
+def _problem(
+    path: Path, expected: Expected, dtype: np.dtype[Any], progress: Callable[[int], Any]
+) -> str:
+    """What is wrong with a file, "" if nothing is.
+
+    An item out of bounds explains more than a wrong hash does.
+    """
+    digest = hashlib.sha256()
+    offset = 0
+    last = -1
     wrong = ""
     with path.open("rb") as file:
         while block := file.read(BLOCK):
@@ -138,10 +164,13 @@ def _wrong_id(ids: np.ndarray[Any, Any], size: int, offset: int) -> str:
 
 
 def _wrong_start(starts: np.ndarray[Any, Any], last: int, expected: Expected, offset: int) -> str:
-    """The first start of a document that is not after the one before (`last`, -1 for none), or beyond the shard."""
+    """The first start of a document that is not after the one before (`last`, -1 for none), or
+    beyond the shard.
+    """
     if expected.first and last < 0 and starts[0] != 0:
         return f"the first document starts at token {starts[0]}, expected 0"
-    values = np.minimum(starts, expected.limit).astype(np.int64)  # int64 has room for it, whatever is in the file
+    # int64 has room for it, whatever is in the file
+    values = np.minimum(starts, expected.limit).astype(np.int64)
     bad = (np.diff(values, prepend=last) <= 0) | (values == expected.limit)
     if not bad.any():
         return ""

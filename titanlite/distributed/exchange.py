@@ -1,9 +1,10 @@
 """Exchange: JSON values and bits between ranks, by messages over gloo.
 
-What it is: the transport of `agreement.py`, and of the requests in `signals.py`. Values are sent as JSON, because
-`all_gather_object` unpickles bytes from other processes. Each message has a tag, so that the saving thread and the main
-thread can use one process group at the same time. With collectives each thread would need a separate group, and every
-rank a second socket to every other rank.
+What it is: the transport of `agreement.py`, and of the requests in `signals.py`. Values are sent as
+JSON, because `all_gather_object` unpickles bytes from other processes. Each message has a tag, so
+that the saving thread and the main thread can use one process group at the same time. With
+collectives each thread would need a separate group, and every rank a second socket to every other
+rank.
 What it costs: two messages for a value, for its length and for itself; for bits see `bitwise_or`.
 """
 
@@ -20,14 +21,17 @@ from torch import Tensor
 from titanlite.distributed.messages import read_message
 from titanlite.distributed.process_group import host_group
 
-# Number of ranks from which `bitwise_or` sends messages instead of calling all_reduce. Without network delays the ring
-# is faster below, and at 32 both take equally long; with delays, messages are faster (benchmarks/agreement.py).
+# Number of ranks from which `bitwise_or` sends messages instead of calling all_reduce. Without
+# network delays the ring is faster below, and at 32 both take equally long; with delays, messages
+# are faster (benchmarks/agreement.py).
 MANY = 32
 BITS = 3  # tag of the messages of `bitwise_or`
 
 
 def gather_on_rank0(value: Any, tag: int, timeout: timedelta) -> list[Any]:
-    """The JSON values of all ranks on rank 0, which receives them in turn; an empty list on the others."""
+    """The JSON values of all ranks on rank 0, which receives them in turn; an empty list on the
+    others.
+    """
     if dist.get_rank() != 0:
         _send(_encode(value), 0, tag, timeout)
         return []
@@ -37,7 +41,9 @@ def gather_on_rank0(value: Any, tag: int, timeout: timedelta) -> list[Any]:
 
 def broadcast(value: Any, tag: int, timeout: timedelta) -> Any:
     """Rank 0's JSON value. Along a tree: the ranks that have it double with each round."""
-    rank, size, reached = dist.get_rank(), dist.get_world_size(), 1
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    reached = 1
     content = _encode(value if rank == 0 else None)
     while reached < size:
         if reached <= rank < 2 * reached:
@@ -51,10 +57,14 @@ def broadcast(value: Any, tag: int, timeout: timedelta) -> Any:
 def bitwise_or(bits: int) -> int:
     """The bits that any rank has.
 
-    gloo passes an all-reduce around the ring of ranks, twice: little work, but 2 (N - 1) messages one after another.
-    From MANY ranks on, in round i each rank sends its bits to rank + 2^i (mod N): log2 N rounds (docs/multinode.md).
+    gloo passes an all-reduce around the ring of ranks, twice: little work, but 2 (N - 1) messages
+    one after another. From MANY ranks on, in round i each rank sends its bits to rank + 2^i (mod
+    N): log2 N rounds (docs/multinode.md).
     """
-    found, rank, size, distance = torch.tensor(bits), dist.get_rank(), dist.get_world_size(), 1
+    found = torch.tensor(bits)
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    distance = 1
     if size < MANY:
         dist.all_reduce(found, dist.ReduceOp.BOR, host_group())
         return int(found)
@@ -63,7 +73,8 @@ def bitwise_or(bits: int) -> int:
         receiving = _receiving(other, (rank - distance) % size, BITS)
         _sending(found, (rank + distance) % size, BITS).wait()
         receiving.wait()
-        found, distance = found | other, 2 * distance
+        found = found | other
+        distance = 2 * distance
     return int(found)
 
 

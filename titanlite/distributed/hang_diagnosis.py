@@ -1,13 +1,15 @@
 """Hang diagnosis: which rank blocks the others.
 
-What it is: `Heartbeat`, the state that each process reports, and `diagnose`, which finds the blocking ranks. If the
-heartbeats of some ranks are missing, it is these: a frozen process sends none, and neither does a host that is down.
-Otherwise it is the ranks that have begun the fewest phases; if several have, those among them whose main thread is not
-inside a collective, where it would be waiting for other ranks.
-Why it is here: when one process stops, all others wait in a collective until it times out, and each error message then
-names a different neighbour.
-Limit: with a GPU the host runs ahead, so the rank that has begun the fewest phases may itself wait for its GPU. The
-flight recorder in each rank's report shows which collectives its GPU has not entered.
+What it is: `Heartbeat`, the state that each process reports, and `diagnose`, which finds the
+blocking ranks. If the heartbeats of some ranks are missing, it is these: a frozen process sends
+none, and neither does a host that is down. Otherwise it is the ranks that have begun the fewest
+phases; if several have, those among them whose main thread is not inside a collective, where it
+would be waiting for other ranks.
+Why it is here: when one process stops, all others wait in a collective until it times out, and each
+error message then names a different neighbour.
+Limit: with a GPU the host runs ahead, so the rank that has begun the fewest phases may itself wait
+for its GPU. The flight recorder in each rank's report shows which collectives its GPU has not
+entered.
 """
 
 from __future__ import annotations
@@ -22,8 +24,14 @@ from typing import Any
 SILENT = 3.0  # seconds: a process without a heartbeat for longer may be frozen
 PACKAGE = Path(__file__).resolve().parents[1]
 # Modules that wait for other ranks. `wait` of a message adds no frame of torch
-TIMED = "titanlite.observe.waits"  # its frame is around each wait, within that of the function that waits
-WAITING = (TIMED, "torch.distributed", "titanlite.distributed.exchange", "titanlite.parallel.pipeline_parallel")
+# Its frame is around each wait, within that of the function that waits
+TIMED = "titanlite.observe.waits"
+WAITING = (
+    TIMED,
+    "torch.distributed",
+    "titanlite.distributed.exchange",
+    "titanlite.parallel.pipeline_parallel",
+)
 DEBUGGERS = ("bdb", "pdb", "pydevd")
 
 
@@ -40,20 +48,25 @@ class Heartbeat:
     limit: float = math.inf  # how long the phase may stand still
     key: str = ""  # the config key of the limit
     still: float = 0.0  # how long it has stood still
-    waiting: int = 0  # where the main thread stands still; 0: in Python code, 1: in torch, 2: for other ranks
+    # Where the main thread stands still; 0: in Python code, 1: in torch, 2: for other ranks
+    waiting: int = 0
     place: str = ""  # file:line in this repository, once it stands still
     silent: bool = False  # set by the reader
-    diagnosis: dict[str, Any] = field(default_factory=dict)  # rank 0's `Diagnosis`, for all ranks to follow
+    # Rank 0's `Diagnosis`, for all ranks to follow
+    diagnosis: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} (host {self.host}, pid {self.pid})" + (f" at {self.place}" if self.place else "")
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})" + (
+            f" at {self.place}" if self.place else ""
+        )
 
     def aged(self, age: float, reader: Heartbeat) -> Heartbeat:
         """This heartbeat, `age` seconds after the reader received it."""
         if age <= SILENT:
             return self
-        shorter = min(self, reader, key=lambda beat: beat.limit)  # no limit for preparing is none for being silent
+        # No limit for preparing is none for being silent
+        shorter = min(self, reader, key=lambda beat: beat.limit)
         return replace(self, silent=True, still=age, limit=shorter.limit, key=shorter.key)
 
 
@@ -72,11 +85,14 @@ class Diagnosis:
 def diagnose(heartbeats: list[Heartbeat], own: Heartbeat, folder: Path) -> Diagnosis | None:
     """Names the ranks that block the run, or returns None while they may take longer.
 
-    Rank 0 passes the heartbeats of all; the other ranks pass rank 0's and their own, and judge only its silence.
+    Rank 0 passes the heartbeats of all; the other ranks pass rank 0's and their own, and judge only
+    its silence.
     """
     blocking: list[Heartbeat] = []
-    if silent := [beat for beat in heartbeats if beat.silent]:
-        if own.still > own.limit - SILENT:  # if not, this rank makes progress: only the store's connection is broken
+    silent = [beat for beat in heartbeats if beat.silent]
+    if silent:
+        # If not, this rank makes progress: only the store's connection is broken
+        if own.still > own.limit - SILENT:
             blocking = [beat for beat in silent if beat.still > beat.limit]
     elif own.rank == 0:
         first = min((beat.progress, beat.waiting) for beat in heartbeats)
@@ -86,7 +102,9 @@ def diagnose(heartbeats: list[Heartbeat], own: Heartbeat, folder: Path) -> Diagn
     if not blocking:
         return None
     longest = max(blocking, key=lambda beat: beat.still)
-    names = ", ".join(beat.name for beat in blocking[:8]) + (f" and {len(blocking) - 8} more" if blocking[8:] else "")
+    names = ", ".join(beat.name for beat in blocking[:8]) + (
+        f" and {len(blocking) - 8} more" if blocking[8:] else ""
+    )
     what = "frozen or gone, no heartbeat" if longest.silent else "no progress"
     message = (
         f"{names}: {what} for {longest.still:.0f} s in {longest.phase} ({longest.key} = {longest.limit:.0f}); "
@@ -96,12 +114,16 @@ def diagnose(heartbeats: list[Heartbeat], own: Heartbeat, folder: Path) -> Diagn
 
 
 def locate(frame: FrameType) -> tuple[int, str, bool]:
-    """Where a thread is, from its innermost frame: (`waiting`, `place`, whether a debugger holds it)."""
-    modules, place = [], f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    """Where a thread is, from its innermost frame: (`waiting`, `place`, whether a debugger holds
+    it).
+    """
+    modules = []
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     for current, line in traceback.walk_stack(frame):
         modules.append(str(current.f_globals.get("__name__", "")))
         path = Path(current.f_code.co_filename)
-        beside = path.is_relative_to(PACKAGE.parent) and "site-packages" not in path.parts  # train.py, in a clone
+        # train.py, in a clone
+        beside = path.is_relative_to(PACKAGE.parent) and "site-packages" not in path.parts
         if (beside or path.is_relative_to(PACKAGE)) and modules[-1] != TIMED:
             place = f"{path.relative_to(PACKAGE.parent)}:{line}"
             break

@@ -1,7 +1,8 @@
 """The device mesh: all ranks as a grid, one axis for each kind of parallelism.
 
-What it is: five named axes, outermost first. Inner axes communicate most, so they map to neighbouring ranks, which
-share a node. An unused axis has size 1, so code that uses an axis needs no special case for it.
+What it is: five named axes, outermost first. Inner axes communicate most, so they map to
+neighbouring ranks, which share a node. An unused axis has size 1, so code that uses an axis needs
+no special case for it.
 
     axis          differs between its ranks          equal on all its ranks
     pp            the layers held                    the batch
@@ -10,8 +11,8 @@ share a node. An unused axis has size 1, so code that uses an axis needs no spec
     cp            the part of each sequence, shard   the sequences, the weights computed with
     tp            the part of each matrix            the sequences
 
-Context parallel ranks compute with the same weights on different tokens, as data parallel ranks do. So weights are
-sharded over both: `dp_shard_cp` is dp_shard and cp as one axis.
+Context parallel ranks compute with the same weights on different tokens, as data parallel ranks do.
+So weights are sharded over both: `dp_shard_cp` is dp_shard and cp as one axis.
 
 What it costs: one process group per axis of each of two meshes, made at the start.
 """
@@ -28,7 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titanlite.distributed.torch_private import set_group_timeout
 
 DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these read different sequences
-LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp")  # ranks along these hold different parts of the loss
+# Ranks along these hold different parts of the loss
+LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp")
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -37,30 +39,38 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 class Mesh:
-    """The grid of ranks. `mesh["tp"]` and `mesh["dp_replicate", "dp_shard_cp"]` are submeshes with this rank.
+    """The grid of ranks. `mesh["tp"]` and `mesh["dp_replicate", "dp_shard_cp"]` are submeshes with
+    this rank.
 
-    It has two DeviceMeshes over the same ranks, one with dp_shard_cp and one with dp_shard and cp: FSDP2 and tensor
-    parallel need one mesh that has both their axes, and a DeviceMesh has no public way to join two of its axes (torch
-    2.11 to 2.13). So pp, dp_replicate and tp have two process groups each, of which one is used.
+    It has two DeviceMeshes over the same ranks, one with dp_shard_cp and one with dp_shard and cp:
+    FSDP2 and tensor parallel need one mesh that has both their axes, and a DeviceMesh has no public
+    way to join two of its axes (torch 2.11 to 2.13). So pp, dp_replicate and tp have two process
+    groups each, of which one is used.
     """
 
     def __init__(self, device_type: str, degrees: Mapping[str, int], timeout_seconds: int) -> None:
         """`degrees`: axis -> size, outermost first; their product is the world size."""
-        self.device_type, self.degrees = device_type, dict(degrees)
-        device_type = "cpu" if device_type == "mps" else device_type  # torch has no mesh for it: it is for one process
+        self.device_type = device_type
+        self.degrees = dict(degrees)
+        # torch has no mesh for it: it is for one process
+        device_type = "cpu" if device_type == "mps" else device_type
         sizes = {"pp": degrees["pp"], "dp_replicate": degrees["dp_replicate"]}
         sizes |= {"dp_shard_cp": degrees["dp_shard"] * degrees["cp"], "tp": degrees["tp"]}
         self._weights, self._tokens = (
-            init_device_mesh(device_type, tuple(s.values()), mesh_dim_names=tuple(s)) for s in (sizes, degrees)
+            init_device_mesh(device_type, tuple(s.values()), mesh_dim_names=tuple(s))
+            for s in (sizes, degrees)
         )
         for group in (*self._weights.get_all_groups(), *self._tokens.get_all_groups()):
             set_group_timeout(group, timeout_seconds)
-        self._lines: dict[str | tuple[str, ...], DeviceMesh] = {}  # cached: indexing a DeviceMesh creates a new object
+        # Cached: indexing a DeviceMesh creates a new object
+        self._lines: dict[str | tuple[str, ...], DeviceMesh] = {}
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         if axes not in self._lines:
             names = {axes} if isinstance(axes, str) else set(axes)
-            mesh = self._weights if names <= set(self._weights.mesh_dim_names or ()) else self._tokens
+            mesh = (
+                self._weights if names <= set(self._weights.mesh_dim_names or ()) else self._tokens
+            )
             self._lines[axes] = mesh[axes]
         return self._lines[axes]
 
@@ -72,14 +82,20 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """This rank's index among the ranks that read different sequences: 0 .. data_size - 1."""
-        return self["dp_replicate"].get_local_rank() * self["dp_shard"].size() + self["dp_shard"].get_local_rank()
+        return (
+            self["dp_replicate"].get_local_rank() * self["dp_shard"].size()
+            + self["dp_shard"].get_local_rank()
+        )
 
     def sum_counts(self, count: Tensor) -> Tensor:
         """The sum, in place, of a count that each data parallel rank has for its own sequences."""
         return self._sum(count, DATA_AXES)
 
     def sum_losses(self, loss: Tensor) -> Tensor:
-        """The sum, in place, of the parts of a loss. Ranks without the output layer contribute zero."""
+        """The sum, in place, of the parts of a loss.
+
+        Ranks without the output layer contribute zero.
+        """
         return self._sum(loss, LOSS_AXES)
 
     @torch.no_grad()

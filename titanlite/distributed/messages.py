@@ -1,8 +1,8 @@
 """Messages from other ranks: JSON; the fields of heartbeats are checked before they are used.
 
 What it is: what `exchange.py` receives, and the heartbeats that `watchdog.py` reads from the store.
-Why it is here: the network is trusted, but another version of titanlite or other software may answer at the address. An
-invalid heartbeat must not end the thread that watches for hangs.
+Why it is here: the network is trusted, but another version of titanlite or other software may
+answer at the address. An invalid heartbeat must not end the thread that watches for hangs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ def read_message(content: bytes) -> Any:
 
 
 def read_heartbeat(content: bytes) -> Heartbeat | None:
-    """A heartbeat from the store; None if a field is absent or of another type, as if none had arrived."""
+    """A heartbeat from the store; None if a field is absent or of another type, as if none had
+    arrived.
+    """
     try:
         beat = Heartbeat(**json.loads(content))
-        beat = replace(beat, clock=float(beat.clock), limit=float(beat.limit), still=float(beat.still))
+        beat = replace(
+            beat, clock=float(beat.clock), limit=float(beat.limit), still=float(beat.still)
+        )
         found = Diagnosis(**beat.diagnosis or {"message": "", "frozen": []})
     except (ValueError, TypeError, OverflowError, RecursionError):
         return None

@@ -1,7 +1,7 @@
 """The TCPStore through which the launcher's processes join the process group.
 
-What it is: rank 0 serves the store on a socket that the launcher has bound and passed on, so that it listens on that
-address only.
+What it is: rank 0 serves the store on a socket that the launcher has bound and passed on, so that
+it listens on that address only.
 """
 
 from __future__ import annotations
@@ -20,16 +20,22 @@ JOIN = timedelta(minutes=15)  # how long the nodes wait for each other
 def meet(rank: int, world_size: int) -> dist.Store:
     """The store that rank 0 serves, once all ranks have joined it. Raises JoinError after `JOIN`.
 
-    By default a TCPStore listens on all interfaces; rank 0 passes it the socket that the launcher has bound.
+    By default a TCPStore listens on all interfaces; rank 0 passes it the socket that the launcher
+    has bound.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     listener = int(os.environ[LISTENER]) if LISTENER in os.environ else None
     try:
-        store = dist.TCPStore(address, port, world_size, rank == 0, JOIN, True, master_listen_fd=listener)
+        store = dist.TCPStore(
+            address, port, world_size, rank == 0, JOIN, True, master_listen_fd=listener
+        )
         if rank == 0:  # all have joined: the constructor has waited for them
             store.set("titanlite/joined", "")
         store.wait(["titanlite/joined"], JOIN)
     except RuntimeError as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise JoinError(f"the processes did not find each other at {address}:{port}: {reason}") from None
+        raise JoinError(
+            f"the processes did not find each other at {address}:{port}: {reason}"
+        ) from None
     return store

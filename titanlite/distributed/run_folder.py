@@ -1,6 +1,7 @@
 """The run's folder: locked by one run at a time, and the same folder on all nodes.
 
-What it is: a lock file that rank 0 holds while it trains. It contains a random token, which every other rank must read.
+What it is: a lock file that rank 0 holds while it trains. It contains a random token, which every
+other rank must read.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ logger = logging.getLogger("titanlite")
 
 
 def claim_folder(folder: Path) -> Any:
-    """Creates the run's folder and locks it as long as the returned object lives. All ranks call it together.
+    """Creates the run's folder and locks it as long as the returned object lives. All ranks call it
+    together.
 
-    Raises ConfigError on all ranks if the folder cannot be written, another run holds its lock, or a rank sees another
-    folder under the same path (checkpoints need one that all nodes share).
+    Raises ConfigError on all ranks if the folder cannot be written, another run holds its lock, or
+    a rank sees another folder under the same path (checkpoints need one that all nodes share).
     """
     held: list[Any] = []
 
@@ -42,7 +44,9 @@ def claim_folder(folder: Path) -> Any:
             ) from None
         except OSError as error:
             reason = error.strerror or error
-            raise ConfigError(f"run.folder, run.name: {folder}: {reason}; expected a writable folder") from None
+            raise ConfigError(
+                f"run.folder, run.name: {folder}: {reason}; expected a writable folder"
+            ) from None
         held.append(file)
         return token
 
@@ -52,20 +56,26 @@ def claim_folder(folder: Path) -> Any:
 
 
 def lock(path: Path) -> Any:
-    """Locks a file, which it creates if necessary, as long as the returned object lives. Raises BlockingIOError."""
+    """Locks a file, which it creates if necessary, as long as the returned object lives.
+
+    Raises BlockingIOError.
+    """
     file = path.open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        logger.warning("%s: the file system has no locks; only one run at a time may use this folder", path)
+        logger.warning(
+            "%s: the file system has no locks; only one run at a time may use this folder", path
+        )
     return file
 
 
 def _read_token(path: Path, expected: str) -> str:
     """The file's content. A network file system gets ten seconds to show the expected one."""
-    content, deadline = "", time.monotonic() + 10
+    content = ""
+    deadline = time.monotonic() + 10
     while content != expected and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             content = read_bounded(path).decode("utf-8", "replace")

@@ -1,7 +1,8 @@
-"""Signals and requests: collects local requests to stop, save or give up, and combines them after each step.
+"""Signals and requests: collects local requests to stop, save or give up, and combines them after
+each step.
 
-What it is: a signal, the file SAVE or PROFILE, a clock or an error reaches a single process first. Combined, they make
-all processes take the same branch of the loop after the same step.
+What it is: a signal, the file SAVE or PROFILE, a clock or an error reaches a single process first.
+Combined, they make all processes take the same branch of the loop after the same step.
     SIGTERM, SIGINT, SIGUSR1    save and exit with code 75; a second signal, at least a second later, exits at once
     the launcher has exited     the same, because nothing would receive this run's exit code
 What it costs: one number per step over gloo, without a GPU synchronization.
@@ -35,13 +36,19 @@ class Agreed(NamedTuple):
 
 
 class FileRequest:
-    """A request by a file with this path (`touch outputs/debug/SAVE`). Rank 0 removes the file when it is seen."""
+    """A request by a file with this path (`touch outputs/debug/SAVE`).
+
+    Rank 0 removes the file when it is seen.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._looked_at, self.open = path, time.monotonic(), False
+        self.path = path
+        self._looked_at = time.monotonic()
+        self.open = False
 
     def seen(self) -> bool:
-        """Whether the file was there since the last answer, which sets `open` to false: a step may be rolled back.
+        """Whether the file was there since the last answer, which sets `open` to false: a step may
+        be rolled back.
 
         Looks at most once a second, because network file systems are slow.
         """
@@ -60,13 +67,16 @@ class Requests:
     def __init__(self) -> None:
         self.stop = False  # agreed by all processes; never reset
         self._seen = 0.0  # when this process was signalled
-        self._launcher = os.getppid() if {"TORCHELASTIC_RUN_ID", LAUNCHED} & os.environ.keys() else None
+        self._launcher = (
+            os.getppid() if {"TORCHELASTIC_RUN_ID", LAUNCHED} & os.environ.keys() else None
+        )
         handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         self._previous = {number: signal.signal(number, self._handle) for number in handled}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # No message from here, as the signal may have interrupted a print. A scheduler signals every process of a job,
-        # and the launcher forwards the signal as well, so a signal within a second is the same request.
+        # No message from here, as the signal may have interrupted a print. A scheduler signals
+        # every process of a job, and the launcher forwards the signal as well, so a signal within a
+        # second is the same request.
         if not self._seen:
             self._seen = time.monotonic()
         elif time.monotonic() > self._seen + 1:
@@ -84,7 +94,8 @@ class Requests:
         stop = self.stop or bool(self._seen) or orphaned
         bits = stop | save << 1 | failed << 2 | profile << 3
         if dist.get_world_size() > 1:
-            from titanlite.distributed.exchange import bitwise_or  # not imported by a run of one rank
+            # Not imported by a run of one rank
+            from titanlite.distributed.exchange import bitwise_or
 
             bits = bitwise_or(bits)  # over gloo, so it does not wait for the GPU
         agreed = Agreed(bool(bits & 1), bool(bits & 2), bool(bits & 4), bool(bits & 8))

@@ -1,9 +1,10 @@
 """Every private name of torch that titanlite uses, in one place.
 
-What it is: thin functions over names that begin with an underscore or live in a module that does. Each says why there
-is no public way, what it was checked on, and the upstream issue where there is one. Nothing else in the package
-touches such names; a test imports each of them.
-Why it is here: a private name may change with any release of torch. Then this is the file to read and to mend.
+What it is: thin functions over names that begin with an underscore or live in a module that does.
+Each says why there is no public way, what it was checked on, and the upstream issue where there is
+one. Nothing else in the package touches such names; a test imports each of them.
+Why it is here: a private name may change with any release of torch. Then this is the file to read
+and to mend.
 
 "Checked" names the torch releases whose test run covered the use: 2.11, 2.13 and 2.15 on CPU.
 """
@@ -25,7 +26,8 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._triton import has_triton_package as has_triton_package
 
-# Operators on lists of tensors, one kernel for many. torch.foreach is to make them public (pytorch#193607).
+# Operators on lists of tensors, one kernel for many. torch.foreach is to make them public
+# (pytorch#193607).
 # Checked: 2.11, 2.13, 2.15.
 foreach_add_ = torch._foreach_add_
 foreach_addcdiv_ = torch._foreach_addcdiv_
@@ -37,16 +39,18 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sqrt = torch._foreach_sqrt
 
-# Products of float8 matrices. torch.nn.functional.scaled_mm is public from 2.10 on, and was not measured.
+# Products of float8 matrices. torch.nn.functional.scaled_mm is public from 2.10 on, and was not
+# measured.
 # Checked: 2.11, 2.13, 2.15.
 scaled_mm = torch._scaled_mm
 
-# Recording of CUDA allocations, and its file for torch's memory viewer; torch documents these names, and no public ones
-# exist. Not run on a GPU yet.
-record_memory_history, dump_memory_history = torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot
+# Recording of CUDA allocations, and its file for torch's memory viewer; torch documents these
+# names, and no public ones exist. Not run on a GPU yet.
+record_memory_history = torch.cuda.memory._record_memory_history
+dump_memory_history = torch.cuda.memory._dump_snapshot
 
-# Operators that tensor and context parallel run, by the names that a checkpoint policy sees. Functional collectives
-# have no public module. Checked: 2.11, 2.13, 2.15.
+# Operators that tensor and context parallel run, by the names that a checkpoint policy sees.
+# Functional collectives have no public module. Checked: 2.11, 2.13, 2.15.
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 SHARD_ALL_TO_ALL = torch.ops._dtensor.shard_dim_alltoall.default
@@ -61,12 +65,18 @@ FUSED_ATTENTION = (
 
 
 def call_kernel(operator: Any, *args: Any) -> Any:
-    """An operator's kernel for all devices. By `torch.library.get_kernel` it keeps the GIL. Checked: 2.11, 2.13."""
+    """An operator's kernel for all devices.
+
+    By `torch.library.get_kernel` it keeps the GIL. Checked: 2.11, 2.13.
+    """
     return operator._op_dk(torch.DispatchKey.CompositeExplicitAutograd, *args)
 
 
 def attention_backend(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> int:
-    """The `SDPBackend` that causal attention would take (not reported otherwise). Checked: 2.11, 2.13, 2.15."""
+    """The `SDPBackend` that causal attention would take (not reported otherwise).
+
+    Checked: 2.11, 2.13, 2.15.
+    """
     return torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=enable_gqa)
 
 
@@ -75,26 +85,36 @@ def mkldnn_has_bfloat16() -> bool:
 
     `torch.cpu.get_capabilities` describes the CPU only. Checked: 2.11, 2.13, on x86.
     """
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 def set_group_timeout(group: ProcessGroup, seconds: float) -> None:
-    """Sets the time-out of collectives, as `init_device_mesh` cannot (pytorch#119613). Checked: 2.11, 2.13, 2.15."""
+    """Sets the time-out of collectives, as `init_device_mesh` cannot (pytorch#119613).
+
+    Checked: 2.11, 2.13, 2.15.
+    """
     _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def clone_default_store() -> Any:
-    """A second connection to the store through which the process group was joined (no public access: pytorch#151960).
+    """A second connection to the store through which the process group was joined (no public
+    access: pytorch#151960).
 
-    A clone, because a client blocks while torch itself waits in it for seconds. Checked: 2.11, 2.13, 2.15.
+    A clone, because a client blocks while torch itself waits in it for seconds. Checked: 2.11,
+    2.13, 2.15.
     """
     store: Any = _get_default_store()  # the type stub lacks `clone`
     return store.clone()
 
 
 @functools.cache
-def local_box(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Offsets and sizes of this rank's part of a DTensor. Cached: a strided shard on 1,024 ranks takes 14 ms.
+def local_box(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """Offsets and sizes of this rank's part of a DTensor. Cached: a strided shard on 1,024 ranks
+    takes 14 ms.
 
     Public only as a part of the plans of torch.distributed.checkpoint. Checked: 2.11, 2.13.
     """
@@ -103,21 +123,26 @@ def local_box(shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Any, .
 
 
 def flight_recorder() -> str:
-    """The last collectives of this process as JSON, where torch records them; a sentence where it does not.
+    """The last collectives of this process as JSON, where torch records them; a sentence where it
+    does not.
 
-    Under the first name in NCCL builds, under the second in gloo's of 2.13 and later. Checked: 2.13, 2.15.
+    Under the first name in NCCL builds, under the second in gloo's of 2.13 and later. Checked:
+    2.13, 2.15.
     """
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        if dump := getattr(torch._C._distributed_c10d, name, None):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump:
             return dump().decode(errors="replace")
     return "not in this torch"
 
 
 def set_activation_memory_budget(budget: float) -> None:
-    """Sets the part of the activations' memory that graphs compiled from here on may keep; 1 keeps all.
+    """Sets the part of the activations' memory that graphs compiled from here on may keep; 1 keeps
+    all.
 
-    `torch.autograd.graph.region_activation_memory_budget` is to make it public (pytorch#185979). Under tensor parallel
-    a graph has meshes among its inputs, whose size the partitioner must count as zero. Checked: 2.11, 2.13, 2.15.
+    `torch.autograd.graph.region_activation_memory_budget` is to make it public (pytorch#185979).
+    Under tensor parallel a graph has meshes among its inputs, whose size the partitioner must count
+    as zero. Checked: 2.11, 2.13, 2.15.
     """
     import torch._functorch.config
 
@@ -132,19 +157,22 @@ def set_activation_memory_budget(budget: float) -> None:
 def count_grouped_attention() -> None:
     """Gives torch formulas for the FLOPs of attention in which query heads share key/value heads.
 
-    With a memory budget the partitioner weighs each operator by its FLOPs. The formulas of torch 2.11 raise an
-    AssertionError for these heads on GPUs (pytorch#177188, in 2.13). torch has no public way to replace a formula:
-    `register_flop_formula` refuses a second one, so the first is removed. Checked: 2.11, 2.13.
+    With a memory budget the partitioner weighs each operator by its FLOPs. The formulas of torch
+    2.11 raise an AssertionError for these heads on GPUs (pytorch#177188, in 2.13). torch has no
+    public way to replace a formula: `register_flop_formula` refuses a second one, so the first is
+    removed. Checked: 2.11, 2.13.
     """
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
     def forward(q: Any, k: Any, v: Any, *args: Any, **rest: Any) -> int:
         batch, heads, queries, width = q  # (B, H, Sq, Dh)
-        return int(2 * batch * heads * queries * k[2] * (width + v[3]))  # scores, then their products with values
+        # Scores, then their products with values
+        return int(2 * batch * heads * queries * k[2] * (width + v[3]))
 
     def backward(grad: Any, q: Any, k: Any, v: Any, *args: Any, **rest: Any) -> int:
         batch, heads, queries, width = q
-        # of width Dh: scores once more, the gradients of q and k; of the values' width: those of scores and v
+        # of width Dh: scores once more, the gradients of q and k; of the values' width: those of
+        # scores and v
         return int(2 * batch * heads * queries * k[2] * (3 * width + 2 * v[3]))
 
     for kernel in ("flash", "efficient", "cudnn"):
@@ -154,14 +182,16 @@ def count_grouped_attention() -> None:
             register_flop_formula(operator)(formula)
 
 
-# Option of inductor: it splits matmuls to overlap them with tensor parallel's communication (arXiv 2105.05720). Only
-# this private switch exists. It must be an option of the call of `torch.compile`: from 2.13 on a global setting holds
-# for one thread, and on CUDA the backward is compiled in another. Checked: 2.11, 2.13, that both graphs get it.
+# Option of inductor: it splits matmuls to overlap them with tensor parallel's communication (arXiv
+# 2105.05720). Only this private switch exists. It must be an option of the call of `torch.compile`:
+# from 2.13 on a global setting holds for one thread, and on CUDA the backward is compiled in
+# another. Checked: 2.11, 2.13, that both graphs get it.
 OVERLAP_TENSOR_PARALLEL: dict[str, Any] = {"_micro_pipeline_tp": True}
 
 
 def use_symmetric_memory(group: ProcessGroup) -> None:
-    """Without this deprecated call the compiler does not overlap the communication of a group (pytorch#193027).
+    """Without this deprecated call the compiler does not overlap the communication of a group
+    (pytorch#193027).
 
     Run on 2.11 and 2.13, on a GPU that computes nothing (tests/nullgpu).
     """
@@ -173,7 +203,8 @@ def use_symmetric_memory(group: ProcessGroup) -> None:
 
 
 def set_ring_rotation(method: str) -> None:
-    """How `context_parallel` moves keys and values: `alltoall` one step at a time, `allgather` all at once (default).
+    """How `context_parallel` moves keys and values: `alltoall` one step at a time, `allgather` all
+    at once (default).
 
     Experimental upstream (pytorch#142093). Imported on 2.11, 2.13 and 2.15; run on 2.11 and 2.13 on
     a GPU that computes nothing (tests/nullgpu).
@@ -186,9 +217,11 @@ def set_ring_rotation(method: str) -> None:
 def find_vector_instructions() -> None:
     """Has inductor find out what the processor can do, which it then remembers. Checked: 2.13.
 
-    It compiles a library, and loads it in a process that it starts by `python -c`: the module is not public.
+    It compiles a library, and loads it in a process that it starts by `python -c`: the module is
+    not public.
     """
-    from torch._inductor.cpu_vec_isa import pick_vec_isa  # imports inductor, which only a compiled run needs
+    # Imports inductor, which only a compiled run needs
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     pick_vec_isa()
 
@@ -204,23 +237,30 @@ def num_compiled_graphs() -> int:
 def pipeline_stage_class() -> Any:
     """`PipelineStage` that works in every schedule, and never unpickles what another stage sends.
 
-    torch's own fails where two neighbouring stages share a process, as where a V turns. In 2.11 stages exchange a first
-    message with their neighbours, and gloo cannot send one to the process itself; 2.13 no longer calls that method, and
-    2.15 no longer has it. In 2.11 to 2.15 `eval`, which runs forwards only, still passes gradients to the neighbour.
+    torch's own fails where two neighbouring stages share a process, as where a V turns. In 2.11
+    stages exchange a first message with their neighbours, and gloo cannot send one to the process
+    itself; 2.13 no longer calls that method, and 2.15 no longer has it. In 2.11 to 2.15 `eval`,
+    which runs forwards only, still passes gradients to the neighbour.
 
-    From 2.13 on stages vote, by messages in 2.13 and an all-reduce in 2.15, whether all were given the shapes of their
-    inputs and outputs. If one says no, or its message is damaged, they send each other pickled objects. Here all have
-    the shapes (2.11 then unpickles nothing), so the vote is held, for it connects the neighbours, and its outcome,
-    which a schedule assigns to `_inference_mode`, is not used.
+    From 2.13 on stages vote, by messages in 2.13 and an all-reduce in 2.15, whether all were given
+    the shapes of their inputs and outputs. If one says no, or its message is damaged, they send
+    each other pickled objects. Here all have the shapes (2.11 then unpickles nothing), so the vote
+    is held, for it connects the neighbours, and its outcome, which a schedule assigns to
+    `_inference_mode`, is not used.
 
-    A function, because the import of `torch.distributed.pipelining` takes half a second. Checked: 2.11, 2.13, 2.15.
+    A function, because the import of `torch.distributed.pipelining` takes half a second. Checked:
+    2.11, 2.13, 2.15.
     """
     from torch.distributed import P2POp
     from torch.distributed.pipelining import PipelineStage
 
     class Stage(PipelineStage):
         def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
-            return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+            return [
+                op
+                for op in super()._get_init_p2p_neighbors_ops()
+                if op.group_peer != self.group_rank
+            ]
 
         def get_local_bwd_output(self, mb_index: int) -> Any:
             return super().get_local_bwd_output(mb_index) if self.has_backward else ()

@@ -1,13 +1,16 @@
 """Attention within documents on CUDA: FlexAttention and its block masks.
 
-What it is: FlexAttention (arXiv 2412.05496) is a kernel that the compiler generates for a given mask. The mask consists
-of a function of two positions, and lists of blocks of 128 queries and 128 keys: blocks without any allowed pair are
-skipped, and in blocks where all pairs are allowed the function is not evaluated. Documents are contiguous, so the first
-and the last position of a block determine its kind.
-Why it is here: a mask as a tensor takes B S^2 bytes and is read in every layer, and the kernels that accept one compute
-every pair. On a CPU that tensor is used (`attention.py`), because FlexAttention has no backward there.
-What it costs: a mask is about 4 B (S/128)^2 int32, computed once per microbatch without a host sync. The cost of
-attention is proportional to the number of query-key pairs within documents, rounded up to blocks.
+What it is: FlexAttention (arXiv 2412.05496) is a kernel that the compiler generates for a given
+mask. The mask consists of a function of two positions, and lists of blocks of 128 queries and 128
+keys: blocks without any allowed pair are skipped, and in blocks where all pairs are allowed the
+function is not evaluated. Documents are contiguous, so the first and the last position of a block
+determine its kind.
+Why it is here: a mask as a tensor takes B S^2 bytes and is read in every layer, and the kernels
+that accept one compute every pair. On a CPU that tensor is used (`attention.py`), because
+FlexAttention has no backward there.
+What it costs: a mask is about 4 B (S/128)^2 int32, computed once per microbatch without a host
+sync. The cost of attention is proportional to the number of query-key pairs within documents,
+rounded up to blocks.
 """
 
 from __future__ import annotations
@@ -46,17 +49,26 @@ def block_mask(documents: Tensor, start: int = 0, end: int | None = None) -> Blo
     def attends(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (documents[b, query + start] == documents[b, key]) & (query + start >= key)
 
-    (q_first, q_last), (k_first, k_last) = (_block_ends(first, end, documents.device) for first in (start, 0))
-    q_first, q_last = q_first[:, None], q_last[:, None]
-    # Of the pairs in which the key is not later, the nearest is the likeliest to be in one document.
+    (q_first, q_last), (k_first, k_last) = (
+        _block_ends(first, end, documents.device) for first in (start, 0)
+    )
+    q_first = q_first[:, None]
+    q_last = q_last[:, None]
+    # Of the pairs in which the key is not later, the nearest is the likeliest to be in one
+    # document.
     near_key = torch.minimum(k_last, q_last)  # (blocks of queries, blocks of keys)
     near_query = torch.maximum(q_first, near_key)
     some = (k_first <= q_last) & (documents[:, near_query] == documents[:, near_key])
-    # If the farthest pair is in one document, so are all pairs. A partial block at the sequence end does not count.
+    # If the farthest pair is in one document, so are all pairs. A partial block at the sequence end
+    # does not count.
     whole = (q_last - q_first == BLOCK - 1) & (k_last - k_first == BLOCK - 1)
     every = whole & (k_last <= q_first) & (documents[:, k_first][:, None] == documents[:, q_last])
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~every), *_listed(every), BLOCK_SIZE=BLOCK, mask_mod=attends, seq_lengths=(end - start, end)
+        *_listed(some & ~every),
+        *_listed(every),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=attends,
+        seq_lengths=(end - start, end),
     )
 
 
@@ -67,14 +79,19 @@ def _block_ends(start: int, end: int, device: torch.device) -> tuple[Tensor, Ten
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For each block of queries, how many blocks of keys are true, and their indices, before those of the others."""
+    """For each block of queries, how many blocks of keys are true, and their indices, before those
+    of the others.
+    """
     blocks = blocks[:, None].int()  # (B, 1, blocks of queries, blocks of keys)
-    return blocks.sum(-1, dtype=torch.int32), blocks.argsort(dim=-1, descending=True, stable=True).int()
+    return blocks.sum(-1, dtype=torch.int32), blocks.argsort(
+        dim=-1, descending=True, stable=True
+    ).int()
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """q (B, H, Sq, Dh), k and v (B, K, Sk, Dh) -> (B, H, Sq, Dh)."""
-    # Outside of a compiled block it is compiled here; otherwise it would compute with plain matrix products.
+    # Outside of a compiled block it is compiled here; otherwise it would compute with plain matrix
+    # products.
     call = flex_attention if torch.compiler.is_compiling() else _compiled()
     out: Tensor = call(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return out

@@ -1,7 +1,7 @@
 """The model sizes: hyperparameters of each Llama flavor.
 
-What it is: `LlamaConfig`, a table with one entry per flavor, the exact parameter count as a formula, and the name and
-shape of every parameter. Imports no torch.
+What it is: `LlamaConfig`, a table with one entry per flavor, the exact parameter count as a
+formula, and the name and shape of every parameter. Imports no torch.
 Reference: Llama 3 herd of models (arXiv 2407.21783), Llama 3.2 model cards.
 """
 
@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from titanlite.config.schema import ModelConfig
 from titanlite.runtime.errors import ConfigError
 
-# The parameters of a block in the model's order, each with its shape as attributes of LlamaConfig: (out, in).
+# The parameters of a block in the model's order, each with its shape as attributes of LlamaConfig:
+# (out, in).
 BLOCK_PARAMETERS: dict[str, tuple[str, ...]] = {
     "attention_norm": ("dim",),
     "attention.wq": ("dim", "dim"),
@@ -89,8 +90,12 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 FLAVORS: dict[str, LlamaConfig] = {
     "debug": LlamaConfig(128, 4, 4, 2, 352, vocab_size=0, tied_embeddings=True),
     "cpu_25m": LlamaConfig(512, 8, 8, 4, 1408, vocab_size=0, tied_embeddings=True),
-    "llama3_1b": LlamaConfig(2048, 16, 32, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(32.0)),
-    "llama3_3b": LlamaConfig(3072, 28, 24, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(32.0)),
+    "llama3_1b": LlamaConfig(
+        2048, 16, 32, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(32.0)
+    ),
+    "llama3_3b": LlamaConfig(
+        3072, 28, 24, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(32.0)
+    ),
     "llama3_8b": LlamaConfig(4096, 32, 32, 8, 14336),
     "llama3_70b": LlamaConfig(8192, 80, 64, 8, 28672),
     "llama3_405b": LlamaConfig(16384, 126, 128, 8, 53248, rope_scaling=RopeScaling(8.0)),

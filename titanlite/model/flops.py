@@ -1,15 +1,18 @@
-"""FLOPs of a training step, and the peak of known devices: the two parts of MFU (model FLOPs utilisation).
+"""FLOPs of a training step, and the peak of known devices: the two parts of MFU (model FLOPs
+utilisation).
 
-What it is: FLOPs per token by the formula of PaLM (arXiv 2204.02311, appendix B), and the dense bf16 peak of
-known devices. As in published tables, attention is counted without the saving of the causal mask or of documents,
-and recomputation is not counted. For a device that is not in the table MFU is not reported.
+What it is: FLOPs per token by the formula of PaLM (arXiv 2204.02311, appendix B), and the dense
+bf16 peak of known devices. As in published tables, attention is counted without the saving of the
+causal mask or of documents, and recomputation is not counted. For a device that is not in the table
+MFU is not reported.
 """
 
 from __future__ import annotations
 
 from titanlite.model.flavors import LlamaConfig
 
-PEAK_TFLOPS: dict[str, float] = {  # dense bf16; matched in this order as a part of the device's name
+# Dense bf16; matched in this order as a part of the device's name
+PEAK_TFLOPS: dict[str, float] = {
     "A100": 312.0,
     "A6000": 154.85,
     "H100 NVL": 835.0,
@@ -31,9 +34,11 @@ PEAK_TFLOPS: dict[str, float] = {  # dense bf16; matched in this order as a part
 
 
 def flops_per_token(model: LlamaConfig, seq_len: int) -> int:
-    """Forward and backward FLOPs of one token: 6 per parameter of a matrix product, 12 L H Dh S for attention.
+    """Forward and backward FLOPs of one token: 6 per parameter of a matrix product, 12 L H Dh S for
+    attention.
 
-    The input embedding is a lookup and is not counted, unless it is tied: then it is also the output matrix.
+    The input embedding is a lookup and is not counted, unless it is tied: then it is also the
+    output matrix.
     """
     lookup = 0 if model.tied_embeddings else model.vocab_size * model.dim
     attention = 12 * model.num_layers * model.num_heads * model.head_dim * seq_len

@@ -1,8 +1,9 @@
 """Sampling text from a Llama, one token at a time.
 
 What it is: a key/value cache and the loop that feeds each new token back.
-What it costs: one forward over the prompt, then 2 FLOPs per parameter and new token. The cache holds 2 L K Dh numbers
-per position; without it, every new token would need a forward over the whole text.
+What it costs: one forward over the prompt, then 2 FLOPs per parameter and new token. The cache
+holds 2 L K Dh numbers per position; without it, every new token would need a forward over the whole
+text.
 """
 
 from __future__ import annotations
@@ -19,15 +20,22 @@ class KVCache:
     """Keys and values of one layer for up to `length` positions: two tensors (B, K, length, Dh)."""
 
     def __init__(self, length: int) -> None:
-        self.length, self.filled = length, 0
+        self.length = length
+        self.filled = 0
         self.keys = self.values = torch.empty(0)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores new positions (B, K, S, Dh) and returns all so far, in the dtype and on the device of the first."""
+        """Stores new positions (B, K, S, Dh) and returns all so far, in the dtype and on the device
+        of the first.
+        """
         if self.filled == 0:
-            self.keys, self.values = (t.new_empty(*t.shape[:2], self.length, t.shape[3]) for t in (k, v))
+            self.keys, self.values = (
+                t.new_empty(*t.shape[:2], self.length, t.shape[3]) for t in (k, v)
+            )
         elif k.shape[2] > 1:
-            raise ValueError("expected one position per call after the first: attention has no mask for more")
+            raise ValueError(
+                "expected one position per call after the first: attention has no mask for more"
+            )
         end = self.filled + k.shape[2]
         self.keys[:, :, self.filled : end], self.values[:, :, self.filled : end] = k, v
         self.filled = end
@@ -41,7 +49,8 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torc
         return int(logits.argmax())
     if 0 < top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    scaled = (logits - logits.max()) / temperature  # the largest is 0 for every temperature: no overflow
+    # The largest is 0 for every temperature: no overflow
+    scaled = (logits - logits.max()) / temperature
     return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
 
 
@@ -68,7 +77,8 @@ def generate(
     device = model.rope.device
     generator = torch.Generator().manual_seed(seed)
     caches: list[LayerCache] = [KVCache(total) for _ in model.layers]
-    new, start = prompt, 0
+    new = prompt
+    start = 0
     for _ in range(max_new_tokens):
         logits = model(torch.tensor([new], device=device), caches, start)
         start += len(new)

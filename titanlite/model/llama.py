@@ -1,14 +1,16 @@
 """Llama 3 in plain PyTorch.
 
-What it is: a token embedding, L blocks of attention and feed-forward on a residual stream, a norm and an output
-projection. It uses RMSNorm (arXiv 1910.07467) before attention and feed-forward, rotary positions (RoPE, arXiv
-2104.09864), grouped-query attention (arXiv 2305.13245) and SwiGLU (arXiv 2002.05202).
-Why it is here: this is the only model definition. It contains no parallelism; `parallel/` changes it from outside.
-What it costs: 2 FLOPs per parameter and token in the forward, twice that in the backward, plus attention
-(`flops.py` has the exact count).
+What it is: a token embedding, L blocks of attention and feed-forward on a residual stream, a norm
+and an output projection. It uses RMSNorm (arXiv 1910.07467) before attention and feed-forward,
+rotary positions (RoPE, arXiv 2104.09864), grouped-query attention (arXiv 2305.13245) and SwiGLU
+(arXiv 2002.05202).
+Why it is here: this is the only model definition. It contains no parallelism; `parallel/` changes
+it from outside.
+What it costs: 2 FLOPs per parameter and token in the forward, twice that in the backward, plus
+attention (`flops.py` has the exact count).
 
-Shapes in comments: B sequences, S tokens, D = dim, H query heads, K key/value heads, Dh = D / H, F = ffn_dim,
-V = vocabulary. Parameter names are those of Meta's release and of torchtitan.
+Shapes in comments: B sequences, S tokens, D = dim, H query heads, K key/value heads, Dh = D / H, F
+= ffn_dim, V = vocabulary. Parameter names are those of Meta's release and of torchtitan.
 """
 
 from __future__ import annotations
@@ -34,31 +36,40 @@ class LayerCache(Protocol):
 
 
 def rope_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The angle per position by which RoPE rotates each pair of a head, (Dh / 2,): theta^(-2i/Dh) for pair i.
+    """The angle per position by which RoPE rotates each pair of a head, (Dh / 2,): theta^(-2i/Dh)
+    for pair i.
 
-    Llama 3.1 divides the frequency of long wavelengths by `factor`, keeps short ones, and interpolates between them
-    (`apply_scaling` of the 3.1 release).
+    Llama 3.1 divides the frequency of long wavelengths by `factor`, keeps short ones, and
+    interpolates between them (`apply_scaling` of the 3.1 release).
     """
     half = config.head_dim // 2
     frequency = config.rope_theta ** -(torch.arange(half, dtype=dtype, device=device) / half)
-    if scaling := config.rope_scaling:
-        turns = scaling.original_context * frequency / (2 * math.pi)  # full turns over the original context
-        blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    scaling = config.rope_scaling
+    if scaling:
+        # Full turns over the original context
+        turns = scaling.original_context * frequency / (2 * math.pi)
+        blend = (turns - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
         frequency = torch.lerp(frequency / scaling.factor, frequency, blend.clamp(0, 1))
     return frequency
 
 
 def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
-    """cos and sin of every angle at these positions, fp32: (S,) -> (S, Dh / 2, 2), or (B, S) -> (B, S, Dh / 2, 2)."""
+    """cos and sin of every angle at these positions, fp32: (S,) -> (S, Dh / 2, 2), or (B, S) -> (B,
+    S, Dh / 2, 2).
+    """
     angle = positions.float()[..., None] * rope_frequencies(config, torch.float32, positions.device)
     return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
 
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotates neighbouring pairs of each head, in fp32. x: (B, S, heads, Dh), rope: ([B,] S or more, Dh / 2, 2).
+    """Rotates neighbouring pairs of each head, in fp32. x: (B, S, heads, Dh), rope: ([B,] S or
+    more, Dh / 2, 2).
 
-    In eager mode a pair is a complex number, multiplied by cos + i sin in one kernel; real arithmetic takes several. In
-    a compiled graph it is real arithmetic, which the compiler fuses; it cannot fuse complex arithmetic.
+    In eager mode a pair is a complex number, multiplied by cos + i sin in one kernel; real
+    arithmetic takes several. In a compiled graph it is real arithmetic, which the compiler fuses;
+    it cannot fuse complex arithmetic.
     """
     pairs = x.float().unflatten(-1, (-1, 2))  # (B, S, heads, Dh / 2, 2)
     rope = rope[..., : x.shape[1], None, :, :]  # ([B,] S, 1, Dh / 2, 2)
@@ -73,7 +84,8 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
 def truncated_normal(weight: Tensor, std: float, cut: float, generator: torch.Generator) -> Tensor:
     """Fills `weight` from N(0, std); values beyond +-cut are drawn again.
 
-    `nn.init.trunc_normal_` is not used: with the same seed it gives different weights in torch 2.11 and 2.13.
+    `nn.init.trunc_normal_` is not used: with the same seed it gives different weights in torch 2.11
+    and 2.13.
     """
     weight.normal_(0.0, std, generator=generator)
     while (outside := weight.abs() > cut).any():
@@ -83,10 +95,14 @@ def truncated_normal(weight: Tensor, std: float, cut: float, generator: torch.Ge
 
 
 class CausalAttention(nn.Module):
-    """Each query attends to the keys up to its position. A module, so that `parallel/` can replace it."""
+    """Each query attends to the keys up to its position.
+
+    A module, so that `parallel/` can replace it.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
-        """q (B, H, S, Dh), k and v (B, K, S, Dh) -> (B, H, S, Dh). A single query attends to all keys.
+        """q (B, H, S, Dh), k and v (B, K, S, Dh) -> (B, H, S, Dh). A single query attends to all
+        keys.
 
         `mask`: from `document_mask`, if each query attends only to the keys of its document.
         """
@@ -107,11 +123,19 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
         self.attend = CausalAttention()
 
-    def forward(self, x: Tensor, rope: Tensor, mask: Any = None, cache: LayerCache | None = None) -> Tensor:
-        # The number of heads is taken from the tensor, so the same code works on the heads of one tp rank.
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, S, H or K, Dh)
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H or K, S, Dh)
+    def forward(
+        self, x: Tensor, rope: Tensor, mask: Any = None, cache: LayerCache | None = None
+    ) -> Tensor:
+        # The number of heads is taken from the tensor, so the same code works on the heads of one
+        # tp rank.
+        # (B, S, H or K, Dh)
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q = apply_rope(q, rope)
+        k = apply_rope(k, rope)
+        # (B, H or K, S, Dh)
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         if cache is not None:
             k, v = cache.append(k, v)  # S grows to all positions so far
         return self.wo(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))  # (B, S, D)
@@ -131,7 +155,10 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward. Each reads the normalised residual stream and adds its result to the stream."""
+    """Attention and feed-forward.
+
+    Each reads the normalised residual stream and adds its result to the stream.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -140,7 +167,9 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, rope: Tensor, mask: Any = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rope: Tensor, mask: Any = None, cache: LayerCache | None = None
+    ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, mask, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -150,7 +179,8 @@ class TiedOutput(nn.Module):
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
-        self._embedding = (embedding,)  # in a tuple, so that it is not registered as a submodule again
+        # In a tuple, so that it is not registered as a submodule again
+        self._embedding = (embedding,)
 
     @property
     def weight(self) -> Tensor:
@@ -166,8 +196,9 @@ class TiedOutput(nn.Module):
 class Llama(nn.Module):
     """tokens (B, S) -> logits (B, S, V).
 
-    Build it under `torch.device("meta")`, allocate memory with `to_empty`, then call `init_weights`, which sets every
-    parameter and buffer. `seq_len` is the length of the longest sequence and so of the RoPE table.
+    Build it under `torch.device("meta")`, allocate memory with `to_empty`, then call
+    `init_weights`, which sets every parameter and buffer. `seq_len` is the length of the longest
+    sequence and so of the RoPE table.
     """
 
     rope: Tensor
@@ -175,10 +206,14 @@ class Llama(nn.Module):
 
     def __init__(self, config: LlamaConfig, seq_len: int) -> None:
         super().__init__()
-        self.config, self.seq_len = config, seq_len
-        self.positions = torch.arange(seq_len, device="cpu")  # the position of each row of the RoPE table
+        self.config = config
+        self.seq_len = seq_len
+        # The position of each row of the RoPE table
+        self.positions = torch.arange(seq_len, device="cpu")
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.num_layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): TransformerBlock(config) for i in range(config.num_layers)}
+        )
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         if config.tied_embeddings:
             self.output: nn.Module = TiedOutput(self.tok_embeddings)
@@ -197,8 +232,8 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Logits (B, S, V) of `tokens` (B, S) at positions start, start + 1, ...
 
-        With several documents in a row: at `positions` (B, S), and attention only within a document; `documents` (B, S)
-        has the number of each token's document.
+        With several documents in a row: at `positions` (B, S), and attention only within a
+        document; `documents` (B, S) has the number of each token's document.
         """
         rope = self.rope[start:] if positions is None else rope_table(self.config, positions)
         mask = None if documents is None else self.document_mask(documents)
@@ -214,13 +249,16 @@ class Llama(nn.Module):
         assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
         device: torch.device | None = None,
     ) -> None:
-        """Initialises every parameter and the RoPE table. They are computed on `device`; default: on their own device.
+        """Initialises every parameter and the RoPE table. They are computed on `device`; default:
+        on their own device.
 
-        Each parameter is drawn in full from a separate generator, seeded by `seed` and the parameter's name. So the
-        weights do not depend on the layout: `assign(parameter, full_value)` stores this process's part of the value.
+        Each parameter is drawn in full from a separate generator, seeded by `seed` and the
+        parameter's name. So the weights do not depend on the layout: `assign(parameter,
+        full_value)` stores this process's part of the value.
         """
         for name, parameter in self.named_parameters():
-            there = device or parameter.device  # a GPU and a CPU draw different numbers from one seed
+            # a GPU and a CPU draw different numbers from one seed
+            there = device or parameter.device
             generator = torch.Generator(there).manual_seed(zlib.crc32(name.encode()) ^ seed)
             full = torch.empty(parameter.shape, dtype=torch.float32, device=there)
             assign(parameter, self._draw(name, full, generator))
@@ -231,11 +269,12 @@ class Llama(nn.Module):
         self.rope = rope_table(self.config, self.positions.to(device))
 
     def _draw(self, name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
-        """One parameter's initial value, by torchtitan's rules, because Llama's rules are not published.
+        """One parameter's initial value, by torchtitan's rules, because Llama's rules are not
+        published.
 
-        The std of wo, w2 and w3 decreases with depth. A tied embedding has std 0.02, as in
-        Llama 3.2's configuration: with std 1 the first logits would have std sqrt(D), and the first loss would be far
-        above ln(V).
+        The std of wo, w2 and w3 decreases with depth. A tied embedding has std 0.02, as in Llama
+        3.2's configuration: with std 1 the first logits would have std sqrt(D), and the first loss
+        would be far above ln(V).
         """
         if name.endswith("norm.weight"):
             return weight.fill_(1.0)
@@ -248,6 +287,10 @@ class Llama(nn.Module):
             return truncated_normal(weight, std, 3 * std, generator)
         layer = re.match(r"layers\.(\d+)\.(.+)", name)
         assert layer is not None, name
-        residual = layer[2] in ("attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight")
+        residual = layer[2] in (
+            "attention.wo.weight",
+            "feed_forward.w2.weight",
+            "feed_forward.w3.weight",
+        )
         std = 0.02 / math.sqrt(2 * (int(layer[1]) + 1)) if residual else 0.02
         return truncated_normal(weight, std, 2.0, generator)

@@ -1,11 +1,13 @@
 """The console: one line for each logged step, and on a terminal a table.
 
-What it is: the plain line, which goes to log.txt and wherever the console is not a terminal, so that scripts can read
-it; and a formatter for terminals, which shows the same figures as the rows of a table in 80 columns, with a header from
-time to time instead of a name before each figure. In a narrower terminal the least important columns are left out.
-Colours mark what needs attention: warnings, a loss or norm that is not finite, and a long wait for data. They are left
-out if NO_COLOR is set (no-color.org) or TERM is dumb.
-What it costs: microseconds for each logged step. It is imported at the first log, or at the start on a terminal.
+What it is: the plain line, which goes to log.txt and wherever the console is not a terminal, so
+that scripts can read it; and a formatter for terminals, which shows the same figures as the rows of
+a table in 80 columns, with a header from time to time instead of a name before each figure. In a
+narrower terminal the least important columns are left out. Colours mark what needs attention:
+warnings, a loss or norm that is not finite, and a long wait for data. They are left out if NO_COLOR
+is set (no-color.org) or TERM is dumb.
+What it costs: microseconds for each logged step. It is imported at the first log, or at the start
+on a terminal.
 """
 
 from __future__ import annotations
@@ -20,10 +22,16 @@ from typing import Any, NamedTuple
 from titanlite.runtime.errors import printable
 
 HEADER_EVERY = 20  # rows
-HEADER_AGAIN = 5  # rows after which a header is repeated if another message has interrupted the table
+# Rows after which a header is repeated if another message has interrupted the table
+HEADER_AGAIN = 5
 LONG_WAIT = 10.0  # percent of the time
-BOLD, DIM, RED, YELLOW, END = "\x1b[1m", "\x1b[2m", "\x1b[1;31m", "\x1b[33m", "\x1b[0m"
-Row = dict[str, Any]  # that of metrics.jsonl, with `eta` in seconds and `steps`, the number of steps of the run
+BOLD = "\x1b[1m"
+DIM = "\x1b[2m"
+RED = "\x1b[1;31m"
+YELLOW = "\x1b[33m"
+END = "\x1b[0m"
+# That of metrics.jsonl, with `eta` in seconds and `steps`, the number of steps of the run
+Row = dict[str, Any]
 
 
 def step_line(position: str, row: Row) -> str:
@@ -54,7 +62,8 @@ def short_duration(seconds: float) -> str:
 def short(value: float, digits: int, width: int) -> str:
     """The number with `digits` decimals, fewer if they do not fit into `width`."""
     for fewer in range(digits, -1, -1):
-        if len(text := f"{value:,.{fewer}f}") <= width:
+        text = f"{value:,.{fewer}f}"
+        if len(text) <= width:
             return text
     return f"{value:.1e}" if width >= 7 else f"{value:.0e}"
 
@@ -108,14 +117,18 @@ def columns(row: Row) -> list[Column]:
 
 
 def fitting(found: list[Column], room: int) -> list[Column]:
-    """The most important of these columns that fit into so many characters, and at least step and loss."""
+    """The most important of these columns that fit into so many characters, and at least step and
+    loss.
+    """
     while len(found) > 2 and sum(column.width + 1 for column in found) - 1 > room:
         found = [column for column in found if column.importance > min(c.importance for c in found)]
     return found
 
 
 class TableFormatter(logging.Formatter):
-    """Formats records for a terminal: those with a `row` or a `validation` as rows of a table, others as they are."""
+    """Formats records for a terminal: those with a `row` or a `validation` as rows of a table,
+    others as they are.
+    """
 
     def __init__(self, prefix: str) -> None:
         """`prefix` comes before every line."""
@@ -127,13 +140,21 @@ class TableFormatter(logging.Formatter):
         self._interrupted = False
 
     def format(self, record: logging.LogRecord) -> str:
-        if row := getattr(record, "row", None):
+        row = getattr(record, "row", None)
+        if row:
             return self._step(row)
-        if found := getattr(record, "validation", None):
+        found = getattr(record, "validation", None)
+        if found:
             self._rows += 1
             return self._line(self._paint(validation_row(min(80, self._room), *found), BOLD))
         self._interrupted = True
-        colour = RED if record.levelno >= logging.ERROR else YELLOW if record.levelno >= logging.WARNING else ""
+        colour = (
+            RED
+            if record.levelno >= logging.ERROR
+            else YELLOW
+            if record.levelno >= logging.WARNING
+            else ""
+        )
         return self._paint(super().format(record), colour)
 
     @property
@@ -148,7 +169,9 @@ class TableFormatter(logging.Formatter):
         again = self._interrupted and self._rows >= HEADER_AGAIN
         if titles != self._shown or self._rows >= HEADER_EVERY or again:
             lines.insert(0, self._line(self._paint(" ".join(titles), DIM)))
-            self._shown, self._rows, self._interrupted = titles, 0, False
+            self._shown = titles
+            self._rows = 0
+            self._interrupted = False
         self._rows += 1
         return "\n".join(lines)
 
@@ -160,12 +183,17 @@ class TableFormatter(logging.Formatter):
 
 
 def validation_row(room: int, step: int, steps: int, name: str, values: dict[str, float]) -> str:
-    """A row in which the loss is in the column of the losses; as much of it as fits into `room` characters."""
+    """A row in which the loss is in the column of the losses; as much of it as fits into `room`
+    characters.
+    """
     width = max(9, len(f"step/{steps}"))
     loss = next(value for key, value in values.items() if key.endswith("loss"))
     text = f"{step:>{width}} {short(loss, 4, 8):>8}  validation {printable(name)[:24]}"
     text += "  averaged weights" if "ema_loss" in values else ""
     for key, title, digits in (("bits_per_byte", "bits/byte", 3), ("perplexity", "perplexity", 1)):
-        if key in values and len(more := f"{text}  {title} {short(values[key], digits, 6)}") <= room:
+        if (
+            key in values
+            and len(more := f"{text}  {title} {short(values[key], digits, 6)}") <= room
+        ):
             text = more
     return text[:room]

@@ -1,8 +1,9 @@
 """A text file of lines; while the disk is full, lines are kept in memory.
 
-What it is: metrics.jsonl, log.txt, events.jsonl and samples.jsonl. A failed write is undone and tried again once. If
-that fails too, one warning is logged, and the line is written before the next one as soon as there is room. At most
-100,000 lines are kept, until the run ends; older ones are dropped. A kill may still cut the last line.
+What it is: metrics.jsonl, log.txt, events.jsonl and samples.jsonl. A failed write is undone and
+tried again once. If that fails too, one warning is logged, and the line is written before the next
+one as soon as there is room. At most 100,000 lines are kept, until the run ends; older ones are
+dropped. A kill may still cut the last line.
 Why it is here: a run must not end because a line about it cannot be written.
 """
 
@@ -19,7 +20,9 @@ MAX_WAITING = 100_000  # lines; older ones are dropped
 
 
 class LineFile:
-    """Appends to the file at `path`, which is opened for each line: it may be moved away or on another disk by then."""
+    """Appends to the file at `path`, which is opened for each line: it may be moved away or on
+    another disk by then.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,12 +36,18 @@ class LineFile:
         try:
             try:
                 self._write(content)
-            except OSError:  # the last line of a run has no later one, before which it could be written
+            except (
+                OSError
+            ):  # the last line of a run has no later one, before which it could be written
                 self._write(content)
         except OSError as error:
             if not self._warned:  # set first, because the warning itself may be a line of this file
                 self._warned = True
-                logger.warning("%s: %s; lines are kept in memory until it can be written", self.path, error.strerror)
+                logger.warning(
+                    "%s: %s; lines are kept in memory until it can be written",
+                    self.path,
+                    error.strerror,
+                )
             return
         self._waiting = []
         if self._warned:
@@ -48,7 +57,8 @@ class LineFile:
     def _write(self, content: bytes) -> None:
         end = self.path.stat().st_size if self.path.exists() else 0
         try:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # a pipe is an error, and not waited for
+            # a pipe is an error, and not waited for
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
             with open(os.open(self.path, flags, 0o666), "ab", buffering=0) as file:
                 while content:
                     content = content[os.write(file.fileno(), content) :]
@@ -63,13 +73,20 @@ class LineFileHandler(logging.Handler):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.file, self.events = LineFile(path), LineFile(path.with_name("events.jsonl"))
+        self.file = LineFile(path)
+        self.events = LineFile(path.with_name("events.jsonl"))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self.file.append(self.format(record))
             if hasattr(record, "event"):  # for `titanlite report`; a signal does not know its step
-                event = {name: value for name, value in vars(record).items() if name in ("event", "step", "about")}
-                self.events.append(json.dumps({"time": record.created, **event, "text": record.getMessage()}))
+                event = {
+                    name: value
+                    for name, value in vars(record).items()
+                    if name in ("event", "step", "about")
+                }
+                self.events.append(
+                    json.dumps({"time": record.created, **event, "text": record.getMessage()})
+                )
         except Exception:  # a message that cannot be formatted
             self.handleError(record)

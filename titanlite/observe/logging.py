@@ -1,7 +1,8 @@
 """Logging: the ranks in LOG_RANK (default 0) print all messages, the others only warnings.
 
-What it is: the set-up of Python's logger `titanlite`. Rank 0 also writes every message to log.txt in the run's folder,
-with those for developers (debug level), which the console shows with LOG_LEVEL=debug.
+What it is: the set-up of Python's logger `titanlite`. Rank 0 also writes every message to log.txt
+in the run's folder, with those for developers (debug level), which the console shows with
+LOG_LEVEL=debug.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def setup_logging(rank: int) -> None:
     """Sends messages to the console. LOG_RANK is a comma-separated list of ranks."""
     shown = {word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")}
     prefix = "" if rank == 0 else f"[rank {rank}] "
-    logging.raiseExceptions = False  # print no stack trace for each line if the console is closed (`| head`)
+    # Print no stack trace for each line if the console is closed (`| head`)
+    logging.raiseExceptions = False
     logger.handlers.clear()
     logger.propagate = False
     # DTensor warns that gloo has no all-to-all and that it gathers instead; that is expected here.
@@ -30,7 +32,8 @@ def setup_logging(rank: int) -> None:
     console = logging.StreamHandler(sys.stdout)
     console.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
     if sys.stdout.isatty():
-        from titanlite.observe.console import TableFormatter  # a file gets plain lines, which scripts read
+        # a file gets plain lines, which scripts read
+        from titanlite.observe.console import TableFormatter
 
         console.setFormatter(TableFormatter(prefix))
     console.setLevel(level if str(rank) in shown else logging.WARNING)
@@ -39,7 +42,8 @@ def setup_logging(rank: int) -> None:
 
 def log_to_file(path: Path) -> None:
     """Appends messages, with times, to a file. Raises OSError if it cannot be opened."""
-    os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666))  # waits for no pipe
+    # Waits for no pipe
+    os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666))
     file = LineFileHandler(path)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(file)

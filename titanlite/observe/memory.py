@@ -1,9 +1,10 @@
 """Memory of this process, and how busy its GPU is, for a logged step.
 
-What it is: on CUDA the peaks of what tensors have allocated and of what the allocator has reserved for them, how often
-it had to free its cache and try again (more than 0: memory is nearly full, and the run slower), and the resident memory
-of the process on the host. `gpu_utilisation` is the driver's: the percentage of its last sampling period, at most a
-second, in which a kernel ran. It needs the package nvidia-ml-py; without it the column is left out.
+What it is: on CUDA the peaks of what tensors have allocated and of what the allocator has reserved
+for them, how often it had to free its cache and try again (more than 0: memory is nearly full, and
+the run slower), and the resident memory of the process on the host. `gpu_utilisation` is the
+driver's: the percentage of its last sampling period, at most a second, in which a kernel ran. It
+needs the package nvidia-ml-py; without it the column is left out.
 What it costs: under a millisecond per logged step.
 """
 
@@ -36,7 +37,8 @@ def memory_columns(device: torch.device) -> dict[str, float]:
         row["memory_allocated_gib"] = stats["allocated_bytes.all.peak"] / GIB
         row["memory_reserved_gib"] = stats["reserved_bytes.all.peak"] / GIB
         row["memory_retries"] = stats["num_alloc_retries"]
-        with contextlib.suppress(Exception):  # no package, no driver library, not supported: no number
+        # No package, no driver library, not supported: no number
+        with contextlib.suppress(Exception):
             row["gpu_utilisation"] = torch.cuda.utilization(device)
     with contextlib.suppress(OSError):  # Linux only
         resident_pages = int(Path("/proc/self/statm").read_text().split()[1])

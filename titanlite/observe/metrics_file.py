@@ -1,4 +1,5 @@
-"""metrics.jsonl and samples.jsonl as files: lines that a resumed run removes, and a reader that follows a growing file.
+"""metrics.jsonl and samples.jsonl as files: lines that a resumed run removes, and a reader that
+follows a growing file.
 
 What it costs: the files are read once, line by line, when the run starts in a folder that has them.
 """
@@ -21,9 +22,11 @@ RUN_ID = "sinks_id"  # of `sinks.py`: the run's name in W&B and MLflow, the same
 
 
 def drop_later_lines(folder: Path, step: int) -> None:
-    """Keeps the lines up to `step` of a run's metrics.jsonl and, if it has one, of its samples.jsonl.
+    """Keeps the lines up to `step` of a run's metrics.jsonl and, if it has one, of its
+    samples.jsonl.
 
-    Below 0 none: the run begins again, is another one in W&B and MLflow, and has not been evaluated.
+    Below 0 none: the run begins again, is another one in W&B and MLflow, and has not been
+    evaluated.
     """
     if step < 0:
         for name in (RUN_ID, EVALUATIONS):
@@ -37,7 +40,10 @@ def truncate_after(path: Path, step: int) -> None:
     """Keeps the lines up to `step` of a metrics file, and drops lines that are damaged."""
     if not path.is_file() and not path.is_dir():  # which is an error of `open`
         raise ConfigError(f"{path}: expected a regular file")
-    end, later, dropped = 0, [], False  # `end`: bytes before the first line that is dropped; `later`: kept after it
+    # `end`: bytes before the first line that is dropped; `later`: kept after it
+    end = 0
+    later = []
+    dropped = False
     with path.open("r+b") as file:
         while line := file.readline(LONGEST):
             keep = False
@@ -60,13 +66,17 @@ class RowReader:
     """Reads the rows of a metrics file in order while another thread appends to it."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.position = path, 0  # bytes that were read
+        # Bytes that were read
+        self.path = path
+        self.position = 0
         self._last = b""  # the line before the position
 
     def read(self, most: int = 1000) -> list[dict[str, Any]] | None:
-        """The next rows, at most `most`; [] if there is none yet; None: lines that were read were removed since.
+        """The next rows, at most `most`; [] if there is none yet; None: lines that were read were
+        removed since.
 
-        Lines are removed by a rollback. The last one that was read is then absent or another one: it has its time.
+        Lines are removed by a rollback. The last one that was read is then absent or another one:
+        it has its time.
         """
         rows: list[dict[str, Any]] = []
         if not self.path.exists():
@@ -80,7 +90,9 @@ class RowReader:
                     break  # it is being written
                 self.position += len(line)
                 self._last = line
-                with contextlib.suppress(ValueError, RecursionError):  # a damaged line has no number of a step either
-                    if isinstance(row := json.loads(line), dict) and isinstance(row.get("step"), int):
+                # a damaged line has no number of a step either
+                with contextlib.suppress(ValueError, RecursionError):
+                    row = json.loads(line)
+                    if isinstance(row, dict) and isinstance(row.get("step"), int):
                         rows.append(row)
         return rows

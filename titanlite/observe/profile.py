@@ -1,15 +1,16 @@
 """Profiles of a few steps with the PyTorch profiler.
 
-What it is: by the schedule of [profiling], or when a file named PROFILE appears in the run's folder, the processes in
-`profiling.ranks` record some steps, after warmup steps that are not kept. Each writes into `traces/`, with N the last
-recorded step:
+What it is: by the schedule of [profiling], or when a file named PROFILE appears in the run's
+folder, the processes in `profiling.ranks` record some steps, after warmup steps that are not kept.
+Each writes into `traces/`, with N the last recorded step:
 
     step-N-rank-R.json.gz            the trace, for https://ui.perfetto.dev or chrome://tracing
     step-N-rank-R.txt                the kernels that took most time, and communication that was not hidden
     step-N-rank-R.collectives.json   the last collectives, where torch's flight recorder keeps them
     step-N-rank-R.memory.pickle      on CUDA, with `profiling.memory`: every allocation, for torch's memory viewer
 
-What it costs: nothing between recordings; a recorded step is slower, and a trace has megabytes per step.
+What it costs: nothing between recordings; a recorded step is slower, and a trace has megabytes per
+step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from titanlite.config.schema import ProfilingConfig
-from titanlite.distributed.torch_private import dump_memory_history, flight_recorder, record_memory_history
+from titanlite.distributed.torch_private import (
+    dump_memory_history,
+    flight_recorder,
+    record_memory_history,
+)
 from titanlite.distributed.watchdog import mark_phase
 from titanlite.observe.hottest import summary
 from titanlite.observe.metrics import Progress
@@ -35,15 +40,22 @@ class Profiler:
     """Records steps on this process if it is one of `profiling.ranks`."""
 
     def __init__(self, config: ProfilingConfig, folder: Path, progress: Progress) -> None:
-        """All processes construct it after the same step. Raises ConfigError if `profiling.ranks` names no ranks."""
-        self.config, self.folder, self.rank, self.progress = config, folder, dist.get_rank(), progress
+        """All processes construct it after the same step.
+
+        Raises ConfigError if `profiling.ranks` names no ranks.
+        """
+        self.config = config
+        self.folder = folder
+        self.rank = dist.get_rank()
+        self.progress = progress
         self.records = self.rank in parse_ranks(config.ranks, dist.get_world_size())
         self.memory = config.memory and torch.cuda.is_available()
         self._trace: profile | None = None  # on the ranks that record
         self._left = 0  # steps until the recording ends
 
     def after_step(self, requested: bool, last: bool) -> None:
-        """All processes call it after each step, with the same request; `last`: no step follows, so a recording ends.
+        """All processes call it after each step, with the same request; `last`: no step follows, so
+        a recording ends.
 
         What a recording has is written also if the end of the run cuts it short.
         """
@@ -63,16 +75,27 @@ class Profiler:
 
     def _maybe_start(self, requested: bool) -> None:
         steps = self.config.warmup_steps + self.config.active_steps
-        if not requested and not (self.config.enabled and (self.progress.step + steps) % self.config.freq == 0):
+        if not requested and not (
+            self.config.enabled and (self.progress.step + steps) % self.config.freq == 0
+        ):
             return
         first = self.progress.step + self.config.warmup_steps + 1
-        logger.info("recording steps %d to %d on ranks %s", first, self.progress.step + steps, self.config.ranks)
+        logger.info(
+            "recording steps %d to %d on ranks %s",
+            first,
+            self.progress.step + steps,
+            self.config.ranks,
+        )
         self._left = steps
         if not self.records:
             return
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        plan = schedule(wait=0, warmup=self.config.warmup_steps, active=self.config.active_steps, repeat=1)
-        self._trace = profile(activities=activities, schedule=plan, on_trace_ready=self._write, record_shapes=True)
+        plan = schedule(
+            wait=0, warmup=self.config.warmup_steps, active=self.config.active_steps, repeat=1
+        )
+        self._trace = profile(
+            activities=activities, schedule=plan, on_trace_ready=self._write, record_shapes=True
+        )
         if self.memory:
             record_memory_history(max_entries=100_000)
         self._trace.start()
@@ -92,7 +115,9 @@ class Profiler:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(f"{stem}.json.gz")
-            Path(f"{stem}.txt").write_text(summary(trace.events(), self.config.active_steps - self._left))
+            Path(f"{stem}.txt").write_text(
+                summary(trace.events(), self.config.active_steps - self._left)
+            )
             Path(f"{stem}.collectives.json").write_text(flight_recorder())
             if self.memory:
                 dump_memory_history(f"{stem}.memory.pickle")
@@ -103,7 +128,10 @@ class Profiler:
 
 
 def parse_ranks(text: str, world_size: int) -> set[int]:
-    """The ranks in `profiling.ranks`: all, or numbers with commas between them. Raises ConfigError."""
+    """The ranks in `profiling.ranks`: all, or numbers with commas between them.
+
+    Raises ConfigError.
+    """
     if text == "all":
         return set(range(world_size))
     words = [word.strip() for word in text.split(",")]

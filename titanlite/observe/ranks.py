@@ -1,9 +1,10 @@
 """The ranks compared: which one is slowest, and which one needs the most memory.
 
-What it is: each rank's seconds of work per step, without the time in which it waited for others, and its peak memory.
-All ranks take equally long for a step, because each waits for the slowest; only the time without waits differs. A
-warning names a rank that is clearly slower than the median in three logged steps in a row. Causes are a throttled or
-shared device, slow storage, or a layout that gives ranks different work, such as unequal stages of a pipeline.
+What it is: each rank's seconds of work per step, without the time in which it waited for others,
+and its peak memory. All ranks take equally long for a step, because each waits for the slowest;
+only the time without waits differs. A warning names a rank that is clearly slower than the median
+in three logged steps in a row. Causes are a throttled or shared device, slow storage, or a layout
+that gives ranks different work, such as unequal stages of a pipeline.
 What it costs: one all-reduce of 16 bytes per rank, in logged steps.
 """
 
@@ -19,7 +20,9 @@ import torch.distributed as dist
 
 logger = logging.getLogger("titanlite")
 
-RATIO, SECONDS = 1.2, 0.001  # slower than the median rank by so much
+# Slower than the median rank by so much
+RATIO = 1.2
+SECONDS = 0.001
 IN_A_ROW = 3  # logged steps
 PAUSE = 600.0  # seconds between two warnings
 
@@ -29,7 +32,9 @@ class Ranks:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._slow, self._in_a_row, self._silent_until = -1, 0, 0.0
+        self._slow = -1
+        self._in_a_row = 0
+        self._silent_until = 0.0
 
     def columns(self, work: float, memory: float) -> dict[str, Any]:
         """`work` in seconds per step, `memory` in GiB. All ranks call it together."""
@@ -39,7 +44,10 @@ class Ranks:
             table = table.to(self.device)
             dist.all_reduce(table)
         seconds, memories = table.T.tolist()
-        row: dict[str, Any] = {"memory_max_gib": max(memories), "memory_max_rank": memories.index(max(memories))}
+        row: dict[str, Any] = {
+            "memory_max_gib": max(memories),
+            "memory_max_rank": memories.index(max(memories)),
+        }
         if len(table) > 1:
             slowest = seconds.index(max(seconds))
             self._warn(slowest, seconds[slowest], statistics.median_low(seconds))
@@ -51,7 +59,8 @@ class Ranks:
         """On rank 0, if the same rank was slow several times."""
         slow = seconds > RATIO * median and seconds > median + SECONDS
         self._in_a_row = self._in_a_row * (rank == self._slow) + 1 if slow else 0
-        self._slow, now = rank, time.monotonic()
+        self._slow = rank
+        now = time.monotonic()
         if self._in_a_row >= IN_A_ROW and now >= self._silent_until and dist.get_rank() == 0:
             self._silent_until = now + PAUSE
             logger.warning(

@@ -1,13 +1,15 @@
 """Step times: where the time of a step goes, from the marks of its phases.
 
-What it is: components mark the phases of a step for the watchdog (`mark_phase`). Here each mark gets a time: on CPU
-that of the clock, on CUDA an event in the stream of the computation, which the device passes when it has finished what
-was queued before. `waits.py` adds a mark before and after each wait for other ranks. The time between two marks belongs
-to the phase of the first, so the phases of a step add up to the step. The columns of a logged step are means per step
-since the last logged step; docs/measures.md describes them.
-Why it is here: tokens per second show that a run is slow. The phases show the cause: data, communication, one rank.
-What it costs: a mark takes under a microsecond on CPU, and on CUDA the recording of an event; the host waits for none.
-A logged step has one all-reduce of 16 bytes per rank.
+What it is: components mark the phases of a step for the watchdog (`mark_phase`). Here each mark
+gets a time: on CPU that of the clock, on CUDA an event in the stream of the computation, which the
+device passes when it has finished what was queued before. `waits.py` adds a mark before and after
+each wait for other ranks. The time between two marks belongs to the phase of the first, so the
+phases of a step add up to the step. The columns of a logged step are means per step since the last
+logged step; docs/measures.md describes them.
+Why it is here: tokens per second show that a run is slow. The phases show the cause: data,
+communication, one rank.
+What it costs: a mark takes under a microsecond on CPU, and on CUDA the recording of an event; the
+host waits for none. A logged step has one all-reduce of 16 bytes per rank.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from titanlite.distributed import watchdog
 from titanlite.observe.memory import memory_columns, peak_memory_gib
 from titanlite.observe.ranks import Ranks
 
-START, STEP = "start of timing", "reading data"  # the first mark after a logged step, and of each step
+# The first mark after a logged step, and of each step
+START = "start of timing"
+STEP = "reading data"
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")  # of a step
 BESIDE = ("validation", "checkpoint", "pause")  # between two steps
 PHASES = {
@@ -40,7 +44,8 @@ PHASES = {
     "pause": "pause",  # until validation or saving begins
     "profiling": "pause",  # writes a trace, on some ranks
 }
-MOST_MARKS = 1000  # beyond these, marks that the device has passed are added up before the next logged step
+# Beyond these, marks that the device has passed are added up before the next logged step
+MOST_MARKS = 1000
 
 
 class HostClock:
@@ -49,7 +54,9 @@ class HostClock:
     now = staticmethod(time.perf_counter)
 
     def in_use(self) -> bool:
-        """Whether what is called now runs in the stream of the computation: on CPU there is no other."""
+        """Whether what is called now runs in the stream of the computation: on CPU there is no
+        other.
+        """
         return True
 
     def reached(self, at: float, wait: bool) -> bool:
@@ -66,7 +73,8 @@ class EventClock:
     """Events in the stream that computes; they are used again after `release`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.current_stream(device)
+        self.device = device
+        self.stream = torch.cuda.current_stream(device)
         self._free: list[Any] = []
 
     def now(self) -> Any:
@@ -75,7 +83,10 @@ class EventClock:
         return event
 
     def in_use(self) -> bool:
-        """Whether what is called now runs in the stream of the computation. FSDP communicates in others."""
+        """Whether what is called now runs in the stream of the computation.
+
+        FSDP communicates in others.
+        """
         return torch.cuda.current_stream(self.device) == self.stream
 
     def reached(self, at: Any, wait: bool) -> bool:
@@ -92,11 +103,14 @@ class EventClock:
 
 
 class Window:
-    """The time between two logged steps: seconds of each phase, and of each step without what is beside it."""
+    """The time between two logged steps: seconds of each phase, and of each step without what is
+    beside it.
+    """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys((*PARTS, *BESIDE), 0.0)
-        self.steps = [0.0]  # the first one begins with the window, and includes the end of the logging before it
+        # The first one begins with the window, and includes the end of the logging before it
+        self.steps = [0.0]
         self.begun = 0  # steps
 
     def begin_step(self) -> None:
@@ -111,7 +125,8 @@ class Window:
 
     def columns(self) -> dict[str, float]:
         """Per step, or for what is beside the steps in total."""
-        count, ordered = self.begun, sorted(self.steps)
+        count = self.begun
+        ordered = sorted(self.steps)
 
         def percentile(percent: int) -> float:
             return ordered[math.ceil(percent / 100 * count) - 1]
@@ -132,15 +147,21 @@ class Window:
 
 
 class StepTimes:
-    """Gets the marks of this process from its construction on. One per process; all ranks construct it together."""
+    """Gets the marks of this process from its construction on.
+
+    One per process; all ranks construct it together.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.ranks = device, Ranks(device)
+        self.device = device
+        self.ranks = Ranks(device)
         self.clock: Any = EventClock(device) if device.type == "cuda" else HostClock()
-        self.window = self._next = Window()  # the one that the last START has ended, and the one after it
+        # The one that the last START has ended, and the one after it
+        self.window = self._next = Window()
         self._marks: list[tuple[str, str, Any]] = []  # part, name, time; not added up yet
         self._last: tuple[str, Any] | None = None  # part and time of the last mark that is added up
-        self._part, self._waiting = "other", False
+        self._part = "other"
+        self._waiting = False
         if dist.get_world_size() > 1:
             from titanlite.observe.waits import time_waits  # one process waits for no other
 
@@ -155,10 +176,12 @@ class StepTimes:
             self._add_up(wait=False)
 
     def begin_wait(self) -> bool:
-        """A wait for other ranks begins. False if it does not delay a step: then it is not recorded.
+        """A wait for other ranks begins. False if it does not delay a step: then it is not
+        recorded.
 
-        That is so in validation and saving, within another wait, in a stream beside the computation, and in threads of
-        this program but the main one, as of asynchronous saving. Autograd's threads are not started by Python.
+        That is so in validation and saving, within another wait, in a stream beside the
+        computation, and in threads of this program but the main one, as of asynchronous saving.
+        Autograd's threads are not started by Python.
         """
         started_here = type(threading.current_thread()) is threading.Thread
         if started_here or self._waiting or self._part in BESIDE or not self.clock.in_use():
@@ -173,7 +196,9 @@ class StepTimes:
         self._waiting = False
 
     def _add_up(self, wait: bool) -> None:
-        """Adds up the time between marks; without `wait` only between those that the device has passed."""
+        """Adds up the time between marks; without `wait` only between those that the device has
+        passed.
+        """
         done = 0
         for part, name, at in self._marks:
             if not self.clock.reached(at, wait):
@@ -182,16 +207,25 @@ class StepTimes:
                 self._next.add(self._last[0], self.clock.between(self._last[1], at))
                 self.clock.release(self._last[1])
             if name == START:
-                self.window, self._next = self._next, Window()
+                self.window = self._next
+                self._next = Window()
             elif name == STEP:
                 self._next.begin_step()
-            self._last, done = (part, at), done + 1
+            self._last = (part, at)
+            done = done + 1
         del self._marks[:done]
 
     def columns(self) -> dict[str, Any]:
-        """The columns of a logged step; none if no step has begun since the last one. All ranks call it together."""
+        """The columns of a logged step; none if no step has begun since the last one.
+
+        All ranks call it together.
+        """
         self._add_up(wait=True)
         if not self.window.begun:
             return {}
         row: dict[str, Any] = self.window.columns()
-        return row | self.ranks.columns(self.window.work, peak_memory_gib(self.device)) | memory_columns(self.device)
+        return (
+            row
+            | self.ranks.columns(self.window.work, peak_memory_gib(self.device))
+            | memory_columns(self.device)
+        )

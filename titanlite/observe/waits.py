@@ -1,6 +1,7 @@
 """Waits for other ranks: where communication is not hidden behind computation.
 
-What it is: `time_waits` puts two calls around each wait of this process for a collective or a message:
+What it is: `time_waits` puts two calls around each wait of this process for a collective or a
+message:
     `Work.wait`            FSDP, messages of a pipeline, and the collectives of `torch.distributed`
     `wait_tensor`          functional collectives, which DTensor uses; an operator in C++, also called by compiled
                            blocks. It gets a kernel in Python that calls the former one
@@ -10,7 +11,8 @@ On CUDA waiting means that the stream of the computation waits for another strea
     `shard_dim_alltoall`   of Ulysses, an operator that waits in C++
 `Stream.wait_stream`, with which `to_device.py` waits for batches, is not among them.
 Why it is here: torch has no hook for it, and a profiler slows the steps that it records.
-What it costs: two marks (`step_times.py`) per wait, and for `wait_tensor` a call from C++ to Python.
+What it costs: two marks (`step_times.py`) per wait, and for `wait_tensor` a call from C++ to
+Python.
 """
 
 from __future__ import annotations
@@ -25,12 +27,20 @@ from torch.distributed.distributed_c10d import Work
 
 from titanlite.distributed.torch_private import SHARD_ALL_TO_ALL, WAIT_TENSOR, call_kernel
 
-COLLECTIVES = ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast", "reduce_scatter_tensor")
+COLLECTIVES = (
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "broadcast",
+    "reduce_scatter_tensor",
+)
 _libraries: list[Any] = []  # kernels are removed with the library that registered them
 
 
 def time_waits(begin: Callable[[], bool], end: Callable[[], None], device: torch.device) -> None:
-    """Calls `begin` before each wait of this process from now on, and `end` after it if `begin` returned true."""
+    """Calls `begin` before each wait of this process from now on, and `end` after it if `begin`
+    returned true.
+    """
     work: Any = Work
     work.wait = timed(work.wait, begin, end)
     time_operator(WAIT_TENSOR, begin, end, device)
@@ -41,7 +51,9 @@ def time_waits(begin: Callable[[], bool], end: Callable[[], None], device: torch
             setattr(dist, name, timed(getattr(dist, name), begin, end))
 
 
-def timed(function: Callable[..., Any], begin: Callable[[], bool], end: Callable[[], None]) -> Callable[..., Any]:
+def timed(
+    function: Callable[..., Any], begin: Callable[[], bool], end: Callable[[], None]
+) -> Callable[..., Any]:
     """The function between `begin` and `end`."""
 
     @functools.wraps(function)
@@ -56,8 +68,12 @@ def timed(function: Callable[..., Any], begin: Callable[[], bool], end: Callable
     return call
 
 
-def time_operator(operator: Any, begin: Callable[[], bool], end: Callable[[], None], device: torch.device) -> None:
-    """Registers a kernel for tensors of this device that calls the one before between `begin` and `end`."""
+def time_operator(
+    operator: Any, begin: Callable[[], bool], end: Callable[[], None], device: torch.device
+) -> None:
+    """Registers a kernel for tensors of this device that calls the one before between `begin` and
+    `end`.
+    """
     key = device.type.upper()
     kernel = timed(functools.partial(call_kernel, operator), begin, end)
     _libraries.append(library := torch.library.Library(operator.namespace, "IMPL"))
@@ -65,7 +81,10 @@ def time_operator(operator: Any, begin: Callable[[], bool], end: Callable[[], No
 
 
 def time_streams(stream: Any, begin: Callable[[], bool], end: Callable[[], None]) -> None:
-    """Times when the current stream waits for an event. `stream`: the class; its `wait_stream` calls `wait_event`."""
+    """Times when the current stream waits for an event.
+
+    `stream`: the class; its `wait_stream` calls `wait_event`.
+    """
     original = stream.wait_event
     current = timed(original, begin, end)
 
@@ -75,4 +94,5 @@ def time_streams(stream: Any, begin: Callable[[], bool], end: Callable[[], None]
     def wait_stream(self: Any, other: Any) -> None:
         original(self, other.record_event())
 
-    stream.wait_event, stream.wait_stream = wait_event, wait_stream
+    stream.wait_event = wait_event
+    stream.wait_stream = wait_stream

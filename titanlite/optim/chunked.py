@@ -1,10 +1,11 @@
 """Output projection and cross entropy for one chunk of tokens at a time.
 
 What it is: the summed loss of hidden states, without all logits at once.
-What it costs: with n chunks 1/n of the memory of logits, log-softmax and gradient. For 1/n of the tokens at a time, it
-computes the logits, their loss and its gradients, and frees the logits. The loss is a sum, so the backward only
-multiplies these gradients by the factor that it receives, and nothing is computed twice. The gradients of the hidden
-states and of the projection are kept until the backward.
+What it costs: with n chunks 1/n of the memory of logits, log-softmax and gradient. For 1/n of the
+tokens at a time, it computes the logits, their loss and its gradients, and frees the logits. The
+loss is a sum, so the backward only multiplies these gradients by the factor that it receives, and
+nothing is computed twice. The gradients of the hidden states and of the projection are kept until
+the backward.
 """
 
 from __future__ import annotations
@@ -41,12 +42,17 @@ class _Chunked(torch.autograd.Function):
     """Computes the gradients in the forward; the backward multiplies them by the incoming factor."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int, loss: SummedLoss) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, num_chunks: int, loss: SummedLoss
+    ) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         to_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        to_weight = torch.zeros_like(weight, dtype=torch.float32)  # a sum in bfloat16 would be rounded after each chunk
+        # a sum in bfloat16 would be rounded after each chunk
+        to_weight = torch.zeros_like(weight, dtype=torch.float32)
         projection = weight.detach().requires_grad_()
-        chunks = (_token_chunks(values, num_chunks) for values in (hidden.detach(), labels, to_hidden))
+        chunks = (
+            _token_chunks(values, num_chunks) for values in (hidden.detach(), labels, to_hidden)
+        )
         for x, y, gradient in zip(*chunks, strict=True):
             with torch.enable_grad():
                 x.requires_grad_()
@@ -56,7 +62,9 @@ class _Chunked(torch.autograd.Function):
             gradient.copy_(x_gradient)
             to_weight += weight_gradient
         # not float16: the sum is not scaled yet, and could overflow
-        ctx.save_for_backward(to_hidden, to_weight if weight.dtype == torch.float16 else to_weight.to(weight.dtype))
+        ctx.save_for_backward(
+            to_hidden, to_weight if weight.dtype == torch.float16 else to_weight.to(weight.dtype)
+        )
         return total
 
     @staticmethod

@@ -1,14 +1,15 @@
 """Cross entropy, summed over tokens.
 
-What it is: the *sum* of the loss over the local targets. The caller divides it by the *global* number of targets of the
-optimizer step (all local batches of all data-parallel ranks), and gradients are summed over processes.
-Why it is here: the result must not depend on how the batch is divided. The mean over ranks or local batches of their
-mean losses equals the mean over all targets only if all have equally many targets. Counts differ where labels are
-ignored: at the ends of documents with `data.document_mask`, in the padding of packed rows, in prompts, and in the last
-batch of validation. The sum divided by the global count is exact in all cases, over ranks and over gradient
-accumulation.
-What it costs: at its peak three times 4 B S V bytes: the logits in fp32, their log-softmax and the gradient;
-`chunked.py` needs a part of that.
+What it is: the *sum* of the loss over the local targets. The caller divides it by the *global*
+number of targets of the optimizer step (all local batches of all data-parallel ranks), and
+gradients are summed over processes.
+Why it is here: the result must not depend on how the batch is divided. The mean over ranks or local
+batches of their mean losses equals the mean over all targets only if all have equally many targets.
+Counts differ where labels are ignored: at the ends of documents with `data.document_mask`, in the
+padding of packed rows, in prompts, and in the last batch of validation. The sum divided by the
+global count is exact in all cases, over ranks and over gradient accumulation.
+What it costs: at its peak three times 4 B S V bytes: the logits in fp32, their log-softmax and the
+gradient; `chunked.py` needs a part of that.
 """
 
 from __future__ import annotations
@@ -22,5 +23,7 @@ SummedLoss = Callable[[Tensor, Tensor], Tensor]  # logits (B, S, V), labels (B, 
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Scalar fp32: sum of -log p(label). logits (B, S, V), labels (B, S); a label of -100 is ignored."""
+    """Scalar fp32: sum of -log p(label). logits (B, S, V), labels (B, S); a label of -100 is
+    ignored.
+    """
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")

@@ -1,16 +1,19 @@
 """Dynamic loss scaling: training in float16 on GPUs that have no bfloat16 (Turing, Volta).
 
-What it is: float16 has 5 exponent bits, so a gradient below 6e-8 becomes zero, and one above 65,504 infinity. The loss
-is multiplied by a scale before the backward, and the gradients are divided by it before clipping (arXiv 1710.03740). If
-the norm of all gradients is not finite, the update is withheld and the scale is halved; after
-`training.loss_scale_growth` good steps in a row it is doubled. The scale is a power of two, so multiplying and dividing
-by it rounds nothing.
-Why it is here: the largest scale that does not overflow changes during training. Scaling cannot help if the forward
-overflows; then the scale falls to 1, and the step is a bad one, as in any other dtype (`stability.py`).
-What it costs: one pass over the gradients, to divide them. Nothing is read by the host: scale, decision and counts stay
-on the device, and are the same on all ranks because the norm is that of the whole gradient.
-What stays fp32: parameters, gradients and their sums over ranks, moments, RoPE, the loss, and within their kernels the
-norms, softmax and the sums of matrix products. The residual stream is float16.
+What it is: float16 has 5 exponent bits, so a gradient below 6e-8 becomes zero, and one above 65,504
+infinity. The loss is multiplied by a scale before the backward, and the gradients are divided by it
+before clipping (arXiv 1710.03740). If the norm of all gradients is not finite, the update is
+withheld and the scale is halved; after `training.loss_scale_growth` good steps in a row it is
+doubled. The scale is a power of two, so multiplying and dividing by it rounds nothing.
+Why it is here: the largest scale that does not overflow changes during training. Scaling cannot
+help if the forward overflows; then the scale falls to 1, and the step is a bad one, as in any other
+dtype (`stability.py`).
+What it costs: one pass over the gradients, to divide them. Nothing is read by the host: scale,
+decision and counts stay on the device, and are the same on all ranks because the norm is that of
+the whole gradient.
+What stays fp32: parameters, gradients and their sums over ranks, moments, RoPE, the loss, and
+within their kernels the norms, softmax and the sums of matrix products. The residual stream is
+float16.
 """
 
 from __future__ import annotations
@@ -26,27 +29,41 @@ from titanlite.config.schema import TrainingConfig
 from titanlite.distributed.torch_private import foreach_mul_
 from titanlite.optim.found_inf import require_withholding, withhold
 
-LOWEST, HIGHEST = 1.0, 2.0**24
+LOWEST = 1.0
+HIGHEST = 2.0**24
 
 
 class LossScale:
-    """The scale. Stateful: scale, good steps since it was last changed, and the number of withheld updates."""
+    """The scale.
+
+    Stateful: scale, good steps since it was last changed, and the number of withheld updates.
+    """
 
     optional = True  # a run that continues in float16 begins with `training.loss_scale`
 
-    def __init__(self, config: TrainingConfig, stages: Any, optimizer: Any, device: torch.device) -> None:
-        """Scales the loss of `stages`. Raises ConfigError if the optimizer cannot withhold an update."""
+    def __init__(
+        self, config: TrainingConfig, stages: Any, optimizer: Any, device: torch.device
+    ) -> None:
+        """Scales the loss of `stages`.
+
+        Raises ConfigError if the optimizer cannot withhold an update.
+        """
         require_withholding(optimizer, "training.compute_dtype = float16")
         stages.runner = ScaledRunner(stages.runner, self)
-        self.optimizer, self.growth = optimizer, config.loss_scale_growth
-        self.first, self.device = config.loss_scale, device
+        self.optimizer = optimizer
+        self.growth = config.loss_scale_growth
+        self.first = config.loss_scale
+        self.device = device
         self.reset()
 
     def reset(self) -> None:
         """Back to the state at the beginning of a run."""
         self.scale = torch.tensor(self.first, dtype=torch.float32, device=self.device)
-        self.good_steps, self.skipped = (torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(2))
-        self.tolerated = torch.zeros((), dtype=torch.bool, device=self.device)  # an overflow, and the scale was lowered
+        self.good_steps, self.skipped = (
+            torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(2)
+        )
+        # An overflow, and the scale was lowered
+        self.tolerated = torch.zeros((), dtype=torch.bool, device=self.device)
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}
@@ -56,9 +73,11 @@ class LossScale:
             setattr(self, name, state[name].to(value.device))
 
     def clip(self, clip_grad_norm: Callable[[], Tensor]) -> Tensor:
-        """Divides the gradients by the scale, clips them, and decides about the update. Returns their global norm.
+        """Divides the gradients by the scale, clips them, and decides about the update. Returns
+        their global norm.
 
-        All ranks call it together. The norm is an fp32 scalar on the device, NaN or infinite after an overflow.
+        All ranks call it together. The norm is an fp32 scalar on the device, NaN or infinite after
+        an overflow.
         """
         self._unscale()
         norm = clip_grad_norm()
@@ -84,11 +103,16 @@ class LossScale:
             foreach_mul_(gradients, (1 / self.scale).to(device))
 
     def tolerates(self) -> bool:
-        """Whether the norm of this step is not finite because of the scale, which has been lowered. Waits."""
+        """Whether the norm of this step is not finite because of the scale, which has been lowered.
+
+        Waits.
+        """
         return bool(self.tolerated)
 
     def columns(self) -> dict[str, Any]:
-        """Columns of a logged step: the scale of the next step, and how many updates were withheld so far. Waits."""
+        """Columns of a logged step: the scale of the next step, and how many updates were withheld
+        so far. Waits.
+        """
         scale, skipped = torch.stack([self.scale, self.skipped]).tolist()
         return {"loss_scale": scale, "skipped_steps": int(skipped)}
 
@@ -96,14 +120,18 @@ class LossScale:
 class ScaledRunner:
     """Runs forward and backward of a scaled loss; returns the loss itself.
 
-    The loss is divided by the number of targets, in every layout and in each pipeline stage that computes it. So that
-    number, divided by the scale, scales the loss.
+    The loss is divided by the number of targets, in every layout and in each pipeline stage that
+    computes it. So that number, divided by the scale, scales the loss.
     """
 
     def __init__(self, runner: Any, loss_scale: LossScale) -> None:
-        self.runner, self.loss_scale, self.evaluate = runner, loss_scale, runner.evaluate
+        self.runner = runner
+        self.loss_scale = loss_scale
+        self.evaluate = runner.evaluate
 
-    def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **packing: Tensor) -> Tensor:
+    def forward_backward(
+        self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **packing: Tensor
+    ) -> Tensor:
         scale = self.loss_scale.scale
         loss: Tensor = self.runner.forward_backward(tokens, labels, num_targets / scale, **packing)
         return loss / scale

@@ -1,14 +1,16 @@
 """AdamW with moments or parameters in bfloat16.
 
-What it is: the update of torch.optim.AdamW (arXiv 1711.05101), computed in fp32. Between steps, moments and parameters
-are stored in their own dtypes.
+What it is: the update of torch.optim.AdamW (arXiv 1711.05101), computed in fp32. Between steps,
+moments and parameters are stored in their own dtypes.
 Why it is here: torch.optim.AdamW requires one dtype for parameters and moments.
-What it costs: bfloat16 moments save 4 bytes per parameter, and bfloat16 parameters (and so gradients) another 4. Every
-step rounds. A moment changes by several per cent in a step, so rounding it to 8 significant bits matters little; with
-beta2 above 0.99 the change of the second moment would be lost in rounding. An update smaller than 1/512 to 1/256 of a
-parameter (depending on its mantissa) is lost, which matters most for small learning rates. Time: a
-dozen kernels for each 32 million numbers; the fused AdamW needs one. Where updates can be withheld (`found_inf`, see
-`stability.py`), copies of 32 million weights and moments, and three kernels more for each parameter.
+What it costs: bfloat16 moments save 4 bytes per parameter, and bfloat16 parameters (and so
+gradients) another 4. Every step rounds. A moment changes by several per cent in a step, so rounding
+it to 8 significant bits matters little; with beta2 above 0.99 the change of the second moment would
+be lost in rounding. An update smaller than 1/512 to 1/256 of a parameter (depending on its
+mantissa) is lost, which matters most for small learning rates. Time: a dozen kernels for each 32
+million numbers; the fused AdamW needs one. Where updates can be withheld (`found_inf`, see
+`stability.py`), copies of 32 million weights and moments, and three kernels more for each
+parameter.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ CHUNK_NUMEL = 1 << 25  # numbers whose fp32 copies are in memory at a time
 
 
 class LowPrecisionAdamW(torch.optim.Optimizer):
-    """AdamW with moments in `dtype` and parameters in any dtype. Its state has the names of torch.optim.AdamW's."""
+    """AdamW with moments in `dtype` and parameters in any dtype.
+
+    Its state has the names of torch.optim.AdamW's.
+    """
 
     honours_found_inf = True  # see stability.py
 
@@ -40,7 +45,9 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         dtype: torch.dtype,
         weight_decay: float = 0,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
         self.dtype = dtype
 
     @torch.no_grad()
@@ -49,8 +56,10 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             for parameter in parameters:
-                if not (state := self.state[parameter]):
-                    state["step"] = torch.zeros(())  # on the CPU, so that reading it does not wait for a GPU
+                state = self.state[parameter]
+                if not state:
+                    # On the CPU, so that reading it does not wait for a GPU
+                    state["step"] = torch.zeros(())
                     for name in ("exp_avg", "exp_avg_sq"):
                         state[name] = torch.zeros_like(parameter, dtype=self.dtype)
                 if found is None:
@@ -68,20 +77,28 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
                     _update_unless(found > 0, piece, counts[0].double(), group)
 
     def _pieces(self, parameters: list[Tensor]) -> Iterator[Columns]:
-        """Weights, both moments and gradients of up to CHUNK_NUMEL numbers at a time, of one or more parameters."""
+        """Weights, both moments and gradients of up to CHUNK_NUMEL numbers at a time, of one or
+        more parameters.
+        """
         piece: list[tuple[Tensor, ...]] = []
         count = 0
         for parameter in parameters:
             state = self.state[parameter]
-            whole = [local_part(t) for t in (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad)]
+            whole = [
+                local_part(t)
+                for t in (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad)
+            ]
             if all(tensor.is_contiguous() for tensor in whole):
-                rows = list(zip(*(tensor.view(-1).split(CHUNK_NUMEL) for tensor in whole), strict=True))
+                rows = list(
+                    zip(*(tensor.view(-1).split(CHUNK_NUMEL) for tensor in whole), strict=True)
+                )
             else:
                 rows = [tuple(whole)]
             for row in rows:
                 if piece and count + row[0].numel() > CHUNK_NUMEL:
                     yield tuple(map(list, zip(*piece, strict=True)))  # type: ignore[misc]
-                    piece, count = [], 0
+                    piece = []
+                    count = 0
                 piece.append(row)
                 count += row[0].numel()
         if piece:

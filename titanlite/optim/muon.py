@@ -1,28 +1,33 @@
 """Muon: momentum whose matrix is orthogonalised before it is applied.
 
-What it is: for a matrix W with gradient G, an average m <- mu m + (1 - mu) G, Nesterov's combination U = mu m + (1 -
-mu) G, and W <- W - lr scale O. O is U with all singular values near 1: five steps of the Newton-Schulz iteration X <- a
-X + (b X X' + c (X X')^2) X, whose coefficients raise small singular values fast and leave them between 0.7 and 1.2
-(Jordan 2024, https://kellerjordan.github.io/posts/muon). With scale = 0.2 sqrt(max(rows, columns)) the update has the
-root mean square of AdamW's, so AdamW's learning rate and decay fit (Moonlight, arXiv 2502.16982); Jordan's is
-sqrt(max(1, rows / columns)). Embeddings, norms and the output layer are AdamW's; both are one Optimizer here.
+What it is: for a matrix W with gradient G, an average m <- mu m + (1 - mu) G, Nesterov's
+combination U = mu m + (1 - mu) G, and W <- W - lr scale O. O is U with all singular values near 1:
+five steps of the Newton-Schulz iteration X <- a X + (b X X' + c (X X')^2) X, whose coefficients
+raise small singular values fast and leave them between 0.7 and 1.2 (Jordan 2024,
+https://kellerjordan.github.io/posts/muon). With scale = 0.2 sqrt(max(rows, columns)) the update has
+the root mean square of AdamW's, so AdamW's learning rate and decay fit (Moonlight, arXiv
+2502.16982); Jordan's is sqrt(max(1, rows / columns)). Embeddings, norms and the output layer are
+AdamW's; both are one Optimizer here.
 
-Why it is here: torch.optim.Muon (2.11 to 2.13) computes the right update for DTensors too, but each product of the
-iteration communicates, every rank computes every matrix, always in bfloat16, and it does not know `found_inf`.
+Why it is here: torch.optim.Muon (2.11 to 2.13) computes the right update for DTensors too, but each
+product of the iteration communicates, every rank computes every matrix, always in bfloat16, and it
+does not know `found_inf`.
 
-How it is divided: the iteration needs whole matrices. Matrices of one shape are taken in groups, one for each rank that
-shares them (dp_replicate, dp_shard, cp, tp). An all-to-all over each axis turns a rank's parts of a group into one
-whole matrix. The rank orthogonalises it, and the same all-to-alls in reverse return the parts. So all layouts compute
-the same, and differ in who computes which matrix.
+How it is divided: the iteration needs whole matrices. Matrices of one shape are taken in groups,
+one for each rank that shares them (dp_replicate, dp_shard, cp, tp). An all-to-all over each axis
+turns a rank's parts of a group into one whole matrix. The rank orthogonalises it, and the same
+all-to-alls in reverse return the parts. So all layouts compute the same, and differ in who computes
+which matrix.
 
     4 matrices of 4096 x 4096, dp_shard = 4: rank 2 holds rows 2048 to 3071 of each. It sends 1024 x 4096 numbers to
     each other rank and gets matrix 2. After the iteration it sends their rows back.
 
-What it costs: 4 bytes of state per parameter (fp32), half of AdamW's. The iteration of a matrix with sides s <= l
-computes 20 s^2 l + 10 s^3 FLOPs on one rank. Each mesh axis of k ranks that shards the matrices adds two all-to-alls,
-together 2 e N/k (k-1)/k bytes per rank, for N parameters in matrices and e bytes per number (4, or 2 in bfloat16). Over
-dp_replicate there is only the second, an all-gather. gloo has no all-to-all: DTensor gathers and cuts instead. Memory:
-three matrices, and their parts.
+What it costs: 4 bytes of state per parameter (fp32), half of AdamW's. The iteration of a matrix
+with sides s <= l computes 20 s^2 l + 10 s^3 FLOPs on one rank. Each mesh axis of k ranks that
+shards the matrices adds two all-to-alls, together 2 e N/k (k-1)/k bytes per rank, for N parameters
+in matrices and e bytes per number (4, or 2 in bfloat16). Over dp_replicate there is only the
+second, an all-gather. gloo has no all-to-all: DTensor gathers and cuts instead. Memory: three
+matrices, and their parts.
 """
 
 from __future__ import annotations
@@ -41,7 +46,9 @@ from torch.distributed.tensor.placement_types import Placement
 from titanlite.config.schema import OptimizerConfig
 from titanlite.distributed.dtensor import local_part
 
-COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+EPS = 1e-7
 Axis = tuple[DeviceMesh, Placement, tuple[int, int]]
 
 
@@ -50,43 +57,68 @@ class Muon(torch.optim.Optimizer):
 
     honours_found_inf = True  # see stability.py; the other optimizer does so too
 
-    def __init__(self, matrices: list[dict[str, Any]], others: torch.optim.Optimizer, config: OptimizerConfig) -> None:
-        """`matrices`: parameter groups of matrices. The groups and the state of `others` become part of this one."""
-        self.config, self.others = config, others
-        super().__init__([*matrices, *others.param_groups], {"lr": config.lr, "weight_decay": config.weight_decay})
+    def __init__(
+        self, matrices: list[dict[str, Any]], others: torch.optim.Optimizer, config: OptimizerConfig
+    ) -> None:
+        """`matrices`: parameter groups of matrices.
+
+        The groups and the state of `others` become part of this one.
+        """
+        self.config = config
+        self.others = others
+        super().__init__(
+            [*matrices, *others.param_groups],
+            {"lr": config.lr, "weight_decay": config.weight_decay},
+        )
         self.matrices = self.param_groups[: len(matrices)]
         others.state = self.state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        found_inf: Tensor | None = getattr(self, "found_inf", None)  # 1: change nothing (torch.amp.GradScaler)
+        # 1: change nothing (torch.amp.GradScaler)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
         for group in self.matrices:
             for matrices in _alike(group["params"]):
                 self._update(matrices, group, found_inf)
         self.others.found_inf = found_inf  # type: ignore[attr-defined]
         self.others.step()
 
-    def _update(self, matrices: list[Tensor], group: dict[str, Any], found_inf: Tensor | None) -> None:
+    def _update(
+        self, matrices: list[Tensor], group: dict[str, Any], found_inf: Tensor | None
+    ) -> None:
         """One step of matrices with the same shape and placement."""
-        momentum, rate, updates = self.config.muon_momentum, group["lr"], []
+        momentum = self.config.muon_momentum
+        rate = group["lr"]
+        updates = []
         for matrix in matrices:
             state = self.state[matrix]
             if not state:
-                state["exp_avg"] = torch.zeros_like(matrix, dtype=getattr(torch, self.config.state_dtype))
-            gradient, kept = local_part(matrix.grad).float(), local_part(state["exp_avg"])
+                state["exp_avg"] = torch.zeros_like(
+                    matrix, dtype=getattr(torch, self.config.state_dtype)
+                )
+            gradient = local_part(matrix.grad).float()
+            kept = local_part(state["exp_avg"])
             average = kept.float().lerp(gradient, 1 - momentum)
             updates.append(gradient.lerp(average, momentum))
             _assign(kept, average, found_inf)
         scale = _scale(matrices[0].shape, self.config.muon_scale)
-        for matrix, direction in zip(matrices, self._orthogonalize(updates, matrices[0]), strict=True):
+        for matrix, direction in zip(
+            matrices, self._orthogonalize(updates, matrices[0]), strict=True
+        ):
             weight = local_part(matrix)
             new = weight.float() * (1 - rate * group["weight_decay"])
             _assign(weight, new.sub_(direction.to(weight.device), alpha=rate * scale), found_inf)
 
     def _orthogonalize(self, updates: list[Tensor], like: Tensor) -> Tensor:
-        """This rank's parts of matrices, sharded like `like` -> the same parts of the orthogonalised matrices."""
-        device_type = like.device_mesh.device_type if isinstance(like, DTensor) else like.device.type
-        dtype = {"auto": "bfloat16" if device_type == "cuda" else "float32"}.get(name := self.config.muon_dtype, name)
+        """This rank's parts of matrices, sharded like `like` -> the same parts of the
+        orthogonalised matrices.
+        """
+        device_type = (
+            like.device_mesh.device_type if isinstance(like, DTensor) else like.device.type
+        )
+        dtype = {"auto": "bfloat16" if device_type == "cuda" else "float32"}.get(
+            name := self.config.muon_dtype, name
+        )
         parts = torch.stack(updates).to(device_type, getattr(torch, dtype))
         axes = _axes(like)
         before = []
@@ -96,12 +128,17 @@ class Muon(torch.optim.Optimizer):
         parts = orthogonalize(parts)
         for (mesh, placement, sizes), shape in zip(reversed(axes), reversed(before), strict=True):
             whole = (shape[0], *sizes)
-            parts = _redistribute(parts, mesh, whole, Shard(0), placement) if shape[0] else parts.new_empty(shape)
+            parts = (
+                _redistribute(parts, mesh, whole, Shard(0), placement)
+                if shape[0]
+                else parts.new_empty(shape)
+            )
         return parts.float()
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Each of these (n, rows, columns) with singular values between 0.7 and 1.2, in its dtype, if they were not tiny.
+    """Each of these (n, rows, columns) with singular values between 0.7 and 1.2, in its dtype, if
+    they were not tiny.
 
     A singular value below 1e-3 of the norm stays smaller.
     """
@@ -116,16 +153,28 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def _scale(shape: torch.Size, kind: str) -> float:
-    """The factor of the learning rate: singular values of 1 make numbers of the size 1 / sqrt(max(rows, columns))."""
+    """The factor of the learning rate: singular values of 1 make numbers of the size 1 /
+    sqrt(max(rows, columns)).
+    """
     rows, columns = shape
-    return 0.2 * math.sqrt(max(rows, columns)) if kind == "adamw" else math.sqrt(max(1.0, rows / columns))
+    return (
+        0.2 * math.sqrt(max(rows, columns))
+        if kind == "adamw"
+        else math.sqrt(max(1.0, rows / columns))
+    )
 
 
 def _alike(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters with a gradient that have the same shape and placement; at most one for each rank that shares them."""
+    """Parameters with a gradient that have the same shape and placement; at most one for each rank
+    that shares them.
+    """
     kinds: dict[Any, list[Tensor]] = {}
     for parameter in (p for p in parameters if p.grad is not None):
-        sharding = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        sharding = (
+            (parameter.device_mesh, parameter.placements)
+            if isinstance(parameter, DTensor)
+            else None
+        )
         kinds.setdefault((parameter.shape, sharding), []).append(parameter)
     for kind in kinds.values():
         ranks = kind[0].device_mesh.size() if isinstance(kind[0], DTensor) else 1
@@ -133,10 +182,11 @@ def _alike(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _axes(matrix: Tensor) -> list[Axis]:
-    """The axes of a matrix's mesh, outermost first: one-dimensional mesh, placement of stacked matrices, sizes.
+    """The axes of a matrix's mesh, outermost first: one-dimensional mesh, placement of stacked
+    matrices, sizes.
 
-    The sizes are those of the part of a matrix that the ranks along the axis share. tp divides a matrix first, so for
-    dp_shard it is tp's part, which makes both divisions plain ones.
+    The sizes are those of the part of a matrix that the ranks along the axis share. tp divides a
+    matrix first, so for dp_shard it is tp's part, which makes both divisions plain ones.
     """
     if not isinstance(matrix, DTensor):
         return []
@@ -144,8 +194,10 @@ def _axes(matrix: Tensor) -> list[Axis]:
     sizes: list[int] = [rows, columns]
     axes: list[Axis] = []
     for i in reversed(range(matrix.device_mesh.ndim)):
-        mesh, placement = _line(matrix.device_mesh, i), matrix.placements[i]
-        dim = getattr(placement, "dim", None)  # a Shard's, or that of FSDP's shard of what tp has sharded
+        mesh = _line(matrix.device_mesh, i)
+        placement = matrix.placements[i]
+        # a Shard's, or that of FSDP's shard of what tp has sharded
+        dim = getattr(placement, "dim", None)
         axes.append((mesh, Replicate() if dim is None else Shard(dim + 1), (sizes[0], sizes[1])))
         if dim is not None:
             portion = -(-sizes[dim] // mesh.size())
@@ -160,12 +212,16 @@ def _line(mesh: DeviceMesh, i: int) -> DeviceMesh:
     return mesh if mesh.ndim == 1 or names is None else mesh[names[i]]
 
 
-def _redistribute(part: Tensor, mesh: DeviceMesh, shape: tuple[int, ...], old: Placement, new: Placement) -> Tensor:
+def _redistribute(
+    part: Tensor, mesh: DeviceMesh, shape: tuple[int, ...], old: Placement, new: Placement
+) -> Tensor:
     """This rank's part of a tensor (n, rows, columns), with another placement."""
     if not shape[0]:
         return part.new_empty(shape)
     stride = (shape[1] * shape[2], shape[2], 1)
-    whole = DTensor.from_local(part, mesh, [old], run_check=False, shape=torch.Size(shape), stride=stride)
+    whole = DTensor.from_local(
+        part, mesh, [old], run_check=False, shape=torch.Size(shape), stride=stride
+    )
     return whole.redistribute(placements=[new]).to_local()
 
 

@@ -1,9 +1,10 @@
 """The learning rate of each step.
 
-What it is: linear warmup, then cosine (arXiv 1608.03983), linear, warmup-stable-decay (WSD, arXiv 2404.06395; its
-decays: arXiv 2405.18392), constant, the inverse square root of the step (arXiv 1706.03762), or steps down. It is a pure
-function of the step number and has no state. Two details: the rate of the first step is not 0 (the warmup counts from
-1; none is a warmup of 1), and after the last step the rate stays at its minimum (a plain cosine would rise again).
+What it is: linear warmup, then cosine (arXiv 1608.03983), linear, warmup-stable-decay (WSD, arXiv
+2404.06395; its decays: arXiv 2405.18392), constant, the inverse square root of the step (arXiv
+1706.03762), or steps down. It is a pure function of the step number and has no state. Two details:
+the rate of the first step is not 0 (the warmup counts from 1; none is a warmup of 1), and after the
+last step the rate stays at its minimum (a plain cosine would rise again).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
     """Learning rate of a step, counted from 0, divided by the peak rate."""
-    shape, begin = config.name, max(1, config.warmup_steps)
+    shape = config.name
+    begin = max(1, config.warmup_steps)
     if step < begin:
         return (step + 1) / begin
     if shape == "inverse_sqrt":
@@ -27,10 +29,13 @@ def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
     if shape == "step":
         from titanlite.config.changes import milestones
 
-        return min((m.value for m in milestones(config.milestones) if m.step <= step + 1), default=1.0)
+        return min(
+            (m.value for m in milestones(config.milestones) if m.step <= step + 1), default=1.0
+        )
     if shape == "wsd":
         decay_steps = config.decay_steps or round(config.decay_fraction * total_steps)
-        shape, begin = config.decay, max(begin, total_steps - decay_steps)
+        shape = config.decay
+        begin = max(begin, total_steps - decay_steps)
     # 0 at the last step with the peak rate, 1 at the last step of the run
     progress = min(1.0, max(0.0, (step + 1 - begin) / max(1, total_steps - begin)))
     if shape == "constant":
@@ -45,11 +50,18 @@ def lr_factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
 class Schedule:
     """Sets the learning rate of every parameter group."""
 
-    def __init__(self, optimizer: Optimizer, config: ScheduleConfig, peak_lr: float, total_steps: int) -> None:
-        self.optimizer, self.config, self.peak_lr, self.total_steps = optimizer, config, peak_lr, total_steps
+    def __init__(
+        self, optimizer: Optimizer, config: ScheduleConfig, peak_lr: float, total_steps: int
+    ) -> None:
+        self.optimizer = optimizer
+        self.config = config
+        self.peak_lr = peak_lr
+        self.total_steps = total_steps
 
     def set_lr(self, step: int) -> float:
-        """Sets the rates of optimizer step 1, 2, ..., `total_steps`; returns that of groups without their own."""
+        """Sets the rates of optimizer step 1, 2, ..., `total_steps`; returns that of groups without
+        their own.
+        """
         factor = lr_factor(self.config, step - 1, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = factor * group.get("peak_lr", self.peak_lr)

@@ -1,12 +1,14 @@
 """z-loss: keeps the denominator of the softmax near 1.
 
-What it is: the loss plus coefficient * ln(Z)^2 for each target, where Z is the sum of exp(logit) over the vocabulary
-(PaLM, arXiv 2204.02311, section 5). Like the loss it is a sum over targets; ignored labels contribute nothing.
-Why it is here: cross entropy does not change if all logits of a token grow alike. Without a bound they can drift in a
-long run, and bfloat16 then rounds differences between them.
-What it costs: ln(Z) is computed a second time, one pass over the logits, and its gradient is one more tensor of their
-size, 4 B S V bytes. With tp each rank sums over its part of the vocabulary; an all-gather of 4 B S bytes per rank
-combines the parts. Without gradients, in validation, the loss is the cross entropy alone.
+What it is: the loss plus coefficient * ln(Z)^2 for each target, where Z is the sum of exp(logit)
+over the vocabulary (PaLM, arXiv 2204.02311, section 5). Like the loss it is a sum over targets;
+ignored labels contribute nothing.
+Why it is here: cross entropy does not change if all logits of a token grow alike. Without a bound
+they can drift in a long run, and bfloat16 then rounds differences between them.
+What it costs: ln(Z) is computed a second time, one pass over the logits, and its gradient is one
+more tensor of their size, 4 B S V bytes. With tp each rank sums over its part of the vocabulary; an
+all-gather of 4 B S bytes per rank combines the parts. Without gradients, in validation, the loss is
+the cross entropy alone.
 """
 
 from __future__ import annotations
@@ -22,14 +24,19 @@ IGNORED = -100
 
 
 def with_z_loss(loss: SummedLoss, coefficient: float, mesh: DeviceMesh) -> SummedLoss:
-    """`loss` with z-loss where gradients are computed. `mesh`: the tp axis, over which the vocabulary is sharded."""
+    """`loss` with z-loss where gradients are computed.
+
+    `mesh`: the tp axis, over which the vocabulary is sharded.
+    """
 
     def summed(logits: Tensor, labels: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return loss(logits, labels)
         logits = logits.float()
         squares = log_partition(logits, mesh).square()  # (B, S)
-        return loss(logits, labels) + coefficient * torch.where(labels == IGNORED, 0.0, squares).sum()
+        return (
+            loss(logits, labels) + coefficient * torch.where(labels == IGNORED, 0.0, squares).sum()
+        )
 
     return summed
 
@@ -40,5 +47,6 @@ def log_partition(logits: Tensor, mesh: DeviceMesh) -> Tensor:
     if mesh.size() == 1:
         return parts
     every = DTensor.from_local(parts[None], mesh, [Shard(0)]).redistribute(placements=[Replicate()])
-    # All ranks compute the same from here on, so a rank's gradient is its own row of the gradient of `every`.
+    # All ranks compute the same from here on, so a rank's gradient is its own row of the gradient
+    # of `every`.
     return torch.logsumexp(every.to_local(), dim=0)

@@ -1,16 +1,18 @@
 """Activation checkpointing: drop activations in the forward, compute them again in the backward.
 
-What it is: `torch.utils.checkpoint` around the forward of all blocks or of every n-th, in three modes:
+What it is: `torch.utils.checkpoint` around the forward of all blocks or of every n-th, in three
+modes:
 * `full` keeps only the block's input (arXiv 1604.06174).
 * `selective` also keeps the results of the operators in SAVED and of every second matmul, which take the most
   computation or communication per byte kept (after arXiv 2205.05198).
 * `memory_budget` leaves the choice to the compiler, which solves a knapsack of time against memory for each block.
 `full` and `selective` work with and without the compiler.
 
-Why it is here: activations grow with the batch and the sequence, and can take more memory than weights and moments.
-What it costs, per block and local batch: `none` keeps every intermediate result and computes nothing twice; `full`
-keeps b B S D / (cp tp) bytes (b per number) and adds one forward with its communication, a third of the step's compute;
-the other modes lie between these two.
+Why it is here: activations grow with the batch and the sequence, and can take more memory than
+weights and moments. What it costs, per block and local batch: `none` keeps every intermediate
+result and computes nothing twice; `full` keeps b B S D / (cp tp) bytes (b per number) and adds one
+forward with its communication, a third of the step's compute; the other modes lie between these
+two.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ MATMULS = (torch.ops.aten.mm.default, SCALED_MM)  # the second is that of float8
 
 
 def apply_ac(model: Any, config: RecomputeConfig) -> None:
-    """Replaces the forward of every n-th block, for `full` and `selective`; not names or parameters."""
+    """Replaces the forward of every n-th block, for `full` and `selective`; not names or
+    parameters.
+    """
     if config.mode in ("none", "memory_budget"):
         return
     options: dict[str, Any] = {"use_reentrant": False}
@@ -59,10 +63,15 @@ def apply_ac(model: Any, config: RecomputeConfig) -> None:
 
 
 def _selective_contexts() -> Any:
-    """The contexts of one forward and of its recomputation. Matmuls are counted from zero in each."""
+    """The contexts of one forward and of its recomputation.
+
+    Matmuls are counted from zero in each.
+    """
     counts = {False: 0, True: 0}  # key: whether this is the recomputation
 
-    def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(
+        context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
         if op in MATMULS:
             counts[context.is_recompute] += 1
             keep = counts[context.is_recompute] % 2 == 1

@@ -1,14 +1,15 @@
 """`recompute.offload`: the inputs of recomputed blocks in CPU memory until the backward.
 
-What it is: with `recompute.mode = full` a block keeps only its input, (B, S, D), for the backward. Here that is copied
-to pinned CPU memory in the forward, and back when the backward reaches the block, so that no block's activations stay
-on the GPU between them. It uses the hooks with which autograd saves tensors, as torch's `save_on_cpu` does; but only
-for the block's input, which leaves weights and the RoPE table where they are, and without making the host wait.
-Why it is here: the inputs of all blocks are what remains of the activations with `full`, and grow with depth and
-sequence.
-What it costs: b B S D bytes per block, local batch and direction (b per number). The copy to the CPU has a separate
-stream, so it overlaps with the block's computation; the copy back is in the stream of the computation and delays it.
-docs/precision.md compares that with the computation.
+What it is: with `recompute.mode = full` a block keeps only its input, (B, S, D), for the backward.
+Here that is copied to pinned CPU memory in the forward, and back when the backward reaches the
+block, so that no block's activations stay on the GPU between them. It uses the hooks with which
+autograd saves tensors, as torch's `save_on_cpu` does; but only for the block's input, which leaves
+weights and the RoPE table where they are, and without making the host wait.
+Why it is here: the inputs of all blocks are what remains of the activations with `full`, and grow
+with depth and sequence.
+What it costs: b B S D bytes per block, local batch and direction (b per number). The copy to the
+CPU has a separate stream, so it overlaps with the block's computation; the copy back is in the
+stream of the computation and delays it. docs/precision.md compares that with the computation.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def offload_input(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call(forward: Callable[..., Any], x: Tensor, *arguments: Any, **options: Any) -> Any:
-    address, device = x.data_ptr(), x.device  # not `x`: the hooks live until the backward, and would keep it
+    # Not `x`: the hooks live until the backward, and would keep it
+    address = x.data_ptr()
+    device = x.device
 
     def pack(tensor: Tensor) -> Any:
         return to_cpu(tensor) if tensor.data_ptr() == address else tensor

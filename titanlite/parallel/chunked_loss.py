@@ -1,11 +1,13 @@
 """Output projection and loss together, for one chunk of tokens at a time.
 
-What it is: logits are V numbers for each token, by far the largest tensor of a step. Here the model returns hidden
-states, and the loss computes the output projection and the cross entropy of one chunk of tokens after the other
-(`optim/chunked.py`), so the logits of only one chunk exist at a time. Parameters keep their names and their modules.
-What it costs: nothing is computed twice. Memory: 1/num_chunks of the logits, their log-softmax and gradient, and one
-fp32 gradient of the output weight. Under tensor parallel the hidden states (B, S, D) are all-gathered, as they are for
-an output layer. The last FSDP unit keeps its weights gathered after the forward, since the loss uses them.
+What it is: logits are V numbers for each token, by far the largest tensor of a step. Here the model
+returns hidden states, and the loss computes the output projection and the cross entropy of one
+chunk of tokens after the other (`optim/chunked.py`), so the logits of only one chunk exist at a
+time. Parameters keep their names and their modules.
+What it costs: nothing is computed twice. Memory: 1/num_chunks of the logits, their log-softmax and
+gradient, and one fp32 gradient of the output weight. Under tensor parallel the hidden states (B, S,
+D) are all-gathered, as they are for an output layer. The last FSDP unit keeps its weights gathered
+after the forward, since the loss uses them.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class DeferredOutput(WeightHolder):
     def __init__(self, output: Any) -> None:
         tied = not any(True for _ in output.parameters())
         super().__init__(None if tied else output.weight)
-        self._tied = (output,) if tied else ()  # in a tuple, so that the embedding is registered once
+        # In a tuple, so that the embedding is registered once
+        self._tied = (output,) if tied else ()
 
     @property
     def projection(self) -> Any:
@@ -55,13 +58,22 @@ def defer_output(model: Any) -> None:
 class ChunkedLoss:
     """Hidden states (B, S/tp, D) and labels (B, S) -> the summed loss, equal on all ranks along tp."""
 
-    def __init__(self, output: DeferredOutput, num_chunks: int, loss: SummedLoss, mesh: DeviceMesh) -> None:
-        self.output, self.num_chunks, self.loss, self.mesh = output, num_chunks, loss, mesh
+    def __init__(
+        self, output: DeferredOutput, num_chunks: int, loss: SummedLoss, mesh: DeviceMesh
+    ) -> None:
+        self.output = output
+        self.num_chunks = num_chunks
+        self.loss = loss
+        self.mesh = mesh
 
     def __call__(self, hidden: Tensor, labels: Tensor) -> Tensor:
         weight = self.output.projection
         if self.mesh.size() > 1:
-            whole = DTensor.from_local(hidden, self.mesh, [Shard(1)]).redistribute(placements=[Replicate()])
-            # Each rank has the logits of its part of the vocabulary, so its gradient of `hidden` is one term of a sum.
-            hidden, weight = whole.to_local(grad_placements=[Partial()]), weight.to_local()
+            whole = DTensor.from_local(hidden, self.mesh, [Shard(1)]).redistribute(
+                placements=[Replicate()]
+            )
+            # Each rank has the logits of its part of the vocabulary, so its gradient of `hidden` is
+            # one term of a sum.
+            hidden = whole.to_local(grad_placements=[Partial()])
+            weight = weight.to_local()
         return chunked_cross_entropy_sum(hidden, weight, labels, self.num_chunks, self.loss)

@@ -1,13 +1,15 @@
 """torch.compile, one transformer block at a time (PyTorch 2, ASPLOS 2024).
 
-What it is: the block's forward becomes one compiled graph. All blocks have the same code, so it is compiled once and
-reused: the compile time does not grow with the depth. FSDP's communication stays outside of the graph, in hooks; that
-of tensor and context parallel is inside, where the compiler can move it. The loss can be compiled too.
-Why it is here: fused operators do not write their intermediate results to memory and read them again.
-What it costs: seconds at the first step for each kind of block (context parallel ranks have different masks, so each
-rank compiles its own version). On a CPU the gain is small for a large model, because most of its step is matrix
-products, which compiling does not change. Compiling is still the default there from width 256 on, since such runs are
-long (docs/gpu.md has the figures).
+What it is: the block's forward becomes one compiled graph. All blocks have the same code, so it is
+compiled once and reused: the compile time does not grow with the depth. FSDP's communication stays
+outside of the graph, in hooks; that of tensor and context parallel is inside, where the compiler
+can move it. The loss can be compiled too.
+Why it is here: fused operators do not write their intermediate results to memory and read them
+again.
+What it costs: seconds at the first step for each kind of block (context parallel ranks have
+different masks, so each rank compiles its own version). On a CPU the gain is small for a large
+model, because most of its step is matrix products, which compiling does not change. Compiling is
+still the default there from width 256 on, since such runs are long (docs/gpu.md has the figures).
 """
 
 from __future__ import annotations
@@ -37,17 +39,24 @@ from titanlite.runtime.errors import ConfigError
 def missing_for_inductor(device_type: str) -> str:
     """What inductor needs on this device and does not find, in words; empty if it can compile.
 
-    Inductor generates C++ for CPUs. For GPUs it generates Triton kernels, which a small compiled C program starts.
+    Inductor generates C++ for CPUs. For GPUs it generates Triton kernels, which a small compiled C
+    program starts.
     """
     if device_type == "cuda" and torch.cuda.get_device_capability() < (7, 0):
         return "the GPU's compute capability is below 7.0"
     if device_type == "cuda" and not has_triton_package():
         return "no Triton (a package that torch's CUDA builds install)"
-    variable, usual, language = ("CC", ("gcc", "clang"), "c") if device_type == "cuda" else ("CXX", ("g++",), "c++")
+    variable, usual, language = (
+        ("CC", ("gcc", "clang"), "c") if device_type == "cuda" else ("CXX", ("g++",), "c++")
+    )
     names = (os.environ[variable],) if variable in os.environ else usual
     program = next((found for name in names if (found := shutil.which(name))), None)
     if program is None:
-        return f"{variable} = {names[0]!r} is not a program" if variable in os.environ else f"no {' or '.join(usual)}"
+        return (
+            f"{variable} = {names[0]!r} is not a program"
+            if variable in os.environ
+            else f"no {' or '.join(usual)}"
+        )
     command = [program, "-x", language, "-fsyntax-only", "-I", sysconfig.get_path("include"), "-"]
     done = subprocess.run(command, input=b"#include <Python.h>\n", capture_output=True, check=False)
     if done.returncode:
@@ -66,21 +75,32 @@ def missing_compiler(config: Config, device_type: str) -> str:
     missing = first_message(missing_for_inductor(device_type))
     required = {  # setting -> (alternative that needs no compiler, whether the setting is used)
         "compile.enabled = true": ("compile.enabled = false", config.compile.enabled == "true"),
-        "recompute.mode = memory_budget": ("another recompute.mode", config.recompute.mode == "memory_budget"),
+        "recompute.mode = memory_budget": (
+            "another recompute.mode",
+            config.recompute.mode == "memory_budget",
+        ),
         "compile.loss = true": ("compile.loss = false", config.compile.loss),
     }
     for setting, (otherwise, is_set) in required.items():
         if missing and is_set:
-            raise ConfigError(f"{setting} needs a compiler: {missing}; expected one, or {otherwise}")
+            raise ConfigError(
+                f"{setting} needs a compiler: {missing}; expected one, or {otherwise}"
+            )
     return missing
 
 
-def apply_compile(model: Any, backend: str, recompute: RecomputeConfig, async_tp: bool = False) -> None:
-    """Replaces each block's forward by its compiled version; with `fullgraph` a graph break is an error."""
+def apply_compile(
+    model: Any, backend: str, recompute: RecomputeConfig, async_tp: bool = False
+) -> None:
+    """Replaces each block's forward by its compiled version; with `fullgraph` a graph break is an
+    error.
+    """
     options = OVERLAP_TENSOR_PARALLEL if async_tp else None  # inductor's
     set_activation_memory_budget(recompute.budget if recompute.mode == "memory_budget" else 1.0)
     for block in model.layers.values():
-        block.forward = torch.compile(block.forward, backend=backend, options=options, fullgraph=True)
+        block.forward = torch.compile(
+            block.forward, backend=backend, options=options, fullgraph=True
+        )
 
 
 def first_message(text: str) -> str:

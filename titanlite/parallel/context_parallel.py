@@ -1,7 +1,7 @@
 """Context parallel: each sequence is cut over the ranks of the cp axis.
 
-What it is: every module but attention works on single tokens, so each rank computes S/cp tokens. In attention a query
-needs the keys and values of all earlier tokens. There are three ways to get them:
+What it is: every module but attention works on single tokens, so each rank computes S/cp tokens. In
+attention a query needs the keys and values of all earlier tokens. There are three ways to get them:
 
 * `all_gather` (Llama 3, arXiv 2407.21783, section 3.3.2): every rank all-gathers the keys and values of the layer. With
   grouped-query attention these are small: K heads, against H heads of queries.
@@ -11,23 +11,26 @@ needs the keys and values of all earlier tokens. There are three ways to get the
   received before. It is torch's `context_parallel`, used for CUDA only. That does not support grouped-query attention,
   so keys and values are repeated for each query head.
 
-A causal mask makes late tokens cost more than early ones. So with all_gather and ring the sequence is cut into 2 cp
-chunks, and rank r holds chunk r (of the first half) and chunk 2 cp - 1 - r (of the second half): its queries attend to
-(r+1) + (2 cp - r) = 2 cp + 1 chunks, the same number for every r. With Ulysses each rank attends over the whole
-sequence, so contiguous parts are balanced too.
+A causal mask makes late tokens cost more than early ones. So with all_gather and ring the sequence
+is cut into 2 cp chunks, and rank r holds chunk r (of the first half) and chunk 2 cp - 1 - r (of the
+second half): its queries attend to (r+1) + (2 cp - r) = 2 cp + 1 chunks, the same number for every
+r. With Ulysses each rank attends over the whole sequence, so contiguous parts are balanced too.
 
     cp = 2, 8 tokens     rank 0: 0 1 6 7     rank 1: 2 3 4 5
 
-Why it is here: the activations of a long sequence do not fit on one device; with grouped-query attention cp is cheap.
-What it costs, per rank, block and local batch, with b bytes per number, H and K after the division by tp: all_gather
-moves 2 b B S K Dh (cp-1)/cp forward (keys and values) and as much backward (the sum of their gradients); ulysses
-b B S (2H + 2K) Dh (cp-1)/cp^2 in each direction; ring 2 b B S H Dh (cp-1)/cp forward, and the same backward, plus the
-gradients of keys and values. Activations are 1/cp; FSDP shards weights over cp as it does over dp_shard. (On gloo
-DTensor has no all-to-all: it gathers and cuts instead, which sends more bytes and gives equal numbers.)
+Why it is here: the activations of a long sequence do not fit on one device; with grouped-query
+attention cp is cheap. What it costs, per rank, block and local batch, with b bytes per number, H
+and K after the division by tp: all_gather moves 2 b B S K Dh (cp-1)/cp forward (keys and values)
+and as much backward (the sum of their gradients); ulysses b B S (2H + 2K) Dh (cp-1)/cp^2 in each
+direction; ring 2 b B S H Dh (cp-1)/cp forward, and the same backward, plus the gradients of keys
+and values. Activations are 1/cp; FSDP shards weights over cp as it does over dp_shard. (On gloo
+DTensor has no all-to-all: it gathers and cuts instead, which sends more bytes and gives equal
+numbers.)
 
-Positions: a rank's RoPE table has the rows of its tokens. Labels are shifted by one before the sequence is cut (in
-`data/stream.py`), and then cut like tokens. After the cut a rank could not shift them: label s is token s + 1, and for
-the last token of a chunk that token can be on another rank.
+Positions: a rank's RoPE table has the rows of its tokens. Labels are shifted by one before the
+sequence is cut (in `data/stream.py`), and then cut like tokens. After the cut a rank could not
+shift them: label s is token s + 1, and for the last token of a chunk that token can be on another
+rank.
 """
 
 from __future__ import annotations
@@ -48,12 +51,15 @@ from titanlite.distributed.torch_private import set_ring_rotation
 from titanlite.model.attention import attention
 from titanlite.runtime.errors import ConfigError
 
-HEAD_SHARD, SEQUENCE_SHARD = Shard(1), Shard(2)  # of a tensor (B, heads, S, Dh)
+# Of a tensor (B, heads, S, Dh)
+HEAD_SHARD = Shard(1)
+SEQUENCE_SHARD = Shard(2)
 
 
 def local_positions(seq_len: int, mesh: DeviceMesh, method: str) -> Tensor:
     """The positions of a sequence that this rank holds, int64 (S/cp,)."""
-    size, positions = mesh.size(), torch.arange(seq_len)
+    size = mesh.size()
+    positions = torch.arange(seq_len)
     if method == "ulysses":
         return positions.chunk(size)[mesh.get_local_rank()]
     return torch.cat([positions.chunk(2 * size)[index] for index in own_chunks(mesh)])
@@ -61,23 +67,32 @@ def local_positions(seq_len: int, mesh: DeviceMesh, method: str) -> Tensor:
 
 def own_chunks(mesh: DeviceMesh) -> tuple[int, int]:
     """Which of the 2 cp chunks of a sequence this rank holds: one of each half."""
-    rank, size = mesh.get_local_rank(), mesh.size()
+    rank = mesh.get_local_rank()
+    size = mesh.size()
     return rank, 2 * size - 1 - rank
 
 
 def apply_cp(model: Any, mesh: DeviceMesh, method: str) -> None:
-    """Replaces each block's inner attention, and sets the model's positions to those of this rank's tokens."""
+    """Replaces each block's inner attention, and sets the model's positions to those of this rank's
+    tokens.
+    """
     if method == "ring":
         if mesh.device_type != "cuda":
-            raise ConfigError("parallel.cp_method = ring needs CUDA devices; allowed here: all_gather, ulysses")
+            raise ConfigError(
+                "parallel.cp_method = ring needs CUDA devices; allowed here: all_gather, ulysses"
+            )
         set_ring_rotation("alltoall")  # one step at a time; the default is a single all-gather
         attend: Any = ring_attention
     else:
         model.positions = local_positions(model.seq_len, mesh, method)
         attend = functools.partial(ulysses_attention, mesh=mesh)
         if method == "all_gather":
-            attend = functools.partial(all_gather_attention, mesh=mesh, masks=chunk_masks(model.seq_len, mesh))
-            model.document_mask = functools.partial(document_masks, mesh=mesh, build=model.document_mask)
+            attend = functools.partial(
+                all_gather_attention, mesh=mesh, masks=chunk_masks(model.seq_len, mesh)
+            )
+            model.document_mask = functools.partial(
+                document_masks, mesh=mesh, build=model.document_mask
+            )
     for block in model.layers.values():
         block.attention.attend.forward = attend
 
@@ -85,9 +100,13 @@ def apply_cp(model: Any, mesh: DeviceMesh, method: str) -> None:
 class BatchSharder:
     """Cuts batches for this rank of the cp axis."""
 
-    def __init__(self, model_parts: list[Any], mesh: DeviceMesh, method: str, device: torch.device) -> None:
+    def __init__(
+        self, model_parts: list[Any], mesh: DeviceMesh, method: str, device: torch.device
+    ) -> None:
         """`model_parts` are this rank's parts; `ring` also cuts their RoPE tables."""
-        self.model_parts, self.mesh, self.method = model_parts, mesh, method
+        self.model_parts = model_parts
+        self.mesh = mesh
+        self.method = method
         self.positions = local_positions(model_parts[0].seq_len, mesh, method).to(device)
 
     @contextlib.contextmanager
@@ -100,24 +119,31 @@ class BatchSharder:
             buffers = [batch.tokens, batch.labels, *(part.rope for part in self.model_parts)]
             dims = [1, 1, *(0 for _ in self.model_parts)]
             not_restored = {batch.tokens, batch.labels}
-            with context_parallel(self.mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=not_restored):
+            with context_parallel(
+                self.mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=not_restored
+            ):
                 yield batch
         else:
             yield batch.apply(lambda tensor: tensor[:, self.positions])
 
 
 def chunk_masks(seq_len: int, mesh: DeviceMesh) -> list[CausalBias]:
-    """Masks of the head and of the tail chunk: (S/2cp queries, all keys up to the chunk's last), aligned at the end.
+    """Masks of the head and of the tail chunk: (S/2cp queries, all keys up to the chunk's last),
+    aligned at the end.
 
-    A kernel that supports such a mask needs no tensor for it. They are made here, outside of the compiled blocks,
-    because the compiler cannot make them.
+    A kernel that supports such a mask needs no tensor for it. They are made here, outside of the
+    compiled blocks, because the compiler cannot make them.
     """
     chunk = seq_len // (2 * mesh.size())
     return [causal_lower_right(chunk, (index + 1) * chunk) for index in own_chunks(mesh)]
 
 
-def document_masks(documents: Tensor, mesh: DeviceMesh, build: Callable[[Tensor, int, int], Any]) -> list[Any]:
-    """The same for sequences of several documents (B, S), by `build`: each query attends to its document only."""
+def document_masks(
+    documents: Tensor, mesh: DeviceMesh, build: Callable[[Tensor, int, int], Any]
+) -> list[Any]:
+    """The same for sequences of several documents (B, S), by `build`: each query attends to its
+    document only.
+    """
     chunk = documents.shape[1] // (2 * mesh.size())
     return [build(documents, index * chunk, (index + 1) * chunk) for index in own_chunks(mesh)]
 
@@ -127,19 +153,23 @@ def all_gather_attention(
 ) -> Tensor:
     """Causal attention of the queries of this rank's head and tail chunk.
 
-    q (B, H, S/cp, Dh), k and v (B, K, S/cp, Dh) -> (B, H, S/cp, Dh). `documents`: the masks of `document_masks`, which
-    replace `masks`; or None.
+    q (B, H, S/cp, Dh), k and v (B, K, S/cp, Dh) -> (B, H, S/cp, Dh). `documents`: the masks of
+    `document_masks`, which replace `masks`; or None.
     """
     size = mesh.size()
     both = torch.stack((k, v))  # (2, B, K, S/cp, Dh): one all-gather for both
     gathered = DTensor.from_local(both, mesh, [Shard(3)]).redistribute(placements=[Replicate()])
-    # Each rank attends with its queries only, so its gradient of the keys is one term of a sum: Partial.
+    # Each rank attends with its queries only, so its gradient of the keys is one term of a sum:
+    # Partial.
     # The gathered chunks are in rank order: 0, 2cp-1, 1, 2cp-2, ...
     chunks = gathered.to_local(grad_placements=[Partial()]).chunk(2 * size, dim=3)
     order = [2 * i if i < size else 2 * (2 * size - 1 - i) + 1 for i in range(2 * size)]
     outputs = []
-    for chunk, index, mask in zip(q.chunk(2, dim=2), own_chunks(mesh), documents or masks, strict=True):
-        keys, values = torch.cat([chunks[i] for i in order[: index + 1]], dim=3)  # each (B, K, (index + 1) S/2cp, Dh)
+    for chunk, index, mask in zip(
+        q.chunk(2, dim=2), own_chunks(mesh), documents or masks, strict=True
+    ):
+        # Each (B, K, (index + 1) S/2cp, Dh)
+        keys, values = torch.cat([chunks[i] for i in order[: index + 1]], dim=3)
         outputs.append(attention(chunk, keys, values, mask))
     return torch.cat(outputs, dim=2)
 
@@ -150,12 +180,15 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, mesh: DeviceMe
     def exchange(x: Tensor, source: Shard, target: Shard) -> Tensor:
         return DTensor.from_local(x, mesh, [source]).redistribute(placements=[target]).to_local()
 
-    q, k, v = (exchange(x, SEQUENCE_SHARD, HEAD_SHARD) for x in (q, k, v))  # (B, H/cp or K/cp, S, Dh)
+    # (B, H/cp or K/cp, S, Dh)
+    q, k, v = (exchange(x, SEQUENCE_SHARD, HEAD_SHARD) for x in (q, k, v))
     out = attention(q, k, v, mask, causal=mask is None)
     return exchange(out, HEAD_SHARD, SEQUENCE_SHARD)  # (B, H, S/cp, Dh)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-    """Plain attention, which `context_parallel` turns into a ring; keys and values are repeated for each query head."""
+    """Plain attention, which `context_parallel` turns into a ring; keys and values are repeated for
+    each query head.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     return attention(q, k, v, causal=True)

@@ -1,21 +1,23 @@
 """Fully sharded data parallel (FSDP2; ZeRO-3, arXiv 1910.02054; arXiv 2304.11277).
 
-What it is: `fully_shard` on the units (the embedding, each block, the norm with the output layer), and on the model for
-the remaining parameters. The n = dp_shard * cp ranks compute with the same weights on different tokens, and each stores
-1/n of every parameter, of its gradient and of its optimizer state: dimension 0 is cut into n pieces. Before a unit
-computes, its parameters are all-gathered; afterwards they are freed; in the backward they are gathered again, and the
-gradients are reduce-scattered. With dp_replicate > 1 (HSDP) each shard's gradient is also all-reduced over the
-replicas; n = 1 is then plain data parallel.
+What it is: `fully_shard` on the units (the embedding, each block, the norm with the output layer),
+and on the model for the remaining parameters. The n = dp_shard * cp ranks compute with the same
+weights on different tokens, and each stores 1/n of every parameter, of its gradient and of its
+optimizer state: dimension 0 is cut into n pieces. Before a unit computes, its parameters are
+all-gathered; afterwards they are freed; in the backward they are gathered again, and the gradients
+are reduce-scattered. With dp_replicate > 1 (HSDP) each shard's gradient is also all-reduced over
+the replicas; n = 1 is then plain data parallel.
 
     a 4096 x 4096 weight, n = 4: rank 2 holds rows 2048 to 3071. In fp32 these are 16.8 MB of weight and 33.6 MB of
     moments, also between steps. Their gradient, 16.8 MB, exists only from the backward to the end of the step.
 
-Why it is here: it works on every model without conditions on its sizes, and its traffic does not grow with the batch.
-What it costs, per rank and local batch, for N parameters (after the division by tp and pp), with b bytes per number of
-the compute dtype and r of the reduce dtype: all-gather b N (n-1)/n, twice if weights are freed after the forward;
-reduce-scatter r N (n-1)/n; with R = dp_replicate an all-reduce of 2 r N/n (R-1)/R. The communication
-overlaps with the computation of another unit. Memory: 16 N/n bytes for fp32 parameters, gradients and moments, plus b
-bytes per parameter of each unit that is gathered at the moment.
+Why it is here: it works on every model without conditions on its sizes, and its traffic does not
+grow with the batch. What it costs, per rank and local batch, for N parameters (after the division
+by tp and pp), with b bytes per number of the compute dtype and r of the reduce dtype: all-gather b
+N (n-1)/n, twice if weights are freed after the forward; reduce-scatter r N (n-1)/n; with R =
+dp_replicate an all-reduce of 2 r N/n (R-1)/R. The communication overlaps with the computation of
+another unit. Memory: 16 N/n bytes for fp32 parameters, gradients and moments, plus b bytes per
+parameter of each unit that is gathered at the moment.
 
 The trade-offs, as keys of [parallel]:
 * `reshard_after_forward`: `never` saves the second all-gather and keeps all weights gathered, b N bytes; a number keeps
@@ -25,8 +27,8 @@ The trade-offs, as keys of [parallel]:
 * `cpu_offload` keeps the 16 N/n bytes in CPU memory, with a copy in each direction and AdamW on the CPU.
 
 On one rank there is nothing to shard or reduce, and FSDP is not applied, unless `cpu_offload` or
-`reshard_after_forward` is set: it would copy weights and gradients without changing them. `mixed_precision.py` then
-casts the parameters.
+`reshard_after_forward` is set: it would copy weights and gradients without changing them.
+`mixed_precision.py` then casts the parameters.
 """
 
 from __future__ import annotations
@@ -42,14 +44,25 @@ from titanlite.distributed.mesh import Mesh
 
 
 def fsdp_units(model: Any) -> list[list[nn.Module]]:
-    """The modules that are gathered together, in forward order. A tied embedding is in none: both ends use it."""
-    ends: list[nn.Module] = [] if model.config.tied_embeddings else [model.tok_embeddings, model.norm, model.output]
+    """The modules that are gathered together, in forward order.
+
+    A tied embedding is in none: both ends use it.
+    """
+    ends: list[nn.Module] = (
+        [] if model.config.tied_embeddings else [model.tok_embeddings, model.norm, model.output]
+    )
     here = [[end] if any(True for _ in end.parameters()) else [] for end in ends]
     first, norm, output = here if here else ([], [], [])
-    return [unit for unit in (first, *([block] for block in model.layers.values()), norm + output) if unit]
+    return [
+        unit
+        for unit in (first, *([block] for block in model.layers.values()), norm + output)
+        if unit
+    ]
 
 
-def apply_fsdp(model: Any, config: ParallelConfig, mesh: Mesh, compute: torch.dtype, reduce: torch.dtype) -> None:
+def apply_fsdp(
+    model: Any, config: ParallelConfig, mesh: Mesh, compute: torch.dtype, reduce: torch.dtype
+) -> None:
     """Shards each unit, and the remaining parameters as the unit of the model itself.
 
     Gradients are summed, not averaged: the loss is already divided by the global number of targets.
@@ -57,39 +70,49 @@ def apply_fsdp(model: Any, config: ParallelConfig, mesh: Mesh, compute: torch.dt
     replicated = mesh["dp_replicate"].size() > 1
     options: dict[str, Any] = {
         "mesh": mesh["dp_replicate", "dp_shard_cp"] if replicated else mesh["dp_shard_cp"],
-        # Inputs are not cast: the embedding's output has the compute dtype, and the RoPE table must stay fp32.
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False),
+        # Inputs are not cast: the embedding's output has the compute dtype, and the RoPE table must
+        # stay fp32.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
+        ),
     }
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     units = fsdp_units(model)
-    # A chunked loss computes the output projection after the forward. Its weight, in the last unit or (if tied) in the
-    # unit of the model itself, must stay gathered.
+    # A chunked loss computes the output projection after the forward. Its weight, in the last unit
+    # or (if tied) in the unit of the model itself, must stay gathered.
     at_the_end = not hasattr(model.output, "projection") and _reshard(config, mesh, last=True)
     for unit in units:
         reshard = at_the_end if unit is units[-1] else _reshard(config, mesh, last=False)
         fully_shard(unit, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=at_the_end, **options)
     for module in model.modules():
-        # On a single rank gradients need no divisor, and a divisor would cost a pass over all of them.
+        # On a single rank gradients need no divisor, and a divisor would cost a pass over all of
+        # them.
         if isinstance(module, FSDPModule) and options["mesh"].size() > 1:
-            # With only a divisor of 1, FSDP2 uses PREMUL_SUM, which gloo does not have: request a plain sum too.
+            # With only a divisor of 1, FSDP2 uses PREMUL_SUM, which gloo does not have: request a
+            # plain sum too.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     _prefetch([unit[0] for unit in units], config.prefetch)
 
 
 def _reshard(config: ParallelConfig, mesh: Mesh, last: bool) -> bool | int:
-    """True to shard a unit's weights again after the forward, False to keep them gathered, or over how many ranks."""
+    """True to shard a unit's weights again after the forward, False to keep them gathered, or over
+    how many ranks.
+    """
     mode = config.reshard_after_forward
     if mode == "default":
-        # The backward begins with the last unit; and in a pipeline each microbatch would gather the weights again.
+        # The backward begins with the last unit; and in a pipeline each microbatch would gather the
+        # weights again.
         return not last and mesh["pp"].size() == 1
     return int(mode) if mode.isdecimal() else mode == "always"
 
 
 def _prefetch(units: list[Any], depth: int) -> None:
-    """Each unit starts the all-gathers of the next `depth` units, forward and backward; 0 keeps FSDP2's default."""
+    """Each unit starts the all-gathers of the next `depth` units, forward and backward; 0 keeps
+    FSDP2's default.
+    """
     if depth:
         for i, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + depth])

@@ -1,13 +1,14 @@
 """Mixed precision on one rank: parameters in one dtype, computation in another.
 
-What it is: each parameter is cast where a module uses it, `weight.to(compute)`, and autograd casts its gradient back.
-So parameters, gradients and moments keep `training.param_dtype`, and activations and matrix products have
-`training.compute_dtype`, as with FSDP's `MixedPrecisionPolicy`. An embedding is cast after the lookup, only the rows
-that are used.
-Why it is here: FSDP casts as well, but on one rank it also copies each unit into and out of the buffers that it would
-communicate (docs/gpu.md has the effect on speed).
-What it costs: for each parameter 4 bytes are read and 2 written by the cast, and the reverse for its gradient. The cast
-weights are kept until the backward, 2 bytes per parameter, unless the block is recomputed (`recompute.mode = full`).
+What it is: each parameter is cast where a module uses it, `weight.to(compute)`, and autograd casts
+its gradient back. So parameters, gradients and moments keep `training.param_dtype`, and activations
+and matrix products have `training.compute_dtype`, as with FSDP's `MixedPrecisionPolicy`. An
+embedding is cast after the lookup, only the rows that are used.
+Why it is here: FSDP casts as well, but on one rank it also copies each unit into and out of the
+buffers that it would communicate (docs/gpu.md has the effect on speed).
+What it costs: for each parameter 4 bytes are read and 2 written by the cast, and the reverse for
+its gradient. The cast weights are kept until the backward, 2 bytes per parameter, unless the block
+is recomputed (`recompute.mode = full`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from torch import Tensor, nn
 
 
 def apply_mixed_precision(model: nn.Module, compute: torch.dtype) -> None:
-    """Casts every parameter that has another dtype at its uses. All parameters of a Llama are called `weight`."""
+    """Casts every parameter that has another dtype at its uses.
+
+    All parameters of a Llama are called `weight`.
+    """
     assert all(name.endswith(".weight") for name, _ in model.named_parameters())
     for module in model.modules():
         if any(parameter.dtype != compute for parameter in module.parameters(recurse=False)):
@@ -31,7 +35,10 @@ def apply_mixed_precision(model: nn.Module, compute: torch.dtype) -> None:
 
 @functools.cache
 def _casting(kind: Any, compute: torch.dtype) -> Any:
-    """A subclass whose attribute `weight` is the cast one. The same for all blocks, so they are compiled once."""
+    """A subclass whose attribute `weight` is the cast one.
+
+    The same for all blocks, so they are compiled once.
+    """
 
     def weight(self: Any) -> Tensor:
         parameter: Tensor = self._parameters["weight"]

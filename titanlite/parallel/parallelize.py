@@ -1,9 +1,9 @@
 """Turns a plain model into a parallel one: the techniques that are applied, and their order.
 
-What it is: each technique is a function `apply_*` that changes modules in place. A run imports only the techniques that
-it uses.
-Why this order: three of its steps are necessary. Left, the required order; right, the error of the reverse one in
-torch 2.13:
+What it is: each technique is a function `apply_*` that changes modules in place. A run imports only
+the techniques that it uses.
+Why this order: three of its steps are necessary. Left, the required order; right, the error of the
+reverse one in torch 2.13:
 
     pipeline before fsdp       "FSDP does not support deepcopy": each stage is made from a copy of the model
     tp before fsdp             "Cannot distribute a DTensor with device mesh (dp_shard_cp) to a different device mesh":
@@ -11,9 +11,10 @@ torch 2.13:
     compile before `full` ac   "expected all tensors_saved_with_vc_check to be Tensors": only with tp, if the recomputed
                                block is inside the compiled graph
 
-tests/parallel/test_parallelize.py tries these orders. Apart from them, tp and cp, which change the inside of a block,
-can come before or after ac and compile, which wrap its forward: the gradients are equal. `selective` and
-`memory_budget` come before compile, so that the compiler sees what is recomputed.
+tests/parallel/test_parallelize.py tries these orders. Apart from them, tp and cp, which change the
+inside of a block, can come before or after ac and compile, which wrap its forward: the gradients
+are equal. `selective` and `memory_budget` come before compile, so that the compiler sees what is
+recomputed.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from titanlite.distributed.watchdog import mark_phase
 
 
 def build_model_parts(model: Any, config: Config, mesh: Mesh, device: torch.device) -> list[Any]:
-    """This rank's parts of a model, parallelised and with initial weights: one part, or its pipeline stages.
+    """This rank's parts of a model, parallelised and with initial weights: one part, or its
+    pipeline stages.
 
-    `model`: a Llama on the meta device; a rank holds its own part, and one full parameter while that is drawn. `config`
-    comes from `resolve_auto`.
+    `model`: a Llama on the meta device; a rank holds its own part, and one full parameter while
+    that is drawn. `config` comes from `resolve_auto`.
     """
     mark_phase("building the model")
     model_parts = split_and_parallelize(model, config, mesh)
@@ -60,7 +62,10 @@ def split_and_parallelize(model: Any, config: Config, mesh: Mesh) -> list[Any]:
 
 
 def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
-    """Applies every technique that the config enables. `model` is a Llama; modules are found by name."""
+    """Applies every technique that the config enables.
+
+    `model` is a Llama; modules are found by name.
+    """
     if config.float8.enabled:
         from titanlite.parallel.float8 import apply_float8
 
@@ -96,7 +101,8 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
 
         apply_ac(model, config.recompute)
     training = config.training
-    compute, reduce = getattr(torch, training.compute_dtype), getattr(torch, training.reduce_dtype)
+    compute = getattr(torch, training.compute_dtype)
+    reduce = getattr(torch, training.reduce_dtype)
     if needs_fsdp(config.parallel):
         from titanlite.parallel.fsdp import apply_fsdp
 
@@ -108,12 +114,21 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
 
 
 def needs_fsdp(config: ParallelConfig) -> bool:
-    """Whether there are other ranks, or a key asks to offload parameters to CPU memory, to free or to keep them."""
-    return dist.get_world_size() > 1 or config.cpu_offload or config.reshard_after_forward != "default"
+    """Whether there are other ranks, or a key asks to offload parameters to CPU memory, to free or
+    to keep them.
+    """
+    return (
+        dist.get_world_size() > 1 or config.cpu_offload or config.reshard_after_forward != "default"
+    )
 
 
 def assign_shard(parameter: Tensor, full: Tensor) -> None:
-    """Copies this rank's part of a full tensor into a parameter. Every rank has the same `full`: no communication."""
+    """Copies this rank's part of a full tensor into a parameter.
+
+    Every rank has the same `full`: no communication.
+    """
     if isinstance(parameter, DTensor):
-        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        full = distribute_tensor(
+            full, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
     parameter.copy_(full)

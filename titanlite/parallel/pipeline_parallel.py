@@ -1,8 +1,10 @@
-"""Pipeline parallel: consecutive layers form a stage, stages are spread over ranks, microbatches flow through them.
+"""Pipeline parallel: consecutive layers form a stage, stages are spread over ranks, microbatches
+flow through them.
 
-What it is: a local batch is cut into M microbatches. A stage sends its output (B, S, D) to the next stage and receives
-its gradient from there. A schedule gives the order in which a rank computes; all of them compute the same sum.
-`torch.distributed.pipelining` has these schedules (v: stages per rank; bubble: the idle part of the time):
+What it is: a local batch is cut into M microbatches. A stage sends its output (B, S, D) to the next
+stage and receives its gradient from there. A schedule gives the order in which a rank computes; all
+of them compute the same sum. `torch.distributed.pipelining` has these schedules (v: stages per
+rank; bubble: the idle part of the time):
 
     schedule                 v    bubble
     GPipe                    1    (pp-1) / (M+pp-1): all forwards, then all backwards (arXiv 1811.06965)
@@ -15,14 +17,15 @@ its gradient from there. A schedule gives the order in which a rank computes; al
                                   runs the two one after the other
 
 Why it is here: it sends the fewest bytes of all axes, so it is the axis to place across nodes.
-What it costs: b B S D / (cp tp) bytes per microbatch and stage boundary in each direction, b bytes per number; and the
-bubble. Weights, gradients and moments are 1/pp, but FSDP reduces gradients only after the last microbatch and keeps
-them unsharded until then.
+What it costs: b B S D / (cp tp) bytes per microbatch and stage boundary in each direction, b bytes
+per number; and the bubble. Weights, gradients and moments are 1/pp, but FSDP reduces gradients only
+after the last microbatch and keeps them unsharded until then.
 
-The split: a block and the output layer count with their number of parameters, which is proportional to their compute.
-The embedding has no matrix product, but it takes memory on the rank that keeps most activations, so it counts with half
-its parameters. The split minimises the largest count of a stage. A tied embedding is needed by the first and the last
-stage: both hold a copy, and the gradients of the copies are summed before the update.
+The split: a block and the output layer count with their number of parameters, which is proportional
+to their compute. The embedding has no matrix product, but it takes memory on the rank that keeps
+most activations, so it counts with half its parameters. The split minimises the largest count of a
+stage. A tied embedding is needed by the first and the last stage: both hold a copy, and the
+gradients of the copies are summed before the update.
 """
 
 from __future__ import annotations
@@ -52,32 +55,50 @@ logger = logging.getLogger("titanlite")
 
 def stage_indices(rank: int, size: int, per_rank: int, schedule: str) -> list[int]:
     """The stages of a rank: rank, rank + pp, ... in a loop, or rank and 2 pp - 1 - rank in a V."""
-    return [rank, 2 * size - 1 - rank] if schedule in V_SHAPED else list(range(rank, size * per_rank, size))
+    return (
+        [rank, 2 * size - 1 - rank]
+        if schedule in V_SHAPED
+        else list(range(rank, size * per_rank, size))
+    )
 
 
 def balanced_split(weights: list[int], num_stages: int) -> list[int]:
-    """Where stages begin, as indices into `weights`, so that the largest sum of weights in a stage is minimal.
+    """Where stages begin, as indices into `weights`, so that the largest sum of weights in a stage
+    is minimal.
 
-    The first weight is the embedding's, the last the output layer's, the others the blocks'; each stage has at least
-    one block. Of equally good splits it takes the one with the lightest last stages, since the last computes the loss.
+    The first weight is the embedding's, the last the output layer's, the others the blocks'; each
+    stage has at least one block. Of equally good splits it takes the one with the lightest last
+    stages, since the last computes the loss.
     """
     blocks = len(weights) - 2
     total = [0, *itertools.accumulate(weights)]
 
-    def cost(begin: int, end: int) -> int:  # of a stage with blocks begin .. end - 1, and with the ends if next to them
-        return total[len(weights) if end == blocks else end + 1] - total[0 if begin == 0 else begin + 1]
+    # Of a stage with blocks begin .. end - 1, and with the ends if next to them
+    def cost(begin: int, end: int) -> int:
+        return (
+            total[len(weights) if end == blocks else end + 1]
+            - total[0 if begin == 0 else begin + 1]
+        )
 
-    best: dict[int, tuple[int, list[int]]] = {end: (cost(0, end), [0]) for end in range(1, blocks + 1)}
+    best: dict[int, tuple[int, list[int]]] = {
+        end: (cost(0, end), [0]) for end in range(1, blocks + 1)
+    }
     for stage in range(1, num_stages):
         best = {
-            end: min((max(best[begin][0], cost(begin, end)), [*best[begin][1], begin]) for begin in range(stage, end))
+            end: min(
+                (max(best[begin][0], cost(begin, end)), [*best[begin][1], begin])
+                for begin in range(stage, end)
+            )
             for end in range(stage + 1, blocks + 1)
         }
     return [begin + 1 if begin else 0 for begin in best[blocks][1]]
 
 
 def stage_modules(model: Any, num_stages: int, explicit: list[str]) -> list[list[str]]:
-    """The names of each stage's modules. `explicit`: the first module of each stage but the first; empty: balanced."""
+    """The names of each stage's modules.
+
+    `explicit`: the first module of each stage but the first; empty: balanced.
+    """
     layers = [f"layers.{name}" for name in model.layers]
     order = ["tok_embeddings", *layers, "norm", "output"]
     if explicit:
@@ -90,16 +111,25 @@ def stage_modules(model: Any, num_stages: int, explicit: list[str]) -> list[list
 
 
 def split_into_stages(model: Any, config: ParallelConfig, mesh: DeviceMesh) -> list[Any]:
-    """The stages of a model (on meta) that this rank of the pp axis holds, each a Llama with some of the modules."""
-    rank, size, per_rank = mesh.get_local_rank(), mesh.size(), config.stages_per_process
+    """The stages of a model (on meta) that this rank of the pp axis holds, each a Llama with some
+    of the modules.
+    """
+    rank = mesh.get_local_rank()
+    size = mesh.size()
+    per_rank = config.stages_per_process
     stages = stage_modules(model, size * per_rank, config.stage_starts)
     for i, names in enumerate(stages):
         logger.info(f"stage {i}: {names[0]}" + (f" to {names[-1]}" if names[1:] else ""))
-    return [_keep_modules(model, stages[i]) for i in stage_indices(rank, size, per_rank, config.pp_schedule)]
+    return [
+        _keep_modules(model, stages[i])
+        for i in stage_indices(rank, size, per_rank, config.pp_schedule)
+    ]
 
 
 def _keep_modules(model: Any, names: list[str]) -> Any:
-    """A copy of the model with only these modules; an embedding, norm or output of another stage becomes Identity."""
+    """A copy of the model with only these modules; an embedding, norm or output of another stage
+    becomes Identity.
+    """
     part = copy.deepcopy(model)
     for name in list(part.layers):
         if f"layers.{name}" not in names:
@@ -114,7 +144,9 @@ def _keep_modules(model: Any, names: list[str]) -> Any:
 
 
 class Microbatches(NamedTuple):
-    """The number of microbatches in a local batch, and meta tensors with the shapes of one before and after a stage."""
+    """The number of microbatches in a local batch, and meta tensors with the shapes of one before
+    and after a stage.
+    """
 
     number: int
     tokens: Tensor
@@ -125,9 +157,15 @@ class Microbatches(NamedTuple):
 def build_pipeline(
     model_parts: list[Any], loss: SummedLoss, config: Config, mesh: Mesh, device: torch.device
 ) -> Pipeline:
-    """The pipeline of these stages, with the shapes of microbatches after the division by tp and cp."""
-    training, parallel, llama = config.training, config.parallel, model_parts[0].config
-    size, tp, local_len = parallel.pp_microbatch_size, mesh["tp"].size(), training.seq_len // mesh["cp"].size()
+    """The pipeline of these stages, with the shapes of microbatches after the division by tp and
+    cp.
+    """
+    training = config.training
+    parallel = config.parallel
+    llama = model_parts[0].config
+    size = parallel.pp_microbatch_size
+    tp = mesh["tp"].size()
+    local_len = training.seq_len // mesh["cp"].size()
     dtype = getattr(torch, training.compute_dtype)
 
     def example(*shape: int) -> Tensor:
@@ -158,8 +196,10 @@ class Pipeline:
         """`stages` are those of this rank; `loss` computes the summed loss of outputs and labels."""
         indices = stage_indices(mesh.get_local_rank(), mesh.size(), len(stages), schedule)
         total = mesh.size() * len(stages)
-        self.has_first, self.has_last = 0 in indices, total - 1 in indices
-        self.loss, self.num_targets = loss, torch.ones((), device=device)
+        self.has_first = 0 in indices
+        self.has_last = total - 1 in indices
+        self.loss = loss
+        self.num_targets = torch.ones((), device=device)
 
         def build(times: bool) -> Any:
             built = [
@@ -178,7 +218,8 @@ class Pipeline:
                 mark_chunks(stage)
             cls: Any = get_schedule_class(schedule)
             one_stage = schedule in ("GPipe", "1F1B")
-            # Losses are sums over a global count: gradients must not be divided by the number of microbatches.
+            # Losses are sums over a global count: gradients must not be divided by the number of
+            # microbatches.
             return cls(
                 built[0] if one_stage else built,
                 n_microbatches=microbatches.number,
@@ -186,37 +227,61 @@ class Pipeline:
                 scale_grads=False,
             )
 
-        # Two schedules, because one cannot do both: in torch 2.11 a stage whose first batch is evaluated cannot train
-        # (pytorch#162822), and in 2.13 a stage drops accumulated gradients at each change.
-        self.training, self.evaluation = build(times=True), build(times=False)
+        # Two schedules, because one cannot do both: in torch 2.11 a stage whose first batch is
+        # evaluated cannot train (pytorch#162822), and in 2.13 a stage drops accumulated gradients
+        # at each change.
+        self.training = build(times=True)
+        self.evaluation = build(times=False)
 
     def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
         return self.loss(output, labels) / self.num_targets
 
     def _run(
-        self, run: Callable[..., Any], tokens: Tensor, labels: Tensor, num_targets: Tensor, packing: dict[str, Tensor]
+        self,
+        run: Callable[..., Any],
+        tokens: Tensor,
+        labels: Tensor,
+        num_targets: Tensor,
+        packing: dict[str, Tensor],
     ) -> Tensor:
         self.num_targets = num_targets
         losses: list[Tensor] = []
         # contiguous: a stage of torch 2.11 checks strides
-        inputs, target = [tokens.contiguous()] * self.has_first, labels if self.has_last else None
+        inputs = [tokens.contiguous()] * self.has_first
+        target = labels if self.has_last else None
         # the packing goes to every stage, divided into microbatches like the tokens
         run(*inputs, target=target, losses=losses, return_outputs=False, **packing)
-        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=num_targets.device)
+        return (
+            torch.stack(losses).sum().detach()
+            if losses
+            else torch.zeros((), device=num_targets.device)
+        )
 
-    def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **packing: Tensor) -> Tensor:
-        """Adds to the gradients; returns the loss on the rank with the last stage, zero on the others."""
+    def forward_backward(
+        self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **packing: Tensor
+    ) -> Tensor:
+        """Adds to the gradients; returns the loss on the rank with the last stage, zero on the
+        others.
+        """
         return self._run(self.training.step, tokens, labels, num_targets, packing)
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **packing: Tensor) -> Tensor:
         """The summed loss on the rank with the last stage, zero on the others."""
-        return self._run(self.evaluation.eval, tokens, labels, torch.ones_like(self.num_targets), packing)
+        return self._run(
+            self.evaluation.eval, tokens, labels, torch.ones_like(self.num_targets), packing
+        )
 
 
 def mark_chunks(stage: Any) -> None:
-    """Makes a stage mark each forward and backward of a microbatch, which ranks run in different orders."""
+    """Makes a stage mark each forward and backward of a microbatch, which ranks run in different
+    orders.
+    """
     for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-        setattr(stage, name, functools.partial(_mark_and_call, name.partition("_")[0], getattr(stage, name)))
+        setattr(
+            stage,
+            name,
+            functools.partial(_mark_and_call, name.partition("_")[0], getattr(stage, name)),
+        )
 
 
 def _mark_and_call(phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -225,7 +290,9 @@ def _mark_and_call(phase: str, method: Callable[..., Any], *args: Any, **kwargs:
 
 
 def shared_params(stages: list[Any]) -> list[Tensor]:
-    """This rank's copies of a tied embedding: one on the first and on the last rank, both on rank 0 of a V."""
+    """This rank's copies of a tied embedding: one on the first and on the last rank, both on rank 0
+    of a V.
+    """
     return [
         stage.tok_embeddings.weight
         for stage in stages
@@ -241,9 +308,15 @@ def sum_shared_gradients(params: list[Tensor], mesh: DeviceMesh) -> None:
         gradients[0] += gradients[1]
         gradients[1].copy_(gradients[0])
     elif gradients:
-        own, group = gradients[0].to(mesh.device_type), mesh.get_group()  # NCCL sends no offloaded gradient
-        other, peer = torch.empty_like(own), dist.get_global_rank(group, mesh.size() - 1 - mesh.get_local_rank())
-        exchange = [dist.P2POp(dist.isend, own, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
+        # NCCL sends no offloaded gradient
+        own = gradients[0].to(mesh.device_type)
+        group = mesh.get_group()
+        other = torch.empty_like(own)
+        peer = dist.get_global_rank(group, mesh.size() - 1 - mesh.get_local_rank())
+        exchange = [
+            dist.P2POp(dist.isend, own, peer, group),
+            dist.P2POp(dist.irecv, other, peer, group),
+        ]
         for work in dist.batch_isend_irecv(exchange):
             work.wait()
         gradients[0] += other.to(gradients[0].device)

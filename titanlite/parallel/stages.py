@@ -1,8 +1,9 @@
 """Forward and backward through the parts of the model that this rank holds.
 
-What it is: the two calls of the training loop, `forward_backward` for a local batch and `evaluate` for a validation
-batch. Three things are chosen once, from the config: how a batch is sharded over cp, the loss (which depends on tp
-and `loss.num_chunks`), and whether the model runs as one part or as a pipeline of stages.
+What it is: the two calls of the training loop, `forward_backward` for a local batch and `evaluate`
+for a validation batch. Three things are chosen once, from the config: how a batch is sharded over
+cp, the loss (which depends on tp and `loss.num_chunks`), and whether the model runs as one part or
+as a pipeline of stages.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ class WholeModel:
     """Runs a model that is not split into pipeline stages."""
 
     def __init__(self, model: Any, loss: SummedLoss) -> None:
-        self.model, self.loss = model, loss
+        self.model = model
+        self.loss = loss
 
-    def forward_backward(self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **packing: Tensor) -> Tensor:
+    def forward_backward(
+        self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **packing: Tensor
+    ) -> Tensor:
         loss = self.loss(self.model(tokens, **packing), labels) / num_targets
         mark_phase("backward", times_only=True)
         loss.backward()
@@ -47,50 +51,72 @@ class Stages:
     Each rank computes its part of the loss; `Mesh.sum_losses` adds the parts.
     """
 
-    def __init__(self, model_parts: list[Any], config: Config, mesh: Mesh, device: torch.device) -> None:
-        """`model_parts` are parallelised and have their weights; `config` comes from `resolve_auto`."""
-        self.model_parts, self.config, self.mesh = model_parts, config.parallel, mesh
-        self.shard_batch: Callable[[Batch], Scope] = contextlib.nullcontext  # every rank computes whole sequences
+    def __init__(
+        self, model_parts: list[Any], config: Config, mesh: Mesh, device: torch.device
+    ) -> None:
+        """`model_parts` are parallelised and have their weights; `config` comes from
+        `resolve_auto`.
+        """
+        self.model_parts = model_parts
+        self.config = config.parallel
+        self.mesh = mesh
+        # Every rank computes whole sequences
+        self.shard_batch: Callable[[Batch], Scope] = contextlib.nullcontext
         if mesh["cp"].size() > 1:
             from titanlite.parallel.context_parallel import BatchSharder
 
-            self.shard_batch = BatchSharder(model_parts, mesh["cp"], config.parallel.cp_method, device).shard_batch
+            self.shard_batch = BatchSharder(
+                model_parts, mesh["cp"], config.parallel.cp_method, device
+            ).shard_batch
         self.loss_scope: Callable[[], Scope] = contextlib.nullcontext
         if mesh["tp"].size() > 1:
             from torch.distributed.tensor.parallel import loss_parallel
 
-            self.loss_scope = loss_parallel  # within it, log-softmax and its gradient work on a sharded vocabulary
+            # Within it, log-softmax and its gradient work on a sharded vocabulary
+            self.loss_scope = loss_parallel
         self.runner: Any = WholeModel(model_parts[0], _build_loss(model_parts, config, mesh))
-        self.shared_params: list[Tensor] = []  # parameters that two pipeline stages hold: a tied embedding
+        # Parameters that two pipeline stages hold: a tied embedding
+        self.shared_params: list[Tensor] = []
         self.sum_shared: Callable[[], None] = lambda: None  # adds up the gradients of their copies
         if mesh["pp"].size() > 1:
-            from titanlite.parallel.pipeline_parallel import build_pipeline, shared_params, sum_shared_gradients
+            from titanlite.parallel.pipeline_parallel import (
+                build_pipeline,
+                shared_params,
+                sum_shared_gradients,
+            )
 
             self.runner = build_pipeline(model_parts, self.runner.loss, config, mesh, device)
             self.shared_params = shared_params(model_parts)
-            self.sum_shared = functools.partial(sum_shared_gradients, self.shared_params, mesh["pp"])
+            self.sum_shared = functools.partial(
+                sum_shared_gradients, self.shared_params, mesh["pp"]
+            )
 
     @contextlib.contextmanager
     def _ready(self, batch: Batch) -> Any:
         """The context of a forward and backward; yields this rank's part of the batch.
 
-        The last item, for the model: with `data.document_mask` the positions of this rank's tokens, and the number of
-        each token's document in the whole sequences.
+        The last item, for the model: with `data.document_mask` the positions of this rank's tokens,
+        and the number of each token's document in the whole sequences.
         """
         with self.loss_scope(), self.shard_batch(batch) as (tokens, labels, positions):
             packing = {}
             if batch.positions is not None:
-                packing = {"positions": positions, "documents": (batch.positions == 0).cumsum(dim=1)}
+                packing = {
+                    "positions": positions,
+                    "documents": (batch.positions == 0).cumsum(dim=1),
+                }
             yield tokens, labels, packing
 
     def forward_backward(self, batch: Batch, num_targets: Tensor, last: bool = True) -> Tensor:
-        """Adds to the gradients; returns this rank's part of the summed loss over the step's global target count.
+        """Adds to the gradients; returns this rank's part of the summed loss over the step's global
+        target count.
 
         `last`: no other local batch of this step follows.
         """
         mark_phase("forward and backward", in_step=True)
         for part in self.model_parts:
-            if isinstance(part, FSDPModule):  # reduces gradients over ranks now, or accumulates them locally
+            # Reduces gradients over ranks now, or accumulates them locally
+            if isinstance(part, FSDPModule):
                 part.set_requires_gradient_sync(last or self.config.reduce_every_microbatch)
         num_targets = num_targets.clamp(min=1)  # a step may have none; then its loss is 0
         with self._ready(batch) as (tokens, labels, packing):
@@ -107,7 +133,9 @@ class Stages:
 
 
 def _build_loss(model_parts: list[Any], config: Config, mesh: Mesh) -> SummedLoss:
-    """The summed loss of the last part's output and the labels: plain, compiled, or with the projection in chunks."""
+    """The summed loss of the last part's output and the labels: plain, compiled, or with the
+    projection in chunks.
+    """
     loss: SummedLoss = cross_entropy_sum
     if mesh["tp"].size() > 1:
         from titanlite.parallel.tensor_parallel import loss_parallel_cross_entropy_sum
@@ -118,10 +146,12 @@ def _build_loss(model_parts: list[Any], config: Config, mesh: Mesh) -> SummedLos
 
         loss = with_z_loss(loss, config.loss.z_loss, mesh["tp"])
     if config.compile.loss:
-        # Not dynamic, so a smaller last chunk gets a second graph: torch 2.13 cannot compile a sharded vocabulary for
-        # dynamic sizes.
+        # Not dynamic, so a smaller last chunk gets a second graph: torch 2.13 cannot compile a
+        # sharded vocabulary for dynamic sizes.
         loss = torch.compile(loss, backend=config.compile.backend, dynamic=False)
-    if config.loss.num_chunks > 1 and (outputs := [p.output for p in model_parts if hasattr(p.output, "projection")]):
+    if config.loss.num_chunks > 1 and (
+        outputs := [p.output for p in model_parts if hasattr(p.output, "projection")]
+    ):
         from titanlite.parallel.chunked_loss import ChunkedLoss
 
         loss = ChunkedLoss(outputs[0], config.loss.num_chunks, loss, mesh["tp"])

@@ -1,12 +1,14 @@
-"""Tensor parallel with sequence parallel and loss parallel (Megatron-LM: arXiv 1909.08053, 2205.05198).
+"""Tensor parallel with sequence parallel and loss parallel (Megatron-LM: arXiv 1909.08053,
+2205.05198).
 
-What it is: each weight matrix is cut over the ranks of the tp axis. The first matrices of a pair (wq, wk, wv; w1, w3)
-are cut by output features, so each rank computes H/tp heads or F/tp hidden columns. The second (wo, w2) is cut by input
-features, and the ranks' partial results are summed. Between such pairs (norms, residuals) all ranks would compute the
-same, so there the *sequence* is cut instead, S/tp tokens per rank: sequence parallel. The all-reduce of the partial
-results is replaced by a reduce-scatter at the end of a pair and an all-gather before the next pair, with the same total
-traffic. The embedding and the output layer are cut by vocabulary, and the loss is computed on the sharded logits: loss
-parallel.
+What it is: each weight matrix is cut over the ranks of the tp axis. The first matrices of a pair
+(wq, wk, wv; w1, w3) are cut by output features, so each rank computes H/tp heads or F/tp hidden
+columns. The second (wo, w2) is cut by input features, and the ranks' partial results are summed.
+Between such pairs (norms, residuals) all ranks would compute the same, so there the *sequence* is
+cut instead, S/tp tokens per rank: sequence parallel. The all-reduce of the partial results is
+replaced by a reduce-scatter at the end of a pair and an all-gather before the next pair, with the
+same total traffic. The embedding and the output layer are cut by vocabulary, and the loss is
+computed on the sharded logits: loss parallel.
 
     x (B, S/tp, D) --all-gather--> (B, S, D) --wq, wk, wv--> (B, S, H/tp heads) --wo--> partial sums (B, S, D)
                                                                        --reduce-scatter--> (B, S/tp, D)
@@ -15,18 +17,20 @@ parallel.
     compute its heads, and the second half of the columns of wo, which multiply the outputs of these heads.
 
 Why it is here: only this axis makes the weight matrices smaller that a rank multiplies with.
-What it costs, per rank, block and local batch, with b bytes per number and S tokens (after the division by cp): 2
-all-gathers and 2 reduce-scatters in the forward and as many in the backward, 8 b B S D (tp-1)/tp bytes in all, and 2
-all-reduces of D numbers for the norms' gradients. The computation waits for them, so tp should stay within a node. The
-embedding and the output layer together add as much as half a block, and the loss adds 3 all-reduces of B S numbers.
-Memory: matrices, their gradients and moments, and activations are 1/tp; norms are replicated.
+What it costs, per rank, block and local batch, with b bytes per number and S tokens (after the
+division by cp): 2 all-gathers and 2 reduce-scatters in the forward and as many in the backward, 8 b
+B S D (tp-1)/tp bytes in all, and 2 all-reduces of D numbers for the norms' gradients. The
+computation waits for them, so tp should stay within a node. The embedding and the output layer
+together add as much as half a block, and the loss adds 3 all-reduces of B S numbers. Memory:
+matrices, their gradients and moments, and activations are 1/tp; norms are replicated.
 
-How it is made: the tables below name each module and the placement of its input, weight and output. torch names the
-styles by the transposed weight: `ColwiseParallel` cuts the rows of wq (its output features), `RowwiseParallel` the
-columns of wo;
-`parallelize_module` makes the weights DTensors on the tp axis. Every parameter is in a table, norms included: clipping
-cannot combine gradients that are DTensors on one mesh with plain tensors or other meshes. The model takes the
-number of heads from the tensors, so grouped-query attention needs no further code.
+How it is made: the tables below name each module and the placement of its input, weight and output.
+torch names the styles by the transposed weight: `ColwiseParallel` cuts the rows of wq (its output
+features), `RowwiseParallel` the columns of wo;
+`parallelize_module` makes the weights DTensors on the tp axis. Every parameter is in a table, norms
+included: clipping cannot combine gradients that are DTensors on one mesh with plain tensors or
+other meshes. The model takes the number of heads from the tensors, so grouped-query attention needs
+no further code.
 """
 
 from __future__ import annotations
@@ -52,23 +56,32 @@ from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.chunked_loss import DeferredOutput, WeightHolder
 from titanlite.runtime.errors import ConfigError
 
-# Placements of the tensors between modules: sequence sharded (dim 1), replicated, vocabulary sharded (last dim)
-SEQUENCE_SHARD, REPLICATED, VOCABULARY_SHARD = Shard(1), Replicate(), Shard(-1)
+# Placements of the tensors between modules: sequence sharded (dim 1), replicated, vocabulary
+# sharded (last dim)
+SEQUENCE_SHARD = Shard(1)
+REPLICATED = Replicate()
+VOCABULARY_SHARD = Shard(-1)
 
 
 def block_plan() -> dict[str, Any]:
-    """Module of a block -> how it is parallelised. The block's input and output are (B, S/tp, D)."""
+    """Module of a block -> how it is parallelised.
+
+    The block's input and output are (B, S/tp, D).
+    """
     return {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(  # x, rope, mask, cache
-            input_layouts=(SEQUENCE_SHARD, None, None, None), desired_input_layouts=(REPLICATED, None, None, None)
+            input_layouts=(SEQUENCE_SHARD, None, None, None),
+            desired_input_layouts=(REPLICATED, None, None, None),
         ),
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=SEQUENCE_SHARD),
         "ffn_norm": SequenceParallel(),
-        "feed_forward": PrepareModuleInput(input_layouts=(SEQUENCE_SHARD,), desired_input_layouts=(REPLICATED,)),
+        "feed_forward": PrepareModuleInput(
+            input_layouts=(SEQUENCE_SHARD,), desired_input_layouts=(REPLICATED,)
+        ),
         "feed_forward.w1": ColwiseParallel(),
         "feed_forward.w3": ColwiseParallel(),
         "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE_SHARD),
@@ -76,16 +89,27 @@ def block_plan() -> dict[str, Any]:
 
 
 def ends_plan(model: Any) -> dict[str, Any]:
-    """The same for the embedding, the norm and the output layer, as far as this part of the model has them."""
+    """The same for the embedding, the norm and the output layer, as far as this part of the model
+    has them.
+    """
     plan: dict[str, Any] = {}
     if isinstance(model.tok_embeddings, nn.Embedding):
-        plan["tok_embeddings"] = RowwiseParallel(input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARD)
+        plan["tok_embeddings"] = RowwiseParallel(
+            input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARD
+        )
     if isinstance(model.norm, nn.RMSNorm):
-        # The norm returns a plain tensor if its output is sent to the next pipeline stage or to a chunked loss.
-        plan["norm"] = SequenceParallel(use_local_output=isinstance(model.output, (nn.Identity, DeferredOutput)))
+        # The norm returns a plain tensor if its output is sent to the next pipeline stage or to a
+        # chunked loss.
+        plan["norm"] = SequenceParallel(
+            use_local_output=isinstance(model.output, (nn.Identity, DeferredOutput))
+        )
     if isinstance(model.output, nn.Linear):
-        plan["output"] = ColwiseParallel(input_layouts=SEQUENCE_SHARD, output_layouts=VOCABULARY_SHARD)
-    elif not isinstance(model.output, (nn.Identity, DeferredOutput)):  # tied: the embedding's weight, sharded above
+        plan["output"] = ColwiseParallel(
+            input_layouts=SEQUENCE_SHARD, output_layouts=VOCABULARY_SHARD
+        )
+    elif not isinstance(
+        model.output, (nn.Identity, DeferredOutput)
+    ):  # tied: the embedding's weight, sharded above
         plan["output"] = PrepareModuleInputOutput(
             input_layouts=(SEQUENCE_SHARD,),
             desired_input_layouts=(REPLICATED,),
@@ -101,21 +125,26 @@ def apply_tp(model: Any, mesh: DeviceMesh, async_tp: bool) -> None:
     for block in model.layers.values():
         parallelize_module(block, mesh, block_plan())
     if isinstance(model.tok_embeddings, nn.Embedding):
-        # The embedding's reduce-scatter is still in flight here, and a compiled block that receives such a tensor
-        # computes a wrong gradient for the embedding (torch 2.13); a copy waits for it.
+        # The embedding's reduce-scatter is still in flight here, and a compiled block that receives
+        # such a tensor computes a wrong gradient for the embedding (torch 2.13); a copy waits for
+        # it.
         model.tok_embeddings.register_forward_hook(lambda module, args, output: output.clone())
     for end in (model.tok_embeddings, model.output):
         if isinstance(end, WeightHolder):
             for name, weight in end.named_parameters():
                 setattr(end, name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
-    # torch 2.13 warns that an output which is a view must not be changed in place; the logits are not.
+    # torch 2.13 warns that an output which is a view must not be changed in place; the logits are
+    # not.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     if async_tp:
         _prepare_async_tp(mesh)
 
 
 def _prepare_async_tp(mesh: DeviceMesh) -> None:
-    """Lets the compiler overlap matmuls with communication. Raises ConfigError if the hardware does not support it."""
+    """Lets the compiler overlap matmuls with communication.
+
+    Raises ConfigError if the hardware does not support it.
+    """
     if mesh.device_type != "cuda" or torch.cuda.get_device_capability() < (9, 0):
         raise ConfigError(
             "parallel.async_tp = true needs symmetric memory: CUDA devices of compute capability 9.0 (H100) or "
@@ -125,9 +154,11 @@ def _prepare_async_tp(mesh: DeviceMesh) -> None:
 
 
 def loss_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
-    """`cross_entropy_sum` of logits (B, S, V/tp), each rank with its part of the vocabulary; labels (B, S).
+    """`cross_entropy_sum` of logits (B, S, V/tp), each rank with its part of the vocabulary; labels
+    (B, S).
 
-    It and its backward must run within torch's `loss_parallel`. The result is equal on all ranks of the axis.
+    It and its backward must run within torch's `loss_parallel`. The result is equal on all ranks of
+    the axis.
     """
     loss = cross_entropy_sum(DTensor.from_local(logits, mesh, [VOCABULARY_SHARD]), labels)
     assert isinstance(loss, DTensor)

@@ -1,19 +1,22 @@
 """Statistics of each block's output, and the largest attention logits.
 
-What it is: on measured steps, a forward without gradients of the first local batch of each data-parallel rank, before
-the step trains on it. A row of metrics.jsonl has for each block `activation_mean/layers.<i>`, `activation_rms/...` and
-`activation_max/...` of the residual stream after it (the last is the largest absolute value), and
-`attention_logit/...`, the largest q k / sqrt(Dh) of a query and a key that it may attend to.
-Why it is here: with bf16, logits in the hundreds and single activations in the thousands precede many divergences
-(arXiv 2302.05442, 2309.14322).
-What it costs: on measured steps one forward of one local batch, with attention's products computed a second time in
-fp32, CHUNK of them at a time; two small all-reduces; and the host waits. Compiled blocks run eagerly if the logits are
-measured; if not (see below), they run compiled, since the hooks are outside of what is compiled.
+What it is: on measured steps, a forward without gradients of the first local batch of each
+data-parallel rank, before the step trains on it. A row of metrics.jsonl has for each block
+`activation_mean/layers.<i>`, `activation_rms/...` and `activation_max/...` of the residual stream
+after it (the last is the largest absolute value), and `attention_logit/...`, the largest q k /
+sqrt(Dh) of a query and a key that it may attend to.
+Why it is here: with bf16, logits in the hundreds and single activations in the thousands precede
+many divergences (arXiv 2302.05442, 2309.14322).
+What it costs: on measured steps one forward of one local batch, with attention's products computed
+a second time in fp32, CHUNK of them at a time; two small all-reduces; and the host waits. Compiled
+blocks run eagerly if the logits are measured; if not (see below), they run compiled, since the
+hooks are outside of what is compiled.
 
-How it is made: hooks on the blocks see their outputs. The logits do not exist in fused kernels, so they are computed
-again from the arguments of each call of `F.scaled_dot_product_attention`, which under context parallel has the keys of
-all ranks. Two kinds of attention call something else and have no logits here: `parallel.cp_method = ring`, and
-FlexAttention, which serves `data.document_mask` on CUDA.
+How it is made: hooks on the blocks see their outputs. The logits do not exist in fused kernels, so
+they are computed again from the arguments of each call of `F.scaled_dot_product_attention`, which
+under context parallel has the keys of all ranks. Two kinds of attention call something else and
+have no logits here: `parallel.cp_method = ring`, and FlexAttention, which serves
+`data.document_mask` on CUDA.
 """
 
 from __future__ import annotations
@@ -42,21 +45,31 @@ CHUNK = 1 << 24  # logits in memory at a time, 4 bytes each
 
 
 class Activations:
-    """Measures batches with the blocks of this rank's stages, and writes rows with those of all ranks."""
+    """Measures batches with the blocks of this rank's stages, and writes rows with those of all
+    ranks.
+    """
 
     def __init__(self, stages: Any, metrics: Metrics, logits: bool) -> None:
         """`logits`: whether attention calls `F.scaled_dot_product_attention` with all keys."""
-        self.stages, self.metrics, self.logits = stages, metrics, logits
+        self.stages = stages
+        self.metrics = metrics
+        self.logits = logits
         self.num_layers: int = stages.model_parts[0].config.num_layers
         self._block = 0  # whose forward is running
 
     def measure(self, batch: Batch) -> None:
-        """A row for the current step. All ranks call it together, each with its batch, which stays as it is."""
+        """A row for the current step.
+
+        All ranks call it together, each with its batch, which stays as it is.
+        """
         mark_phase("measuring activations")
         self.sums = torch.zeros(3, self.num_layers, dtype=torch.float64, device=self.metrics.device)
-        self.largest = torch.full_like(self.sums[:2], float("-inf"))  # of the outputs, and of the logits
+        # Of the outputs, and of the logits
+        self.largest = torch.full_like(self.sums[:2], float("-inf"))
         handles = []
-        for name, block in (named for part in self.stages.model_parts for named in part.layers.items()):
+        for name, block in (
+            named for part in self.stages.model_parts for named in part.layers.items()
+        ):
             handles.append(block.register_forward_pre_hook(self._enter(int(name))))
             handles.append(block.register_forward_hook(self._leave))
         try:
@@ -66,7 +79,8 @@ class Activations:
             for handle in handles:
                 handle.remove()
         if dist.is_initialized() and dist.get_world_size() > 1:
-            # Every rank has other tokens (of dp, cp, tp) or other blocks (pp); heads are divided too.
+            # Every rank has other tokens (of dp, cp, tp) or other blocks (pp); heads are divided
+            # too.
             dist.all_reduce(self.sums)
             dist.all_reduce(self.largest, dist.ReduceOp.MAX)
         count, total, squares = self.sums
@@ -98,7 +112,9 @@ class Activations:
         self._keep(1, largest_logit(q, k, mask, causal))
 
     def _keep(self, row: int, value: Tensor) -> None:
-        self.largest[row, self._block] = torch.maximum(self.largest[row, self._block], value.double())
+        self.largest[row, self._block] = torch.maximum(
+            self.largest[row, self._block], value.double()
+        )
 
     def _write(self, figures: list[list[float]]) -> None:
         row: dict[str, Any] = {"step": self.metrics.progress.step}
@@ -112,7 +128,9 @@ class Activations:
 
 
 class _Attention(TorchFunctionMode):
-    """Within it, `record` gets queries, keys, mask and causality of each attention before it is computed."""
+    """Within it, `record` gets queries, keys, mask and causality of each attention before it is
+    computed.
+    """
 
     def __init__(self, record: Callable[[Tensor, Tensor, Any, bool], None]) -> None:
         super().__init__()
@@ -128,20 +146,29 @@ class _Attention(TorchFunctionMode):
 
 @torch.no_grad()
 def largest_logit(q: Tensor, k: Tensor, mask: Any, causal: bool) -> Tensor:
-    """The largest q k / sqrt(Dh) of the allowed pairs, an fp32 scalar. q (B, H, Sq, Dh), k (B, K, Sk, Dh).
+    """The largest q k / sqrt(Dh) of the allowed pairs, an fp32 scalar. q (B, H, Sq, Dh), k (B, K,
+    Sk, Dh).
 
-    `mask`: None, a bool tensor (B, 1, Sq, Sk), or torch's lower-right causal bias; `causal`: without a mask.
+    `mask`: None, a bool tensor (B, 1, Sq, Sk), or torch's lower-right causal bias; `causal`:
+    without a mask.
     """
     (batch, heads, queries, width), keys = q.shape, k.shape[2]
     k = k.float()[:, :, None].transpose(-1, -2)  # (B, K, 1, Dh, Sk)
     places = torch.arange(keys, device=q.device)
     last = torch.arange(queries, device=q.device)[:, None]  # the last key of each query
-    last = last + (keys - queries) if isinstance(mask, CausalBias) else last if causal else last * 0 + keys
+    last = (
+        last + (keys - queries)
+        if isinstance(mask, CausalBias)
+        else last
+        if causal
+        else last * 0 + keys
+    )
     largest = torch.full((), float("-inf"), device=q.device)
     rows = max(1, CHUNK // (batch * heads * keys))
     for start in range(0, queries, rows):
         part = slice(start, start + rows)
-        logits = q[:, :, part].float().unflatten(1, (k.shape[1], -1)) @ k * width**-0.5  # (B, K, H/K, rows, Sk)
+        # (B, K, H/K, rows, Sk)
+        logits = q[:, :, part].float().unflatten(1, (k.shape[1], -1)) @ k * width**-0.5
         allowed = places <= last[part]
         if mask is not None and not isinstance(mask, CausalBias):
             allowed = allowed & mask[:, :, None, part]  # (B, 1, 1, rows, Sk)

@@ -1,8 +1,10 @@
-"""Optional measurements during training: averaged weights, statistics every few steps, samples of text.
+"""Optional measurements during training: averaged weights, statistics every few steps, samples of
+text.
 
-What it is: `Measures` takes the place of the stages in the training loop, which stays as it is. It connects what [ema],
-[metrics] and `validation.prompts` enable to the points where they work: between two local batches, around the
-optimizer's step, before the first local batch, after a validation. docs/measures.md says what each number means.
+What it is: `Measures` takes the place of the stages in the training loop, which stays as it is. It
+connects what [ema], [metrics] and `validation.prompts` enable to the points where they work:
+between two local batches, around the optimizer's step, before the first local batch, after a
+validation. docs/measures.md says what each number means.
 What it costs: nothing on steps that are not measured, apart from the average (`optim/ema.py`).
 """
 
@@ -20,12 +22,22 @@ from titanlite.observe.validation import Validator
 
 
 class Measures:
-    """Stages that also measure: `forward_backward`, `evaluate` and `shared_params` as those of `Stages`."""
+    """Stages that also measure: `forward_backward`, `evaluate` and `shared_params` as those of
+    `Stages`.
+    """
 
-    def __init__(self, config: Config, stages: Any, optimizer: torch.optim.Optimizer, states: dict[str, Any]) -> None:
-        """Adds to `states` what a checkpoint keeps. Raises ConfigError if something cannot be measured."""
-        self.config, self.stages, self.optimizer = config, stages, optimizer
-        self.evaluate, self.shared_params = stages.evaluate, stages.shared_params
+    def __init__(
+        self, config: Config, stages: Any, optimizer: torch.optim.Optimizer, states: dict[str, Any]
+    ) -> None:
+        """Adds to `states` what a checkpoint keeps.
+
+        Raises ConfigError if something cannot be measured.
+        """
+        self.config = config
+        self.stages = stages
+        self.optimizer = optimizer
+        self.evaluate = stages.evaluate
+        self.shared_params = stages.shared_params
         self.progress = states["progress"]
         self.ema: Any = None
         self.noise_scale: Any = None
@@ -41,11 +53,13 @@ class Measures:
             self.noise_scale = states["noise_scale"] = NoiseScale(stages, states.get("loss_scale"))
 
     def connect(self, validator: Validator) -> Any:
-        """Call it once the state is loaded. Returns the validator, or one that also validates the average or samples.
+        """Call it once the state is loaded. Returns the validator, or one that also validates the
+        average or samples.
 
         Raises ConfigError if a prompt is too long.
         """
-        metrics, section = validator.metrics, self.config.metrics
+        metrics = validator.metrics
+        section = self.config.metrics
         if section.layer_norms_freq:
             from titanlite.probes.layer_norms import LayerNorms
 
@@ -59,18 +73,27 @@ class Measures:
         connected: Any = validator
         if self.ema is not None:
             self.ema.start()
-            connected = AveragedValidator(validator, self.ema) if self.config.ema.validate else validator
+            connected = (
+                AveragedValidator(validator, self.ema) if self.config.ema.validate else validator
+            )
         if self.config.validation.prompts:
             from titanlite.probes.samples import Sampler, SamplingValidator
 
-            connected = SamplingValidator(connected, Sampler(self.stages, validator, self.config.run.seed))
+            connected = SamplingValidator(
+                connected, Sampler(self.stages, validator, self.config.run.seed)
+            )
         return connected
 
     def forward_backward(self, batch: Batch, num_targets: Tensor, last: bool = True) -> Tensor:
         """As `Stages.forward_backward`."""
-        section, first = self.config.metrics, self._first
+        section = self.config.metrics
+        first = self._first
         self._first = last
-        noise_scale = self.noise_scale if self._due(section.noise_scale_freq) and not (first and last) else None
+        noise_scale = (
+            self.noise_scale
+            if self._due(section.noise_scale_freq) and not (first and last)
+            else None
+        )
         if self.activations and first and self._due(section.activations_freq):
             self.activations.measure(batch)
         if noise_scale and first:
@@ -89,12 +112,14 @@ class Measures:
 class AveragedValidator:
     """Validates the weights, then their average: as `validation/<source>/ema_loss`.
 
-    That is in a separate row after that of the weights. Which checkpoints are kept is decided by the loss of
-    the weights.
+    That is in a separate row after that of the weights. Which checkpoints are kept is decided by
+    the loss of the weights.
     """
 
     def __init__(self, validator: Validator, ema: Any) -> None:
-        self.validator, self.ema, self.due = validator, ema, validator.due
+        self.validator = validator
+        self.ema = ema
+        self.due = validator.due
 
     def maybe_run(self, step: int, last: bool, stop: Callable[[], bool]) -> float | None:
         """As `Validator.maybe_run`: the loss of the weights."""
@@ -104,7 +129,8 @@ class AveragedValidator:
         row: dict[str, Any] = {"step": step}
         with self.ema.in_place_of_weights():
             for name, windows in self.validator.windows.items():
-                if (sums := self.validator.sums_over(windows, stop)) is None:
+                sums = self.validator.sums_over(windows, stop)
+                if sums is None:
                     return loss  # the run stops
                 row[f"validation/{name}/ema_loss"] = sums[0] / sums[1]
                 self.validator.metrics.log_validation(name, {"ema_loss": sums[0] / sums[1]})

@@ -1,9 +1,10 @@
 """What `run.device = mps`, the GPU of an Apple computer, supports. Imported only for that device.
 
-What it is: one process, computing in fp32, with the settings in the table below. In 16 bits, attention with a causal
-mask lets tokens see later ones in some releases of torch, without an error (pytorch#195910); in others the fused AdamW
-does not withhold an update that it is asked to withhold (pytorch#186360). Other settings need float64, which the device
-does not have, or CUDA, or have not been tried.
+What it is: one process, computing in fp32, with the settings in the table below. In 16 bits,
+attention with a causal mask lets tokens see later ones in some releases of torch, without an error
+(pytorch#195910); in others the fused AdamW does not withhold an update that it is asked to withhold
+(pytorch#186360). Other settings need float64, which the device does not have, or CUDA, or have not
+been tried.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ ALLOWED = {
 
 def apple_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
     """One process, in float32, with the plain techniques."""
-    if (processes := math.prod(degrees.values())) > 1:
+    processes = math.prod(degrees.values())
+    if processes > 1:
         yield f"run.device = mps with {processes} processes: torch cannot connect Apple's GPUs; expected NGPU=1"
     for key, allowed in ALLOWED.items():
         section, _, name = key.partition(".")

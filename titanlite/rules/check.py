@@ -1,9 +1,10 @@
 """Which settings fit together: sizes with degrees, and techniques with each other.
 
-What it is: arithmetic on the config, done before torch is imported. Every condition of a technique on the sizes it
-divides or on another technique is here, or in a separate file that is imported if the technique is used. Each
-violation gives one message with the keys, the values found and the nearest values that fit. Two more functions decide
-whether `compile.enabled = auto` compiles, and list the settings that have no effect.
+What it is: arithmetic on the config, done before torch is imported. Every condition of a technique
+on the sizes it divides or on another technique is here, or in a separate file that is imported if
+the technique is used. Each violation gives one message with the keys, the values found and the
+nearest values that fit. Two more functions decide whether `compile.enabled = auto` compiles, and
+list the settings that have no effect.
 """
 
 from __future__ import annotations
@@ -61,14 +62,16 @@ def check_layout(config: Config, llama: LlamaConfig, world_size: int) -> dict[st
         from titanlite.rules.precision_rules import precision_problems
 
         checks.append(precision_problems)
-    if problems := [problem for check in checks for problem in check(config, llama, degrees)]:
+    problems = [problem for check in checks for problem in check(config, llama, degrees)]
+    if problems:
         raise ConfigError(problems)
     return degrees
 
 
 def _batch(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
     """Sequences are divided over data parallel ranks."""
-    training, readers = config.training, degrees["dp_replicate"] * degrees["dp_shard"]
+    training = config.training
+    readers = degrees["dp_replicate"] * degrees["dp_shard"]
     if training.batch_ramp or training.global_batch_size % (training.local_batch_size * readers):
         from titanlite.config.batch_sizes import size_problems
 
@@ -86,16 +89,23 @@ def _compiler(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> It
             "parallel.async_tp = true: the compiler overlaps it on GPUs; expected parallel.tp > 1, "
             "compile.enabled = true, compile.backend = inductor and not run.device = cpu"
         )
-    if config.recompute.mode == "memory_budget" and (compile.enabled == "false" or compile.backend == "eager"):
+    if config.recompute.mode == "memory_budget" and (
+        compile.enabled == "false" or compile.backend == "eager"
+    ):
         yield (
             "recompute.mode = memory_budget needs the compiler; expected compile.enabled = auto or true, and "
             "compile.backend not eager"
         )
 
 
-def reason_not_compiled(config: Config, degrees: Mapping[str, int], dim: int, device_type: str) -> str:
-    """Why the blocks of a model of width `dim` are not compiled on a device (cuda, cpu, mps); empty if they are."""
-    compile, parallel = config.compile, config.parallel
+def reason_not_compiled(
+    config: Config, degrees: Mapping[str, int], dim: int, device_type: str
+) -> str:
+    """Why the blocks of a model of width `dim` are not compiled on a device (cuda, cpu, mps); empty
+    if they are.
+    """
+    compile = config.compile
+    parallel = config.parallel
     if compile.enabled != "auto":
         return "" if compile.enabled == "true" else "compile.enabled = false"
     if config.recompute.mode == "memory_budget":
@@ -113,22 +123,47 @@ def reason_not_compiled(config: Config, degrees: Mapping[str, int], dim: int, de
 
 def unused_settings(config: Config, degrees: dict[str, int]) -> list[str]:
     """A message for each key that differs from its default although its technique is not used."""
-    parallel, training, optimizer, stability = config.parallel, config.training, config.optimizer, config.stability
-    recompute, shape, dtype = config.recompute, config.schedule.name, training.compute_dtype
+    parallel = config.parallel
+    training = config.training
+    optimizer = config.optimizer
+    stability = config.stability
+    recompute = config.recompute
+    shape = config.schedule.name
+    dtype = training.compute_dtype
     end = "steps" if config.schedule.decay_steps else "fraction"  # the latter is then 0
-    fsdp = math.prod(degrees.values()) > 1 or parallel.cpu_offload or parallel.reshard_after_forward != "default"
+    fsdp = (
+        math.prod(degrees.values()) > 1
+        or parallel.cpu_offload
+        or parallel.reshard_after_forward != "default"
+    )
     fp32_state = optimizer.state_dtype == training.param_dtype == "float32"
     of_pp = " ".join(name for name in vars(parallel) if name.startswith("pp_"))
     of_muon = " ".join(name for name in vars(optimizer) if name.startswith("muon_"))
     servers = bool({"wandb", "mlflow"} & set(config.metrics.sinks))
-    techniques = [  # reason that its keys have no effect, whether it is used, section and names of the keys
+    # Reason that its keys have no effect, whether it is used, section and names of the keys
+    techniques = [
         ("parallel.pp = 1", degrees["pp"] > 1, "parallel", of_pp),
         ("parallel.cp = 1", degrees["cp"] > 1, "parallel", "cp_method"),
-        (f"recompute.mode = {recompute.mode}", recompute.mode in ("full", "selective"), "recompute", "every"),
-        ("recompute.mode is not memory_budget", recompute.mode == "memory_budget", "recompute", "budget"),
+        (
+            f"recompute.mode = {recompute.mode}",
+            recompute.mode in ("full", "selective"),
+            "recompute",
+            "every",
+        ),
+        (
+            "recompute.mode is not memory_budget",
+            recompute.mode == "memory_budget",
+            "recompute",
+            "budget",
+        ),
         ("one process does not use FSDP", fsdp, "parallel", "prefetch reduce_every_microbatch"),
         ("one process does not use FSDP", fsdp, "training", "reduce_dtype"),
-        (f"training.compute_dtype = {dtype}", dtype == "float16", "training", "loss_scale loss_scale_growth"),
+        (
+            f"training.compute_dtype = {dtype}",
+            dtype == "float16",
+            "training",
+            "loss_scale loss_scale_growth",
+        ),
         ("float8.enabled = false", config.float8.enabled, "float8", "skip scaling emulate"),
         ("schedule.name is not wsd", shape == "wsd", "schedule", f"decay decay_{end}"),
         ("schedule.name is not step", shape == "step", "schedule", "milestones"),
@@ -139,11 +174,26 @@ def unused_settings(config: Config, degrees: dict[str, int]) -> list[str]:
         ("optimizer.clip = agc", optimizer.clip == "norm", "training", "max_norm"),
         ("stability.threshold = 0", stability.threshold > 0, "stability", "window warmup_steps"),
         ("stability.action is not skip", stability.action == "skip", "stability", "max_skips"),
-        ("stability.action is not rollback", stability.action == "rollback", "stability", "max_rollbacks"),
+        (
+            "stability.action is not rollback",
+            stability.action == "rollback",
+            "stability",
+            "max_rollbacks",
+        ),
         ("ema.decay = 0", config.ema.decay > 0, "ema", "validate"),
         ("validation.freq = 0", config.validation.freq > 0, "validation", "prompts"),
-        ("validation.prompts is empty", config.validation.prompts, "validation", "prompt_tokens prompt_temperature"),
-        ("metrics.sinks has neither wandb nor mlflow", servers, "metrics", "project wandb_mode mlflow_uri"),
+        (
+            "validation.prompts is empty",
+            config.validation.prompts,
+            "validation",
+            "prompt_tokens prompt_temperature",
+        ),
+        (
+            "metrics.sinks has neither wandb nor mlflow",
+            servers,
+            "metrics",
+            "project wandb_mode mlflow_uri",
+        ),
     ]
     default = Config()
     notes = []

@@ -1,7 +1,8 @@
 """The degrees of a layout: how many ranks each axis of the mesh has.
 
-What it is: arithmetic on the config, done before torch is imported. A layout gives each of the five mesh axes a degree;
-the product of the degrees is the world size. `check.py` has the conditions on sizes and on combinations of techniques.
+What it is: arithmetic on the config, done before torch is imported. A layout gives each of the five
+mesh axes a degree; the product of the degrees is the world size. `check.py` has the conditions on
+sizes and on combinations of techniques.
 """
 
 from __future__ import annotations
@@ -13,14 +14,21 @@ from collections.abc import Callable
 from titanlite.config.schema import ParallelConfig
 from titanlite.runtime.errors import ConfigError
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: inner axes communicate most
+# Outermost first: inner axes communicate most
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 def resolve_degrees(parallel: ParallelConfig, world_size: int) -> dict[str, int]:
-    """Axis -> degree for `world_size` processes, -1 resolved. Raises ConfigError if the product differs."""
+    """Axis -> degree for `world_size` processes, -1 resolved.
+
+    Raises ConfigError if the product differs.
+    """
     degrees = {axis: getattr(parallel, axis) for axis in AXES}
-    if zeros := [axis for axis in AXES if degrees[axis] == 0]:
-        raise ConfigError([f"parallel.{axis} = 0: expected -1 (what remains) or at least 1" for axis in zeros])
+    zeros = [axis for axis in AXES if degrees[axis] == 0]
+    if zeros:
+        raise ConfigError(
+            [f"parallel.{axis} = 0: expected -1 (what remains) or at least 1" for axis in zeros]
+        )
     open_axes = [axis for axis in AXES if degrees[axis] == -1]
     if len(open_axes) > 1:
         names = " and ".join(f"parallel.{axis}" for axis in open_axes)
@@ -44,7 +52,9 @@ def resolve_degrees(parallel: ParallelConfig, world_size: int) -> dict[str, int]
             f"{factors}{is_product}, but there are {world_size} processes (NGPU x NNODES); "
             f"start {product}, or set one degree to -1 (what remains)"
         )
-    return {axis: world_size // product if degree == -1 else degree for axis, degree in degrees.items()}
+    return {
+        axis: world_size // product if degree == -1 else degree for axis, degree in degrees.items()
+    }
 
 
 def _divides(whole: int, others: int, n: int) -> bool:
@@ -52,8 +62,12 @@ def _divides(whole: int, others: int, n: int) -> bool:
 
 
 def nearest(wanted: int, fits: Callable[[int], bool], limit: int) -> str:
-    """The three numbers from 1 to `limit` nearest to `wanted` that fit, in words; empty if none does."""
-    fitting = sorted((n for n in range(1, limit + 1) if fits(n)), key=lambda n: (abs(n - wanted), n))[:3]
+    """The three numbers from 1 to `limit` nearest to `wanted` that fit, in words; empty if none
+    does.
+    """
+    fitting = sorted(
+        (n for n in range(1, limit + 1) if fits(n)), key=lambda n: (abs(n - wanted), n)
+    )[:3]
     return " or ".join(str(n) for n in sorted(fitting))
 
 

@@ -11,9 +11,11 @@ from titanlite.model.flavors import LlamaConfig
 
 def sharding_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
     """`reshard_after_forward` as a number of processes."""
-    mode, size = config.parallel.reshard_after_forward, degrees["dp_shard"] * degrees["cp"]
+    mode = config.parallel.reshard_after_forward
+    size = degrees["dp_shard"] * degrees["cp"]
     if mode.isdecimal() and degrees["pp"] * degrees["tp"] > 1:
-        # A deadlock: FSDP2 makes process groups on each row of the mesh alone, but all ranks must take part in each.
+        # A deadlock: FSDP2 makes process groups on each row of the mesh alone, but all ranks must
+        # take part in each.
         yield (
             f'parallel.reshard_after_forward = "{mode}": a number works without parallel.pp and parallel.tp only; '
             "with them use default, always or never"

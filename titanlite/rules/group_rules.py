@@ -1,4 +1,7 @@
-"""Rules of `optimizer.groups`: patterns that fit parameters. Imported if the key is set; imports no torch."""
+"""Rules of `optimizer.groups`: patterns that fit parameters.
+
+Imported if the key is set; imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from titanlite.model.flavors import LlamaConfig, parameter_shapes
 
 def group_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
     """No two groups share a parameter: it belongs to the first group whose pattern fits its name."""
-    left = set(names := list(parameter_shapes(llama)))
+    names = list(parameter_shapes(llama))
+    left = set(names)
     for number, group in enumerate(config.optimizer.groups, 1):
         key = f"optimizer.groups[{number}]"
         for name in ("lr", "weight_decay"):
@@ -24,7 +28,10 @@ def group_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) 
             yield f"{key}.pattern is missing: expected a glob pattern of parameter names, as in layers.*.weight"
         elif not fitting:
             kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
-            near = suggestion(group.pattern, kinds) or f"; expected one that fits some of {', '.join(kinds)}"
+            near = (
+                suggestion(group.pattern, kinds)
+                or f"; expected one that fits some of {', '.join(kinds)}"
+            )
             yield f'{key}.pattern = "{group.pattern}" fits no parameter{near}'
         elif not fitting & left:
             yield f'{key}.pattern = "{group.pattern}": all parameters that it fits belong to earlier groups'

@@ -21,14 +21,19 @@ def pipeline_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int
 
 def _stages(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
     """Layers are divided over stages, and each schedule needs certain numbers of microbatches."""
-    parallel, pp, name = config.parallel, degrees["pp"], config.parallel.pp_schedule
-    per, usual = parallel.stages_per_process, PP_SCHEDULES[name]
+    parallel = config.parallel
+    pp = degrees["pp"]
+    name = config.parallel.pp_schedule
+    per = parallel.stages_per_process
+    usual = PP_SCHEDULES[name]
     stages = pp * per
     if per != usual and (usual == 1 or name in V_SHAPED):
         yield f"parallel.pp_stages_per_process = {per}: {name} needs {usual} (or 0)"
         return
     if llama.num_layers < stages:
-        near = nearest(pp, lambda n: n * per <= llama.num_layers and world(degrees) % n == 0, llama.num_layers)
+        near = nearest(
+            pp, lambda n: n * per <= llama.num_layers and world(degrees) % n == 0, llama.num_layers
+        )
         yield (
             f"parallel.pp = {pp} with {per} stages each ({name}) needs at least {stages} layers; model.num_layers = "
             f"{llama.num_layers}; nearest parallel.pp: {near or 'only 1'}"
@@ -36,7 +41,8 @@ def _stages(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iter
     yield from _split(parallel, stages, llama.num_layers)
     if not parallel.reduce_every_microbatch:
         yield "parallel.reduce_every_microbatch = false: a pipeline sums gradients once per local batch; leave it true"
-    batch, size = config.training.local_batch_size, parallel.pp_microbatch_size
+    batch = config.training.local_batch_size
+    size = parallel.pp_microbatch_size
     if batch % size:
         near = nearest(size, lambda n: batch % n == 0, batch)
         yield (
@@ -49,7 +55,9 @@ def _stages(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iter
         )
         near = nearest(
             batch,
-            lambda n: n % size == 0 and whole % n == 0 and _fits_schedule(name, n // size, pp, stages),
+            lambda n: (
+                n % size == 0 and whole % n == 0 and _fits_schedule(name, n // size, pp, stages)
+            ),
             whole,
         )
         yield (
@@ -70,7 +78,8 @@ def _fits_schedule(name: str, microbatches: int, pp: int, stages: int) -> bool:
 
 def _split(parallel: ParallelConfig, stages: int, num_layers: int) -> Iterable[str]:
     """`parallel.pp_split` has one module name for each stage but the first, in the model's order."""
-    names, text = parallel.stage_starts, parallel.pp_split
+    names = parallel.stage_starts
+    text = parallel.pp_split
     if not names:
         return
     order = [*(f"layers.{i}" for i in range(num_layers)), "norm", "output"]
@@ -87,12 +96,17 @@ def _split(parallel: ParallelConfig, stages: int, num_layers: int) -> Iterable[s
 
 
 def _split_backward(config: Config) -> Iterable[str]:
-    """Schedules that compute a block's two gradients separately support neither compiled blocks nor `selective`."""
-    compile, parallel = config.compile, config.parallel
+    """Schedules that compute a block's two gradients separately support neither compiled blocks nor
+    `selective`.
+    """
+    compile = config.compile
+    parallel = config.parallel
     others = ", ".join(name for name in PP_SCHEDULES if name not in SPLIT_BACKWARD)
     why = f"parallel.pp_schedule = {parallel.pp_schedule} computes a layer's two gradients in separate calls, which"
     budget = config.recompute.mode == "memory_budget"
-    asked = "compile.enabled = true" if compile.enabled == "true" else "recompute.mode = memory_budget"
+    asked = (
+        "compile.enabled = true" if compile.enabled == "true" else "recompute.mode = memory_budget"
+    )
     if compile.enabled == "true" or (budget and compile.enabled == "auto"):
         yield f"{why} compiled blocks do not support; with {asked} use one of {others}"
     if config.recompute.mode == "selective":

@@ -1,4 +1,7 @@
-"""Rules of float16, float8 and offloading: what they do not support. Imported if one of them is set."""
+"""Rules of float16, float8 and offloading: what they do not support.
+
+Imported if one of them is set.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from titanlite.model.flavors import BLOCK_LINEAR, LlamaConfig
 from titanlite.runtime.errors import ConfigError
 
 
-def precision_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
+def precision_problems(
+    config: Config, llama: LlamaConfig, degrees: dict[str, int]
+) -> Iterable[str]:
     """The rules of each that is set."""
     if config.float8.enabled:
         yield from _float8(config, llama)
@@ -37,7 +42,11 @@ def precision_problems(config: Config, llama: LlamaConfig, degrees: dict[str, in
 
 def _float8(config: Config, llama: LlamaConfig) -> Iterable[str]:
     """Each name in `float8.skip` must match a layer, and some layers must be left."""
-    if config.float8.scaling == "rowwise" and not config.float8.emulate and config.training.compute_dtype == "float32":
+    if (
+        config.float8.scaling == "rowwise"
+        and not config.float8.emulate
+        and config.training.compute_dtype == "float32"
+    ):
         yield (
             "float8.scaling = rowwise with training.compute_dtype = float32: the hardware returns bfloat16; expected "
             "training.compute_dtype = bfloat16, or float8.scaling = tensorwise"
@@ -45,7 +54,9 @@ def _float8(config: Config, llama: LlamaConfig) -> Iterable[str]:
     names = [f"layers.{i}.{name}" for i in range(llama.num_layers) for name in BLOCK_LINEAR]
     for part in config.float8.skipped:
         if not any(part in name for name in names):
-            near = suggestion(part, [*BLOCK_LINEAR, *(f"layers.{i}." for i in range(llama.num_layers))])
+            near = suggestion(
+                part, [*BLOCK_LINEAR, *(f"layers.{i}." for i in range(llama.num_layers))]
+            )
             allowed = ", ".join(BLOCK_LINEAR)
             yield f"float8.skip: no linear layer has {part} in its name; expected parts of {allowed}{near}"
     if all(any(part in name for part in config.float8.skipped) for name in names):
@@ -54,15 +65,22 @@ def _float8(config: Config, llama: LlamaConfig) -> Iterable[str]:
 
 def require_float16(config: Config) -> None:
     """Raises ConfigError if float16, which `auto` has chosen, does not fit the other settings."""
-    if problems := list(float16_problems(config)):
-        raise ConfigError([f"compute_dtype = auto is float16 on this GPU: {problem}" for problem in problems])
+    problems = list(float16_problems(config))
+    if problems:
+        raise ConfigError(
+            [f"compute_dtype = auto is float16 on this GPU: {problem}" for problem in problems]
+        )
 
 
 def float16_problems(config: Config) -> Iterable[str]:
-    """Everything but the computation is fp32, updates can be withheld, and the scale is a power of two."""
-    training, optimizer = config.training, config.optimizer
+    """Everything but the computation is fp32, updates can be withheld, and the scale is a power of
+    two.
+    """
+    training = config.training
+    optimizer = config.optimizer
     for key in ("param_dtype", "reduce_dtype"):
-        if (found := getattr(training, key)) != "float32":
+        found = getattr(training, key)
+        if found != "float32":
             yield (
                 f"training.{key} = {found} with training.compute_dtype = float16: it would lose the bits that float16 "
                 f"keeps; expected training.{key} = float32, or training.compute_dtype = bfloat16"

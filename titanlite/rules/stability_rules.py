@@ -8,10 +8,16 @@ from titanlite.config.schema import Config
 from titanlite.model.flavors import LlamaConfig
 
 
-def stability_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
-    """The optimizer must be able to withhold an update on the device; to roll back there must be checkpoints."""
-    implementation, checkpoint = config.optimizer.implementation, config.checkpoint
-    low = "bfloat16" in (config.optimizer.state_dtype, config.training.param_dtype)  # has one implementation
+def stability_problems(
+    config: Config, llama: LlamaConfig, degrees: dict[str, int]
+) -> Iterable[str]:
+    """The optimizer must be able to withhold an update on the device; to roll back there must be
+    checkpoints.
+    """
+    implementation = config.optimizer.implementation
+    checkpoint = config.checkpoint
+    # Has one implementation
+    low = "bfloat16" in (config.optimizer.state_dtype, config.training.param_dtype)
     if implementation in ("foreach", "for-loop") and not low:
         yield (
             f"optimizer.implementation = {implementation} cannot withhold the update of a bad step; with [stability] "

@@ -1,16 +1,18 @@
 """`debug.deterministic`: two runs of one layout on the same devices give the same bits.
 
-What it is: torch then uses deterministic implementations, and raises an error for an operator that has none
-(torch.use_deterministic_algorithms). Some operators on GPUs add with atomic instructions, in the order in which their
-threads arrive: the backward of attention, `index_put`. cuBLAS may divide a product differently if it gets another
-workspace, so that is fixed. cuDNN chooses kernels by their measured speed, which is turned off; inductor does too, and
+What it is: torch then uses deterministic implementations, and raises an error for an operator that
+has none (torch.use_deterministic_algorithms). Some operators on GPUs add with atomic instructions,
+in the order in which their threads arrive: the backward of attention, `index_put`. cuBLAS may
+divide a product differently if it gets another workspace, so that is fixed. cuDNN chooses kernels
+by their measured speed, which is turned off; inductor does too, and
 torch.use_deterministic_algorithms turns it off (read in torch 2.13; 2.11 has not been checked).
-Attention: torch then skips cuDNN's kernel and runs the deterministic backward of the others; the Triton kernels of
-FlexAttention use no atomics. On a CPU all operators that a run uses are deterministic already, for the same number of
-threads. Not covered: another layout, batch division, GPU or version of torch, all of which change the order of sums.
+Attention: torch then skips cuDNN's kernel and runs the deterministic backward of the others; the
+Triton kernels of FlexAttention use no atomics. On a CPU all operators that a run uses are
+deterministic already, for the same number of threads. Not covered: another layout, batch division,
+GPU or version of torch, all of which change the order of sums.
 Why it is here: to show that a difference between two runs comes from a change, and not from chance.
-What it costs: on a GPU, the speed of the kernels that are not used; not measured. Also, torch fills memory that it
-allocates without a value, so that a read of such memory is found.
+What it costs: on a GPU, the speed of the kernels that are not used; not measured. Also, torch fills
+memory that it allocates without a value, so that a read of such memory is found.
 """
 
 from __future__ import annotations
@@ -25,9 +27,13 @@ WORKSPACES = (":4096:8", ":16:8")  # the values for which cuBLAS documents repro
 
 
 def use_deterministic_operators() -> None:
-    """For this process. Call it before anything runs on the GPU, since cuBLAS reads the environment once."""
+    """For this process.
+
+    Call it before anything runs on the GPU, since cuBLAS reads the environment once.
+    """
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in WORKSPACES:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = WORKSPACES[0]
-    torch.use_deterministic_algorithms(True)  # an error, not a warning: some kernels check which of the two it is
+    # An error, not a warning: some kernels check which of the two it is
+    torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     logger.warning("debug.deterministic = true: on GPUs, slower kernels are used")

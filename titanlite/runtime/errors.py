@@ -1,16 +1,23 @@
 """What a user's mistake raises, and how a training process tells its launcher why it ended.
 
-What it is: `ConfigError`, which every part of titanlite raises for wrong input, the exit codes of a training process,
-and the names of the environment variables between the launcher and its processes. Imports no torch.
+What it is: `ConfigError`, which every part of titanlite raises for wrong input, the exit codes of a
+training process, and the names of the environment variables between the launcher and its processes.
+Imports no torch.
 """
 
 from __future__ import annotations
 
-# Exit codes: wrong input; stopped by a signal after saving; ended because another rank did; ended by the watchdog
-EXIT_CONFIG, EXIT_STOPPED, EXIT_LOST, EXIT_HUNG = 2, 75, 76, 124
+# Exit codes: wrong input; stopped by a signal after saving; ended because another rank did; ended
+# by the watchdog
+EXIT_CONFIG = 2
+EXIT_STOPPED = 75
+EXIT_LOST = 76
+EXIT_HUNG = 124
 
-# Environment variables of processes that the launcher started: the prepared data; on rank 0 also a listening socket
-LAUNCHED, LISTENER = "TITANLITE_LAUNCHED", "TITANLITE_LISTENER"
+# Environment variables of processes that the launcher started: the prepared data; on rank 0 also a
+# listening socket
+LAUNCHED = "TITANLITE_LAUNCHED"
+LISTENER = "TITANLITE_LISTENER"
 
 
 def printable(text: str) -> str:
@@ -19,9 +26,15 @@ def printable(text: str) -> str:
 
 
 class ConfigError(ValueError):
-    """The user's input is wrong. Contains every problem found, one line each, cut where it is very long."""
+    """The user's input is wrong.
+
+    Contains every problem found, one line each, cut where it is very long.
+    """
 
     def __init__(self, problems: str | list[str]) -> None:
-        found = (printable(text[:2001]) for text in ([problems] if isinstance(problems, str) else problems))
+        found = (
+            printable(text[:2001])
+            for text in ([problems] if isinstance(problems, str) else problems)
+        )
         self.problems = [text if len(text) < 2000 else text[:2000] + "..." for text in found]
         super().__init__("\n".join(self.problems))

@@ -1,9 +1,11 @@
-"""How a training process that fails says so: a stack trace, or one line where the reason is not in the program.
+"""How a training process that fails says so: a stack trace, or one line where the reason is not in
+the program.
 
-What it is: when a process of a run ends, gloo, NCCL or the store raise an error in all others, wherever they are. Their
-stack traces would hide the one line that matters: the process that ended has printed the reason, or the launcher says
-which signal killed it. Where no process has ended, the network is the reason, and the line names the address and the
-place. A file that cannot be read or written, such as prepared data that has vanished, is one line too.
+What it is: when a process of a run ends, gloo, NCCL or the store raise an error in all others,
+wherever they are. Their stack traces would hide the one line that matters: the process that ended
+has printed the reason, or the launcher says which signal killed it. Where no process has ended, the
+network is the reason, and the line names the address and the place. A file that cannot be read or
+written, such as prepared data that has vanished, is one line too.
 """
 
 from __future__ import annotations
@@ -17,14 +19,22 @@ import torch.distributed as dist
 
 from titanlite.runtime.errors import EXIT_LOST, printable
 
-# What gloo's transport, NCCL and the store say of it (torch 2.13). Time-outs are not among them: the watchdog finds out
-# which rank blocks the others.
+# What gloo's transport, NCCL and the store say of it (torch 2.13). Time-outs are not among them:
+# the watchdog finds out which rank blocks the others.
 GLOO = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-OTHERS = ("remote process exited", "Connection was likely closed", "Connection reset by peer", "Broken pipe")
+OTHERS = (
+    "remote process exited",
+    "Connection was likely closed",
+    "Connection reset by peer",
+    "Broken pipe",
+)
 
 
 def report_failure(error: Exception, train_file: str) -> int:
-    """Prints an error that ends this process, and returns its exit code. `train_file`: the program's."""
+    """Prints an error that ends this process, and returns its exit code.
+
+    `train_file`: the program's.
+    """
     rank = os.environ.get("RANK", "0")
     lost = lost_connection(error, train_file)
     # Each line in one piece: other ranks may write at the same time
@@ -32,19 +42,30 @@ def report_failure(error: Exception, train_file: str) -> int:
         sys.stderr.write(f"error: rank {rank} {lost}\n")
         return EXIT_LOST
     if isinstance(error, OSError) and error.filename is not None:
-        sys.stderr.write(f"error: rank {rank}: {printable(str(error.filename))}: {error.strerror}\n")
+        sys.stderr.write(
+            f"error: rank {rank}: {printable(str(error.filename))}: {error.strerror}\n"
+        )
     else:
         traceback.print_exception(error)
     return 1
 
 
 def lost_connection(error: Exception, train_file: str) -> str:
-    """That another rank is gone, and the line of `train_file` that was executed; empty for other errors."""
+    """That another rank is gone, and the line of `train_file` that was executed; empty for other
+    errors.
+    """
     text = str(error)
-    signs = OTHERS if isinstance(error, dist.DistError) else GLOO if "gloo/transport" in text else ()
+    signs = (
+        OTHERS if isinstance(error, dist.DistError) else GLOO if "gloo/transport" in text else ()
+    )
     if not isinstance(error, RuntimeError) or not any(sign in text for sign in signs):
         return ""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == train_file]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == train_file
+    ]
     place = f" at line {lines[-1]} of train.py" if lines else ""
-    reason = re.sub(r"^\[\S+\] ", "", text.splitlines()[0]).partition(". This is ")[0]  # without gloo's source file
+    # Without gloo's source file
+    reason = re.sub(r"^\[\S+\] ", "", text.splitlines()[0]).partition(". This is ")[0]
     return f"lost its connection to another rank{place}: {reason}"

@@ -7,16 +7,22 @@ import os
 import secrets
 from pathlib import Path
 
-# What flock fails with where a file system has no locks: Lustre without its option flock, NFS without its lock daemon
+# What flock fails with where a file system has no locks: Lustre without its option flock, NFS
+# without its lock daemon
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def read_bounded(path: Path, most: int = 1 << 24) -> bytes:
-    """The content of a regular file. Raises OSError, also for pipes, devices and files of more than `most` bytes."""
+    """The content of a regular file.
+
+    Raises OSError, also for pipes, devices and files of more than `most` bytes.
+    """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         size = os.fstat(file.fileno()).st_size
         if not os.path.isfile(file.fileno()) or size > most:
-            raise OSError(errno.EINVAL, f"expected a regular file of at most {most} bytes", str(path))
+            raise OSError(
+                errno.EINVAL, f"expected a regular file of at most {most} bytes", str(path)
+            )
         os.set_blocking(file.fileno(), True)
         return file.read(size)
 
@@ -30,14 +36,18 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes, shared: bool = False) -> None:
-    """Writes a file under a temporary name, syncs and renames it, unless it has this content. Errors name the path.
+    """Writes a file under a temporary name, syncs and renames it, unless it has this content.
+    Errors name the path.
 
-    `shared`: other processes may write it too, so each takes another temporary name, which it leaves if it is killed.
+    `shared`: other processes may write it too, so each takes another temporary name, which it
+    leaves if it is killed.
     """
     try:
         if path.is_file() and path.read_bytes() == content:
             return
-        temporary = path.with_name(f".{path.name}.tmp" + (f"-{secrets.token_hex(4)}" if shared else ""))
+        temporary = path.with_name(
+            f".{path.name}.tmp" + (f"-{secrets.token_hex(4)}" if shared else "")
+        )
         temporary.unlink(missing_ok=True)
         try:
             write_synced(temporary, content)
@@ -66,7 +76,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates a folder and the absent ones above it, each of them synced into its parent. It may exist already."""
+    """Creates a folder and the absent ones above it, each of them synced into its parent.
+
+    It may exist already.
+    """
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in reversed(absent):

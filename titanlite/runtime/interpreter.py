@@ -1,17 +1,18 @@
 """What a Python process of ours can import: no module from the current folder.
 
-What it is: Python puts the current folder first in sys.path for `python -m` and `python -c`, and so for the processes
-that multiprocessing starts. An empty entry in PYTHONPATH means the current folder too, and `export
-PYTHONPATH=$PYTHONPATH:/x` makes one where the variable was empty. Here the folder is taken out of the first process of
-a command, and out of every process that it starts.
-Why it is here: users enter folders of data from elsewhere. A file tiktoken.py there would run when a process imports a
-module of that name.
+What it is: Python puts the current folder first in sys.path for `python -m` and `python -c`, and so
+for the processes that multiprocessing starts. An empty entry in PYTHONPATH means the current folder
+too, and `export PYTHONPATH=$PYTHONPATH:/x` makes one where the variable was empty. Here the folder
+is taken out of the first process of a command, and out of every process that it starts.
+Why it is here: users enter folders of data from elsewhere. A file tiktoken.py there would run when
+a process imports a module of that name.
 What it costs: nothing.
 
-From Python 3.11 on, processes that libraries start inherit PYTHONSAFEPATH. Python 3.10 does not know it, so `python`
-and `in_root_folder` do the same by hand, with all versions.
+From Python 3.11 on, processes that libraries start inherit PYTHONSAFEPATH. Python 3.10 does not
+know it, so `python` and `in_root_folder` do the same by hand, with all versions.
 
-This file imports only what Python has loaded when it starts: the current folder may still be in sys.path.
+This file imports only what Python has loaded when it starts: the current folder may still be in
+sys.path.
 """
 
 import os
@@ -26,13 +27,16 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 HAS_SAFE_PATH = sys.version_info >= (3, 11)
-PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the folder with `titanlite`
+# The folder with `titanlite`
+PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def leave_out_current_folder() -> None:
-    """Takes the current folder out of this process's sys.path, unless PYTHONPATH names it, and out of its children's.
+    """Takes the current folder out of this process's sys.path, unless PYTHONPATH names it, and out
+    of its children's.
 
-    Called once by a process that is a command of ours. A program that only imports titanlite keeps its sys.path.
+    Called once by a process that is a command of ours. A program that only imports titanlite keeps
+    its sys.path.
     """
     variable = os.environ.get("PYTHONPATH", "")
     named = _named(variable)
@@ -40,7 +44,10 @@ def leave_out_current_folder() -> None:
         current = ("", os.getcwd())
     except FileNotFoundError:  # it was deleted
         current = ("", "")
-    if not getattr(sys.flags, "safe_path", sys.flags.isolated) and sys.path[0] in (*current, f"{PACKAGES}/titanlite"):
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated) and sys.path[0] in (
+        *current,
+        f"{PACKAGES}/titanlite",
+    ):
         del sys.path[0]  # from `python -m`, `python -c`, or the path of __main__.py
     if variable and "" in variable.split(os.pathsep) and current[1] not in named:
         sys.path[:] = [entry for entry in sys.path if entry not in current]
@@ -52,7 +59,8 @@ def leave_out_current_folder() -> None:
 def environment(inherited: "Mapping[str, str]" = os.environ) -> dict[str, str]:
     """Variables for a Python process that imports titanlite, beside those that it inherits."""
     named = _named(inherited.get("PYTHONPATH", ""))
-    if PACKAGES not in (*named, *site.getsitepackages(), site.getusersitepackages()):  # a clone that is not installed
+    # a clone that is not installed
+    if PACKAGES not in (*named, *site.getsitepackages(), site.getusersitepackages()):
         named.insert(0, PACKAGES)
     return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(named)}
 
@@ -70,18 +78,31 @@ def without_package(name: str) -> str:
 
 def python(code: str, *arguments: object) -> list[str]:
     """The command that runs code in a new interpreter. It starts with sys.path as it should be."""
-    return [sys.executable, "-c", f"import sys; sys.path[:] = filter(None, sys.path); {code}", *map(str, arguments)]
+    return [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path[:] = filter(None, sys.path); {code}",
+        *map(str, arguments),
+    ]
 
 
 def call(function: "Callable[..., object]", *arguments: object) -> list[str]:
-    """The command that calls a function of a module with these arguments, as text, and exits with what it returns."""
+    """The command that calls a function of a module with these arguments, as text, and exits with
+    what it returns.
+    """
     name = function.__name__
-    return python(f"from {function.__module__} import {name}; sys.exit({name}(*sys.argv[1:]))", *arguments)
+    return python(
+        f"from {function.__module__} import {name}; sys.exit({name}(*sys.argv[1:]))", *arguments
+    )
 
 
 def in_root_folder(function: "Callable[[], T]") -> "T":
-    """What the function returns. Processes that it starts have / as their current folder, where nobody puts modules."""
-    before = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))  # O_PATH: the folder need not be readable
+    """What the function returns.
+
+    Processes that it starts have / as their current folder, where nobody puts modules.
+    """
+    # O_PATH: the folder need not be readable
+    before = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
     os.chdir("/")
     try:
         return function()

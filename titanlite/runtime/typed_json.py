@@ -1,10 +1,11 @@
-"""JSON files of ours as values of declared types: a file is checked once, where it is read, and never by its use.
+"""JSON files of ours as values of declared types: a file is checked once, where it is read, and
+never by its use.
 
-What it is: `typed(kind, value)` makes a dataclass, NamedTuple (from an array), TypedDict, list, tuple or dict of what
-`json.loads` returned. The annotations say what is valid: `Annotated[int, range(...)]` gives bounds, and
-`Annotated[str, re.compile(...)]` a pattern of the whole text.
-Why it is here: the file may be damaged, cut, or of another version. A value of another type would fail anywhere later,
-far from the file, and a number beyond its bounds would never end a loop.
+What it is: `typed(kind, value)` makes a dataclass, NamedTuple (from an array), TypedDict, list,
+tuple or dict of what `json.loads` returned. The annotations say what is valid: `Annotated[int,
+range(...)]` gives bounds, and `Annotated[str, re.compile(...)]` a pattern of the whole text.
+Why it is here: the file may be damaged, cut, or of another version. A value of another type would
+fail anywhere later, far from the file, and a number beyond its bounds would never end a loop.
 Why not a library: pydantic or msgspec would be a dependency of the core, for five small files.
 What it costs: about a microsecond per value.
 """
@@ -25,13 +26,17 @@ Sha256: TypeAlias = Annotated[str, re.compile("[0-9a-f]{64}")]
 
 
 def typed(kind: type[T], value: Any) -> T:
-    """The value as `kind`. Raises ValueError with the place, what is expected there and what was found."""
+    """The value as `kind`.
+
+    Raises ValueError with the place, what is expected there and what was found.
+    """
     result: T = _typed(kind, value, "")
     return result
 
 
 def _typed(kind: Any, value: Any, where: str) -> Any:
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if kind is Any:
         return value
     if origin is Annotated:
@@ -50,7 +55,9 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
     if hasattr(kind, "_fields"):  # a NamedTuple
         found = _expect(list, value, where)
         if len(found) > len(kind._fields):
-            raise ValueError(f"{where.lstrip('.')}: expected {len(kind._fields)} items, found {len(found)}")
+            raise ValueError(
+                f"{where.lstrip('.')}: expected {len(kind._fields)} items, found {len(found)}"
+            )
         return kind(**_members(kind, dict(zip(kind._fields, found, strict=False)), where))
     if dataclasses.is_dataclass(kind) or hasattr(kind, "__required_keys__"):
         return kind(**_members(kind, _expect(dict, value, where), where))
@@ -60,9 +67,11 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
 def _members(kind: Any, found: dict[str, Any], where: str) -> dict[str, Any]:
     """The members of a class. Those with a default may be absent."""
     hints = _hints(kind)
-    if unknown := sorted(found.keys() - hints.keys()):
+    unknown = sorted(found.keys() - hints.keys())
+    if unknown:
         raise ValueError(f"{where}.{unknown[0]:.100}: is not known".lstrip("."))
-    if missing := [name for name in _required(kind) if name not in found]:
+    missing = [name for name in _required(kind) if name not in found]
+    if missing:
         raise ValueError(f"{where}.{missing[0]}: is missing".lstrip("."))
     return {name: _typed(hints[name], value, f"{where}.{name}") for name, value in found.items()}
 
@@ -79,11 +88,16 @@ def _required(kind: Any) -> list[str]:
     if not dataclasses.is_dataclass(kind):
         return sorted(kind.__required_keys__)
     none = dataclasses.MISSING
-    return [f.name for f in dataclasses.fields(kind) if f.default is none and f.default_factory is none]
+    return [
+        f.name for f in dataclasses.fields(kind) if f.default is none and f.default_factory is none
+    ]
 
 
 def _expect(kind: type, value: Any, where: str) -> Any:
-    """The value, if it is of this very type. A float may be written as an integer; a boolean is no number."""
+    """The value, if it is of this very type.
+
+    A float may be written as an integer; a boolean is no number.
+    """
     place = where.lstrip(".") or "the file"
     if type(value) not in ((int, float) if kind is float else (kind,)):
         raise ValueError(f"{place}: expected {kind.__name__}, found {type(value).__name__}")
@@ -94,9 +108,11 @@ def _expect(kind: type, value: Any, where: str) -> Any:
 
 def _bounded(value: Any, bound: range | re.Pattern[str], where: str) -> Any:
     if isinstance(bound, range):
-        valid, allowed = value in bound, f"{bound.start} to {bound.stop - 1}"
+        valid = value in bound
+        allowed = f"{bound.start} to {bound.stop - 1}"
     else:
-        valid, allowed = bound.fullmatch(value) is not None, f"a text as {bound.pattern}"
+        valid = bound.fullmatch(value) is not None
+        allowed = f"a text as {bound.pattern}"
     if not valid:
         raise ValueError(f"{where.lstrip('.')}: expected {allowed}, found {value!r:.100}")
     return value

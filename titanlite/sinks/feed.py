@@ -1,13 +1,16 @@
 """Copies metrics.jsonl to TensorBoard, W&B and MLflow while the run trains.
 
-What it is: for each sink a thread of rank 0 that follows metrics.jsonl, as `tail -f` does, and sends its rows. The file
-is the queue: nothing is kept in memory, training never waits, and what could not be sent is in the file. When a sink is
-opened, at the start and after each failure, it reports the last step that it has of each metric, and gets the rows
-after it. So it has every step once and in order, also the rows that were not sent when the run was killed.
-A failing sink is reported once, then tried again after 1, 2, 4, ... up to 60 seconds. The end of the run waits for rows
-that are still being sent, not for a sink without progress; what is left is sent by the next start of the same run.
-What it costs: the imports before the first step, a look at the file every second, and time of the interpreter that
-trains: 2 ms per row for TensorBoard, 0.5 ms for W&B, 17 ms for MLflow with a local file (docs/metrics.md).
+What it is: for each sink a thread of rank 0 that follows metrics.jsonl, as `tail -f` does, and
+sends its rows. The file is the queue: nothing is kept in memory, training never waits, and what
+could not be sent is in the file. When a sink is opened, at the start and after each failure, it
+reports the last step that it has of each metric, and gets the rows after it. So it has every step
+once and in order, also the rows that were not sent when the run was killed.
+A failing sink is reported once, then tried again after 1, 2, 4, ... up to 60 seconds. The end of
+the run waits for rows that are still being sent, not for a sink without progress; what is left is
+sent by the next start of the same run.
+What it costs: the imports before the first step, a look at the file every second, and time of the
+interpreter that trains: 2 ms per row for TensorBoard, 0.5 ms for W&B, 17 ms for MLflow with a local
+file (docs/metrics.md).
 """
 
 from __future__ import annotations
@@ -33,11 +36,16 @@ from titanlite.sinks.provenance import provenance
 
 logger = logging.getLogger("titanlite")
 PATIENCE = 15.0  # seconds without progress, for which the end of the run waits
-PERIOD, LONGEST_PAUSE = 1.0, 60.0  # seconds between two looks at the file, and at most between two attempts
+# Seconds between two looks at the file, and at most between two attempts
+PERIOD = 1.0
+LONGEST_PAUSE = 60.0
 
 
 class Sink(Protocol):
-    """What a thread needs of a sink. Every method may raise; `open` is then called again, without `close`."""
+    """What a thread needs of a sink.
+
+    Every method may raise; `open` is then called again, without `close`.
+    """
 
     def open(self) -> defaultdict[str, int]:
         """Makes it ready to receive rows; the last step that it has of each metric."""
@@ -55,21 +63,28 @@ class Feed(threading.Thread):
 
     def __init__(self, name: str, sink: Sink, path: Path) -> None:
         super().__init__(name=f"sink {name}", daemon=True)  # the process ends without it
-        self.sink_name, self.sink, self.path = name, sink, path
+        self.sink_name = name
+        self.sink = sink
+        self.path = path
         self.reader: RowReader | None = None  # None: the sink is to be opened
         self.sent = 0  # bytes of the file whose rows the sink has
         self.complete = False
         self._last: defaultdict[str, int] = defaultdict(int)
-        self._stopping, self._run_failed, self._failures = threading.Event(), False, 0
+        self._stopping = threading.Event()
+        self._run_failed = False
+        self._failures = 0
 
     def stop(self, failed: bool) -> None:
-        """Makes the thread end after the rows that are in the file; `failed`: the run ends with an error."""
+        """Makes the thread end after the rows that are in the file; `failed`: the run ends with an
+        error.
+        """
         self._run_failed = failed
         self._stopping.set()
 
     def run(self) -> None:
         while True:
-            stopping, pause = self._stopping.is_set(), PERIOD
+            stopping = self._stopping.is_set()
+            pause = PERIOD
             try:
                 self._copy()
                 if self._failures:
@@ -79,7 +94,8 @@ class Feed(threading.Thread):
                     self.sink.close(self._run_failed)
                     self.complete = True
             except (Exception, SystemExit) as error:
-                self.reader, pause = None, min(LONGEST_PAUSE, 2.0**self._failures)
+                self.reader = None
+                pause = min(LONGEST_PAUSE, 2.0**self._failures)
                 self._report(error)
             if stopping:
                 return
@@ -96,7 +112,8 @@ class Feed(threading.Thread):
                 self.sink.close(False)
                 self.reader = None
                 continue
-            if new := [found for row in rows if (found := self._new(row)).values]:
+            new = [found for row in rows if (found := self._new(row)).values]
+            if new:
                 self.sink.send(new)
             self.sent = self.reader.position
             if not rows:
@@ -104,7 +121,8 @@ class Feed(threading.Thread):
 
     def _new(self, row: dict[str, Any]) -> Scalars:
         """The values of a row whose step is after the last one that the sink has of the metric."""
-        step, values = row["step"], {}
+        step = row["step"]
+        values = {}
         for name, value in scalars(row).items():
             name = self.sink.metric_name(name)
             if step > self._last[name]:
@@ -116,7 +134,9 @@ class Feed(threading.Thread):
         self._failures += 1
         if self._failures == 1:
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            logger.warning(f"metrics.sinks: {self.sink_name}: {text}; training continues, the rows are sent later")
+            logger.warning(
+                f"metrics.sinks: {self.sink_name}: {text}; training continues, the rows are sent later"
+            )
 
     def unsent(self) -> int:
         """How many rows of the file the sink may not have; 0 if the file cannot be read."""
@@ -129,19 +149,32 @@ class Feed(threading.Thread):
 
 
 class Sinks:
-    """A context manager that all ranks enter and leave together; rank 0 copies metrics.jsonl within it."""
+    """A context manager that all ranks enter and leave together; rank 0 copies metrics.jsonl within
+    it.
+    """
 
     def __init__(
-        self, config: MetricsConfig, folder: Path, degrees: dict[str, int], settings: dict[str, dict[str, Any]]
+        self,
+        config: MetricsConfig,
+        folder: Path,
+        degrees: dict[str, int],
+        settings: dict[str, dict[str, Any]],
     ) -> None:
-        """`folder`: of the run, with config.toml; `degrees` of its layout; `settings`: section -> key -> value."""
-        self.config, self.folder, self.degrees, self.settings = config, folder, degrees, settings
+        """`folder`: of the run, with config.toml; `degrees` of its layout; `settings`: section ->
+        key -> value.
+        """
+        self.config = config
+        self.folder = folder
+        self.degrees = degrees
+        self.settings = settings
         # The watchdog must not take the last wait for a hang.
         self.patience = settings["comm"]["timeout_seconds"] / 2
         self.feeds: list[Feed] = []
 
     def __enter__(self) -> Sinks:
-        """Raises ConfigError, on all ranks, if the library of a sink is not installed or cannot be imported."""
+        """Raises ConfigError, on all ranks, if the library of a sink is not installed or cannot be
+        imported.
+        """
         mark_phase("importing the libraries of metrics.sinks", on_host=True)
         broadcast_from_rank0(self._start)
         return self
@@ -157,7 +190,9 @@ class Sinks:
                 sink = build_sink(name, self.config, self.folder, read_run_id(self.folder), origin)
             except ConfigError:
                 raise
-            except Exception as error:  # of an import: two packages whose versions do not fit, for example
+            except (
+                Exception
+            ) as error:  # of an import: two packages whose versions do not fit, for example
                 reason = f"{type(error).__name__}: {error}"
                 raise ConfigError(f"metrics.sinks: {name} cannot be imported: {reason}") from None
             self.feeds.append(Feed(name, sink, self.folder / "metrics.jsonl"))
@@ -165,36 +200,53 @@ class Sinks:
             feed.start()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Waits until the rows are sent: for PATIENCE seconds without progress, and at most `patience` seconds."""
+        """Waits until the rows are sent: for PATIENCE seconds without progress, and at most
+        `patience` seconds.
+        """
         mark_phase("sending the last metrics", on_host=True)
         for feed in self.feeds:
             feed.stop(failed=error is not None)
-        end, sent, progressed = time.monotonic() + self.patience, 0, time.monotonic()
+        end = time.monotonic() + self.patience
+        sent = 0
+        progressed = time.monotonic()
         while any(feed.is_alive() for feed in self.feeds) and (now := time.monotonic()) < min(
             end, progressed + PATIENCE
         ):
-            if (count := sum(feed.sent for feed in self.feeds)) != sent:
-                sent, progressed = count, now
+            count = sum(feed.sent for feed in self.feeds)
+            if count != sent:
+                sent = count
+                progressed = now
             time.sleep(0.05)
         for feed in self.feeds:
             if not feed.complete:
                 rows = f"up to {feed.unsent()} rows of metrics.jsonl were not sent"
-                logger.warning(f"metrics.sinks: {feed.sink_name}: {rows}; the next start of this run sends them")
+                logger.warning(
+                    f"metrics.sinks: {feed.sink_name}: {rows}; the next start of this run sends them"
+                )
 
 
 def read_run_id(folder: Path) -> str:
-    """The identifier of the run in W&B and MLflow; made when the run starts for the first time. Raises ConfigError."""
+    """The identifier of the run in W&B and MLflow; made when the run starts for the first time.
+
+    Raises ConfigError.
+    """
     path = folder / RUN_ID
     if not path.exists():
         replace_file(path, secrets.token_hex(8).encode())
     found = read_bounded(path, 100).decode("ascii", "replace").strip()
-    if not re.fullmatch("[0-9a-f]{16}", found):  # it becomes a part of names of folders, which are deleted
-        raise ConfigError(f"{path}: expected 16 hexadecimal digits; delete it to begin new runs in W&B and MLflow")
+    # It becomes a part of names of folders, which are deleted
+    if not re.fullmatch("[0-9a-f]{16}", found):
+        raise ConfigError(
+            f"{path}: expected 16 hexadecimal digits; delete it to begin new runs in W&B and MLflow"
+        )
     return found
 
 
 def build_sink(name: str, config: MetricsConfig, folder: Path, run_id: str, origin: Any) -> Sink:
-    """The sink of this name. Its library is imported here, in the main thread: an import slows other threads down."""
+    """The sink of this name.
+
+    Its library is imported here, in the main thread: an import slows other threads down.
+    """
     if name == "tensorboard":
         from titanlite.sinks.tensorboard_sink import TensorBoardSink
 

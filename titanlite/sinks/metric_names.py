@@ -1,7 +1,9 @@
-"""The names of metrics in TensorBoard, W&B and MLflow: torchtitan's where it has one, else the column of metrics.jsonl.
+"""The names of metrics in TensorBoard, W&B and MLflow: torchtitan's where it has one, else the
+column of metrics.jsonl.
 
-Why it is here: dashboards that were made for torchtitan show these runs too. metrics.jsonl keeps its short names. The
-table of all columns is in docs/metrics.md, and a test compares it with this one.
+Why it is here: dashboards that were made for torchtitan show these runs too. metrics.jsonl keeps
+its short names. The table of all columns is in docs/metrics.md, and a test compares it with this
+one.
 """
 
 from __future__ import annotations
@@ -35,12 +37,20 @@ class Scalars(NamedTuple):
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row of metrics.jsonl by their names in the sinks. Null, which JSON has for NaN, is left out."""
-    losses = [row[name] for name in row if name.startswith("validation/") and name.endswith("/loss")]
+    """The numbers of a row of metrics.jsonl by their names in the sinks.
+
+    Null, which JSON has for NaN, is left out.
+    """
+    losses = [
+        row[name] for name in row if name.startswith("validation/") and name.endswith("/loss")
+    ]
     if len(losses) == 1:
-        row = {**row, "validation/loss": losses[0]}  # of a single set; of several the row has the mean
+        # Of a single set; of several the row has the mean
+        row = {**row, "validation/loss": losses[0]}
     return {
         TORCHTITAN.get(name, name): value
         for name, value in row.items()
-        if name not in ("step", "time") and isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name not in ("step", "time")
+        and isinstance(value, (int, float))
+        and not isinstance(value, bool)
     }

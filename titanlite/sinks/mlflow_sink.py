@@ -1,13 +1,15 @@
 """MLflow: a run on a tracking server, or in the file mlflow.db beside the run folders.
 
-What it is: the client of MLflow. The server is asked for the last step of each metric that it has, at the start and
-after each failure, and gets what is missing. So it has every step once, whatever was lost or sent twice. MLflow cannot
-delete values: a step that is trained again after a kill or a rollback keeps its first ones.
+What it is: the client of MLflow. The server is asked for the last step of each metric that it has,
+at the start and after each failure, and gets what is missing. So it has every step once, whatever
+was lost or sent twice. MLflow cannot delete values: a step that is trained again after a kill or a
+rollback keeps its first ones.
 What it costs: one request per second at most, with up to a thousand values.
 
-The run is found by a tag, not by MLflow's id, which would be lost if the process ended before the id was written down.
-If MLFLOW_RUN_ID names a run of this server, as under `titanlite.launch` within a run of MLflow, it is the parent: the
-run is created in its experiment, and MLflow shows it below its parent.
+The run is found by a tag, not by MLflow's id, which would be lost if the process ended before the
+id was written down. If MLFLOW_RUN_ID names a run of this server, as under `titanlite.launch` within
+a run of MLflow, it is the parent: the run is created in its experiment, and MLflow shows it below
+its parent.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-# Read when mlflow is imported. Its usage statistics go to a server of its makers. A failed request is repeated by
-# sinks.py, which reports it; MLflow would be silent for minutes. What the user has set is kept.
+# Read when mlflow is imported. Its usage statistics go to a server of its makers. A failed request
+# is repeated by sinks.py, which reports it; MLflow would be silent for minutes. What the user has
+# set is kept.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
@@ -35,19 +38,28 @@ from titanlite.sinks.metric_names import Scalars
 from titanlite.sinks.provenance import Provenance
 
 logger = logging.getLogger("titanlite")
-MOST, MOST_PARAMETERS, LONGEST = 1000, 100, 6000  # MLflow's limits for a request, and for the text of a parameter
-TAG, PARENT = "titanlite.run", "mlflow.parentRunId"
+# MLflow's limits for a request, and for the text of a parameter
+MOST = 1000
+MOST_PARAMETERS = 100
+LONGEST = 6000
+TAG = "titanlite.run"
+PARENT = "mlflow.parentRunId"
 
 
 class MlflowSink:
     """The run with the tag `titanlite.run` = `run_id` in an experiment."""
 
-    def __init__(self, config: MetricsConfig, folder: Path, run_id: str, origin: Provenance) -> None:
+    def __init__(
+        self, config: MetricsConfig, folder: Path, run_id: str, origin: Provenance
+    ) -> None:
         local = f"sqlite:///{folder.parent.absolute() / 'mlflow.db'}"
         self.uri = config.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or local
         self.experiment = config.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "titanlite"
-        self.artifacts = (folder.parent.absolute() / "mlruns").as_uri() if self.uri == local else None
-        self.tag, self.origin = run_id, origin
+        self.artifacts = (
+            (folder.parent.absolute() / "mlruns").as_uri() if self.uri == local else None
+        )
+        self.tag = run_id
+        self.origin = origin
 
     def open(self) -> defaultdict[str, int]:
         """Finds the run or creates it. Returns the last step of each metric that it has."""
@@ -56,14 +68,20 @@ class MlflowSink:
         place = parent.info.experiment_id if parent else self._experiment()
         tags = {TAG: self.tag} | ({PARENT: parent.info.run_id} if parent else {})
         found = self.client.search_runs([place], f"tags.`{TAG}` = '{self.tag}'", max_results=1)
-        run = found[0] if found else self.client.create_run(place, run_name=self.origin.name, tags=tags)
+        run = (
+            found[0]
+            if found
+            else self.client.create_run(place, run_name=self.origin.name, tags=tags)
+        )
         self.run: str = run.info.run_id
         if found:
             self.client.update_run(self.run, status="RUNNING")
             if parent:  # the run may have been started below another one before
                 self.client.set_tag(self.run, PARENT, parent.info.run_id)
         self._attach(run.data.params)
-        return defaultdict(lambda: -1, {metric.key: metric.step for metric in run.data.to_proto().metrics})
+        return defaultdict(
+            lambda: -1, {metric.key: metric.step for metric in run.data.to_proto().metrics}
+        )
 
     def _parent(self) -> Run | None:
         """The run that MLFLOW_RUN_ID names; None without one, or if it is on another server."""
@@ -73,25 +91,41 @@ class MlflowSink:
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            logger.warning("metrics.sinks: mlflow: %s has no run %s, which MLFLOW_RUN_ID names", self.uri, name)
+            logger.warning(
+                "metrics.sinks: mlflow: %s has no run %s, which MLFLOW_RUN_ID names", self.uri, name
+            )
             return None
 
     def _experiment(self) -> str:
         """The id of the experiment, which is created if there is none of this name."""
-        if found := self.client.get_experiment_by_name(self.experiment):
+        found = self.client.get_experiment_by_name(self.experiment)
+        if found:
             return str(found.experiment_id)
-        # A server decides where files are; without a server MLflow would put them into the working folder.
+        # A server decides where files are; without a server MLflow would put them into the working
+        # folder.
         return str(self.client.create_experiment(self.experiment, artifact_location=self.artifacts))
 
     def _attach(self, known: dict[str, str]) -> None:
-        """Settings, code version and environment. A parameter cannot change later; the file config.toml can."""
-        settings = {name: value for name, value in self.origin.settings.items() if name not in known}
-        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+        """Settings, code version and environment.
+
+        A parameter cannot change later; the file config.toml can.
+        """
+        settings = {
+            name: value for name, value in self.origin.settings.items() if name not in known
+        }
+        texts = {
+            name: value if isinstance(value, str) else json.dumps(value)
+            for name, value in settings.items()
+        }
         parameters = [Param(name, text[:LONGEST]) for name, text in texts.items() if text]
         for start in range(0, len(parameters), MOST_PARAMETERS):
             self.client.log_batch(self.run, params=parameters[start : start + MOST_PARAMETERS])
-        tags = self.origin.facts | {"mlflow.source.git.commit": self.origin.facts.get("git_commit", "")}
-        self.client.log_batch(self.run, tags=[RunTag(name, value) for name, value in tags.items() if value])
+        tags = self.origin.facts | {
+            "mlflow.source.git.commit": self.origin.facts.get("git_commit", "")
+        }
+        self.client.log_batch(
+            self.run, tags=[RunTag(name, value) for name, value in tags.items() if value]
+        )
         try:
             self.client.log_text(self.run, self.origin.toml, "config.toml")
         except Exception as error:  # a server may have no place for files; the metrics need none

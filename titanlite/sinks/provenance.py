@@ -1,7 +1,8 @@
 """Where the numbers of a run come from: its settings, the version of the code, and the environment.
 
-What it is: what the sinks attach to a run, so that runs in a dashboard can be compared. It has no host or user name, no
-variables of the environment, and no paths but those in the configuration. Passwords in URLs are left out.
+What it is: what the sinks attach to a run, so that runs in a dashboard can be compared. It has no
+host or user name, no variables of the environment, and no paths but those in the configuration.
+Passwords in URLs are left out.
 What it costs: three calls of git and one of importlib, a few hundredths of a second.
 """
 
@@ -32,10 +33,22 @@ class Provenance(NamedTuple):
     facts: dict[str, str]  # code version and environment
 
 
-def provenance(folder: Path, degrees: dict[str, int], settings: dict[str, dict[str, Any]]) -> Provenance:
-    """That of the run in `folder`. `settings`: section -> key -> value; `degrees`: of the layout."""
-    flat = {f"{section}.{key}": _clean(value) for section, keys in settings.items() for key, value in keys.items()}
-    layout = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one process"
+def provenance(
+    folder: Path, degrees: dict[str, int], settings: dict[str, dict[str, Any]]
+) -> Provenance:
+    """That of the run in `folder`.
+
+    `settings`: section -> key -> value; `degrees`: of the layout.
+    """
+    flat = {
+        f"{section}.{key}": _clean(value)
+        for section, keys in settings.items()
+        for key, value in keys.items()
+    }
+    layout = (
+        ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+        or "one process"
+    )
     facts = code_version() | {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -59,11 +72,16 @@ def code_version(package: Path = PACKAGE) -> dict[str, str]:
         version = "unknown"
     installed = {"site-packages", "dist-packages"} & set(package.parts)
     if installed or _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
-        # Not a checkout of titanlite. An environment may be inside that of another project, whose .git/config may name
-        # programs that git runs.
+        # Not a checkout of titanlite. An environment may be inside that of another project, whose
+        # .git/config may name programs that git runs.
         return {"titanlite": version}
-    commit, changes = _git(package, "rev-parse", "HEAD"), _git(package, "status", "--porcelain", "--untracked-files=no")
-    return {"titanlite": version, "git_commit": commit or "unknown", "git_changes": "no" if changes == "" else "yes"}
+    commit = _git(package, "rev-parse", "HEAD")
+    changes = _git(package, "status", "--porcelain", "--untracked-files=no")
+    return {
+        "titanlite": version,
+        "git_commit": commit or "unknown",
+        "git_changes": "no" if changes == "" else "yes",
+    }
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -71,7 +89,9 @@ def _git(folder: Path, *arguments: str) -> str | None:
     command = ["git", "-C", str(folder), *arguments]
     quiet = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # writes nothing, not even its index
     try:
-        result = subprocess.run(command, env=quiet, capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
+        result = subprocess.run(
+            command, env=quiet, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip()

@@ -1,8 +1,9 @@
 """TensorBoard: event files in the run's folder, for `tensorboard --logdir outputs`.
 
-What it is: one event file, which is written anew from metrics.jsonl at each start of the run, because an event file
-cannot be shortened to the step from which a run resumes. It begins with a mark at which a TensorBoard that is running
-drops what it had read before. Values have the 32 bits of TensorBoard's scalars; metrics.jsonl has all digits.
+What it is: one event file, which is written anew from metrics.jsonl at each start of the run,
+because an event file cannot be shortened to the step from which a run resumes. It begins with a
+mark at which a TensorBoard that is running drops what it had read before. Values have the 32 bits
+of TensorBoard's scalars; metrics.jsonl has all digits.
 What it costs: about 60 bytes per value.
 """
 
@@ -21,20 +22,26 @@ class TensorBoardSink:
     """Event files in a folder that has no others."""
 
     def __init__(self, folder: Path, origin: Provenance) -> None:
-        self.folder, self.origin = folder, origin
+        self.folder = folder
+        self.origin = origin
         self.writer: SummaryWriter | None = None
 
     def open(self) -> defaultdict[str, int]:
-        """Deletes the event files of earlier attempts, and begins a new one: it has no step of any metric."""
+        """Deletes the event files of earlier attempts, and begins a new one: it has no step of any
+        metric.
+        """
         if self.writer is not None:  # writing has failed: its thread has ended, or ends now
-            failed, self.writer = self.writer, None
+            failed = self.writer
+            self.writer = None
             failed.close()
         for path in self.folder.glob("events.out.tfevents.*"):
             path.unlink()
         self.writer = SummaryWriter(str(self.folder), purge_step=0, max_queue=1000)
         facts = "\n".join(f"    {name}: {value}" for name, value in self.origin.facts.items())
         self.writer.add_text("environment", facts, 0)
-        self.writer.add_text("config", "".join(f"    {line}\n" for line in self.origin.toml.splitlines()), 0)
+        self.writer.add_text(
+            "config", "".join(f"    {line}\n" for line in self.origin.toml.splitlines()), 0
+        )
         return defaultdict(lambda: -1)
 
     @staticmethod

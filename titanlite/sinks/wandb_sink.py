@@ -1,12 +1,15 @@
 """Weights & Biases, offline unless online is asked for.
 
-What it is: a run with the same identifier after each resume. Offline, its folder is below `wandb/` in the run's folder;
-it is written anew from metrics.jsonl at each start of the run, so there is one folder, which has every step once, and
-`wandb sync` uploads it. Online, the server reports the last step that it has, and gets the rows after it. It cannot
-delete rows: a step that is trained again after a kill or a rollback keeps its first values.
-What it costs: a process of W&B's, which writes, uploads, and measures the machine every few seconds.
+What it is: a run with the same identifier after each resume. Offline, its folder is below `wandb/`
+in the run's folder; it is written anew from metrics.jsonl at each start of the run, so there is one
+folder, which has every step once, and `wandb sync` uploads it. Online, the server reports the last
+step that it has, and gets the rows after it. It cannot delete rows: a step that is trained again
+after a kill or a rollback keeps its first values.
+What it costs: a process of W&B's, which writes, uploads, and measures the machine every few
+seconds.
 
-W&B gets no source code, difference to a commit, console output, command line, list of packages or host name.
+W&B gets no source code, difference to a commit, console output, command line, list of packages or
+host name.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of errors in W&B's own code; read when it is imported
+# Of errors in W&B's own code; read when it is imported
+os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
 import wandb
 
@@ -29,11 +33,19 @@ from titanlite.sinks.provenance import Provenance
 class WandbSink:
     """The run `run_id` of a project."""
 
-    def __init__(self, config: MetricsConfig, folder: Path, run_id: str, origin: Provenance) -> None:
-        mode = config.wandb_mode if config.wandb_mode != "auto" else os.environ.get("WANDB_MODE", "offline")
+    def __init__(
+        self, config: MetricsConfig, folder: Path, run_id: str, origin: Provenance
+    ) -> None:
+        mode = (
+            config.wandb_mode
+            if config.wandb_mode != "auto"
+            else os.environ.get("WANDB_MODE", "offline")
+        )
         self.mode: Any = {"dryrun": "offline", "run": "online"}.get(mode, mode)  # W&B's older names
         self.project = config.project or os.environ.get("WANDB_PROJECT", "titanlite")
-        self.folder, self.run_id, self.origin = folder, run_id, origin
+        self.folder = folder
+        self.run_id = run_id
+        self.origin = origin
         self.run: Any = None
 
     def open(self) -> defaultdict[str, int]:
@@ -81,6 +93,8 @@ class WandbSink:
 
     def close(self, failed: bool) -> None:
         """Ends the run, and waits until it is uploaded or its file is complete."""
-        ending, self.run = self.run, None  # also if this fails: the next attempt begins a new one
+        # Also if this fails: the next attempt begins a new one
+        ending = self.run
+        self.run = None
         ending.finish(exit_code=int(failed))
         wandb.teardown()  # finish() returns before W&B's process has written the end of the file

@@ -20,7 +20,13 @@ from titanlite.tools.cli.main import main
 @pytest.fixture
 def run_folder(pool, arguments, tmp_path) -> Path:
     """A run of two processes with checkpoints 1 to 4."""
-    run = [*arguments, "--checkpoint.freq=1", "--checkpoint.keep=0", "--training.steps=4", "--validation.freq=1"]
+    run = [
+        *arguments,
+        "--checkpoint.freq=1",
+        "--checkpoint.keep=0",
+        "--training.steps=4",
+        "--validation.freq=1",
+    ]
     assert pool.run(2, train_run, run) == [0, 0]
     return tmp_path / "debug"
 
@@ -33,7 +39,16 @@ def test_list_tells_what_is_there(run_folder, capsys):
     (folder / "step-7.damaged").mkdir()
     assert main(["checkpoint", "list", str(run_folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["step", "saved", "(UTC)", "GB", "layout", "validation", "loss", "state"]
+    assert lines[0].split() == [
+        "step",
+        "saved",
+        "(UTC)",
+        "GB",
+        "layout",
+        "validation",
+        "loss",
+        "state",
+    ]
     assert "dp_shard=2" in lines[1]
     assert lines[1].endswith("complete")
     assert_mentions(lines[2], "model-00001.safetensors", "100 bytes")
@@ -111,7 +126,9 @@ def test_prune_keeps_the_newest_proven_one(run_folder, capsys):
 
 def test_prune_keeps_the_last_plausible_one(run_folder, capsys):
     """The newer ones are proven, but their losses are far above its own."""
-    (run_folder / ".proven").write_text('{"step": 4, "plausible": 1, "loss": 2.5, "validation_loss": null}')
+    (run_folder / ".proven").write_text(
+        '{"step": 4, "plausible": 1, "loss": 2.5, "validation_loss": null}'
+    )
     assert main(["checkpoint", "prune", str(run_folder), "--keep", "1"]) == 0
     assert ": 1, 4" in capsys.readouterr().out
 
@@ -143,7 +160,9 @@ def test_a_name_that_moves_the_cursor_is_refused(tmp_path, capsys):
 
 @pytest.mark.slow  # from each format: tests/tools/formats/test_convert.py
 def test_a_run_begins_with_the_weights_of_another(pool, arguments, run_folder, tmp_path, capsys):
-    """From one of our folders under another layout, and from a stock DCP folder; the optimizer starts anew."""
+    """From one of our folders under another layout, and from a stock DCP folder; the optimizer
+    starts anew.
+    """
     from safetensors.torch import load_file
 
     theirs = tmp_path / "theirs"
@@ -154,9 +173,16 @@ def test_a_run_begins_with_the_weights_of_another(pool, arguments, run_folder, t
             saved[name] = torch.cat([saved[name], value]) if name in saved else value
     stock.save(saved, checkpoint_id=str(theirs), no_dist=True)
     base = [*arguments, "--training.steps=1", "--optimizer.lr=0", "--validation.freq=0"]
-    for number, (source, processes, layout) in enumerate([(run_folder, 1, "tp=1"), (theirs, 2, "tp=2")]):
+    for number, (source, processes, layout) in enumerate(
+        [(run_folder, 1, "tp=1"), (theirs, 2, "tp=2")]
+    ):
         name = f"next-{number}"
-        run = [*base, f"--run.name={name}", f"--checkpoint.initial_load={source}", f"--parallel.{layout}"]
+        run = [
+            *base,
+            f"--run.name={name}",
+            f"--checkpoint.initial_load={source}",
+            f"--parallel.{layout}",
+        ]
         assert pool.run(processes, train_run, run) == [0] * processes
         log = (tmp_path / name / "log.txt").read_text()
         assert_mentions(log, "weights", str(source))
@@ -166,8 +192,12 @@ def test_a_run_begins_with_the_weights_of_another(pool, arguments, run_folder, t
         out = capsys.readouterr().out
         assert "\nlayers" not in out
         assert "optimizer.state.norm.weight.exp_avg" in out
-    with pytest.raises(AssertionError, match=r"ConfigError: .*not a checkpoint; expected a run's or a step's"):
-        pool.run(1, train_run, [*base, "--run.name=none", f"--checkpoint.initial_load={tmp_path}/none"])
+    with pytest.raises(
+        AssertionError, match=r"ConfigError: .*not a checkpoint; expected a run's or a step's"
+    ):
+        pool.run(
+            1, train_run, [*base, "--run.name=none", f"--checkpoint.initial_load={tmp_path}/none"]
+        )
     with run_refused("model.dim = 16, and 32 in", str(run_folder)):
         other = ["--run.name=other", "--model.dim=16", f"--checkpoint.initial_load={run_folder}"]
         pool.run(1, train_run, [*base, *other])

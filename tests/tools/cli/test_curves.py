@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import pytest
 
-from titanlite.tools.cli.curves import Curve, Mark, Picture, sampled, short, svg_picture, text_picture
+from titanlite.tools.cli.curves import (
+    Curve,
+    Mark,
+    Picture,
+    sampled,
+    short,
+    svg_picture,
+    text_picture,
+)
 
 
 def picture(value, steps: int) -> Picture:
     return Picture(
-        "t", steps, lambda step: 10 * step, (Curve("y", "{:.1f}", value),), (Mark("end", steps, (value(steps),)),)
+        "t",
+        steps,
+        lambda step: 10 * step,
+        (Curve("y", "{:.1f}", value),),
+        (Mark("end", steps, (value(steps),)),),
     )
 
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (999, "999"), (1000, "1k"), (999_960, "1M"), (12_345, "12.35k"), (4e9, "4B"), (15e12, "15T")],
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1k"),
+        (999_960, "1M"),
+        (12_345, "12.35k"),
+        (4e9, "4B"),
+        (15e12, "15T"),
+    ],
 )
 def test_short_numbers(number, text):
     assert short(number) == text
@@ -43,7 +63,8 @@ def test_columns_are_filled_up_to_the_value(blocks):
 
 
 @pytest.mark.parametrize(
-    ("value", "steps"), [(lambda step: 0.0, 5), (lambda step: 3.0, 1), (lambda step: step / 10**11, 10**11)]
+    ("value", "steps"),
+    [(lambda step: 0.0, 5), (lambda step: 3.0, 1), (lambda step: step / 10**11, 10**11)],
 )
 def test_extremes_can_be_drawn(value, steps):
     drawn = picture(value, steps)

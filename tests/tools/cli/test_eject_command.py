@@ -19,8 +19,14 @@ def test_the_copy_trains_by_the_printed_command(tmp_path, capsys, monkeypatch, t
     monkeypatch.chdir(tmp_path)
     assert main(["eject", "my project"]) == 0
     output = capsys.readouterr().out
-    copied = {str(path.relative_to(tmp_path / "my project")) for path in Path("my project").resolve().rglob("*.*")}
-    assert copied == {"train.py", *(f"train_configs/{path.name}" for path in (ROOT / "train_configs").glob("*.toml"))}
+    copied = {
+        str(path.relative_to(tmp_path / "my project"))
+        for path in Path("my project").resolve().rglob("*.*")
+    }
+    assert copied == {
+        "train.py",
+        *(f"train_configs/{path.name}" for path in (ROOT / "train_configs").glob("*.toml")),
+    }
     assert f"copied train.py and {len(copied) - 1} configs to my project" in output
     config = Path("my project/train_configs/debug.toml")
     config.write_text(config.read_text().replace("seq_len = 128", "seq_len = 32"))
@@ -29,7 +35,9 @@ def test_the_copy_trains_by_the_printed_command(tmp_path, capsys, monkeypatch, t
     assert "--nproc-per-node 2 train.py" in several
     options = "--training.steps=2 --metrics.log_freq=1 --validation.freq=0 --run.sample_tokens=0"
     command = f"{enter} && {single} --data.path={text_file} {options}"
-    result = subprocess.run(command, shell=True, capture_output=True, text=True, env={**os.environ, "LOG_RANK": "0"})
+    result = subprocess.run(
+        command, shell=True, capture_output=True, text=True, env={**os.environ, "LOG_RANK": "0"}
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert [row["step"] for row in rows(Path("my project/outputs/debug"))] == [1, 2]
     assert "8 sequences of 32 per step" in result.stdout + result.stderr
@@ -42,7 +50,10 @@ def test_an_existing_file_is_kept(name, tmp_path, capsys):
     (tmp_path / name).write_text("mine")
     assert main(["eject", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert error == f"error: {tmp_path / name} exists already; delete it first or name another folder\n"
+    assert (
+        error
+        == f"error: {tmp_path / name} exists already; delete it first or name another folder\n"
+    )
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / name]
     assert (tmp_path / name).read_text() == "mine"
 

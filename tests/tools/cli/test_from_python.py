@@ -30,13 +30,23 @@ def overrides(arguments) -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def other_launcher(monkeypatch):
     """The caller is itself a process of a distributed job."""
-    for name, value in {"RANK": "7", "WORLD_SIZE": "9", "NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "x"}.items():
+    for name, value in {
+        "RANK": "7",
+        "WORLD_SIZE": "9",
+        "NNODES": "4",
+        "NODE_RANK": "3",
+        "MASTER_ADDR": "x",
+    }.items():
         monkeypatch.setenv(name, value)
 
 
 def running(folder: Path) -> list[int]:
     """The processes with this folder in their command line, except this one."""
-    found = [path for path in Path("/proc").iterdir() if path.name.isdigit() and int(path.name) != os.getpid()]
+    found = [
+        path
+        for path in Path("/proc").iterdir()
+        if path.name.isdigit() and int(path.name) != os.getpid()
+    ]
     result = []
     for path in found:
         try:
@@ -49,7 +59,9 @@ def running(folder: Path) -> list[int]:
 
 def wait_for_step(folder: Path, step: int) -> None:
     deadline = time.monotonic() + 120
-    while not ((folder / "metrics.jsonl").exists() and any(row["step"] >= step for row in rows(folder))):
+    while not (
+        (folder / "metrics.jsonl").exists() and any(row["step"] >= step for row in rows(folder))
+    ):
         assert time.monotonic() < deadline, f"step {step} was not reached"
         time.sleep(0.02)
 
@@ -78,7 +90,11 @@ def test_what_is_on_the_command_line(monkeypatch, tmp_path):
 
     monkeypatch.setattr(from_python, "_call", call)
     monkeypatch.setenv("NGPU", "5")
-    nested = {"training": {"steps": 3, "batch_ramp": ""}, "optimizer.betas": (0.9, 0.99), "compile.enabled": False}
+    nested = {
+        "training": {"steps": 3, "batch_ramp": ""},
+        "optimizer.betas": (0.9, 0.99),
+        "compile.enabled": False,
+    }
     nested |= {"run.folder": tmp_path, "validation.prompts": ["a, b", "c"]}
     result = titanlite.launch("debug", nested, env={"NNODES": "2"}, timeout=9)
     argv, variables, timeout = seen[0]
@@ -108,7 +124,9 @@ def test_wrong_input_raises_all_its_problems(tmp_path):
             titanlite.launch("debug", processes=wrong)
     # The launcher finds these, in the child
     with refused("data.tokenizer", "absent.model", "data.path", "absent.txt"):
-        titanlite.launch("debug", {"data.tokenizer": "absent.model", "data.path": tmp_path / "absent.txt"})
+        titanlite.launch(
+            "debug", {"data.tokenizer": "absent.model", "data.path": tmp_path / "absent.txt"}
+        )
     with pytest.raises(AttributeError, match="no attribute 'lunch'"):
         _ = titanlite.lunch
 
@@ -116,7 +134,9 @@ def test_wrong_input_raises_all_its_problems(tmp_path):
 def test_the_package_imports_nothing_until_it_is_used():
     code = "import sys, titanlite; print(sorted(m for m in sys.modules if m.startswith(('titanlite', 'torch'))))"
     code += "; titanlite.launch; assert 'torch' not in sys.modules"
-    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert output.strip() == "['titanlite']"
 
 
@@ -127,7 +147,9 @@ def test_a_time_out_saves_and_the_same_call_continues(overrides, tmp_path):
     assert (result.exit_code, result.stopped) == (75, True)
     assert not running(tmp_path)
     step = result.metrics["step"]
-    assert [path.name for path in (result.folder / "checkpoints").glob("step-*")] == [f"step-{step}"]
+    assert [path.name for path in (result.folder / "checkpoints").glob("step-*")] == [
+        f"step-{step}"
+    ]
     overrides["training.steps"] = str(step + 2)
     again = titanlite.launch("debug", overrides, processes=2)
     assert (again.exit_code, again.metrics["step"]) == (0, step + 2)
@@ -148,8 +170,18 @@ except KeyboardInterrupt:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_caller_that_ends_leaves_no_process(arguments, tmp_path, number):
-    """Killed, it cannot end its run; the run ends by itself. Interrupted, it waits for the run. Both times it saves."""
-    command = [sys.executable, "-c", CALLER, *arguments, "--training.steps=100000", "--metrics.log_freq=1"]
+    """Killed, it cannot end its run; the run ends by itself.
+
+    Interrupted, it waits for the run. Both times it saves.
+    """
+    command = [
+        sys.executable,
+        "-c",
+        CALLER,
+        *arguments,
+        "--training.steps=100000",
+        "--metrics.log_freq=1",
+    ]
     caller = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         wait_for_step(tmp_path / "debug", 2)

@@ -73,9 +73,24 @@ def machine(tmp_path, monkeypatch):
         (set(range(64)), [], {"cpu.max": "max 100000\n"}, 64),
         (set(range(64)), [], {"cpu.max": "damaged"}, 64),
         ({0}, [], {"cpu.max": "800000 100000\n"}, 1),
-        (set(range(8)), [], {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
-        (set(range(8)), [], {"own": "0::/a/b\n", "a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000"}, 3),
-        (set(range(8)), [], {"own": "0::/a\n", "a/cpu.max": "300000 100000", "cpu.max": "200000 100000"}, 2),
+        (
+            set(range(8)),
+            [],
+            {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            3,
+        ),
+        (
+            set(range(8)),
+            [],
+            {"own": "0::/a/b\n", "a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000"},
+            3,
+        ),
+        (
+            set(range(8)),
+            [],
+            {"own": "0::/a\n", "a/cpu.max": "300000 100000", "cpu.max": "200000 100000"},
+            2,
+        ),
         (set(range(8)), [], {"own": "0::/host/only\n", "cpu.max": "400000 100000"}, 4),
         (set(range(8)), [], {"own": "0::/../b\n", "b/cpu.max": "400000 100000"}, 8),
         (
@@ -88,7 +103,12 @@ def machine(tmp_path, monkeypatch):
             },
             2,
         ),
-        (set(range(8)), [], {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        (
+            set(range(8)),
+            [],
+            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            8,
+        ),
     ],
 )
 def test_cores_not_threads_and_no_more_than_allowed(machine, allowed, cores_of, files, expected):

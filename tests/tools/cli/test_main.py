@@ -25,7 +25,9 @@ def test_usage_and_unknown_commands(capsys):
 
 
 def test_python_dash_m():
-    result = subprocess.run([sys.executable, "-m", "titanlite", "--help"], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-m", "titanlite", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 0
     assert "usage: titanlite COMMAND" in result.stdout
 
@@ -47,7 +49,10 @@ def test_prepare_prints_the_folder(capsys, text_file):
     ("argv", "expected"),
     [
         (["generate", "no/such/run"], ("no/such/run", "no such file or folder", "folder")),
-        (["prepare", "debug", "--data.path=no/such/text"], ("data.path", "no/such/text", "no such file or folder")),
+        (
+            ["prepare", "debug", "--data.path=no/such/text"],
+            ("data.path", "no/such/text", "no such file or folder"),
+        ),
         (["config", "--trainig.steps=3"], ("trainig.steps", "did you mean training.steps?")),
         (["tokenizer", "train", "no/such/folder/x.model"], ("no/such/folder", "no such folder")),
         (["tokenizer", "train", "train.py"], ("train.py", "exists")),
@@ -84,12 +89,16 @@ def test_an_interpreter_without_a_package(monkeypatch, capsys, name):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     if name == "torch":
-        monkeypatch.setattr(importlib.util, "find_spec", lambda found: None if found == "torch" else find(found))
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda found: None if found == "torch" else find(found)
+        )
     else:
         monkeypatch.setattr("titanlite.tools.cli.launch.load_config", load)
     assert main(["train", "debug"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {sys.executable}: it has no package {name}; expected Python 3.10")
+    assert error.startswith(
+        f"error: {sys.executable}: it has no package {name}; expected Python 3.10"
+    )
     assert error.count("\n") == 1
 
 

@@ -44,7 +44,9 @@ def llmc(count: int, ids: bytes) -> bytes:
 
 
 def megatron(folder: Path, damage: tuple[str, int, bytes]) -> None:
-    """A Megatron file whose .bin or .idx has other bytes at an offset; None at the offset: cut there."""
+    """A Megatron file whose .bin or .idx has other bytes at an offset; None at the offset: cut
+    there.
+    """
     write_megatron(folder / "ids", [[1, 2, 3], [4, 5], [6] * 20])
     suffix, offset, new = damage
     path = folder / f"ids{suffix}"
@@ -73,7 +75,11 @@ DAMAGED = {
     "a folder of empty files": ({"d/a.txt": b"", "d/b.txt": b""}, "d", "its 2 files are empty"),
     "an empty folder": ({"d/.hidden": b"x"}, "d", "no file matches"),
     "text with a byte that is not UTF-8": ({"a.txt": b"caf\xe9\n" * 9}, "a.txt", "not UTF-8 text"),
-    "the same far from the start": ({"a.txt": b"good\n" * 9999 + b"\xff"}, "a.txt", "near byte 49995"),
+    "the same far from the start": (
+        {"a.txt": b"good\n" * 9999 + b"\xff"},
+        "a.txt",
+        "near byte 49995",
+    ),
     "text with NUL": ({"a.txt": b"a\0b"}, "a.txt", "NUL"),
     "NUL far from the start": ({"a.txt": b"good\n" * 9999 + b"\0"}, "a.txt", "near byte 49995"),
     "UTF-16": ({"a.txt": "text".encode("utf-16")}, "a.txt", "UTF-16"),
@@ -84,10 +90,26 @@ DAMAGED = {
     "lines that are not JSON": ({"a.jsonl": b"one\ntwo\n"}, "a.jsonl", "none of its first 2 lines"),
     "rows without the field": ({"a.jsonl": b'{"content": "x"}\n'}, "a.jsonl", "it has content"),
     "a broken row": ({"a.jsonl": f"{ROW}{{broken\n".encode()}, "a.jsonl", "a.jsonl:2: not JSON"),
-    "a row that is cut off": ({"a.jsonl": f'{ROW}{{"text": "x'.encode()}, "a.jsonl", "a.jsonl:2: not JSON"),
-    "a row that is not UTF-8": ({"a.jsonl": ROW.encode() + b'{"text": "\xff"}\n'}, "a.jsonl", "a.jsonl:2: not UTF-8"),
-    "a row that is a list": ({"a.jsonl": f"{ROW}[1]\n".encode()}, "a.jsonl", "a.jsonl:2: expected an object"),
-    "a row without the field": ({"a.jsonl": f'{ROW}{{"b": 1}}\n'.encode()}, "a.jsonl", "a.jsonl:2: no field 'text'"),
+    "a row that is cut off": (
+        {"a.jsonl": f'{ROW}{{"text": "x'.encode()},
+        "a.jsonl",
+        "a.jsonl:2: not JSON",
+    ),
+    "a row that is not UTF-8": (
+        {"a.jsonl": ROW.encode() + b'{"text": "\xff"}\n'},
+        "a.jsonl",
+        "a.jsonl:2: not UTF-8",
+    ),
+    "a row that is a list": (
+        {"a.jsonl": f"{ROW}[1]\n".encode()},
+        "a.jsonl",
+        "a.jsonl:2: expected an object",
+    ),
+    "a row without the field": (
+        {"a.jsonl": f'{ROW}{{"b": 1}}\n'.encode()},
+        "a.jsonl",
+        "a.jsonl:2: no field 'text'",
+    ),
     "a number as text": (
         {"a.jsonl": f'{ROW}{{"text": 1}}\n'.encode()},
         "a.jsonl",
@@ -98,35 +120,111 @@ DAMAGED = {
         "a.jsonl",
         "a.jsonl:2: field 'text'",
     ),
-    "a nesting without end": ({"a.jsonl": f"{ROW}{'[' * 99999}".encode()}, "a.jsonl", "a.jsonl:2: not JSON"),
-    "gzip that is cut off": ({"a.gz": gzip.compress(ROW.encode() * 9999, mtime=0)[:-9]}, "a.gz", "damaged gzip data"),
-    "gzip with another byte": ({"a.gz": flipped(gzip.compress(ROW.encode() * 9, mtime=0), 30)}, "a.gz", "a.gz: "),
-    "zstd that is cut off": ({"a.zst": ZSTD(bytes(range(97, 123)) * 9999)[:-3]}, "a.zst", "a.zst: "),
-    "zstd with garbage": ({"a.zst": ZSTD(ROW.encode() * 9999) + b"garbage"}, "a.zst", "damaged zstd data"),
+    "a nesting without end": (
+        {"a.jsonl": f"{ROW}{'[' * 99999}".encode()},
+        "a.jsonl",
+        "a.jsonl:2: not JSON",
+    ),
+    "gzip that is cut off": (
+        {"a.gz": gzip.compress(ROW.encode() * 9999, mtime=0)[:-9]},
+        "a.gz",
+        "damaged gzip data",
+    ),
+    "gzip with another byte": (
+        {"a.gz": flipped(gzip.compress(ROW.encode() * 9, mtime=0), 30)},
+        "a.gz",
+        "a.gz: ",
+    ),
+    "zstd that is cut off": (
+        {"a.zst": ZSTD(bytes(range(97, 123)) * 9999)[:-3]},
+        "a.zst",
+        "a.zst: ",
+    ),
+    "zstd with garbage": (
+        {"a.zst": ZSTD(ROW.encode() * 9999) + b"garbage"},
+        "a.zst",
+        "damaged zstd data",
+    ),
     "Parquet that is cut off": ({"a.parquet": PARQUET[:-9]}, "a.parquet", "damaged Parquet data"),
-    "Parquet with other bytes": ({"a.parquet": PARQUET[:20] + b"zzzz" * 9 + PARQUET[56:]}, "a.parquet", "a.parquet: "),
-    "Parquet without the column": ({"a.parquet": table({"texts": ["a"]})}, "a.parquet", "did you mean texts"),
+    "Parquet with other bytes": (
+        {"a.parquet": PARQUET[:20] + b"zzzz" * 9 + PARQUET[56:]},
+        "a.parquet",
+        "a.parquet: ",
+    ),
+    "Parquet without the column": (
+        {"a.parquet": table({"texts": ["a"]})},
+        "a.parquet",
+        "did you mean texts",
+    ),
     "a column of numbers": ({"a.parquet": table({"text": [1]})}, "a.parquet", "type int64"),
     "an odd byte count": ({"a.bin": IDS + b"\1"}, "a.bin", "not a whole number of 2-byte ids"),
     "ids beyond the vocabulary": ({"a.bin": IDS + b"\xff\xff"}, "a.bin", "id 65535 at byte 2000"),
-    "llm.c's ids, cut off": ({"a.bin": llmc(1001, IDS)}, "a.bin", "1001 ids at byte 8, but 1000 follow"),
-    "Megatron's ids, cut off": (lambda f: megatron(f, (".bin", 40, b"")), "ids.bin", "sequence 2, at byte"),
-    "Megatron's index, cut off": (lambda f: megatron(f, (".idx", 50, b"")), "ids.bin", "ids.idx: 50 bytes, expected"),
-    "an index of another version": (lambda f: megatron(f, (".idx", 9, b"\2")), "ids.bin", "version 1"),
-    "an index of floats": (lambda f: megatron(f, (".idx", 17, b"\7")), "ids.bin", "type 7 at byte 17"),
-    "an index without ids": ({"ids.idx": b"MMIDIDX\0\0" + bytes(25)}, "ids.idx", "without its .bin"),
+    "llm.c's ids, cut off": (
+        {"a.bin": llmc(1001, IDS)},
+        "a.bin",
+        "1001 ids at byte 8, but 1000 follow",
+    ),
+    "Megatron's ids, cut off": (
+        lambda f: megatron(f, (".bin", 40, b"")),
+        "ids.bin",
+        "sequence 2, at byte",
+    ),
+    "Megatron's index, cut off": (
+        lambda f: megatron(f, (".idx", 50, b"")),
+        "ids.bin",
+        "ids.idx: 50 bytes, expected",
+    ),
+    "an index of another version": (
+        lambda f: megatron(f, (".idx", 9, b"\2")),
+        "ids.bin",
+        "version 1",
+    ),
+    "an index of floats": (
+        lambda f: megatron(f, (".idx", 17, b"\7")),
+        "ids.bin",
+        "type 7 at byte 17",
+    ),
+    "an index without ids": (
+        {"ids.idx": b"MMIDIDX\0\0" + bytes(25)},
+        "ids.idx",
+        "without its .bin",
+    ),
     "a data set that is not there": ({}, "hf:./no/such/folder/at/all", "no such folder"),
-    "a shard that is cut off": (lambda f: shards(f, "train-00000.bin", lambda d: d[:-2]), "data", "bytes, expected"),
-    "a shard with another byte": (lambda f: shards(f, "train-00000.bin", lambda d: b"\1" + d[1:]), "data", "SHA-256"),
-    "a shard that is gone": (lambda f: shards(f, "train-00000.starts.bin", None), "data", "No such file"),
+    "a shard that is cut off": (
+        lambda f: shards(f, "train-00000.bin", lambda d: d[:-2]),
+        "data",
+        "bytes, expected",
+    ),
+    "a shard with another byte": (
+        lambda f: shards(f, "train-00000.bin", lambda d: b"\1" + d[1:]),
+        "data",
+        "SHA-256",
+    ),
+    "a shard that is gone": (
+        lambda f: shards(f, "train-00000.starts.bin", None),
+        "data",
+        "No such file",
+    ),
     "starts out of order": (
         lambda f: shards(f, "train-00000.starts.bin", lambda d: d[8:16] + d[8:]),
         "data",
         "starts at",
     ),
-    "a manifest that is cut off": (lambda f: shards(f, "manifest.json", lambda d: d[:-9]), "data", "not a manifest"),
-    "an older format": (lambda f: shards(f, "manifest.json", manifest(format=1)), "data", "format 1, expected 2"),
-    "another type of ids": (lambda f: shards(f, "manifest.json", manifest(dtype="<u4")), "data", "dtype"),
+    "a manifest that is cut off": (
+        lambda f: shards(f, "manifest.json", lambda d: d[:-9]),
+        "data",
+        "not a manifest",
+    ),
+    "an older format": (
+        lambda f: shards(f, "manifest.json", manifest(format=1)),
+        "data",
+        "format 1, expected 2",
+    ),
+    "another type of ids": (
+        lambda f: shards(f, "manifest.json", manifest(dtype="<u4")),
+        "data",
+        "dtype",
+    ),
 }
 
 
@@ -142,7 +240,9 @@ def test_damaged_input_is_one_error(tmp_path, monkeypatch, capfd, what):
         (tmp_path / name).write_bytes(data)
     capfd.readouterr()
     is_prepared = source == "data"
-    arguments = ["--inspect", source] if is_prepared else [source, "--out", "out", "--max-bad-rows", "0"]
+    arguments = (
+        ["--inspect", source] if is_prepared else [source, "--out", "out", "--max-bad-rows", "0"]
+    )
     assert main(["prepare", *arguments]) == 2
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert problem in "\n".join(errors)
@@ -160,14 +260,29 @@ def test_a_prepared_folder_is_used_as_it_is(tmp_path):
     (tmp_path / "a.jsonl").write_text(ROW * 30)
     folder = prepared(tmp_path / "data", tmp_path / "a.jsonl")
     before = sorted(folder.iterdir())
-    assert main(["prepare", "debug", f"--data.path={folder}", f"--data.cache={tmp_path / 'cache'}"]) == 0
+    assert (
+        main(["prepare", "debug", f"--data.path={folder}", f"--data.cache={tmp_path / 'cache'}"])
+        == 0
+    )
     assert sorted(folder.iterdir()) == before
     assert not (tmp_path / "cache").exists()
 
 
 def test_rows_are_prepared_from_a_config(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(100)))
-    assert main(["prepare", "debug", f"--data.path={tmp_path / 'a.jsonl'}", f"--data.cache={tmp_path / 'cache'}"]) == 0
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"row {i}"}) + "\n" for i in range(100))
+    )
+    assert (
+        main(
+            [
+                "prepare",
+                "debug",
+                f"--data.path={tmp_path / 'a.jsonl'}",
+                f"--data.cache={tmp_path / 'cache'}",
+            ]
+        )
+        == 0
+    )
     folder = Path(capsys.readouterr().out.strip())
     assert sorted(documents_of(folder)) == sorted(f"row {i}" for i in range(100))
 
@@ -178,13 +293,17 @@ def test_a_local_data_set(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
     (tmp_path / "set").mkdir()
     for i in range(3):
-        rows = "".join(json.dumps({"text": f"row {i} {j}", "more": "x" * 9999}) + "\n" for j in range(20))
+        rows = "".join(
+            json.dumps({"text": f"row {i} {j}", "more": "x" * 9999}) + "\n" for j in range(20)
+        )
         (tmp_path / f"set/train-{i}.jsonl").write_text(rows)
     size = sum(path.stat().st_size for path in (tmp_path / "set").iterdir())
     folder = prepared(tmp_path / "data", f"hf:{tmp_path / 'set'}", "--workers", 1)
     assert f"3 files, {size / 1e6:.1f} MB from hf:" in capfd.readouterr().err
     assert read_manifest(folder)["bytes"] == size
-    assert sorted(documents_of(folder)) == sorted(f"row {i} {j}" for i in range(3) for j in range(20))
+    assert sorted(documents_of(folder)) == sorted(
+        f"row {i} {j}" for i in range(3) for j in range(20)
+    )
     with refused("--field = 'nope'", "it has text"):
         run([f"hf:{tmp_path / 'set'}", "--field=nope", f"--out={tmp_path / 'other'}"])
     (tmp_path / "set/train-1.jsonl").write_text(rows)
@@ -192,12 +311,24 @@ def test_a_local_data_set(tmp_path, monkeypatch, capfd):
         run([f"hf:{tmp_path / 'set'}", f"--out={folder}"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_it_with_advice(tmp_path, monkeypatch, capfd, number):
     (tmp_path / "a.jsonl").write_text(ROW * 20_000)
-    code = "import sys; from titanlite.tools.prepare import job; job.PART, job.CUT = 10_000, 5_000; "
+    code = (
+        "import sys; from titanlite.tools.prepare import job; job.PART, job.CUT = 10_000, 5_000; "
+    )
     code += "from titanlite.tools.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "prepare", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "prepare",
+        str(tmp_path / "a.jsonl"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
     options = {"cwd": Path(__file__).parents[3], "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*command, "--workers", "2"], **options) as process:
         deadline = time.monotonic() + 60

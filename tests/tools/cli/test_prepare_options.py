@@ -7,7 +7,12 @@ import argparse
 import pytest
 from messages import refused
 
-from titanlite.tools.cli.prepare_options import add_duplicate_options, add_filter_options, duplicates_from, filters_from
+from titanlite.tools.cli.prepare_options import (
+    add_duplicate_options,
+    add_filter_options,
+    duplicates_from,
+    filters_from,
+)
 from titanlite.tools.prepare.duplicates import DuplicateConfig
 from titanlite.tools.prepare.filters import RULES, FilterConfig
 
@@ -31,7 +36,10 @@ def test_filters():
         (["--min-chars=-1"], ["--min-chars", "-1", "from 0"]),
         (["--min-alphabetic-ratio=nan"], ["--min-alphabetic-ratio", "nan", "0 to 1"]),
         (["--min-chars=10", "--max-chars=9"], ["--min-chars", "10", "--max-chars", "9"]),
-        (["--min-mean-word-length=7", "--max-mean-word-length=3"], ["--min-mean-word-length", "7", "3"]),
+        (
+            ["--min-mean-word-length=7", "--max-mean-word-length=3"],
+            ["--min-mean-word-length", "7", "3"],
+        ),
     ],
 )
 def test_limits_that_cannot_be_meant(arguments, parts):

@@ -1,4 +1,6 @@
-"""The processes of a node: how they are started, signalled and waited for; whole runs are in tests/e2e."""
+"""The processes of a node: how they are started, signalled and waited for; whole runs are in
+tests/e2e.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def test_a_request_ends_all_processes_and_a_second_one_kills(signals):
     timer = threading.Timer(1.0, lambda: setattr(signals, "requests", 2))
     timer.start()
     assert processes.wait(started, signals) == 128 + signal.SIGKILL
-    assert [process.returncode for process in started.values()] == [-signal.SIGTERM, -signal.SIGKILL]
+    assert [process.returncode for process in started.values()] == [
+        -signal.SIGTERM,
+        -signal.SIGKILL,
+    ]
 
 
 def test_the_failure_of_one_ends_the_others_and_is_the_result(signals, monkeypatch, capsys):
@@ -59,7 +64,12 @@ def test_the_failure_of_one_ends_the_others_and_is_the_result(signals, monkeypat
     started[3] = python("raise SystemExit(7)")
     assert processes.wait(started, signals) == 7
     assert_mentions(capsys.readouterr().err, "rank 3", "exit code 7")
-    assert [process.returncode for process in started.values()] == [-signal.SIGKILL, -signal.SIGTERM, 0, 7]
+    assert [process.returncode for process in started.values()] == [
+        -signal.SIGKILL,
+        -signal.SIGTERM,
+        0,
+        7,
+    ]
 
 
 def test_a_frozen_process_is_killed_soon_after_the_watchdog_has_ended_the_others(signals):
@@ -73,7 +83,10 @@ def test_a_frozen_process_is_killed_soon_after_the_watchdog_has_ended_the_others
 
 def test_a_process_that_has_stopped_ends_no_other(signals):
     """The others may still be saving."""
-    started = {0: python("raise SystemExit(75)"), 1: python("import time; time.sleep(1); raise SystemExit(75)")}
+    started = {
+        0: python("raise SystemExit(75)"),
+        1: python("import time; time.sleep(1); raise SystemExit(75)"),
+    }
     assert processes.wait(started, signals) == 75
 
 
@@ -81,10 +94,27 @@ def test_each_process_gets_its_rank_and_the_first_the_socket(signals, tmp_path, 
     monkeypatch.setenv("RANK", "17")  # of another launcher
     monkeypatch.setenv(LISTENER, "17")
     code = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ.get('RANK', 'alone'), 'w'))"
-    assert processes.run(["-c", code, f"{tmp_path}/"], {"GIVEN": "x"}, 2, 0, 2, ("127.0.0.1", 0), signals) == 0
+    assert (
+        processes.run(
+            ["-c", code, f"{tmp_path}/"], {"GIVEN": "x"}, 2, 0, 2, ("127.0.0.1", 0), signals
+        )
+        == 0
+    )
     first, second = (json.loads((tmp_path / rank).read_text()) for rank in "01")
-    assert [first[name] for name in processes.RANK_VARIABLES[:5]] == ["0", "0", "4", "2", "127.0.0.1"]
-    assert [second[name] for name in processes.RANK_VARIABLES[:5]] == ["1", "1", "4", "2", "127.0.0.1"]
+    assert [first[name] for name in processes.RANK_VARIABLES[:5]] == [
+        "0",
+        "0",
+        "4",
+        "2",
+        "127.0.0.1",
+    ]
+    assert [second[name] for name in processes.RANK_VARIABLES[:5]] == [
+        "1",
+        "1",
+        "4",
+        "2",
+        "127.0.0.1",
+    ]
     assert first["MASTER_PORT"] == second["MASTER_PORT"] != "0"
     assert first["GIVEN"] == second["GIVEN"] == "x"
     assert LISTENER in first
@@ -109,7 +139,9 @@ def test_processes_that_were_started_end_if_the_next_cannot_be(signals, monkeypa
     assert started[0].wait(10) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("limit", "enough"), [(16, False), (32, False), (69, False), (70, True), (-1, True)])
+@pytest.mark.parametrize(
+    ("limit", "enough"), [(16, False), (32, False), (69, False), (70, True), (-1, True)]
+)
 def test_too_few_open_files_are_refused(monkeypatch, signals, limit, enough):
     monkeypatch.setattr(processes.resource, "getrlimit", lambda kind: (limit, limit))
     if enough:
@@ -117,7 +149,8 @@ def test_too_few_open_files_are_refused(monkeypatch, signals, limit, enough):
     else:
         with refused(f"ulimit -Hn = {limit}", "at least 70"):
             processes.run(["-c", ""], {}, 1, 0, 2, ("127.0.0.1", 0), signals)
-    assert processes.run(["-c", ""], {}, 1, 0, 1, ("127.0.0.1", 0), signals) == 0  # one process communicates with none
+    # One process communicates with none
+    assert processes.run(["-c", ""], {}, 1, 0, 1, ("127.0.0.1", 0), signals) == 0
 
 
 def test_an_address_at_which_one_cannot_listen():
@@ -126,7 +159,10 @@ def test_an_address_at_which_one_cannot_listen():
     for name in ("no such host", "a..b"):
         with refused(f"MASTER_ADDR = '{name}'", "environment", "node 0"):
             processes.listen(name, 0)
-    with socket.create_server(("127.0.0.1", 0)) as taken, refused("MASTER_PORT", "in use", "free port"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        refused("MASTER_PORT", "in use", "free port"),
+    ):
         processes.listen("127.0.0.1", taken.getsockname()[1])
 
 
@@ -149,8 +185,10 @@ def test_a_name_that_other_nodes_cannot_reach_is_refused(monkeypatch):
         ({0: 75, 3: 1}, 1, ("rank 3", "exit code 1")),
         ({0: -signal.SIGTERM, 3: 1}, 1, ("rank 3", "exit code 1")),
         ({3: 1, 0: 2}, 1, ("rank 3", "exit code 1")),  # the first that ended
-        ({0: EXIT_LOST, 3: 1}, 1, ("rank 3", "exit code 1")),  # of those that have a reason of their own
-        ({0: EXIT_LOST, 1: EXIT_LOST}, EXIT_LOST, ("rank 0", f"exit code {EXIT_LOST}")),  # a process of another node
+        # Of those that have a reason of their own
+        ({0: EXIT_LOST, 3: 1}, 1, ("rank 3", "exit code 1")),
+        # a process of another node
+        ({0: EXIT_LOST, 1: EXIT_LOST}, EXIT_LOST, ("rank 0", f"exit code {EXIT_LOST}")),
         ({0: EXIT_LOST, 1: 2}, 2, ()),
         ({0: -signal.SIGTERM}, 143, ("rank 0", "SIGTERM")),
     ],
@@ -163,7 +201,9 @@ def test_exit_codes_of_the_processes_become_one(codes, expected, message, capsys
 
 
 def test_processes_that_a_forwarded_signal_ends_early_were_stopped(capsys):
-    """While they import torch they handle nothing; there is nothing to save yet, and the run may start again."""
+    """While they import torch they handle nothing; there is nothing to save yet, and the run may
+    start again.
+    """
     assert processes.explain({0: -signal.SIGTERM, 1: -signal.SIGTERM}, stopped=True) == 75
     assert processes.explain({0: -signal.SIGTERM, 1: 75}, stopped=True) == 75
     assert capsys.readouterr().err == ""

@@ -58,9 +58,20 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, expecte
 
 
 def test_live_until_ctrl_c(tmp_path):
-    command = [sys.executable, "-m", "titanlite", "report", "--live", "--port", "0", str(write_run(tmp_path / "a"))]
+    command = [
+        sys.executable,
+        "-m",
+        "titanlite",
+        "report",
+        "--live",
+        "--port",
+        "0",
+        str(write_run(tmp_path / "a")),
+    ]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             url = re.match(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())[0]
             with urllib.request.urlopen(url, timeout=30) as answer:

@@ -13,7 +13,13 @@ from messages import assert_mentions
 from titanlite.tools.cli.main import main
 
 ROOT = Path(__file__).parents[3]
-RUN = ["schedule", "debug", "--training.steps=100", "--schedule.warmup_steps=10", "--optimizer.lr=1e-3"]
+RUN = [
+    "schedule",
+    "debug",
+    "--training.steps=100",
+    "--schedule.warmup_steps=10",
+    "--optimizer.lr=1e-3",
+]
 
 
 def table(text: str) -> dict[str, list[str]]:
@@ -45,11 +51,17 @@ def test_numbers_and_picture(capsys):
         (["--schedule.name=constant"], {"last step": ["100", "102.4k", "1.00e-03"]}),
         (["--schedule.name=inverse_sqrt"], {"last step": ["100", "102.4k", "3.16e-04"]}),
         (
-            ["--schedule.name=step", "--schedule.milestones=0.5 from step 51, 0.25 from 76_800 tokens"],
+            [
+                "--schedule.name=step",
+                "--schedule.milestones=0.5 from step 51, 0.25 from 76_800 tokens",
+            ],
             {"milestone": ["76", "77.82k", "2.50e-04"], "last step": ["100", "102.4k", "2.50e-04"]},
         ),
         (["--schedule.warmup_steps=200"], {"last step": ["100", "102.4k", "5.00e-04"]}),
-        (["--training.steps=1", "--schedule.warmup_steps=0"], {"last step": ["1", "1.024k", "1.00e-03"]}),
+        (
+            ["--training.steps=1", "--schedule.warmup_steps=0"],
+            {"last step": ["1", "1.024k", "1.00e-03"]},
+        ),
         (["--optimizer.lr=0"], {"last step": ["100", "102.4k", "0.00e+00"]}),
     ],
 )
@@ -64,7 +76,8 @@ def test_the_batch_size_is_drawn_where_it_changes(capsys, tmp_path):
     assert main([*RUN, ramp, f"--svg={tmp_path}/a.svg"]) == 0
     text = capsys.readouterr().out
     assert_mentions(text, "sequences per step")
-    # 10 steps of 8 and then 16 sequences of 128 tokens; 24 from the middle between 10,240 and 200,000 tokens
+    # 10 steps of 8 and then 16 sequences of 128 tokens; 24 from the middle between 10,240 and
+    # 200,000 tokens
     rows = [line.split() for line in text.splitlines() if line.startswith("batch size")]
     assert [(row[2], row[-1]) for row in rows] == [("11", "16"), ("58", "24"), ("89", "32")]
     assert len(list(ET.parse(tmp_path / "a.svg").iter("{http://www.w3.org/2000/svg}polyline"))) == 2
@@ -80,12 +93,20 @@ def test_the_svg_is_one_accessible_file_for_light_and_dark(capsys, tmp_path):
     ids = root.get("aria-labelledby").split()
     assert [root.find(f"{name}{tag}").get("id") for tag in ("title", "desc")] == ids
     assert root.find(f"{name}title").text == "a<b&c: cosine"
-    assert_mentions(root.find(f"{name}desc").text, "peak, end of warmup: step 10", "1.00e-03", "last step: step 100")
+    assert_mentions(
+        root.find(f"{name}desc").text,
+        "peak, end of warmup: step 10",
+        "1.00e-03",
+        "last step: step 100",
+    )
     assert_mentions(text, "prefers-color-scheme:dark")
     assert (
-        not any(word in text for word in ("http://", "https://", "href", "url(", "<script")) or text.count("http") == 1
+        not any(word in text for word in ("http://", "https://", "href", "url(", "<script"))
+        or text.count("http") == 1
     )
-    points = [tuple(map(float, p.split(","))) for p in root.find(f"{name}polyline").get("points").split()]
+    points = [
+        tuple(map(float, p.split(","))) for p in root.find(f"{name}polyline").get("points").split()
+    ]
     xs, ys = zip(*points, strict=True)
     assert list(xs) == sorted(xs)
     assert min(ys) == ys[9] == 44  # the peak, at the top
@@ -123,7 +144,9 @@ def test_mistakes_are_one_line(options, expected, capsys):
 def test_it_draws_without_torch_and_in_ascii():
     code = "import sys; from titanlite.tools.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     command = [sys.executable, "-X", "utf8=0", "-c", code, *RUN]
-    result = subprocess.run(command, cwd=ROOT, env={"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    result = subprocess.run(
+        command, cwd=ROOT, env={"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True
+    )
     assert result.stdout.splitlines()[-1] == "False", result.stderr
     assert "####" in result.stdout
     assert result.stdout.isascii()

@@ -51,4 +51,6 @@ def test_the_launcher_says_that_the_preparation_was_stopped(arguments, monkeypat
     monkeypatch.setattr(launch, "prepare", lambda *a, **k: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Stopped):
         launch.launch(arguments)
-    assert "stopped while the data was prepared; the same command goes on" in capsys.readouterr().err
+    assert (
+        "stopped while the data was prepared; the same command goes on" in capsys.readouterr().err
+    )

@@ -18,21 +18,39 @@ TEXT = "naïve 漢字 🦙\n\n  def f(x):\r\n"
 
 def test_training_a_tokenizer_and_training_with_it(pool, arguments, tmp_path, text_file, capsys):
     path = tmp_path / "own.model"
-    assert main(["tokenizer", "train", str(path), "--num-tokens=300", f"--data-path={text_file}"]) == 0
+    assert (
+        main(["tokenizer", "train", str(path), "--num-tokens=300", f"--data-path={text_file}"]) == 0
+    )
     assert "300 tokens" in capsys.readouterr().out
-    assert pool.run(1, train_run, [*arguments, f"--data.tokenizer={path}", "--training.steps=1"]) == [0]
+    assert pool.run(
+        1, train_run, [*arguments, f"--data.tokenizer={path}", "--training.steps=1"]
+    ) == [0]
 
 
 def test_fast_training_writes_the_same_format(tmp_path, text_file, capsys):
     path = tmp_path / "fast.model"
-    assert main(["tokenizer", "train", str(path), "--fast", "--num-tokens=300", f"--data-path={text_file}"]) == 0
+    assert (
+        main(
+            [
+                "tokenizer",
+                "train",
+                str(path),
+                "--fast",
+                "--num-tokens=300",
+                f"--data-path={text_file}",
+            ]
+        )
+        == 0
+    )
     assert "300 tokens" in capsys.readouterr().out
     assert Tokenizer(path).size == 316
 
 
 def test_fast_training_without_the_package_is_refused(tmp_path, text_file, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert main(["tokenizer", "train", str(tmp_path / "x"), "--fast", f"--data-path={text_file}"]) == 2
+    assert (
+        main(["tokenizer", "train", str(tmp_path / "x"), "--fast", f"--data-path={text_file}"]) == 2
+    )
     assert_mentions(capsys.readouterr().err, "--fast", "titanlite[fast]")
     assert not (tmp_path / "x").exists()
 
@@ -41,7 +59,15 @@ def test_info_of_a_rank_file(tmp_path, capsys):
     (tmp_path / "text").write_text("def add(x):\n    return x\n" * 100)
     assert main(["tokenizer", "info", f"--file={tmp_path / 'text'}"]) == 0
     shown = capsys.readouterr().out
-    assert_mentions(shown, "rank file", "4,112", "4,096", "<|begin_of_text|> (4096)", r"\p{N}{1,3}", "2,500 bytes")
+    assert_mentions(
+        shown,
+        "rank file",
+        "4,112",
+        "4,096",
+        "<|begin_of_text|> (4096)",
+        r"\p{N}{1,3}",
+        "2,500 bytes",
+    )
     count = len(Tokenizer().encode((tmp_path / "text").read_text()))
     assert f"{count:,} tokens, {2500 / count:.3f} bytes per token" in shown
 
@@ -49,7 +75,13 @@ def test_info_of_a_rank_file(tmp_path, capsys):
 def test_info_of_a_tokenizer_json(tmp_path, capsys):
     write(tmp_path, trained("qwen"), eos_token="<|im_end|>", bos_token=None)
     assert main(["tokenizer", "info", str(tmp_path)]) == 0
-    assert_mentions(capsys.readouterr().out, "tokenizer.json", "NFC", "<tool_call>", "end with <|im_end|> (1502)")
+    assert_mentions(
+        capsys.readouterr().out,
+        "tokenizer.json",
+        "NFC",
+        "<tool_call>",
+        "end with <|im_end|> (1502)",
+    )
 
 
 @pytest.mark.parametrize("style", ["", "gpt2"])
@@ -73,7 +105,10 @@ def test_encoding_and_decoding(tmp_path, style, capsys, monkeypatch):
     ("arguments", "expected"),
     [
         (["info", "no/such"], ("no/such", "No such file", "tokenizer.json")),
-        (["info", "tests"], ("data.tokenizer = 'tests", "no tokenizer.json", "tokenizer.model", "folder")),
+        (
+            ["info", "tests"],
+            ("data.tokenizer = 'tests", "no tokenizer.json", "tokenizer.model", "folder"),
+        ),
         (["info", "", "--file=no/such"], ("--file no/such", "No such file")),
         (["info", "pyproject.toml"], ("pyproject.toml:1", "base64 rank")),
         (["encode", "", "text", "--file=README.md"], ("--file README.md", "text")),

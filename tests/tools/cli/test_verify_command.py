@@ -28,13 +28,19 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--layout", "dp_sahrd=2"], ("--layout dp_sahrd=2", "parallel.dp_sahrd", "did you mean dp_shard?")),
+        (
+            ["--layout", "dp_sahrd=2"],
+            ("--layout dp_sahrd=2", "parallel.dp_sahrd", "did you mean dp_shard?"),
+        ),
         (["--layout", "tp=4"], ("--layout tp=4", "parallel.tp = 4", "model.num_kv_heads = 2")),
         (["--layout", "tp=two"], ("--layout tp=two", "tp = two", "integer", "at least 1")),
         (["--layout", "dp_shard=0"], ("dp_shard = 0", "integer", "at least 1")),
         (["--layout", "dp_shard=-1"], ("dp_shard = -1", "integer", "at least 1")),
         (["--layout", "pp=2,pp_schedule=foo"], ('parallel.pp_schedule = "foo"', "GPipe")),
-        (["--training.seq_len=7", "--model.num_kv_heads=3"], ("model.num_kv_heads = 3", "model.num_heads = 4")),
+        (
+            ["--training.seq_len=7", "--model.num_kv_heads=3"],
+            ("model.num_kv_heads = 3", "model.num_heads = 4"),
+        ),
         (["--processes", "-1"], ("--processes -1", "1 to 64", "0")),
         (
             ["--json", "/nowhere/rows.json"],
@@ -46,7 +52,10 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capfd):
         (["--layout", "tp=2,tp=4"], ("parallel.tp", "twice")),
         (["--layout", ","], ("unknown key parallel.",)),
         (["--layout", "dp_shard=1000"], ("1000 processes", "at most 64")),
-        (["--layout", "cp=2,cp_method=ring", "--run.device=cpu"], ("parallel.cp_method = ring", "CUDA")),
+        (
+            ["--layout", "cp=2,cp_method=ring", "--run.device=cpu"],
+            ("parallel.cp_method = ring", "CUDA"),
+        ),
         (["nonsense"], ("'nonsense'", "no such file")),
     ],
 )

@@ -82,9 +82,18 @@ def test_answers_are_those_of_the_exported_model(trained, evaluated, tmp_path):
 
     convert(trained, tmp_path / "hf", to="hf")
     own = evaluated
-    stock = HFLM(str(tmp_path / "hf"), device="cpu", dtype="float32", max_length=64, batch_size=1, add_bos_token=True)
+    stock = HFLM(
+        str(tmp_path / "hf"),
+        device="cpu",
+        dtype="float32",
+        max_length=64,
+        batch_size=1,
+        add_bos_token=True,
+    )
     asked = requests("loglikelihood", *CONTINUATIONS)
-    for (ours, greedy), (theirs, also) in zip(own.loglikelihood(asked), stock.loglikelihood(asked), strict=True):
+    for (ours, greedy), (theirs, also) in zip(
+        own.loglikelihood(asked), stock.loglikelihood(asked), strict=True
+    ):
         assert ours == pytest.approx(theirs, abs=1e-4)
         assert greedy == also
     prompts = requests("generate_until", *PROMPTS)
@@ -92,9 +101,18 @@ def test_answers_are_those_of_the_exported_model(trained, evaluated, tmp_path):
     assert texts == stock.generate_until(prompts)
     assert any(texts)
     # With bos, lm-eval's class scores bos itself as a token of the text.
-    plain = HFLM(str(tmp_path / "hf"), device="cpu", dtype="float32", max_length=64, batch_size=1, add_bos_token=False)
+    plain = HFLM(
+        str(tmp_path / "hf"),
+        device="cpu",
+        dtype="float32",
+        max_length=64,
+        batch_size=1,
+        add_bos_token=False,
+    )
     whole = requests("loglikelihood_rolling", *TEXTS)
-    assert own.loglikelihood_rolling(whole) == pytest.approx(plain.loglikelihood_rolling(whole), abs=1e-3)
+    assert own.loglikelihood_rolling(whole) == pytest.approx(
+        plain.loglikelihood_rolling(whole), abs=1e-3
+    )
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +121,12 @@ def tasks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "data.jsonl"
     rows = [
-        {"n": n, "choices": ["\n    y = x", "qqqq", " zz zz"], "answer": int(n % 4 == 0), "line": "\n    y = x + 1"}
+        {
+            "n": n,
+            "choices": ["\n    y = x", "qqqq", " zz zz"],
+            "answer": int(n % 4 == 0),
+            "line": "\n    y = x + 1",
+        }
         for n in range(12)
     ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -115,12 +138,20 @@ def tasks(tmp_path_factory):
 def test_tasks_with_local_data(trained, evaluated, tasks, tmp_path, capsys):
     folder, rows = tasks
     found = tmp_path / "found.json"
-    options = ["--tasks=sums,lines", f"--include={folder}", f"--json={found}", "--seq-len=64", "--device=cpu"]
+    options = [
+        "--tasks=sums,lines",
+        f"--include={folder}",
+        f"--json={found}",
+        "--seq-len=64",
+        "--device=cpu",
+    ]
     assert run([str(trained), *options]) == 0
     results = json.loads(found.read_bytes())["results"]
     right = 0
     for row in rows:
-        asked = requests("loglikelihood", *((f"def add_{row['n']}(x):", choice) for choice in row["choices"]))
+        asked = requests(
+            "loglikelihood", *((f"def add_{row['n']}(x):", choice) for choice in row["choices"])
+        )
         scores = [score for score, _ in evaluated.loglikelihood(asked)]
         right += scores.index(max(scores)) == row["answer"]
     assert 0 < right < 12
@@ -134,7 +165,9 @@ def test_tasks_with_local_data(trained, evaluated, tasks, tmp_path, capsys):
     exact = sum(text == row["line"] for text, row in zip(texts, rows, strict=True))
     assert results["lines"]["exact_match"] == pytest.approx(exact / 12)
     assert f"sums   acc          {right / 12:.4f} ± {error:.4f}" in capsys.readouterr().out
-    (line,) = [json.loads(text) for text in (trained / "evaluations.jsonl").read_text().splitlines()]
+    (line,) = [
+        json.loads(text) for text in (trained / "evaluations.jsonl").read_text().splitlines()
+    ]
     assert line["evaluate/sums/acc"] == results["sums"]["acc"]
 
 

@@ -13,7 +13,11 @@ from titanlite.tools.cli.evaluate_command import run
 def validated(folder) -> dict[str, float]:
     """The last validation of a run: metric -> value."""
     row = [row for row in rows(folder) if "validation/numbers/loss" in row][-1]
-    return {name.rpartition("/")[2]: value for name, value in row.items() if name.startswith("validation/numbers/")}
+    return {
+        name.rpartition("/")[2]: value
+        for name, value in row.items()
+        if name.startswith("validation/numbers/")
+    }
 
 
 @pytest.mark.parametrize("masked", [False, True])

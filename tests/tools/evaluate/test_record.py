@@ -12,8 +12,15 @@ def test_the_report_has_the_newest_results_and_curves(whole_run, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_bytes((whole_run() / "metrics.jsonl").read_bytes())
-    for step, accuracy in ((6, 0.5), (3, 0.25), (6, 0.75)):  # an evaluation may be of an earlier step
-        append(folder, step, "model", {"evaluate/sums/acc": accuracy, "evaluate/sums/acc_stderr": 0.1}, {})
+    # An evaluation may be of an earlier step
+    for step, accuracy in ((6, 0.5), (3, 0.25), (6, 0.75)):
+        append(
+            folder,
+            step,
+            "model",
+            {"evaluate/sums/acc": accuracy, "evaluate/sums/acc_stderr": 0.1},
+            {},
+        )
     append(folder, 6, "ema", {"evaluate/sums/acc": 1.0, "evaluate/sums/f1": float("nan")}, {})
     with (folder / "evaluations.jsonl").open("ab") as file:
         file.write(b'{"step": 7, "evalu')  # an evaluation that was killed
@@ -28,5 +35,7 @@ def test_the_report_has_the_newest_results_and_curves(whole_run, tmp_path):
     assert not {name for name in table if "f1" in name or ("tokens" in name and "text" in name)}
     (chart,) = [chart for chart in page["charts"] if chart["section"] == "Evaluation"]
     assert chart["title"] == "acc"
-    assert [(line["label"], line["x"], line["y"]) for line in chart["series"]] == [("sums", [3, 6], [0.25, 0.75])]
+    assert [(line["label"], line["x"], line["y"]) for line in chart["series"]] == [
+        ("sums", [3, 6], [0.25, 0.75])
+    ]
     assert "evaluated: sums, acc" in text_report([run], trends_of([run]))

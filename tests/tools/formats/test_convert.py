@@ -1,4 +1,6 @@
-"""Conversion: every format gives back every bit, other software reads it, and what cannot be done is one error."""
+"""Conversion: every format gives back every bit, other software reads it, and what cannot be done
+is one error.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ from titanlite.tools.formats.full_state import half_split, interleave
 # What the runs of `arguments` train: GQA, tied, with the bundled tokenizer
 TIED = dataclasses.replace(FLAVORS["debug"], dim=32, num_layers=2, ffn_dim=64, vocab_size=4112)
 GROUPED = dataclasses.replace(SMALL, tied_embeddings=True, num_kv_heads=1)
-SCALED = dataclasses.replace(SMALL, vocab_size=103, rope_scaling=RopeScaling(8.0, original_context=64), norm_eps=1e-6)
+SCALED = dataclasses.replace(
+    SMALL, vocab_size=103, rope_scaling=RopeScaling(8.0, original_context=64), norm_eps=1e-6
+)
 MODELS = {"debug": TIED, "grouped": GROUPED, "scaled": SCALED}
 FORMATS = ["titanlite", "dcp", "safetensors", "torch", "llama", "hf"]
 
@@ -50,11 +54,15 @@ def quiet(text: str) -> None:
 
 
 def slow_but(*quick: str) -> list:
-    """All formats; those not named run in the slow campaign, since the round trip tests what differs between them."""
+    """All formats; those not named run in the slow campaign, since the round trip tests what
+    differs between them.
+    """
     return [to if to in quick else pytest.param(to, marks=pytest.mark.slow) for to in FORMATS]
 
 
-def make_step(folder: Path, config: LlamaConfig, parallel: dict | None = None) -> dict[str, torch.Tensor]:
+def make_step(
+    folder: Path, config: LlamaConfig, parallel: dict | None = None
+) -> dict[str, torch.Tensor]:
     """A committed step of a model in some layout, with moments; returns its weights."""
     stages = build_stages(parallel or {}, 0, config)
     optimizer = build_optimizer(stages.model_parts, OptimizerConfig())
@@ -62,11 +70,18 @@ def make_step(folder: Path, config: LlamaConfig, parallel: dict | None = None) -
     stages.forward_backward(Batch(tokens[:, :-1], tokens[:, 1:]), torch.tensor(32))
     optimizer.step()
     optimizer.zero_grad()
-    states = {"model": ModelState(stages.model_parts), "optimizer": OptimizerState(stages.model_parts, optimizer)}
+    states = {
+        "model": ModelState(stages.model_parts),
+        "optimizer": OptimizerState(stages.model_parts, optimizer),
+    }
     files = {"model.json": config.to_json().encode()}
     files |= {"tokenizer.model": BUNDLED.read_bytes()} if config.vocab_size >= 4112 else {}
-    facts = RunMetadata(parallel or {}, {"training": {"seq_len": 16}, "model": {"flavor": "debug"}}, "")
-    write_step(folder, 7, {name: state.state_dict() for name, state in states.items()}, files, facts)
+    facts = RunMetadata(
+        parallel or {}, {"training": {"seq_len": 16}, "model": {"flavor": "debug"}}, ""
+    )
+    write_step(
+        folder, 7, {name: state.state_dict() for name, state in states.items()}, files, facts
+    )
     return {name: full(value).clone() for name, value in states["model"].state_dict().items()}
 
 
@@ -118,8 +133,12 @@ def test_shards_of_any_layout_become_whole(pool, tmp_path, parallel):
 @pytest.mark.parametrize("to", targets.WITH_OTHERS)
 def test_full_state_keeps_the_optimizer(steps, tmp_path, to):
     original = load_full_state(steps["grouped"])
-    there = convert(steps["grouped"], tmp_path / f"there{suffix(to)}", to, full=True, dtype="bf16", log=quiet)
-    back = load_full_state(convert(there.path, tmp_path / "back", "titanlite", full=True, log=quiet).path)
+    there = convert(
+        steps["grouped"], tmp_path / f"there{suffix(to)}", to, full=True, dtype="bf16", log=quiet
+    )
+    back = load_full_state(
+        convert(there.path, tmp_path / "back", "titanlite", full=True, log=quiet).path
+    )
     assert_same(original, back, torch.bfloat16)
     assert set(back.others) == set(original.others)
     assert "optimizer.state.norm.weight.exp_avg_sq" in back.others
@@ -144,7 +163,11 @@ def test_other_peoples_torch_files(tmp_path, wrapped):
     weights = dict(model.state_dict())
     tree = {
         "plain": weights,
-        "model": {"model": weights, "iteration": 5, "optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]}},
+        "model": {
+            "model": weights,
+            "iteration": 5,
+            "optimizer": {"state": {}, "param_groups": [{"lr": 0.1}]},
+        },
         "state_dict": {"state_dict": weights, "epoch": 1},
         "compiled": {f"_orig_mod.{name}": value for name, value in weights.items()},
         "a module's own": model.state_dict(),
@@ -154,12 +177,20 @@ def test_other_peoples_torch_files(tmp_path, wrapped):
     with pytest.raises(ConfigError, match="give --model"):
         convert(tmp_path / "theirs.bin", tmp_path / "hf", "hf", log=quiet)
     shape = str(tmp_path / "model.json")
-    assert_same(weights, convert(tmp_path / "theirs.bin", tmp_path / "hf", "hf", model=shape, log=quiet))
+    assert_same(
+        weights, convert(tmp_path / "theirs.bin", tmp_path / "hf", "hf", model=shape, log=quiet)
+    )
 
 
 def test_views_and_transposes_are_read(tmp_path):
     base = torch.arange(24.0).reshape(4, 6)
-    saved = {"turned": base.T, "rows": base[1:3], "columns": base[:, 2:4], "one": base[2, 3], "none": base[:0]}
+    saved = {
+        "turned": base.T,
+        "rows": base[1:3],
+        "columns": base[:, 2:4],
+        "one": base[2, 3],
+        "none": base[:0],
+    }
     torch.save(saved, tmp_path / "views.pt")
     full = load_full_state(tmp_path / "views.pt")
     assert all(torch.equal(full[name], tensor) for name, tensor in saved.items())
@@ -180,14 +211,20 @@ def test_shards_have_an_index(steps, tmp_path):
         assert all(path.stat().st_size < 40_000 or len(load_file(path)) == 1 for path in files)
 
 
-def meta_shards(folder: Path, config: LlamaConfig, count: int, columns: bool) -> dict[str, torch.Tensor]:
+def meta_shards(
+    folder: Path, config: LlamaConfig, count: int, columns: bool
+) -> dict[str, torch.Tensor]:
     """As Meta's model-parallel training saves it."""
     weights = dict(small_model(config=config).state_dict())
     for rank in range(count):
         own = {"rope.freqs": torch.ones(4)}
         for name, value in weights.items():
-            by_columns = name.endswith(("wo.weight", "w2.weight")) or (columns and name.startswith("tok"))
-            own[name] = value if value.ndim == 1 else value.chunk(count, int(by_columns))[rank].clone()
+            by_columns = name.endswith(("wo.weight", "w2.weight")) or (
+                columns and name.startswith("tok")
+            )
+            own[name] = (
+                value if value.ndim == 1 else value.chunk(count, int(by_columns))[rank].clone()
+            )
         torch.save(own, folder / f"consolidated.{rank:02}.pth")
     (folder / "params.json").write_text(json.dumps(targets.meta.to_params(config)))
     return weights
@@ -202,23 +239,53 @@ def test_meta_shards_become_whole(tmp_path, columns):
     assert_same(weights, full)
     assert full.model == EVEN
     first = torch.load(source / "consolidated.01.pth")
-    turned = {name: value.T.contiguous().T if value.ndim > 1 else value for name, value in first.items()}
+    turned = {
+        name: value.T.contiguous().T if value.ndim > 1 else value for name, value in first.items()
+    }
     torch.save(turned, source / "consolidated.01.pth")
     assert_same(weights, load_full_state(source))
-    torch.save({name: value.bfloat16() for name, value in first.items()}, source / "consolidated.01.pth")
+    torch.save(
+        {name: value.bfloat16() for name, value in first.items()}, source / "consolidated.01.pth"
+    )
     with pytest.raises(ConfigError, match="its parts do not fit together"):
         load_full_state(source)
     torch.save(first, source / "consolidated.01.pth")
     (source / "consolidated.02.pth").unlink()
-    with pytest.raises(ConfigError, match=r"consolidated\.03\.pth; expected consolidated\.00\.pth and on"):
+    with pytest.raises(
+        ConfigError, match=r"consolidated\.03\.pth; expected consolidated\.00\.pth and on"
+    ):
         load_full_state(source)
 
 
 PARAMS = {  # as Meta has published them
-    "llama3_8b": {"dim": 4096, "n_layers": 32, "n_heads": 32, "ffn_dim_multiplier": 1.3, "multiple_of": 1024},
-    "llama3_70b": {"dim": 8192, "n_layers": 80, "n_heads": 64, "ffn_dim_multiplier": 1.3, "multiple_of": 4096},
-    "llama3_1b": {"dim": 2048, "n_layers": 16, "n_heads": 32, "ffn_dim_multiplier": 1.5, "multiple_of": 256},
-    "llama3_3b": {"dim": 3072, "n_layers": 28, "n_heads": 24, "ffn_dim_multiplier": 1.0, "multiple_of": 256},
+    "llama3_8b": {
+        "dim": 4096,
+        "n_layers": 32,
+        "n_heads": 32,
+        "ffn_dim_multiplier": 1.3,
+        "multiple_of": 1024,
+    },
+    "llama3_70b": {
+        "dim": 8192,
+        "n_layers": 80,
+        "n_heads": 64,
+        "ffn_dim_multiplier": 1.3,
+        "multiple_of": 4096,
+    },
+    "llama3_1b": {
+        "dim": 2048,
+        "n_layers": 16,
+        "n_heads": 32,
+        "ffn_dim_multiplier": 1.5,
+        "multiple_of": 256,
+    },
+    "llama3_3b": {
+        "dim": 3072,
+        "n_layers": 28,
+        "n_heads": 24,
+        "ffn_dim_multiplier": 1.0,
+        "multiple_of": 256,
+    },
 }
 
 
@@ -228,7 +295,12 @@ def test_params_tell_the_model(flavor):
     found = targets.meta.from_params(targets.meta.to_params(config), 128256, config.tied_embeddings)
     assert found == config
     if published := PARAMS.get(flavor):
-        more = {"n_kv_heads": 8, "norm_eps": 1e-5, "rope_theta": 500000.0, "use_scaled_rope": bool(config.rope_scaling)}
+        more = {
+            "n_kv_heads": 8,
+            "norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "use_scaled_rope": bool(config.rope_scaling),
+        }
         assert targets.meta.from_params(published | more, 128256, config.tied_embeddings) == config
 
 
@@ -259,8 +331,12 @@ def test_one_file_of_safetensors_knows_its_model(steps, tmp_path):
 
 
 SPOILED = {
-    "the rows of wq": lambda name, rows: rows.flip(0) if name.endswith("0.attention.wq.weight") else rows,
-    "one bit": lambda name, rows: rows + (rows == rows.max()) * 1e-6 if name == "norm.weight" else rows,
+    "the rows of wq": lambda name, rows: (
+        rows.flip(0) if name.endswith("0.attention.wq.weight") else rows
+    ),
+    "one bit": lambda name, rows: (
+        rows + (rows == rows.max()) * 1e-6 if name == "norm.weight" else rows
+    ),
 }
 
 
@@ -272,7 +348,9 @@ def test_a_wrong_result_is_found_and_kept(steps, tmp_path, monkeypatch, spoil):
         original(self, *arguments)
         for name, outgoing in list(self.model.items()):
             blocks = outgoing.blocks
-            self.model[name] = outgoing._replace(blocks=lambda b=blocks, n=name: (spoil(n, rows) for rows in b()))
+            self.model[name] = outgoing._replace(
+                blocks=lambda b=blocks, n=name: (spoil(n, rows) for rows in b())
+            )
 
     monkeypatch.setattr(Export, "__init__", spoiled)
     with pytest.raises(Mismatch, match="differs in rows"):
@@ -287,21 +365,38 @@ def test_a_wrong_meaning_is_found_by_its_answers(steps, tmp_path, monkeypatch, m
     if mistake == "no turn":
         monkeypatch.setattr(huggingface, "is_permuted", lambda name: False)
     else:
-        monkeypatch.setattr(check, "_angles", lambda config, n: torch.outer(torch.arange(n), torch.ones(4)).double())
+        monkeypatch.setattr(
+            check, "_angles", lambda config, n: torch.outer(torch.arange(n), torch.ones(4)).double()
+        )
     with pytest.raises(Mismatch, match=r"logits are .* apart"):
         convert(source.path, tmp_path / "there", "hf", log=quiet)
 
 
 def test_what_is_said(steps, tmp_path, capsys):
-    assert main(["convert", str(steps["debug"]), str(tmp_path / "a"), "--to", "hf", "--dtype", "bf16"]) == 0
+    assert (
+        main(["convert", str(steps["debug"]), str(tmp_path / "a"), "--to", "hf", "--dtype", "bf16"])
+        == 0
+    )
     told = capsys.readouterr().err
-    for part in ("step 7", "flavor debug", "one process", "20 tensors", "0.001 GB, float32", "with its tokenizer"):
+    for part in (
+        "step 7",
+        "flavor debug",
+        "one process",
+        "20 tensors",
+        "0.001 GB, float32",
+        "with its tokenizer",
+    ):
         assert part in told, part
-    assert re.search(r"wrote .*a: .* GB/s\nverified: 20 tensors bit by bit, and the model's logits", told)
+    assert re.search(
+        r"wrote .*a: .* GB/s\nverified: 20 tensors bit by bit, and the model's logits", told
+    )
 
 
 MISTAKES = {
-    "no source": (["nowhere", "T.pt"], "nowhere: no such file or folder; expected a run's or a step's folder"),
+    "no source": (
+        ["nowhere", "T.pt"],
+        "nowhere: no such file or folder; expected a run's or a step's folder",
+    ),
     "no format": (["S", "T"], "give --to: titanlite, dcp"),
     "another format": (["S", "T", "--to", "hff"], "did you mean hf?"),
     "another dtype": (["S", "T.pt", "--dtype", "fp64"], "allowed in torch: bf16, fp16, fp32"),
@@ -309,9 +404,15 @@ MISTAKES = {
     "into itself": (["S", "S/checkpoints/step-7/x.pt"], "choose another path"),
     "it exists": (["S", "E.pt"], "E.pt: exists already"),
     "full model": (["S", "T", "--to", "hf", "--full"], "hf holds a model only"),
-    "a text file": (["E.pt", "T", "--to", "hf"], "neither a zip archive of torch.save (older files"),
+    "a text file": (
+        ["E.pt", "T", "--to", "hf"],
+        "neither a zip archive of torch.save (older files",
+    ),
     "another flavor": (["X.pt", "T", "--to", "hf", "--model", "debgu"], "did you mean debug?"),
-    "another's shape": (["X.pt", "T", "--to", "hf", "--model", "debug"], "'layers.0.attention.wq.weight' is (32, 32)"),
+    "another's shape": (
+        ["X.pt", "T", "--to", "hf", "--model", "debug"],
+        "'layers.0.attention.wq.weight' is (32, 32)",
+    ),
 }
 
 
@@ -364,7 +465,9 @@ def test_force_replaces_nothing_else(steps, tmp_path, monkeypatch, capsys):
         assert "Traceback" not in capsys.readouterr().err
     assert sorted(Path().rglob("*")) == before
     assert main(["convert", "source", "x.pt"]) == 0
-    assert {str(path) for path in Path().iterdir()} == {str(path) for path in before if len(path.parts) == 1} | {"x.pt"}
+    assert {str(path) for path in Path().iterdir()} == {
+        str(path) for path in before if len(path.parts) == 1
+    } | {"x.pt"}
 
 
 @pytest.fixture(params=["renameat2", "rename"])
@@ -411,7 +514,9 @@ def add_folder(target: Path) -> None:
         (True, lambda target: target.symlink_to("elsewhere"), "is a link"),
     ],
 )
-def test_what_appears_while_the_output_is_written_is_kept(steps, tmp_path, monkeypatch, force, appear, problem):
+def test_what_appears_while_the_output_is_written_is_kept(
+    steps, tmp_path, monkeypatch, force, appear, problem
+):
     target, write = tmp_path / "there", targets.TARGETS["hf"]
 
     def write_slowly(path, export):
@@ -428,7 +533,10 @@ def test_what_appears_while_the_output_is_written_is_kept(steps, tmp_path, monke
 
 def test_two_conversions_to_one_target_do_not_meet(steps, tmp_path):
     target = tmp_path / "there"
-    with output_path.lock_target(target, tmp_path), pytest.raises(ConfigError, match="there: another conversion"):
+    with (
+        output_path.lock_target(target, tmp_path),
+        pytest.raises(ConfigError, match="there: another conversion"),
+    ):
         convert(steps["grouped"], target, "hf", log=quiet)
     outcomes: list[str] = []
 
@@ -440,7 +548,10 @@ def test_two_conversions_to_one_target_do_not_meet(steps, tmp_path):
             outcomes.append(str(error).partition(": ")[2].partition(" is")[0])
 
     for _ in range(5):
-        threads = [threading.Thread(target=convert_it, args=(name,)) for name in ("grouped", "scaled", "debug")]
+        threads = [
+            threading.Thread(target=convert_it, args=(name,))
+            for name in ("grouped", "scaled", "debug")
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -467,7 +578,10 @@ def test_what_a_killed_replacement_left_gets_its_name_back(steps, tmp_path, capl
 
 
 NO_MODELS = {
-    "parts of another": ({"encoder.w": torch.ones(2), "model.b": torch.ones(2)}, ["encoder.w", "model.b"]),
+    "parts of another": (
+        {"encoder.w": torch.ones(2), "model.b": torch.ones(2)},
+        ["encoder.w", "model.b"],
+    ),
     "an extra one": (
         {**small_model(config=SMALL).state_dict(), "extra.bias": torch.ones(2)},
         "'extra.bias' is not a parameter",
@@ -502,7 +616,9 @@ def test_nothing_is_left_out_in_silence(tmp_path, capsys, tree, found):
 
 
 def test_a_shape_that_is_given_is_kept(steps, tmp_path):
-    """Where the source has none; tests/tools/formats/test_same_model.py: what describes its model is not overridden."""
+    """Where the source has none; tests/tools/formats/test_same_model.py: what describes its model
+    is not overridden.
+    """
     (tmp_path / "model.json").write_text(dataclasses.replace(GROUPED, rope_theta=12345.0).to_json())
     torch.save(dict(load_full_state(steps["grouped"])), tmp_path / "source.pt")
     for to in FORMATS:
@@ -529,7 +645,9 @@ def test_what_is_not_finite_is_refused_without_force(tmp_path, value):
     weights = dict(small_model(config=SMALL).state_dict())
     weights["norm.weight"][3] = value
     torch.save({"model": weights, "model_config": json.loads(SMALL.to_json())}, tmp_path / "a.pt")
-    with pytest.raises(ConfigError, match=r"'norm\.weight': NaN or infinity; convert it anyway with --force"):
+    with pytest.raises(
+        ConfigError, match=r"'norm\.weight': NaN or infinity; convert it anyway with --force"
+    ):
         convert(tmp_path / "a.pt", tmp_path / "b", "hf", log=quiet)
     assert os.listdir(tmp_path) == ["a.pt"]
     convert(tmp_path / "a.pt", tmp_path / "b", "titanlite", force=True, verify=False, log=quiet)
@@ -571,12 +689,18 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    "number", [*(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL]
+    "number",
+    [
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM)),
+        signal.SIGKILL,
+    ],
 )
 def test_an_interrupted_conversion_leaves_nothing_and_can_be_repeated(steps, tmp_path, number):
     arguments = ["convert", str(steps["grouped"]), str(tmp_path / "there"), "--to", "hf"]
     command = [sys.executable, "-c", SLOW_WRITE, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "writing\n"
         process.send_signal(number)
         _, told = process.communicate(timeout=60)
@@ -618,28 +742,55 @@ def edited(name: str, change):
 
 DAMAGED = {  # of a source in that format, what has happened to it
     "titanlite: a shard cut": ("titanlite", truncated("model-00000.safetensors")),
-    "titanlite: a shard gone": ("titanlite", lambda folder: (folder / "model-00000.safetensors").unlink()),
-    "titanlite: a bit": ("titanlite", lambda f: spoil_file(f / "model-00000.safetensors", lambda c: flip(c, -9))),
-    "titanlite: the manifest": ("titanlite", lambda f: spoil_file(f / "manifest.json", lambda c: flip(c, 99))),
-    "titanlite: the shape": ("titanlite", lambda f: spoil_file(f / "model.json", lambda c: flip(c, 12))),
+    "titanlite: a shard gone": (
+        "titanlite",
+        lambda folder: (folder / "model-00000.safetensors").unlink(),
+    ),
+    "titanlite: a bit": (
+        "titanlite",
+        lambda f: spoil_file(f / "model-00000.safetensors", lambda c: flip(c, -9)),
+    ),
+    "titanlite: the manifest": (
+        "titanlite",
+        lambda f: spoil_file(f / "manifest.json", lambda c: flip(c, 99)),
+    ),
+    "titanlite: the shape": (
+        "titanlite",
+        lambda f: spoil_file(f / "model.json", lambda c: flip(c, 12)),
+    ),
     "dcp: no index": ("dcp", lambda folder: (folder / ".metadata").unlink()),
     "dcp: index cut": ("dcp", truncated(".metadata")),
     "dcp: data cut": ("dcp", truncated("__0_0.distcp")),
     "dcp: a bit": ("dcp", lambda f: spoil_file(f / "__0_0.distcp", lambda c: flip(c, len(c) // 2))),
     "safetensors: cut": ("safetensors", truncated("model.safetensors")),
-    "safetensors: header": ("safetensors", rewritten("model.safetensors", struct.pack("<Q", 1 << 40) + b"{}")),
+    "safetensors: header": (
+        "safetensors",
+        rewritten("model.safetensors", struct.pack("<Q", 1 << 40) + b"{}"),
+    ),
     "safetensors: shape": ("safetensors", rewritten("model.json", b"{}")),
     "hf: cut": ("hf", truncated("model.safetensors")),
     "hf: no weights": ("hf", lambda folder: (folder / "model.safetensors").unlink()),
     "hf: config cut": ("hf", truncated("config.json")),
-    "hf: another model": ("hf", edited("config.json", lambda fields: fields.update(model_type="gpt2"))),
-    "hf: with biases": ("hf", edited("config.json", lambda fields: fields.update(attention_bias=True))),
-    "hf: other RoPE": ("hf", edited("config.json", lambda f: f.update(rope_scaling={"rope_type": "yarn"}))),
+    "hf: another model": (
+        "hf",
+        edited("config.json", lambda fields: fields.update(model_type="gpt2")),
+    ),
+    "hf: with biases": (
+        "hf",
+        edited("config.json", lambda fields: fields.update(attention_bias=True)),
+    ),
+    "hf: other RoPE": (
+        "hf",
+        edited("config.json", lambda f: f.update(rope_scaling={"rope_type": "yarn"})),
+    ),
     "hf: other sizes": ("hf", edited("config.json", lambda fields: fields.update(hidden_size=48))),
     "llama: cut": ("llama", truncated("consolidated.00.pth")),
     "llama: no params": ("llama", rewritten("params.json", b'{"dim": 32}')),
     "llama: code": ("llama", rewritten("consolidated.00.pth", b"")),
-    "llama: other layers": ("llama", edited("params.json", lambda fields: fields.update(n_layers=2))),
+    "llama: other layers": (
+        "llama",
+        edited("params.json", lambda fields: fields.update(n_layers=2)),
+    ),
 }
 
 
@@ -718,7 +869,10 @@ def test_generate_runs_on_any_format(steps, tmp_path, capsys, to):
 
 def test_generate_says_what_is_missing(steps, capsys):
     assert main(["generate", str(steps["scaled"])]) == 2
-    assert "has no tokenizer that titanlite reads; name a tokenizer's file with --tokenizer" in capsys.readouterr().err
+    assert (
+        "has no tokenizer that titanlite reads; name a tokenizer's file with --tokenizer"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_tokenizer_there_and_back(tmp_path):
@@ -743,7 +897,8 @@ def other_words(main: dict) -> None:
 
 
 def other_merges(main: dict) -> None:
-    main["model"]["merges"] = main["model"]["merges"][::2]  # a word that is a token stays whole all the same
+    # a word that is a token stays whole all the same
+    main["model"]["merges"] = main["model"]["merges"][::2]
 
 
 @pytest.mark.parametrize("change", [other_normalizer, other_begin, other_words, other_merges])

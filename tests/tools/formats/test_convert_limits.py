@@ -1,4 +1,6 @@
-"""Conversion at its limits: what it refuses, warns of and stops at, and sources that are not as we write them."""
+"""Conversion at its limits: what it refuses, warns of and stops at, and sources that are not as we
+write them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def quiet(text: str) -> None:
     pass
 
 
-def make_file(path: Path, config: LlamaConfig = SMALL, more: dict[str, Tensor] | None = None, **known) -> Path:
+def make_file(
+    path: Path, config: LlamaConfig = SMALL, more: dict[str, Tensor] | None = None, **known
+) -> Path:
     weights = dict(small_model(config=config).state_dict()) | (more or {})
     torch.save({"model": weights, "model_config": json.loads(config.to_json()), **known}, path)
     return path
@@ -80,7 +84,9 @@ def test_a_step_that_is_deleted_meanwhile_is_not_called_damaged(tmp_path, monkey
         original(*arguments)
 
     monkeypatch.setitem(targets.TARGETS, "hf", late)
-    with pytest.raises(ConfigError, match=r"step-8: was deleted while it was read; .*checkpoint\.keep") as caught:
+    with pytest.raises(
+        ConfigError, match=r"step-8: was deleted while it was read; .*checkpoint\.keep"
+    ) as caught:
         convert(run, tmp_path / "there", "hf", log=quiet)
     assert not isinstance(caught.value, CorruptCheckpoint)
 
@@ -100,7 +106,12 @@ def test_step_0_can_be_asked_for_and_is_warned_of(tmp_path, caplog):
 
 
 def test_sizes_of_shards():
-    assert [_size(text) for text in ("5GB", "1.5 mb", "12", "2TB")] == [5 * 10**9, 1_500_000, 12, 2 * 10**12]
+    assert [_size(text) for text in ("5GB", "1.5 mb", "12", "2TB")] == [
+        5 * 10**9,
+        1_500_000,
+        12,
+        2 * 10**12,
+    ]
     for text in ("", "0", "0.1", "5GiB", "-1GB", "GB"):
         with pytest.raises(argparse.ArgumentTypeError, match="expected a size as 5GB"):
             _size(text)
@@ -125,10 +136,16 @@ def test_length_and_step_go_along_or_are_not_made_up(tmp_path, caplog, to):
 
 
 def test_parts_that_are_no_model_are_named(tmp_path):
-    save_file({"model.layers.3.self_attn.q_proj.weight": torch.ones(2, 2)}, tmp_path / "model-00003.safetensors")
+    save_file(
+        {"model.layers.3.self_attn.q_proj.weight": torch.ones(2, 2)},
+        tmp_path / "model-00003.safetensors",
+    )
     with pytest.raises(ConfigError, match=r"has Hugging Face's names \('model.layers.3.self_attn"):
         load_full_state(tmp_path / "model-00003.safetensors")
-    save_file({"optimizer.state.norm.weight.exp_avg": torch.ones(2)}, tmp_path / "training-00000.safetensors")
+    save_file(
+        {"optimizer.state.norm.weight.exp_avg": torch.ones(2)},
+        tmp_path / "training-00000.safetensors",
+    )
     with pytest.raises(ConfigError, match="holds only training state"):
         load_full_state(tmp_path / "training-00000.safetensors")
 
@@ -146,7 +163,10 @@ def test_what_was_not_compared_is_not_called_so(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "compare_tensors", interrupt)
     with pytest.raises(KeyboardInterrupt):
         convert(make_file(tmp_path / "c.pt"), tmp_path / "d", "hf", log=told.append)
-    assert told[-1] == f"interrupted: {tmp_path / 'd'} is complete, but the comparison with its source did not finish"
+    assert (
+        told[-1]
+        == f"interrupted: {tmp_path / 'd'} is complete, but the comparison with its source did not finish"
+    )
 
 
 @pytest.mark.parametrize("target", ["x.pt", "x.safetensors", "x.gguf"])
@@ -159,7 +179,12 @@ def test_one_file_has_no_shards(tmp_path, capsys, target):
 
 def test_a_tied_models_embedding_may_stand_there_twice(tmp_path):
     embedding = small_model(config=TIED).state_dict()["tok_embeddings.weight"]
-    convert(make_file(tmp_path / "a.pt", TIED, {"output.weight": embedding}), tmp_path / "a", "hf", log=quiet)
+    convert(
+        make_file(tmp_path / "a.pt", TIED, {"output.weight": embedding}),
+        tmp_path / "a",
+        "hf",
+        log=quiet,
+    )
     assert "output.weight" not in load_full_state(tmp_path / "a")
     other = make_file(tmp_path / "b.pt", TIED, {"output.weight": embedding + 1})
     with pytest.raises(ConfigError, match=r"'output\.weight' is not a parameter"):
@@ -170,14 +195,18 @@ def test_a_tied_models_embedding_may_stand_there_twice(tmp_path):
 def test_a_tokenizer_has_no_more_ids_than_the_model(tmp_path, to):
     ranks = torch.frombuffer(bytearray(BUNDLED.read_bytes()), dtype=torch.uint8)
     source = make_file(tmp_path / "a.pt", tokenizer=ranks)
-    with pytest.raises(ConfigError, match=f"tokenizer has {Tokenizer().size} ids, and the model {SMALL.vocab_size}"):
+    with pytest.raises(
+        ConfigError, match=f"tokenizer has {Tokenizer().size} ids, and the model {SMALL.vocab_size}"
+    ):
         convert(source, tmp_path / "b", to, log=quiet)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.uint16], ids=str)
 def test_a_dtype_that_is_not_read_is_called_that(tmp_path, dtype):
     source = make_file(tmp_path / "a.pt", more={"norm.weight": torch.zeros(64).to(dtype)})
-    with pytest.raises(ConfigError, match=r"holds a tensor of another dtype .*; allowed: float32, bfloat16"):
+    with pytest.raises(
+        ConfigError, match=r"holds a tensor of another dtype .*; allowed: float32, bfloat16"
+    ):
         load_full_state(source)
 
 
@@ -197,7 +226,9 @@ def test_scales_of_q8_0_must_be_finite(tmp_path):
     large = torch.zeros(config.dim, config.dim)
     large[3, 4] = 66000.0 * 127  # finite, and / 127 not in fp16
     make_file(tmp_path / "a.pt", config, {"layers.0.attention.wo.weight": large})
-    with pytest.raises(ConfigError, match=r"wo\.weight': NaN or infinity; convert it anyway with --force"):
+    with pytest.raises(
+        ConfigError, match=r"wo\.weight': NaN or infinity; convert it anyway with --force"
+    ):
         convert(tmp_path / "a.pt", tmp_path / "b.gguf", dtype="q8_0", log=quiet)
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
@@ -206,16 +237,24 @@ def test_weights_of_older_hugging_face_folders_are_named(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     torch.save({}, tmp_path / "pytorch_model.bin")
     assert main(["convert", str(tmp_path), str(tmp_path.with_name("b")), "--to", "torch"]) == 2
-    assert "has its weights in pytorch_model.bin; have transformers write them as saf" in capsys.readouterr().err
+    assert (
+        "has its weights in pytorch_model.bin; have transformers write them as saf"
+        in capsys.readouterr().err
+    )
 
 
 def test_other_formats_can_be_compared_but_not_verified(tmp_path, capsys):
     run = make_run(tmp_path, 7)
     convert(run, tmp_path / "hf", "hf", log=quiet)
     assert main(["checkpoint", "diff", str(run), str(tmp_path / "hf")]) == 0
-    assert f"{len(load_full_state(run))} of {len(load_full_state(run))} tensors are equal" in capsys.readouterr().out
+    assert (
+        f"{len(load_full_state(run))} of {len(load_full_state(run))} tensors are equal"
+        in capsys.readouterr().out
+    )
     assert main(["checkpoint", "verify", str(tmp_path / "hf")]) == 2
-    assert_mentions(capsys.readouterr().err, str(tmp_path / "hf"), "format hf has no hashes", "expected a run's")
+    assert_mentions(
+        capsys.readouterr().err, str(tmp_path / "hf"), "format hf has no hashes", "expected a run's"
+    )
 
 
 class Unwritable:
@@ -228,11 +267,16 @@ class Unwritable:
         raise self.error
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left"), SystemExit(143), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left"), SystemExit(143), KeyboardInterrupt()], ids=repr
+)
 def test_the_cause_of_a_failed_write_is_raised(tmp_path, error):
     """torch.save reports each of them as RuntimeError("unexpected pos")."""
     outgoing = Outgoing(torch.float32, (4096,), lambda: iter([torch.ones(4096)]))
-    with pytest.raises(type(error)) as caught, targets._mapped(tmp_path / "x", {"a": outgoing}) as tensors:
+    with (
+        pytest.raises(type(error)) as caught,
+        targets._mapped(tmp_path / "x", {"a": outgoing}) as tensors,
+    ):
         torch.save(tensors, Unwritable(error))
     assert caught.value is error
     assert not list(tmp_path.iterdir())
@@ -284,13 +328,19 @@ def test_memory_does_not_grow_with_the_model(tmp_path, to):
 
     Pages of mapped files do not count: the kernel drops them when memory is short.
     """
-    config = LlamaConfig(dim=1024, num_layers=12, num_heads=16, num_kv_heads=4, ffn_dim=2816, vocab_size=4112)
+    config = LlamaConfig(
+        dim=1024, num_layers=12, num_heads=16, num_kv_heads=4, ffn_dim=2816, vocab_size=4112
+    )
     generator = torch.Generator().manual_seed(0)
     shapes = parameter_shapes(config)
-    weights = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in shapes.items()}
+    weights = {
+        name: torch.randn(shape, generator=generator) * 0.02 for name, shape in shapes.items()
+    }
     torch.save({"model": weights, "model_config": json.loads(config.to_json())}, tmp_path / "a.pt")
     there = tmp_path / f"there{'.gguf' if to == 'gguf' else ''}"
-    ways = [(tmp_path / "a.pt", there, to)] + ([] if to == "gguf" else [(there, tmp_path / "back.pt", "torch")])
+    ways = [(tmp_path / "a.pt", there, to)] + (
+        [] if to == "gguf" else [(there, tmp_path / "back.pt", "torch")]
+    )
     bound = 2 * max(weight.nbytes for weight in weights.values()) + 300e6
     assert sum(weight.nbytes for weight in weights.values()) > 1.5 * bound
     for source, target, form in ways:
@@ -313,7 +363,10 @@ def test_a_token_without_end_is_not_split(tmp_path, caplog):
 def test_headers_of_safetensors_files_are_bounded(tmp_path):
     """The library alone would make over 1 GB of objects of one with 100 MB."""
     path = tmp_path / "x.safetensors"
-    for length, message in ((LARGEST_HEADER + 1, f"expected at most {LARGEST_HEADER}"), (LARGEST_HEADER, "header")):
+    for length, message in (
+        (LARGEST_HEADER + 1, f"expected at most {LARGEST_HEADER}"),
+        (LARGEST_HEADER, "header"),
+    ):
         with path.open("wb") as file:
             file.write(length.to_bytes(8, "little") + b"{")
             file.truncate(8 + length)

@@ -42,7 +42,10 @@ def save(folder: Path, parallel: dict, flavor: str, at_root: bool) -> dict[str, 
         "optimizer": get_optimizer_state_dict(model, optimizer),
         "rng": {"cpu": torch.get_rng_state(), "rank": dist.get_rank()},
         "train_state": {"step": 3, "losses": [1.5, 2.5], "name": "run", "seen": {1, 2}},
-        "dataloader": {"shards": [{"at": 7, "tokens": torch.arange(5)}, [1, [2, 3]]], "raw": b"x" * 300},
+        "dataloader": {
+            "shards": [{"at": 7, "tokens": torch.arange(5)}, [1, [2, 3]]],
+            "raw": b"x" * 300,
+        },
         "empty": torch.empty(0),
         "scalar": torch.tensor(2.0, dtype=torch.bfloat16),
     }
@@ -65,7 +68,9 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-LAYOUTS = [  # from processes and layout to processes and layout; 101 ids, and 3 of 8 rows of wq on two: uneven shards
+# From processes and layout to processes and layout; 101 ids, and 3 of 8 rows of wq on two: uneven
+# shards
+LAYOUTS = [
     pytest.param(1, {}, 2, {"dp_shard": 2}, "small", True, marks=pytest.mark.slow),
     (2, {"dp_shard": 2}, 1, {}, "small", False),
     (2, {"dp_shard": 2}, 2, {"tp": 2}, "even", True),
@@ -75,7 +80,9 @@ LAYOUTS = [  # from processes and layout to processes and layout; 101 ids, and 3
 
 
 @pytest.mark.parametrize(("source", "layout", "target", "other", "flavor", "at_root"), LAYOUTS)
-def test_any_layout_reads_what_stock_dcp_saved(pool, tmp_path, source, layout, target, other, flavor, at_root):
+def test_any_layout_reads_what_stock_dcp_saved(
+    pool, tmp_path, source, layout, target, other, flavor, at_root
+):
     (expected, *_) = pool.run(source, save, tmp_path / "saved", layout, flavor, at_root)
     assert is_stock_dcp(tmp_path / "saved")
     found = pool.run(target, read, tmp_path / "saved", other, flavor)
@@ -116,8 +123,20 @@ def test_other_dtypes_are_converted(tmp_path, dtype):
 
 
 def test_all_that_does_not_fit_is_one_error(tmp_path):
-    save_here(tmp_path, **{"layers.0.wq": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(2, dtype=torch.int64)})
-    state = {"layers.0.wg": torch.zeros(2, 3), "b": torch.zeros(5), "c": torch.zeros(2), "d": torch.zeros(1)}
+    save_here(
+        tmp_path,
+        **{
+            "layers.0.wq": torch.ones(2, 3),
+            "b": torch.ones(4),
+            "c": torch.ones(2, dtype=torch.int64),
+        },
+    )
+    state = {
+        "layers.0.wg": torch.zeros(2, 3),
+        "b": torch.zeros(5),
+        "c": torch.zeros(2),
+        "d": torch.zeros(1),
+    }
     with pytest.raises(ConfigError) as caught:
         read_stock(tmp_path, state)
     missing, shape, dtype, other = caught.value.problems

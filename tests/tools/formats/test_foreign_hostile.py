@@ -1,4 +1,6 @@
-"""Stock DCP folders made to do harm: none runs, writes, hangs or fills the memory; each is one ConfigError."""
+"""Stock DCP folders made to do harm: none runs, writes, hangs or fills the memory; each is one
+ConfigError.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,14 @@ from titanlite.tools.formats.pickle_reader import LARGEST, UnsafeName
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-WATCHED = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen")
+WATCHED = (
+    "pickle.find_class",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "subprocess.Popen",
+)
 events: list[str] | None = None
 
 
@@ -38,7 +47,8 @@ def watch(event: str, arguments: tuple[Any, ...]) -> None:
     """Notes what could be code of the file's, and each file that is opened for writing."""
     if events is not None:
         writes = event == "open" and set(arguments[1] or "r") & set("wax+")
-        executes = event == "exec" and arguments[0].co_filename.startswith("<")  # no module that is imported
+        # No module that is imported
+        executes = event == "exec" and arguments[0].co_filename.startswith("<")
         reader = event == "subprocess.Popen" and pickle_reader.__file__ in arguments[1]
         if (event in WATCHED or writes or executes) and not reader:
             events.append(f"{event} {arguments!r:.100}")
@@ -79,7 +89,10 @@ def read_stock(folder: Path, state: dict[str, torch.Tensor]) -> None:
 
 def memory() -> tuple[int, int]:
     """kB: the most that this process, and one of those that it started and that ended, has had."""
-    return tuple(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return tuple(
+        resource.getrusage(who).ru_maxrss
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
 
 
 def refused(folder: Path, *names: str) -> str:
@@ -97,7 +110,8 @@ def refused(folder: Path, *names: str) -> str:
     assert not CANARY.exists()
     assert time.monotonic() - started < 20
     assert memory()[0] - before[0] < 500_000
-    assert memory()[1] <= max(1 << 20, before[1], memory()[0])  # Linux counts a process from the size of its parent
+    # Linux counts a process from the size of its parent
+    assert memory()[1] <= max(1 << 20, before[1], memory()[0])
     assert len(caught.value.problems) == 1
     assert str(folder) in str(caught.value)
     assert "Traceback" not in str(caught.value)
@@ -110,7 +124,9 @@ def index(folder: Path) -> Metadata:
 
 
 def write(folder: Path, value: Any) -> None:
-    (folder / ".metadata").write_bytes(value if isinstance(value, bytes) else pickle.dumps(value, protocol=4))
+    (folder / ".metadata").write_bytes(
+        value if isinstance(value, bytes) else pickle.dumps(value, protocol=4)
+    )
 
 
 CODE = {
@@ -173,18 +189,30 @@ HARMFUL = {  # raw programs
     "keyword arguments": named(META, "Metadata") + b")}\x92.",
     "attribute of an allowed class": texts("torch", "Size.__new__") + b"\x93)R.",
     "attribute of an allowed module": texts(META, "dataclass") + b"\x93)R.",
-    "module that is a path": texts("torch.distributed", "checkpoint.os.system") + b"\x93" + texts(TOUCH) + b"\x85R.",
+    "module that is a path": texts("torch.distributed", "checkpoint.os.system")
+    + b"\x93"
+    + texts(TOUCH)
+    + b"\x85R.",
     "a call of what a call made": named("torch", "Size") + b")R)R.",
     "state of a class": named(META, "Metadata") + b"}" + texts("__reduce__", TOUCH) + b"sb.",
-    "state with a class": named(META, "Metadata") + b")\x81}" + texts("__class__") + named("torch", "Size") + b"sb.",
-    "state with __setstate__": named(META, "Metadata") + b")\x81}" + texts("__setstate__", TOUCH) + b"sb.",
+    "state with a class": named(META, "Metadata")
+    + b")\x81}"
+    + texts("__class__")
+    + named("torch", "Size")
+    + b"sb.",
+    "state with __setstate__": named(META, "Metadata")
+    + b")\x81}"
+    + texts("__setstate__", TOUCH)
+    + b"sb.",
     "items into an object": named(META, "Metadata") + b")\x81" + texts("a", "b") + b"s.",
     "absurd allocation": named("torch", "Size") + b"\x8a\x08" + b"\xff" * 7 + b"\x7f\x85R.",
     "path": named("pathlib", "PosixPath") + texts(str(CANARY)) + b"\x85R.",
     "memo of 4 GB": b"Nr\x00\x00\x00\x10.",
     "memo that grows": b"N" + b"\x94" * 3_000_000 + b".",
     "deep key": b"})" + b"\x85" * 1_000_000 + b"Ns.",
-    "exponential key": b"})\x94" + b"".join(b"h" + bytes([i]) + b"\x86\x94" for i in range(200)) + b"Ns.",
+    "exponential key": b"})\x94"
+    + b"".join(b"h" + bytes([i]) + b"\x86\x94" for i in range(200))
+    + b"Ns.",
     "deep objects": deep_objects(300_000),
     "deep lists": b"]" * 1_000_000 + b"a" * 999_999 + b".",
     "many lists": b"(" + b"]" * 1_000_000 + b"t.",
@@ -214,11 +242,16 @@ def test_members_of_enumerations_may_be_fetched_by_name(folder):
     expected = pickle_reader.read_dcp(io.BytesIO(plain))
 
     def fetched(what: bytes) -> bytes:
-        changed, count = by_value.subn(lambda m: named("builtins", "getattr") + what + m[2] + b"R", plain, count=1)
+        changed, count = by_value.subn(
+            lambda m: named("builtins", "getattr") + what + m[2] + b"R", plain, count=1
+        )
         assert count == 1
         return changed
 
-    assert pickle_reader.read_dcp(io.BytesIO(fetched(enumeration + texts("CONTIGUOUS") + b"\x86"))) == expected
+    assert (
+        pickle_reader.read_dcp(io.BytesIO(fetched(enumeration + texts("CONTIGUOUS") + b"\x86")))
+        == expected
+    )
     for bad in (
         texts("path", "join") + b"\x86",
         named(META, "Evil") + texts("X") + b"\x86",
@@ -282,7 +315,9 @@ def reshape(folder: Path, size: Any, *chunks: tuple[Any, Any]) -> None:
     metadata = index(folder)
     entry = metadata.state_dict_metadata["a"]
     entry.size = torch.Size(size)
-    entry.chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
+    entry.chunks = [
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks
+    ]
     (place,) = (info for key, info in metadata.storage_data.items() if key.fqn == "a")
     metadata.storage_data |= {MetadataIndex("a", chunk.offsets): place for chunk in entry.chunks}
     write(folder, metadata)
@@ -318,22 +353,39 @@ PLACES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another's place": (partial(move, offset=1), "expected one tensor"),
     "compressed": (partial(move, transform_descriptors=["stream.zstd/1"]), "compressed"),
     "an absurd shape": (partial(reshape, size=(2**31, 2**31)), "do not make up its shape"),
-    "an absurd chunk": (lambda f: reshape(f, (2**31, 2**31), ((0, 0), (2**31, 2**31))), "the index gives it"),
-    "beyond 64 bits": (lambda f: reshape(f, (2**62, 2**62), ((0, 0), (2**62, 2**62))), "no tensor can have"),
+    "an absurd chunk": (
+        lambda f: reshape(f, (2**31, 2**31), ((0, 0), (2**31, 2**31))),
+        "the index gives it",
+    ),
+    "beyond 64 bits": (
+        lambda f: reshape(f, (2**62, 2**62), ((0, 0), (2**62, 2**62))),
+        "no tensor can have",
+    ),
     "negative shape": (lambda f: reshape(f, (-4, -3), ((0, 0), (-4, -3))), "no tensor can have"),
     "negative chunk": (lambda f: reshape(f, (4, 3), ((0, 0), (-4, -3))), "no tensor can have"),
     "chunk outside": (lambda f: reshape(f, (4, 3), ((1, 0), (4, 3))), "do not make up"),
     "a hole": (lambda f: reshape(f, (4, 3), ((0, 0), (2, 3))), "do not make up"),
-    "an overlap": (lambda f: reshape(f, (4, 3), ((0, 0), (3, 3)), ((2, 0), (1, 3))), "do not make up"),
-    "twice the same": (lambda f: reshape(f, (4, 3), ((0, 0), (2, 3)), ((0, 0), (2, 3))), "do not make up"),
+    "an overlap": (
+        lambda f: reshape(f, (4, 3), ((0, 0), (3, 3)), ((2, 0), (1, 3))),
+        "do not make up",
+    ),
+    "twice the same": (
+        lambda f: reshape(f, (4, 3), ((0, 0), (2, 3)), ((0, 0), (2, 3))),
+        "do not make up",
+    ),
     "other dimensions": (lambda f: reshape(f, (4, 3), ((0,), (12,))), "do not make up"),
-    "nowhere in a file": (lambda f: reshape(f, (4, 3), ((0, 0), (4, 3))) or drop(f), "has no file for the part"),
+    "nowhere in a file": (
+        lambda f: reshape(f, (4, 3), ((0, 0), (4, 3))) or drop(f),
+        "has no file for the part",
+    ),
 }
 
 
 def drop(folder: Path) -> None:
     metadata = index(folder)
-    metadata.storage_data = {key: info for key, info in metadata.storage_data.items() if key.fqn != "a"}
+    metadata.storage_data = {
+        key: info for key, info in metadata.storage_data.items() if key.fqn != "a"
+    }
     write(folder, metadata)
 
 
@@ -364,7 +416,10 @@ def bomb(files: dict[str, bytes], name: str, byte: bytes) -> bytes:
 
 
 def tensor_program(
-    storage: bytes = texts("storage") + named("torch", "FloatStorage") + texts("0", "cpu") + b"K\x0c",
+    storage: bytes = texts("storage")
+    + named("torch", "FloatStorage")
+    + texts("0", "cpu")
+    + b"K\x0c",
     layout: bytes = b"K\x00(K\x04K\x03t(K\x03K\x01t",
     function: bytes = named("torch._utils", "_rebuild_tensor_v2"),
 ) -> bytes:
@@ -389,7 +444,9 @@ PAYLOADS: dict[str, bytes | Callable[[], bytes]] = {
     ),
     "code as the rebuild": zipped(tensor_program(function=named("posix", "system"))),
     "a hash that does not end": zipped(
-        b"\x80\x02)q\x00" + b"".join(b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) for i in range(200)) + b"}q\xc9Ns."
+        b"\x80\x02)q\x00"
+        + b"".join(b"h" + bytes([i]) + b"\x86q" + bytes([i + 1]) for i in range(200))
+        + b"}q\xc9Ns."
     ),
     "a deep storage kind": zipped(
         tensor_program(storage=texts("s") + b")" + b"\x85" * 300_000 + texts("0", "cpu") + b"N")
@@ -400,16 +457,26 @@ PAYLOADS: dict[str, bytes | Callable[[], bytes]] = {
     "another dtype": saved(torch.zeros(4, 3, dtype=torch.float64)),
     "strides beyond the storage": zipped(tensor_program(layout=b"K\x00(K\x04K\x03t(K\xffK\x01t")),
     "negative strides": zipped(tensor_program(layout=b"K\x00(K\x04K\x03t(J\xff\xff\xff\xffK\x01t")),
-    "offset beyond the storage": zipped(tensor_program(layout=b"J\xff\xff\xff\x7f(K\x04K\x03t(K\x03K\x01t")),
+    "offset beyond the storage": zipped(
+        tensor_program(layout=b"J\xff\xff\xff\x7f(K\x04K\x03t(K\x03K\x01t")
+    ),
     "too little storage": zipped(tensor_program(), b"\x00" * 44),
-    "a zip bomb": lambda: bomb({"data.pkl": tensor_program()}, "data/0", b"\x00"),  # half a second each
+    # Half a second each
+    "a zip bomb": lambda: bomb({"data.pkl": tensor_program()}, "data/0", b"\x00"),
     "a zip bomb as the pickle": lambda: bomb({"data/0": b"\x00" * 48}, "data.pkl", b"N"),
     "big-endian": zipped(tensor_program(), byteorder=b"big"),
     "no storage": zipped(
-        tensor_program(storage=texts("storage") + named("torch", "FloatStorage") + texts("9", "c") + b"N")
+        tensor_program(
+            storage=texts("storage") + named("torch", "FloatStorage") + texts("9", "c") + b"N"
+        )
     ),
     "a storage outside": zipped(
-        tensor_program(storage=texts("storage") + named("torch", "FloatStorage") + texts("../../secret", "c") + b"N")
+        tensor_program(
+            storage=texts("storage")
+            + named("torch", "FloatStorage")
+            + texts("../../secret", "c")
+            + b"N"
+        )
     ),
     "safetensors": struct.pack("<Q", 60)
     + b'{"a":{"dtype":"F32","shape":[4,3],"data_offsets":[0,48]}}   '
@@ -467,7 +534,9 @@ def test_an_archive_with_many_records_is_not_read(folder):
 
 
 def test_a_storage_that_is_longer_than_its_part_is_not_read(folder):
-    content = with_records(4000, 0).replace(struct.pack("<II", 4000, 4000), struct.pack("<II", 1 << 30, 1 << 30))
+    content = with_records(4000, 0).replace(
+        struct.pack("<II", 4000, 4000), struct.pack("<II", 1 << 30, 1 << 30)
+    )
     put(folder, content)
     with (folder / "evil.distcp").open("r+b") as file:
         file.truncate(1 << 31)  # a hole
@@ -503,7 +572,9 @@ def test_a_class_that_is_no_dtype(folder):
 def test_empty_chunks_may_have_any_shape(folder):
     """They are dropped, as those of processes that have no part of a tensor."""
     metadata = index(folder)
-    metadata.state_dict_metadata["a"].chunks.insert(0, ChunkStorageMetadata(torch.Size([]), torch.Size([0])))
+    metadata.state_dict_metadata["a"].chunks.insert(
+        0, ChunkStorageMetadata(torch.Size([]), torch.Size([0]))
+    )
     write(folder, metadata)
     target = torch.zeros(4, 3)
     read_stock(folder, {"a": target})

@@ -33,7 +33,11 @@ def field(reader, name: str):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("debug", ""), ("debug", "q8_0")]  # with a tokenizer, which does not depend on the dtype
-    + [(name, dtype) for name in ("untied", "llama 3.1") for dtype in ("", "fp32", "fp16", "bf16", "q8_0")],
+    + [
+        (name, dtype)
+        for name in ("untied", "llama 3.1")
+        for dtype in ("", "fp32", "fp16", "bf16", "q8_0")
+    ],
 )
 def test_the_package_opens_what_was_written(tmp_path, name, dtype):
     config = MODELS[name]
@@ -51,9 +55,13 @@ def test_the_package_opens_what_was_written(tmp_path, name, dtype):
         if dtype == "q8_0" and weights[ours].ndim > 1:
             scale = weights[ours].unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
             apart = (values - weights[ours]).unflatten(-1, (-1, 32)).abs()
-            assert bool((apart <= 0.57 * scale).all())  # half a step, and 127 roundings of the scale to fp16
+            # Half a step, and 127 roundings of the scale to fp16
+            assert bool((apart <= 0.57 * scale).all())
         elif weights[ours].ndim > 1 and dtype in ("fp16", "bf16"):
-            assert torch.equal(values, weights[ours].to({"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]).float())
+            assert torch.equal(
+                values,
+                weights[ours].to({"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]).float(),
+            )
         else:
             assert torch.equal(values, weights[ours])
     assert list(found) == ([gguf_file.FREQUENCIES] if config.rope_scaling else [])
@@ -85,7 +93,9 @@ def test_llama_cpp_continues_as_we_do(tmp_path, name):
     make_file(tmp_path / "model.pt", config)
     convert(tmp_path / "model.pt", tmp_path / "model.gguf", log=quiet)
     ours = load_model(load_full_state(tmp_path / "model.pt"), torch.device("cpu"), 512)
-    theirs = llama_cpp.Llama(str(tmp_path / "model.gguf"), n_ctx=256, n_threads=1, verbose=False, logits_all=True)
+    theirs = llama_cpp.Llama(
+        str(tmp_path / "model.gguf"), n_ctx=256, n_threads=1, verbose=False, logits_all=True
+    )
     tokenizer, text = Tokenizer(), "def héllo(self): 漢字 12345\n    return x"
     prompt = [tokenizer.bos, *tokenizer.encode(text)]
     assert theirs.tokenize(text.encode(), add_bos=True) == prompt
@@ -107,7 +117,9 @@ def test_what_does_not_fit_is_one_error(tmp_path, capsys, monkeypatch):
     assert main([*arguments[:2], str(tmp_path / "hf"), "--to", "hf", "--dtype", "q8_0"]) == 2
     assert "allowed in hf: bf16, fp16, fp32" in capsys.readouterr().err
     assert main(arguments) == 0
-    assert main(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "back"), "--to", "hf"]) == 2
+    assert (
+        main(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "back"), "--to", "hf"]) == 2
+    )
     assert "a GGUF file, which is written but not read" in capsys.readouterr().err
 
     def absent() -> None:
@@ -121,7 +133,11 @@ def test_what_does_not_fit_is_one_error(tmp_path, capsys, monkeypatch):
 
 def test_frequencies_are_divided_as_ours_are():
     config = dataclasses.replace(MODELS["llama 3.1"])
-    plain, scaled = (small_model(config=c).rope for c in (dataclasses.replace(config, rope_scaling=None), config))
-    angle = torch.atan2(plain[1, :, 1], plain[1, :, 0]) / torch.from_numpy(gguf_file.frequency_factors(config))
+    plain, scaled = (
+        small_model(config=c).rope for c in (dataclasses.replace(config, rope_scaling=None), config)
+    )
+    angle = torch.atan2(plain[1, :, 1], plain[1, :, 0]) / torch.from_numpy(
+        gguf_file.frequency_factors(config)
+    )
     assert torch.allclose(torch.atan2(scaled[1, :, 1], scaled[1, :, 0]), angle, atol=1e-6)
     assert gguf_file.frequency_factors(SMALL) is None

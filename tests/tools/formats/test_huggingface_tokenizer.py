@@ -1,4 +1,6 @@
-"""Runs with the tokenizers of others: trained, resumed, sampled from, and exported to other software and back."""
+"""Runs with the tokenizers of others: trained, resumed, sampled from, and exported to other
+software and back.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from titanlite.data.tokenizer import BUNDLED, Tokenizer
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats.convert import convert, load_full_state
 from titanlite.tools.formats.gguf_file import pre_tokenizer
-from titanlite.tools.formats.huggingface_tokenizer import content_of, files_of, merge_list, read_tokenizer, to_files
+from titanlite.tools.formats.huggingface_tokenizer import (
+    content_of,
+    files_of,
+    merge_list,
+    read_tokenizer,
+    to_files,
+)
 from titanlite.tools.formats.load_weights import read_weights
 
 STYLES = ("gpt2", "qwen")
@@ -70,7 +78,12 @@ def test_exports_to_hugging_face_and_back(run_of, style, tmp_path):
     assert (found.bos_token_id, found.eos_token_id) == (ours.bos, ours.eos)
     config = json.loads((tmp_path / "hf/config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (ours.bos, ours.eos)
-    for target, to in (("a.pt", ""), ("step", "titanlite"), ("dcp", "dcp"), ("safetensors", "safetensors")):
+    for target, to in (
+        ("a.pt", ""),
+        ("step", "titanlite"),
+        ("dcp", "dcp"),
+        ("safetensors", "safetensors"),
+    ):
         convert(tmp_path / "hf", tmp_path / target, to, log=quiet)
         again = load_full_state(tmp_path / target).about.tokenizer
         assert again is not None
@@ -92,11 +105,16 @@ def test_exports_to_gguf(run_of, style, name, tmp_path):
     ours = Tokenizer(tokenizer)
     convert(run, tmp_path / "a.gguf", log=quiet)
     fields = gguf.GGUFReader(tmp_path / "a.gguf").fields
-    values = {key: fields[f"tokenizer.ggml.{key}"].contents() for key in ("pre", "tokens", "merges", "eos_token_id")}
+    values = {
+        key: fields[f"tokenizer.ggml.{key}"].contents()
+        for key in ("pre", "tokens", "merges", "eos_token_id")
+    }
     vocab = theirs(trained(style)).get_vocab()
     assert (values["pre"], values["eos_token_id"]) == (name, ours.eos)
     assert {text: i for i, text in enumerate(values["tokens"])} == vocab
-    assert [merge.split(" ") for merge in values["merges"]] == json.loads(trained(style))["model"]["merges"]
+    assert [merge.split(" ") for merge in values["merges"]] == json.loads(trained(style))["model"][
+        "merges"
+    ]
 
 
 def test_what_gguf_has_no_name_for_is_refused():
@@ -121,7 +139,12 @@ def test_weights_of_another_encoding_are_warned_of(run_of, tmp_path, caplog):
     other_names["added_tokens"][0]["content"] = "<|end|>"
     for content, warned in (
         (full.about.tokenizer, False),
-        (Tokenizer("x", json.dumps(other_names).encode() + b'\0{"eos_token": "<|end|>"}').content, False),
+        (
+            Tokenizer(
+                "x", json.dumps(other_names).encode() + b'\0{"eos_token": "<|end|>"}'
+            ).content,
+            False,
+        ),
         (BUNDLED.read_bytes(), True),
         (b"damaged", True),
     ):

@@ -1,4 +1,6 @@
-"""Publishing a conversion's output: what another program adds at any moment is in its place, or its place is named."""
+"""Publishing a conversion's output: what another program adds at any moment is in its place, or its
+place is named.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def renames(request, monkeypatch):
 
 @contextlib.contextmanager
 def at_moment(number: int, unit: str, act: Callable[[], Any]) -> Iterator[list[int]]:
-    """Calls `act` before the line, or the opcode, `number` of output_path.py in this block; yields how many there were.
+    """Calls `act` before the line, or the opcode, `number` of output_path.py in this block; yields
+    how many there were.
 
     A kernel can let another process run at each of them.
     """
@@ -94,10 +97,13 @@ def link(target: Path, opened: int) -> None:
     target.symlink_to("away")
 
 
-def publish_with(folder: Path, kind: str, act: Callable[..., Any], number: int, unit: str) -> tuple[int, bool, str]:
+def publish_with(
+    folder: Path, kind: str, act: Callable[..., Any], number: int, unit: str
+) -> tuple[int, bool, str]:
     """One replacement during which `act` happens.
 
-    How many moments there were before its end, whether the act succeeded, and the error that ended the replacement.
+    How many moments there were before its end, whether the act succeeded, and the error that ended
+    the replacement.
     """
     folder.mkdir()
     target, temporary = folder / "there", temporary_path(folder / "there")
@@ -136,8 +142,11 @@ ACTS = [add_by_name, add_in_opened, appear, link]
 @pytest.mark.parametrize("unit", ["line", pytest.param("opcode", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["folder", "file"])
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
-def test_nothing_that_is_added_at_any_moment_is_lost(tmp_path, monkeypatch, caplog, kind, act, unit):
-    monkeypatch.setattr(output_path, "sync_folder", lambda folder: None)  # some ms, hundreds of times
+def test_nothing_that_is_added_at_any_moment_is_lost(
+    tmp_path, monkeypatch, caplog, kind, act, unit
+):
+    # Some ms, hundreds of times
+    monkeypatch.setattr(output_path, "sync_folder", lambda folder: None)
     moments = number = 0
     while number <= moments:  # the last one is after the end
         number += 1
@@ -151,14 +160,19 @@ def test_nothing_that_is_added_at_any_moment_is_lost(tmp_path, monkeypatch, capl
         assert content(folder / "there") - {"mine"} in ({"old"}, {"new"}, set()), number
         for path in folder.iterdir():
             assert path.name in ("there", "away") or str(path) in told, (number, path, told)
-            assert "titanlite-tmp" not in path.name, (number, path)  # a later conversion would remove it
+            # a later conversion would remove it
+            assert "titanlite-tmp" not in path.name, (number, path)
         assert not acted or act is not link or content(folder / "away") in ({"old"}, {"new"})
     assert number > 20  # the moments were found
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_what_is_added_around_the_exchange_is_kept_in_every_format(tmp_path, monkeypatch, caplog, to):
-    """In each folder that convert writes; where it writes one file, in a folder that has taken its place."""
+def test_what_is_added_around_the_exchange_is_kept_in_every_format(
+    tmp_path, monkeypatch, caplog, to
+):
+    """In each folder that convert writes; where it writes one file, in a folder that has taken its
+    place.
+    """
     if to == "gguf":
         pytest.importorskip("gguf")
     make_file(tmp_path / "a.pt", SMALL)

@@ -1,4 +1,6 @@
-"""Files of up to 220 kB that take gigabytes or hours to read: one error each, within the limits of the reader."""
+"""Files of up to 220 kB that take gigabytes or hours to read: one error each, within the limits of
+the reader.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class Storage:
 
 class Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
-        return ("storage", torch.FloatStorage, "0", "cpu", 12) if isinstance(value, Storage) else None
+        return (
+            ("storage", torch.FloatStorage, "0", "cpu", 12) if isinstance(value, Storage) else None
+        )
 
 
 def saved(path: Path, tree: Any) -> Path:
@@ -80,13 +84,17 @@ def overlapping(path: Path) -> Path:
 
 
 def folder_with(folder: Path, names: int, file: str, placed: str, size: int = 1) -> Path:
-    """A stock DCP folder: 1,000 chunks that lie in `file`, and all of them in each of `names` tensors."""
+    """A stock DCP folder: 1,000 chunks that lie in `file`, and all of them in each of `names`
+    tensors.
+    """
     chunks = [ChunkStorageMetadata(torch.Size([i]), torch.Size([size])) for i in range(1000)]
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([1000]), chunks)
     places = {MetadataIndex(placed, chunk.offsets): _StorageInfo(file, 0, 4) for chunk in chunks}
     folder.mkdir()
     (folder / ".metadata").write_bytes(
-        pickle.dumps(Metadata({f"{i}": entry for i in range(names)}, storage_data=places), protocol=4)
+        pickle.dumps(
+            Metadata({f"{i}": entry for i in range(names)}, storage_data=places), protocol=4
+        )
     )
     return folder
 
@@ -100,9 +108,13 @@ BOMBS = {
     "beyond 63 bits": lambda p: saved(p, {"a": Strided((2**63,), (0,))}),
     "empty, by 2^122": lambda p: saved(p, {"a": Strided((2**61, 2**61, 0), (1, 1, 1))}),
     "65 dimensions": lambda p: saved(p, {"a": Strided((1,) * 65, (1,) * 65)}),
-    "a list of chunks for 3,000 names, one with places": lambda p: folder_with(p, 3000, "__0_0.distcp", "0"),
+    "a list of chunks for 3,000 names, one with places": lambda p: folder_with(
+        p, 3000, "__0_0.distcp", "0"
+    ),
     "a long text a thousand times": lambda p: folder_with(p, 1, "x" * 100_000, "0"),
-    "1,300 names with empty chunks only": lambda p: folder_with(p, 1300, "__0_0.distcp", "0", size=0),
+    "1,300 names with empty chunks only": lambda p: folder_with(
+        p, 1300, "__0_0.distcp", "0", size=0
+    ),
     "a tensor in dicts in dicts": lambda p: saved(
         p, {"a": grown({"t": Strided((4, 3), (3, 1))}, lambda x: {"a": x, "b": x}, 12)}
     ),
@@ -116,7 +128,10 @@ def test_a_bomb_is_one_error(tmp_path, monkeypatch, make):
     path = make(tmp_path / "bomb")
     content = path / ".metadata" if path.is_dir() else path
     assert content.stat().st_size < 1 << 20
-    before, own = resource.getrusage(resource.RUSAGE_CHILDREN), resource.getrusage(resource.RUSAGE_SELF)
+    before, own = (
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+        resource.getrusage(resource.RUSAGE_SELF),
+    )
     started = time.process_time()
     with pytest.raises(ConfigError) as caught:
         open_full_state(path)
@@ -159,10 +174,14 @@ def test_an_index_of_many_chunks_is_read(tmp_path):
     entries, places = {}, {}
     for tensor in range(500):
         name = f"layers.{tensor}.weight"
-        entries[name] = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size([64, 8]), chunks)
+        entries[name] = TensorStorageMetadata(
+            TensorProperties(dtype=torch.bfloat16), torch.Size([64, 8]), chunks
+        )
         for chunk in chunks:
             places[MetadataIndex(name, chunk.offsets)] = _StorageInfo("__0_0.distcp", 0, 2000)
-    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(entries, storage_data=places), protocol=4))
+    (folder / ".metadata").write_bytes(
+        pickle.dumps(Metadata(entries, storage_data=places), protocol=4)
+    )
     found = read_pickle("dcp", folder / ".metadata")
     assert len(found) == 500
     assert found["layers.7.weight"][:2] == ["torch.bfloat16", [64, 8]]

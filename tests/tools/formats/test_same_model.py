@@ -1,4 +1,6 @@
-"""Weights of another model: every difference between a file and the config is in one error, in every format."""
+"""Weights of another model: every difference between a file and the config is in one error, in
+every format.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,17 @@ def quiet(text: str) -> None:
     pass
 
 
-def make_file(path: Path, config: LlamaConfig = FILE, more: dict[str, Any] | None = None, **known: Any) -> Path:
+def make_file(
+    path: Path, config: LlamaConfig = FILE, more: dict[str, Any] | None = None, **known: Any
+) -> Path:
     """A file of torch.save that describes its model."""
     weights = dict(small_model(config=config).state_dict()) | (more or {})
     torch.save({"model": weights, "model_config": json.loads(config.to_json()), **known}, path)
     return path
 
 
-# Every format that is read, made from a file of torch.save; with its training state where it can hold it
+# Every format that is read, made from a file of torch.save; with its training state where it can
+# hold it
 STATED: dict[str, tuple[str, dict[str, Any]]] = {
     "step": ("titanlite", {}),
     "full step": ("titanlite", {"full": True}),
@@ -58,11 +63,17 @@ STATED: dict[str, tuple[str, dict[str, Any]]] = {
     "full.pt": ("torch", {"full": True}),
 }
 DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {  # the run's model -> what is said
-    "theta": ({"rope_theta": 5e5}, "rope_theta = 500000.0, and 1234.5 in {}; titanlite has no key for it"),
+    "theta": (
+        {"rope_theta": 5e5},
+        "rope_theta = 500000.0, and 1234.5 in {}; titanlite has no key for it",
+    ),
     "eps": ({"norm_eps": 1e-5}, "norm_eps = 1e-05, and 0.003 in {}; titanlite has no key for it"),
     "scaling": ({"rope_scaling": RopeScaling(8.0)}, "rope_scaling = RopeScaling(factor=8.0"),
     "dim": ({"dim": 64}, "model.dim = 64, and 32 in {}; expected model.dim = 32"),
-    "layers": ({"num_layers": 2}, "model.num_layers = 2, and 3 in {}; expected model.num_layers = 3"),
+    "layers": (
+        {"num_layers": 2},
+        "model.num_layers = 2, and 3 in {}; expected model.num_layers = 3",
+    ),
     "heads": ({"num_heads": 8}, "model.num_heads = 8, and 4 in {}"),
     "key heads": ({"num_kv_heads": 1}, "model.num_kv_heads = 1, and 2 in {}"),
     "feed-forward": ({"ffn_dim": 64}, "model.ffn_dim = 64, and 48 in {}"),
@@ -107,7 +118,10 @@ def read_each(paths: list[Path], models: list[LlamaConfig]) -> list[str]:
     logging.getLogger("titanlite").addHandler(handler)
     for path in paths:
         for model in models:
-            state = {name: torch.full(shape, torch.nan) for name, shape in parameter_shapes(model).items()}
+            state = {
+                name: torch.full(shape, torch.nan)
+                for name, shape in parameter_shapes(model).items()
+            }
             said.clear()
             try:
                 read_weights(path, state, model, b"")
@@ -148,11 +162,15 @@ def test_where_a_file_does_not_describe_its_model_the_shapes_decide(pool, files)
     paths = [files / name for name in UNSTATED]
     (told,) = pool.run(1, read_each, paths, models)
     for i, path in enumerate(paths):
-        for name, text in zip(DIFFERENT, told[i * len(models) : (i + 1) * len(models)], strict=True):
+        for name, text in zip(
+            DIFFERENT, told[i * len(models) : (i + 1) * len(models)], strict=True
+        ):
             change, message = DIFFERENT[name]
             if name in NOT_IN_SHAPES:  # what a run cannot know, it says
                 ((field, value),) = change.items()
-                assert_mentions(text, f"{path}: has no description of its model; could not be compared:")
+                assert_mentions(
+                    text, f"{path}: has no description of its model; could not be compared:"
+                )
                 assert_mentions(text, f"{field} = {value}", "num_heads = 4")
             elif name == "heads":  # that many heads need twice the rows
                 assert_mentions(text, "ConfigError", "model.num_kv_heads = 2, and 4 in")
@@ -163,12 +181,18 @@ def test_where_a_file_does_not_describe_its_model_the_shapes_decide(pool, files)
 def test_what_its_own_model_does_not_have_is_in_the_same_error(tmp_path):
     more = {"layers.0.attention.wq.bias": torch.ones(32)}
     full = open_full_state(make_file(tmp_path / "a.pt", more=more))
-    with refused("model.num_layers = 2, and 3 in", "'layers.0.attention.wq.bias' is not a parameter"):
-        require_same_model(full.path, full.about.model, full.tensors, dataclasses.replace(FILE, num_layers=2))
+    with refused(
+        "model.num_layers = 2, and 3 in", "'layers.0.attention.wq.bias' is not a parameter"
+    ):
+        require_same_model(
+            full.path, full.about.model, full.tensors, dataclasses.replace(FILE, num_layers=2)
+        )
 
 
 def test_a_run_is_refused_on_every_rank(pool, arguments, tmp_path):
-    """theta and eps of config.json; fewer layers than in the file; tied embeddings, which would lose its lm_head."""
+    """theta and eps of config.json; fewer layers than in the file; tied embeddings, which would
+    lose its lm_head.
+    """
     config = dataclasses.replace(FILE, num_layers=4, ffn_dim=64, vocab_size=4112)
     make_file(tmp_path / "a.pt", config)
     convert(tmp_path / "a.pt", tmp_path / "hf", "hf", log=quiet)
@@ -232,10 +256,16 @@ def test_tables_of_rope_are_no_parameters(pool, tmp_path):
 def test_a_model_that_is_given_must_be_the_file_s(files, tmp_path, capsys, command, source):
     shape = tmp_path / "model.json"
     shape.write_text(dataclasses.replace(FILE, rope_theta=5e5, num_layers=2).to_json())
-    more = {"convert": [str(tmp_path / "there"), "--to", "hf"], "generate": [], "evaluate": ["--perplexity", "x"]}
+    more = {
+        "convert": [str(tmp_path / "there"), "--to", "hf"],
+        "generate": [],
+        "evaluate": ["--perplexity", "x"],
+    }
     assert main([command, str(files / source), *more[command], "--model", str(shape)]) == 2
     error = capsys.readouterr().err
-    assert_mentions(error, "--model", "rope_theta = 500000.0, and 1234.5 in", "num_layers = 2, and 3 in", source)
+    assert_mentions(
+        error, "--model", "rope_theta = 500000.0, and 1234.5 in", "num_layers = 2, and 3 in", source
+    )
     shape.write_text(FILE.to_json())
     assert open_full_state(files / source, model=str(shape)).model == FILE
     assert not (tmp_path / "there").exists()
@@ -244,7 +274,9 @@ def test_a_model_that_is_given_must_be_the_file_s(files, tmp_path, capsys, comma
 def test_nothing_of_a_file_is_left_out_when_one_process_loads_it(files, tmp_path):
     shape = tmp_path / "model.json"
     shape.write_text(dataclasses.replace(FILE, num_layers=2).to_json())
-    with refused("'layers.2.attention_norm.weight' is not a parameter of this model", error=CorruptCheckpoint):
+    with refused(
+        "'layers.2.attention_norm.weight' is not a parameter of this model", error=CorruptCheckpoint
+    ):
         load_model(open_full_state(files / "raw.pt", model=str(shape)), torch.device("cpu"), 8)
 
 
@@ -252,7 +284,9 @@ def test_nothing_of_a_file_is_left_out_when_one_process_loads_it(files, tmp_path
 def test_a_converted_description_that_differs_is_found(files, tmp_path, monkeypatch, to):
     """Equal bits and logits would not show it: both are of the source's description."""
     original = LlamaConfig.to_json
-    monkeypatch.setattr(LlamaConfig, "to_json", lambda self: original(dataclasses.replace(self, norm_eps=1e-4)))
+    monkeypatch.setattr(
+        LlamaConfig, "to_json", lambda self: original(dataclasses.replace(self, norm_eps=1e-4))
+    )
     params = meta.to_params
     monkeypatch.setattr(meta, "to_params", lambda config: params(config) | {"norm_eps": 1e-4})
     with refused("norm_eps is 0.0001; expected 0.003", error=Mismatch):
@@ -263,14 +297,20 @@ FOREIGN: dict[str, tuple[list[str], str]] = {
     "torchtune": (
         [
             "tok_embeddings.weight",
-            *(f"layers.0.attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj", "output_proj")),
+            *(
+                f"layers.0.attn.{name}.weight"
+                for name in ("q_proj", "k_proj", "v_proj", "output_proj")
+            ),
             *(f"layers.0.mlp.{name}.weight" for name in ("w1", "w2", "w3")),
             *("layers.0.sa_norm.scale", "layers.0.mlp_norm.scale", "norm.scale", "output.weight"),
         ],
         "has torchtune's names ('layers.0.attn.output_proj.weight'); titanlite does not read them; have torchtune's "
         "FullModelHFCheckpointer",
     ),
-    "nanoGPT": (["transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight", "lm_head.weight"], "has GPT-2's names"),
+    "nanoGPT": (
+        ["transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight", "lm_head.weight"],
+        "has GPT-2's names",
+    ),
     "LitGPT": (["lm_head.weight", "transformer.h.0.attn.qkv.weight"], "has GPT-2's names"),
     "GPT-2": (["wte.weight", "h.0.attn.c_attn.weight", "h.0.mlp.c_fc.weight"], "has GPT-2's names"),
     "Pythia": (["gpt_neox.layers.0.mlp.dense_h_to_4h.weight"], "has GPT-NeoX's names"),
@@ -292,10 +332,22 @@ def spoiled(*names: str) -> Callable[[dict[str, Stored]], dict[str, Stored]]:
 
 
 REASONS: dict[str, tuple[Callable[[dict[str, Stored]], dict[str, Stored]], str]] = {
-    "biases": (spoiled("layers.0.attention.wq.bias"), "not a parameter of this model, which has no biases"),
-    "experts": (spoiled("layers.0.moe.experts.w1"), "not a parameter of this model, which has no mixture of experts"),
-    "norms of queries": (spoiled("layers.0.attention.q_norm.weight"), "not a parameter of this model"),
-    "no Llama": (lambda tensors: spoiled("encoder.a", "encoder.b")({}), "none of its 2 tensors ('encoder.a', 'encoder"),
+    "biases": (
+        spoiled("layers.0.attention.wq.bias"),
+        "not a parameter of this model, which has no biases",
+    ),
+    "experts": (
+        spoiled("layers.0.moe.experts.w1"),
+        "not a parameter of this model, which has no mixture of experts",
+    ),
+    "norms of queries": (
+        spoiled("layers.0.attention.q_norm.weight"),
+        "not a parameter of this model",
+    ),
+    "no Llama": (
+        lambda tensors: spoiled("encoder.a", "encoder.b")({}),
+        "none of its 2 tensors ('encoder.a', 'encoder",
+    ),
     "a layer in between": (
         lambda tensors: {name: tensor for name, tensor in tensors.items() if ".1." not in name},
         "model.num_layers = 3, and 2 in x",
@@ -306,7 +358,9 @@ REASONS: dict[str, tuple[Callable[[dict[str, Stored]], dict[str, Stored]], str]]
 @pytest.mark.parametrize(("change", "message"), REASONS.values(), ids=REASONS)
 @pytest.mark.parametrize("stated", [SMALL, None], ids=["stated", "unstated"])
 def test_what_a_llama_does_not_have_is_called_so(change, message, stated):
-    tensors = change({name: Stored(torch.float32, shape) for name, shape in parameter_shapes(SMALL).items()})
+    tensors = change(
+        {name: Stored(torch.float32, shape) for name, shape in parameter_shapes(SMALL).items()}
+    )
     if stated and "num_layers" in message:
         message = "has no 'layers.1.attention_norm.weight'"
     with refused(message):
@@ -319,7 +373,10 @@ def test_what_a_llama_does_not_have_is_called_so(change, message, stated):
 def test_what_is_no_matrix_tells_no_sizes(name, shape, dim):
     model = dataclasses.replace(SMALL, dim=dim)
     tensors = {key: Stored(torch.float32, size) for key, size in parameter_shapes(SMALL).items()}
-    tensors |= {f"layers.{layer}.{name}.weight": Stored(torch.float32, shape) for layer in range(SMALL.num_layers)}
+    tensors |= {
+        f"layers.{layer}.{name}.weight": Stored(torch.float32, shape)
+        for layer in range(SMALL.num_layers)
+    }
     with refused(f"'layers.0.{name}.weight' is {shape}"):
         require_same_model(Path("x"), None, tensors, model)
 
@@ -327,7 +384,9 @@ def test_what_is_no_matrix_tells_no_sizes(name, shape, dim):
 def test_the_number_of_problems_that_are_not_listed_is_right():
     shapes = parameter_shapes(SMALL)
     absent = list(shapes)[-20:]
-    tensors = {name: Stored(torch.float32, shape) for name, shape in shapes.items() if name not in absent}
+    tensors = {
+        name: Stored(torch.float32, shape) for name, shape in shapes.items() if name not in absent
+    }
     tensors["unknown.weight"] = Stored(torch.float32, (4,))
     problems = tensor_problems(Path("x"), tensors, shapes)
     assert len(problems) == 9

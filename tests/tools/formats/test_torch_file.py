@@ -28,7 +28,8 @@ from titanlite.tools.formats.load_weights import read_weights, require_intact
 def path(tmp_path):
     torch.manual_seed(0)
     torch.save(
-        {"a": torch.randn(5, 3), "b": torch.arange(7), "c": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "a.pt"
+        {"a": torch.randn(5, 3), "b": torch.arange(7), "c": torch.ones(2, dtype=torch.bfloat16)},
+        tmp_path / "a.pt",
     )
     return tmp_path / "a.pt"
 
@@ -43,7 +44,9 @@ def test_flipped_bits_of_storages_are_found(path):
             changed = bytearray(content)
             changed[record.begin + bit // 8] ^= 1 << bit % 8
             path.write_bytes(changed)
-            with pytest.raises(CorruptCheckpoint, match=rf"a\.pt: '{record.name}' is damaged: its CRC-32"):
+            with pytest.raises(
+                CorruptCheckpoint, match=rf"a\.pt: '{record.name}' is damaged: its CRC-32"
+            ):
                 require_intact(full)
 
 
@@ -90,7 +93,9 @@ def test_a_file_saved_without_crc_is_read(path):
 
 def test_an_expanded_tensor_is_refused_with_advice(path):
     torch.save({"a": torch.ones(1).expand(2**20)}, path)
-    with pytest.raises(CorruptCheckpoint, match=r"more elements than its storage; save tensor\.contiguous\(\)"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"more elements than its storage; save tensor\.contiguous\(\)"
+    ):
         load_full_state(path)
 
 
@@ -100,7 +105,9 @@ def changed(path: Path, name: str, content: bytes, renamed: bool = False, **opti
         records = {info.filename: archive.read(info) for info in archive.infolist()}
     with zipfile.ZipFile(path, "w", **options) as archive:
         for record, old in records.items():
-            archive.writestr(f"{record}-" if renamed else record, content if record.endswith(name) else old)
+            archive.writestr(
+                f"{record}-" if renamed else record, content if record.endswith(name) else old
+            )
 
 
 def moved(path: Path) -> None:
@@ -129,14 +136,25 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a damaged header of a record": (moved, "wrong position of a record"),
     "cut in the middle": (shortened, "cannot be read"),
-    "nested": (lambda p: torch.save(functools.reduce(lambda x, _: {"a": x}, range(150), {}), p), "too deep"),
-    "a negated view": (lambda p: torch.save({"a": torch._neg_view(torch.arange(3.0))}, p), "resolve_neg"),
+    "nested": (
+        lambda p: torch.save(functools.reduce(lambda x, _: {"a": x}, range(150), {}), p),
+        "too deep",
+    ),
+    "a negated view": (
+        lambda p: torch.save({"a": torch._neg_view(torch.arange(3.0))}, p),
+        "resolve_neg",
+    ),
     "1 and '1'": (lambda p: torch.save({"a": {1: 2, "1": 3}}, p), "both 1 and '1' as keys"),
     "a storage that is not there": (
-        lambda p: changed(p, "data.pkl", description(p).replace(b"\x01\x00\x00\x000q", b"\x01\x00\x00\x009q")),
+        lambda p: changed(
+            p, "data.pkl", description(p).replace(b"\x01\x00\x00\x000q", b"\x01\x00\x00\x009q")
+        ),
         "cannot be read",
     ),
-    "an empty tensor beyond its storage": (lambda p: torch.save({"a": Far()}, p), "beyond its storage"),
+    "an empty tensor beyond its storage": (
+        lambda p: torch.save({"a": Far()}, p),
+        "beyond its storage",
+    ),
 }
 
 
@@ -163,7 +181,12 @@ def test_what_cannot_be_read_is_one_error(path, damage, message):
 
 
 def test_other_values_are_left_out(path):
-    beside = {"dtype": torch.float8_e4m3fn, "size": torch.Size([1]), "device": torch.device("cpu"), "bytes": b"abc"}
+    beside = {
+        "dtype": torch.float8_e4m3fn,
+        "size": torch.Size([1]),
+        "device": torch.device("cpu"),
+        "bytes": b"abc",
+    }
     odd = {"set": {1, 2}, "keys": {None: 1, 0.5: 2, (1, 2): torch.ones(1)}, "list": [torch.ones(1)]}
     parameter = torch.nn.Parameter(torch.arange(3.0))
     parameter.tensor_model_parallel = True  # as Megatron does
@@ -187,14 +210,22 @@ def test_records_that_are_written_later_have_no_crc(path):
 
 def test_a_small_part_of_a_large_storage_is_read_alone(path, monkeypatch):
     large = torch.arange(3_000_000.0).reshape(1000, 3, 1000)
-    torch.save({"column": large[:, 1, 5:7], "row": large[7:8, :, 999], "number": large[-1, -1, -1]}, path)
+    torch.save(
+        {"column": large[:, 1, 5:7], "row": large[7:8, :, 999], "number": large[-1, -1, -1]}, path
+    )
     monkeypatch.setattr(full_state, "BLOCK", 1000)
     full = load_full_state(path)
-    for name, value in {"column": large[:, 1, 5:7], "row": large[7:8, :, 999], "number": large[-1, -1, -1]}.items():
+    for name, value in {
+        "column": large[:, 1, 5:7],
+        "row": large[7:8, :, 999],
+        "number": large[-1, -1, -1],
+    }.items():
         assert torch.equal(full[name], value)
     sizes = []
     original = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **options: sizes.append(size) or original(*size, **options))
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, **options: sizes.append(size) or original(*size, **options)
+    )
     assert torch.equal(full.tensors["column"].read(500, 510), large[500:510, 1, 5:7])
     assert max(size[0] for size in sizes) < 100
 
@@ -204,7 +235,8 @@ def read_on_all(folder: Path) -> str:
     os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "LOCAL_WORLD_SIZE": "2"}
     state = {name: torch.zeros(5) for name in ("a", "b", "c")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "require_same_model", lambda *arguments: None)  # the file holds no model
+        # The file holds no model
+        patch.setattr(load, "require_same_model", lambda *arguments: None)
         try:
             read_weights(folder / "a.pt", state, SMALL, b"")
         except ConfigError as error:
@@ -252,6 +284,8 @@ def test_training_state_is_compared_only_if_it_is_used(tmp_path):
 
 def test_a_failing_disk_names_the_source(path, monkeypatch):
     full = load_full_state(path)
-    monkeypatch.setattr(full_state.zlib, "crc32", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr(
+        full_state.zlib, "crc32", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    )
     with pytest.raises(CorruptCheckpoint, match=r"a\.pt: .* is damaged: Input/output error"):
         require_intact(full)

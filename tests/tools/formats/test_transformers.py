@@ -30,7 +30,9 @@ def test_transformers_gives_our_logits_and_our_text(tmp_path, name):
     make_file(tmp_path / "model.pt", config)
     convert(tmp_path / "model.pt", tmp_path / "hf", "hf", log=quiet)
     ours = load_model(load_full_state(tmp_path / "model.pt"), torch.device("cpu"), 512)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32
+    ).eval()
     tokens = torch.randint(config.vocab_size, (2, 200), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         a, b = ours(tokens), theirs(tokens).logits
@@ -38,7 +40,9 @@ def test_transformers_gives_our_logits_and_our_text(tmp_path, name):
     assert theirs.num_parameters() == config.num_parameters
     prompt = tokens[0, :5].tolist()
     mine = list(generate(ours, prompt, 64, stop=-1, temperature=0.0, top_k=0, seed=0))
-    found = theirs.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    found = theirs.generate(
+        torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
     assert found[0, 5:].tolist() == mine
     assert len(mine) == 64
 
@@ -49,7 +53,12 @@ def test_their_models_give_their_logits_here(tmp_path, name):
     scaling = config.rope_scaling
     rope = {"rope_theta": config.rope_theta, "rope_type": "default"}
     if scaling:
-        rope |= {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        }
         rope |= {"original_max_position_embeddings": scaling.original_context}
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(
@@ -76,14 +85,18 @@ def test_their_models_give_their_logits_here(tmp_path, name):
     assert (a - b).abs().max() <= 1e-5
     convert(tmp_path / "ours", tmp_path / "back", "hf", log=quiet)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
-    assert torch.equal(parameters_to_vector(back.parameters()), parameters_to_vector(theirs.parameters()))
+    assert torch.equal(
+        parameters_to_vector(back.parameters()), parameters_to_vector(theirs.parameters())
+    )
 
 
 def test_their_tokenizer_encodes_as_ours(tmp_path):
     make_file(tmp_path / "model.pt", MODELS["debug"])
     convert(tmp_path / "model.pt", tmp_path / "hf", "hf", log=quiet)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf"), Tokenizer()
-    texts = [path.read_text(errors="replace") for path in sorted(Path(os.__file__).parent.glob("*.py"))]
+    texts = [
+        path.read_text(errors="replace") for path in sorted(Path(os.__file__).parent.glob("*.py"))
+    ]
     texts += [
         "héllo 漢字 😀 \r\n\t  x  ",
         " don't I'LL 12345 a1b2\n\n\n  ",
@@ -93,7 +106,9 @@ def test_their_tokenizer_encodes_as_ours(tmp_path):
     ]
     assert sum(map(len, texts)) > 1_000_000
     for text in texts:
-        assert theirs(text, add_special_tokens=False, verbose=False)["input_ids"] == ours.encode(text)
+        assert theirs(text, add_special_tokens=False, verbose=False)["input_ids"] == ours.encode(
+            text
+        )
         assert theirs.decode(ours.encode(text)) == text
     assert theirs("def")["input_ids"] == [ours.bos, *ours.encode("def")]
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos, ours.eos)

@@ -1,4 +1,6 @@
-"""A job from sources to a folder: the same bytes on any number of processes, in parts, and after interruptions."""
+"""A job from sources to a folder: the same bytes on any number of processes, in parts, and after
+interruptions.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,27 @@ from titanlite.tools.prepare.build import working_folder
 from titanlite.tools.prepare.locks import hold
 
 ROOT = Path(__file__).parents[3]
-WORDS = ["def", "return", "import", "class", "token", "shard", "한국어", "日本語", "data", "stream", "batch"]
+WORDS = [
+    "def",
+    "return",
+    "import",
+    "class",
+    "token",
+    "shard",
+    "한국어",
+    "日本語",
+    "data",
+    "stream",
+    "batch",
+]
 
 
 def sentences(count: int, seed: int) -> list[str]:
     choose = random.Random(seed)
-    return [" ".join(choose.choices(WORDS, k=choose.randint(5, 60))) + f" {seed} {i}." for i in range(count)]
+    return [
+        " ".join(choose.choices(WORDS, k=choose.randint(5, 60))) + f" {seed} {i}."
+        for i in range(count)
+    ]
 
 
 def fill(folder: Path, rows: int) -> list[str]:
@@ -73,7 +90,9 @@ def test_every_document_is_there_once(tmp_path):
         starts = tokens.document_starts(0, len(tokens))
         ids = tokens.read(0, len(tokens))
         assert starts.tolist() == np.flatnonzero(ids == TOKENIZER.bos).tolist()
-        assert manifest["splits"][split]["bytes"] == sum(TOKENIZER.token_bytes[i] for i in ids.tolist())
+        assert manifest["splits"][split]["bytes"] == sum(
+            TOKENIZER.token_bytes[i] for i in ids.tolist()
+        )
 
 
 def test_the_bytes_depend_neither_on_workers_nor_on_parts_elsewhere(tmp_path, source):
@@ -85,7 +104,19 @@ def test_the_bytes_depend_neither_on_workers_nor_on_parts_elsewhere(tmp_path, so
     from titanlite.tools.cli.main import main
 
     for part in order:
-        assert main(["prepare", str(source), "--out", str(tmp_path / "three"), "--part", f"{part}/{parts}"]) == 0
+        assert (
+            main(
+                [
+                    "prepare",
+                    str(source),
+                    "--out",
+                    str(tmp_path / "three"),
+                    "--part",
+                    f"{part}/{parts}",
+                ]
+            )
+            == 0
+        )
     assert main(["prepare", "--merge", str(tmp_path / "three")]) == 0
     assert content(tmp_path / "three") == whole
     assert main(["prepare", "--merge", str(tmp_path / "three")]) == 0  # repeated
@@ -97,8 +128,12 @@ def test_prompts_are_no_targets(tmp_path):
     folder = prepared(tmp_path / "out", tmp_path / "a.jsonl", "--prompt-field", "prompt")
     tokens = Tokens(folder, read_manifest(folder), "train")
     ids, targets = tokens.read(0, len(tokens)), tokens.targets(0, len(tokens))
-    assert TOKENIZER.decode(ids[targets].tolist()).startswith("answer 0<|end_of_text|>answer 1<|end_of_text|>")
-    assert TOKENIZER.decode(ids[~targets].tolist()).startswith("<|begin_of_text|>question 0<|begin_of_text|>question")
+    assert TOKENIZER.decode(ids[targets].tolist()).startswith(
+        "answer 0<|end_of_text|>answer 1<|end_of_text|>"
+    )
+    assert TOKENIZER.decode(ids[~targets].tolist()).startswith(
+        "<|begin_of_text|>question 0<|begin_of_text|>question"
+    )
 
 
 def test_filters_and_duplicates_drop_documents(tmp_path, capfd):
@@ -109,13 +144,22 @@ def test_filters_and_duplicates_drop_documents(tmp_path, capfd):
     folder = prepared(tmp_path / "out", tmp_path / "a.jsonl", *options, "--workers", 1)
     assert sorted(documents_of(folder)) == sorted(texts)
     report = read_manifest(folder)["filters"]
-    assert {rule: entry["documents"] for rule, entry in report["rules"].items()} == {"min_chars": 1, "duplicate": 7}
+    assert {rule: entry["documents"] for rule, entry in report["rules"].items()} == {
+        "min_chars": 1,
+        "duplicate": 7,
+    }
     assert f"a.jsonl:{len(rows)}: short" in capfd.readouterr().err
     for part in [*range(1, 4)] * 2 + ["merge"] + [*range(1, 4)] + ["merge"]:
         from titanlite.tools.cli.main import main
 
         step = ["--merge", str(tmp_path / "parts")] if part == "merge" else None
-        command = [str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "parts"), "--part", f"{part}/3"]
+        command = [
+            str(tmp_path / "a.jsonl"),
+            "--out",
+            str(tmp_path / "parts"),
+            "--part",
+            f"{part}/3",
+        ]
         assert main(["prepare", *(step or [*command, *map(str, options)])]) == 0
     assert sorted(documents_of(tmp_path / "parts")) == sorted(texts)
 
@@ -249,7 +293,9 @@ def test_repaired_rows_are_read_again_by_the_same_command(tmp_path, capfd, monke
     path.write_text("\n".join(rows))
     capfd.readouterr()
     prepared(tmp_path / "out", *command, "--max-bad-rows", 0)
-    assert f"not that of the earlier attempt (files: {path} has changed); " in capfd.readouterr().err
+    assert (
+        f"not that of the earlier attempt (files: {path} has changed); " in capfd.readouterr().err
+    )
     prepared(tmp_path / "other", *command)
     assert content(tmp_path / "out") == content(tmp_path / "other")
 
@@ -267,20 +313,29 @@ def test_only_what_depends_on_a_changed_file_is_made_again(tmp_path, source, mon
     text = (source / "a.jsonl").read_text()
     (source / "a.jsonl").write_text(text.replace("token", "other"))
     monkeypatch.setattr(module, "read_part", lambda *a: made.append(("read", a[3])) or read(*a))
-    monkeypatch.setattr(module, "tokenise_part", lambda *a: made.append(("tokenise", a[3])) or tokenise(*a))
+    monkeypatch.setattr(
+        module, "tokenise_part", lambda *a: made.append(("tokenise", a[3])) or tokenise(*a)
+    )
     run(source, tmp_path / "out", "--workers", "1", *options)
     again = [part for step, part in made if step == ("read" if options else "tokenise")]
     assert 0 < len(again) < parts
-    assert len([part for step, part in made if step == "tokenise"]) == (parts if options else len(again))
+    assert len([part for step, part in made if step == "tokenise"]) == (
+        parts if options else len(again)
+    )
     prepared(tmp_path / "other", source, *options)
     assert content(tmp_path / "out") == content(tmp_path / "other")
 
 
 def test_a_file_that_was_added_or_removed_is_no_other_command(tmp_path, source):
     begun = (source, tmp_path / "out", "--workers", "1")
-    for change in (lambda: (source / "x.txt").write_text("new"), lambda: (source / "a.jsonl").unlink()):
+    for change in (
+        lambda: (source / "x.txt").write_text("new"),
+        lambda: (source / "a.jsonl").unlink(),
+    ):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(build_module, "merge", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(
+                build_module, "merge", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
             run(*begun)
         change()
     run(*begun)
@@ -357,7 +412,10 @@ def test_a_merge_that_cannot_remove_records_keeps_the_shards(tmp_path, source, m
 
 def test_a_refused_job_leaves_the_other_job(tmp_path, source):
     run(source, tmp_path / "out", "--part", "1/4")
-    record, work = working_folder(tmp_path / "out") / "part-00000.json", working_folder(tmp_path / "out")
+    record, work = (
+        working_folder(tmp_path / "out") / "part-00000.json",
+        working_folder(tmp_path / "out"),
+    )
     record.unlink()
     with refused("parts"):
         run(source, tmp_path / "out")
@@ -374,7 +432,15 @@ SMALL = (
 def test_killed_twenty_times_gives_the_same_bytes(tmp_path):
     """SIGKILL at random moments, each time followed by the same command."""
     fill(tmp_path / "source", 4000)
-    command = ["prepare", str(tmp_path / "source"), "--workers", "2", "--drop-duplicates", "exact", "--out"]
+    command = [
+        "prepare",
+        str(tmp_path / "source"),
+        "--workers",
+        "2",
+        "--drop-duplicates",
+        "exact",
+        "--out",
+    ]
 
     def start(out: str) -> subprocess.Popen:
         code = SMALL + f"main({[*command, str(tmp_path / out)]!r})"
@@ -392,7 +458,9 @@ def test_killed_twenty_times_gives_the_same_bytes(tmp_path):
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
             killed += 1
-            assert not (tmp_path / "out").exists() or content(tmp_path / "out") == content(tmp_path / "whole")
+            assert not (tmp_path / "out").exists() or content(tmp_path / "out") == content(
+                tmp_path / "whole"
+            )
         else:  # it has finished: from the start again
             for path in (tmp_path / "out").iterdir():
                 path.unlink()

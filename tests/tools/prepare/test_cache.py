@@ -38,7 +38,10 @@ def test_a_single_file_is_cut_at_a_line_near_its_last_twentieth(tmp_path):
     path.write_text(text)
     folder = prepare(DataConfig(path=str(path), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
     train, held_out = (text_of(folder, split) for split in ("train", "validation"))
-    train, held_out = (t.removeprefix("<|begin_of_text|>").removesuffix("<|end_of_text|>") for t in (train, held_out))
+    train, held_out = (
+        t.removeprefix("<|begin_of_text|>").removesuffix("<|end_of_text|>")
+        for t in (train, held_out)
+    )
     assert train + held_out == text
     assert train.endswith("\n")
     assert len(held_out) == pytest.approx(len(text) / 20, rel=0.02)
@@ -48,11 +51,14 @@ def test_a_single_file_is_cut_at_a_line_near_its_last_twentieth(tmp_path):
 
 
 def test_one_long_line_is_cut_between_characters(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_files, "BLOCK", 1000)  # many blocks, each of which splits three-byte characters
+    # Many blocks, each of which splits three-byte characters
+    monkeypatch.setattr(text_files, "BLOCK", 1000)
     path = tmp_path / "one.txt"
     path.write_text("가나다" * 5000)
     folder = prepare(DataConfig(path=str(path), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
-    joined = (text_of(folder, "train") + text_of(folder, "validation")).replace("<|begin_of_text|>", "")
+    joined = (text_of(folder, "train") + text_of(folder, "validation")).replace(
+        "<|begin_of_text|>", ""
+    )
     assert joined.replace("<|end_of_text|>", "") == "가나다" * 5000
 
 
@@ -66,9 +72,15 @@ def test_a_folder_holds_out_whole_files_by_the_hash_of_their_path(tmp_path):
     entry = read_manifest(folder)["splits"]
     assert entry["train"]["documents"] + entry["validation"]["documents"] == 100
     assert 1 <= entry["validation"]["documents"] <= 12
-    documents = (text_of(folder, "train") + text_of(folder, "validation")).split("<|begin_of_text|>")[1:]
+    documents = (text_of(folder, "train") + text_of(folder, "validation")).split(
+        "<|begin_of_text|>"
+    )[1:]
     assert sorted(documents) == sorted(f"document {i}\n<|end_of_text|>" for i in range(100))
-    only = prepare(DataConfig(path=str(source), pattern="deep/*.txt", cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+    only = prepare(
+        DataConfig(path=str(source), pattern="deep/*.txt", cache=str(tmp_path / "cache")),
+        TOKENIZER,
+        quiet,
+    )
     assert sum(split["documents"] for split in read_manifest(only)["splits"].values()) == 50
 
 
@@ -89,7 +101,9 @@ def test_prepared_once_and_again_when_the_text_changes(tmp_path):
 def test_prepared_again_when_an_index_changes_beside_its_ids(tmp_path, path):
     (tmp_path / "text").mkdir()
     ids, folders = tmp_path / "text/ids", []
-    section = DataConfig(path=str(tmp_path / "text" / path), pattern="*.bin", cache=str(tmp_path / "cache"))
+    section = DataConfig(
+        path=str(tmp_path / "text" / path), pattern="*.bin", cache=str(tmp_path / "cache")
+    )
     for documents in ([[1, 2, 3], [4]], [[1, 2], [3, 4]], [[1, 2], [3, 4]]):
         write_megatron(ids, documents)
         os.utime(ids.with_suffix(".bin"), ns=(7, 7))
@@ -106,7 +120,10 @@ def test_processes_that_start_together_prepare_once(tmp_path):
     path.write_text("x = 1\n" * 20_000)
     section = DataConfig(path=str(path), cache=str(tmp_path / "cache"))
     threads = [
-        threading.Thread(target=lambda: folders.append(prepare(section, TOKENIZER, messages.append))) for _ in range(4)
+        threading.Thread(
+            target=lambda: folders.append(prepare(section, TOKENIZER, messages.append))
+        )
+        for _ in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -124,7 +141,9 @@ def test_an_interrupted_preparation_leaves_nothing_that_counts(tmp_path, monkeyp
         patch.setattr(ShardWriter, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         prepare(section, TOKENIZER, quiet)
     assert not list((tmp_path / "cache").iterdir())  # no part was complete
-    assert text_of(prepare(section, TOKENIZER, quiet), "train").startswith("<|begin_of_text|>x = 1\n")
+    assert text_of(prepare(section, TOKENIZER, quiet), "train").startswith(
+        "<|begin_of_text|>x = 1\n"
+    )
 
 
 def test_a_text_that_vanishes_is_named(tmp_path, monkeypatch):
@@ -151,13 +170,19 @@ def test_a_text_that_vanishes_is_named(tmp_path, monkeypatch):
 def test_bad_sources_are_named(tmp_path, make, expected):
     make(tmp_path / "text")
     with refused(str(tmp_path / "text"), expected):
-        prepare(DataConfig(path=str(tmp_path / "text"), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+        prepare(
+            DataConfig(path=str(tmp_path / "text"), cache=str(tmp_path / "cache")), TOKENIZER, quiet
+        )
 
 
 @pytest.mark.parametrize("pattern", ["", "/abs/*"])
 def test_bad_patterns_are_named(tmp_path, pattern):
     with refused("data.pattern = ", repr(pattern)):
-        prepare(DataConfig(path=str(tmp_path), pattern=pattern, cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+        prepare(
+            DataConfig(path=str(tmp_path), pattern=pattern, cache=str(tmp_path / "cache")),
+            TOKENIZER,
+            quiet,
+        )
 
 
 def test_a_name_that_is_no_utf8_is_no_obstacle(tmp_path):
@@ -185,13 +210,19 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch, numbe
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     (tmp_path / "a.txt").write_text("one\n" * 100)
-    assert prepare(DataConfig(path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache")), TOKENIZER, quiet).is_dir()
+    assert prepare(
+        DataConfig(path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache")), TOKENIZER, quiet
+    ).is_dir()
 
 
-@pytest.mark.parametrize(("name", "value"), [("pattern", "*.txt"), ("field", "content"), ("validation", "held")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("pattern", "*.txt"), ("field", "content"), ("validation", "held")]
+)
 def test_settings_without_effect_on_a_prepared_folder_are_refused(tmp_path, name, value):
     (tmp_path / "a.txt").write_text("one\n" * 100)
-    folder = prepare(DataConfig(path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache")), TOKENIZER, quiet)
+    folder = prepare(
+        DataConfig(path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache")), TOKENIZER, quiet
+    )
     section = DataConfig(sources=(SourceConfig(path=str(folder), name="mine", **{name: value}),))
     for use in (find_text, lambda section: prepare(section, TOKENIZER, quiet)):
         with refused(f"mine: {name}", repr(value), str(folder)):
@@ -202,7 +233,9 @@ def test_validation_files_that_the_pattern_of_training_does_not_match(tmp_path):
     for name, text in {"train/a.txt": "one\n", "held/b.md": "two\n"}.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)
-    source = SourceConfig(path=str(tmp_path / "train"), pattern="*.txt", validation=str(tmp_path / "held"))
+    source = SourceConfig(
+        path=str(tmp_path / "train"), pattern="*.txt", validation=str(tmp_path / "held")
+    )
     section = DataConfig(sources=(source,), cache=str(tmp_path / "cache"))
     first = prepare(section, TOKENIZER, quiet)
     assert text_of(first, "validation") == "<|begin_of_text|>two\n<|end_of_text|>"

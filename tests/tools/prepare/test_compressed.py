@@ -24,7 +24,9 @@ def test_frames_follow_each_other(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", COMPRESS)
-@pytest.mark.parametrize("change", [lambda d: d[:-9], lambda d: d[:30] + b"zzzz" + d[34:], lambda d: d + b"garbage"])
+@pytest.mark.parametrize(
+    "change", [lambda d: d[:-9], lambda d: d[:30] + b"zzzz" + d[34:], lambda d: d + b"garbage"]
+)
 def test_damage_is_an_error(tmp_path, name, change):
     (tmp_path / "a").write_bytes(change(COMPRESS[name](DATA)))
     with pytest.raises(damaged()), open_file(tmp_path / "a", name) as file:
@@ -37,7 +39,10 @@ def test_what_expands_is_read_in_little_memory(tmp_path, name):
     (tmp_path / "a").write_bytes(COMPRESS[name](bytes(1 << 27)))
     tracemalloc.start()
     with open_file(tmp_path / "a", name) as file:
-        assert sum(len(block) for block in iter(lambda: file.read(io.DEFAULT_BUFFER_SIZE), b"")) == 1 << 27
+        assert (
+            sum(len(block) for block in iter(lambda: file.read(io.DEFAULT_BUFFER_SIZE), b""))
+            == 1 << 27
+        )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 26
@@ -49,7 +54,10 @@ def test_a_file_may_not_expand_further_than_its_size_allows(tmp_path, monkeypatc
     path = tmp_path / "a"
     path.write_bytes(COMPRESS[name](bytes(1 << 26)))
     assert path.stat().st_size * 200 < 1 << 25
-    with open_file(path, name) as file, pytest.raises(compressed.ExpandsTooFar, match="expands to more than"):
+    with (
+        open_file(path, name) as file,
+        pytest.raises(compressed.ExpandsTooFar, match="expands to more than"),
+    ):
         while file.read(100_000):
             pass
     path.write_bytes(COMPRESS[name](DATA))

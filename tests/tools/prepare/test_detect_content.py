@@ -60,11 +60,15 @@ def test_contents_decide(tmp_path, name, content, expected, compress):
 def test_a_bin_may_begin_with_any_id(tmp_path, first):
     """The bytes of these ids begin files of other formats: pickle, gzip, UTF-16, bzip2."""
     path = tmp_path / "train.bin"
-    path.write_bytes(np.array([first, int.from_bytes(b"h\0", "little"), *range(3000)], "<u2").tobytes())
+    path.write_bytes(
+        np.array([first, int.from_bytes(b"h\0", "little"), *range(3000)], "<u2").tobytes()
+    )
     assert detect(path, SOURCE) == ("tokens", "")
 
 
-@pytest.mark.parametrize(("content", "expected"), [(b"PK\x03\x04...", "zip"), (b"\x93NUMPY...", "NumPy")])
+@pytest.mark.parametrize(
+    ("content", "expected"), [(b"PK\x03\x04...", "zip"), (b"\x93NUMPY...", "NumPy")]
+)
 def test_a_bin_of_another_format_is_named(tmp_path, content, expected):
     (tmp_path / "a.bin").write_bytes(content)
     with refused(str(tmp_path / "a.bin"), expected):

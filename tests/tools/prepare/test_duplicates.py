@@ -19,8 +19,24 @@ from titanlite.tools.prepare.duplicates import (
 from titanlite.tools.prepare.signatures import NUM_HASHES, RECORD, signature
 
 NEAR, EXACT = DuplicateConfig("near"), DuplicateConfig("exact")
-SHORT = ["네.", "はい。", "Yes.", "Yes!", "서울은 대한민국의 수도이다.", "東京は日本の首都である。", "x = 1", "x = 2"]
-SHORT += ["The capital of France is Paris.", "The capital of Spain is Madrid.", "aaaaaaaaaa", "aaaaaaaaaaaa", "", "a"]
+SHORT = [
+    "네.",
+    "はい。",
+    "Yes.",
+    "Yes!",
+    "서울은 대한민국의 수도이다.",
+    "東京は日本の首都である。",
+    "x = 1",
+    "x = 2",
+]
+SHORT += [
+    "The capital of France is Paris.",
+    "The capital of Spain is Madrid.",
+    "aaaaaaaaaa",
+    "aaaaaaaaaaaa",
+    "",
+    "a",
+]
 
 
 def write(folder: Path, texts: list[str], parts: int = 1) -> list[Path]:
@@ -32,7 +48,9 @@ def write(folder: Path, texts: list[str], parts: int = 1) -> list[Path]:
     return files
 
 
-def first(folder: Path, texts: list[str], config: DuplicateConfig = NEAR, parts: int = 1) -> list[int]:
+def first(
+    folder: Path, texts: list[str], config: DuplicateConfig = NEAR, parts: int = 1
+) -> list[int]:
     return find_duplicates(write(folder, texts, parts), config).first.tolist()
 
 
@@ -98,7 +116,9 @@ def test_preferred_documents_stay(tmp_path):
 
 
 def template(seed: int, walk: int) -> str:
-    """A page of a family whose pages change more and more: neighbours are similar, distant pages are not."""
+    """A page of a family whose pages change more and more: neighbours are similar, distant pages
+    are not.
+    """
     rng = random.Random(seed)
     words = [f"{seed}{''.join(rng.choices('abcdefgh', k=6))}" for _ in range(300)]
     for step in range(walk):
@@ -112,7 +132,10 @@ def test_chains_of_similar_documents_in_any_parts(tmp_path):
     preferred = np.arange(len(texts)) % 9 == 4
     found = find_duplicates(write(tmp_path, texts), NEAR, preferred)
     for parts in (3, 50):
-        assert find_duplicates(write(tmp_path, texts, parts), NEAR, preferred).first.tolist() == found.first.tolist()
+        assert (
+            find_duplicates(write(tmp_path, texts, parts), NEAR, preferred).first.tolist()
+            == found.first.tolist()
+        )
     numbers = np.stack([np.frombuffer(signature(text), RECORD)["minhash"][0] for text in texts])
     similar = (numbers[:, None] == numbers).mean(axis=2) >= NEAR.threshold
     dropped = np.flatnonzero(~found.stays)
@@ -120,7 +143,8 @@ def test_chains_of_similar_documents_in_any_parts(tmp_path):
     assert found.stays[found.first].all()
     assert similar[dropped, found.first[dropped]].all()
     assert not (preferred[dropped] & ~preferred[found.first[dropped]]).any()
-    # Nearly all of those that stay are different; a pair at the threshold is a candidate in four of five cases
+    # Nearly all of those that stay are different; a pair at the threshold is a candidate in four of
+    # five cases
     left = similar[np.ix_(found.stays, found.stays)].sum() - found.stays.sum()
     assert left <= 0.1 * found.stays.sum()
 
@@ -157,7 +181,9 @@ def test_many_documents_with_a_band_in_common(tmp_path):
 
 
 def test_the_number_of_rounds_is_limited(tmp_path, monkeypatch, caplog):
-    """In each band a decoy comes first, so each round compares a page of the family with the previous one only."""
+    """In each band a decoy comes first, so each round compares a page of the family with the
+    previous one only.
+    """
     rng = np.random.default_rng(0)
     count, decoys = 1000, module.BANDS
     records = np.zeros(decoys + count, RECORD)
@@ -203,15 +229,21 @@ def test_an_incomplete_file_is_refused(tmp_path):
         find_duplicates([path], NEAR)
 
 
-def recall_and_precision(folder: Path, texts: list[str], per_kind: int) -> tuple[dict[str, float], float]:
-    """The share of copies of each kind that meet their original; the share of dropped documents that are planted."""
+def recall_and_precision(
+    folder: Path, texts: list[str], per_kind: int
+) -> tuple[dict[str, float], float]:
+    """The share of copies of each kind that meet their original; the share of dropped documents
+    that are planted.
+    """
     documents = planted(texts, per_kind, seed=0)
     found = first(folder, [document.text for document in documents], parts=3)
     originals = {document.origin: i for i, document in enumerate(documents) if not document.kind}
     recall = {}
     for kind in KINDS:
         copies = [i for i, document in enumerate(documents) if document.kind == kind]
-        recall[kind] = float(np.mean([found[i] == found[originals[documents[i].origin]] for i in copies]))
+        recall[kind] = float(
+            np.mean([found[i] == found[originals[documents[i].origin]] for i in copies])
+        )
     dropped = [i for i in range(len(documents)) if found[i] != i]
     precision = float(np.mean([documents[i].origin == documents[found[i]].origin for i in dropped]))
     return recall, precision
@@ -227,7 +259,9 @@ def test_planted_duplicates(tmp_path, make):
 @pytest.mark.slow
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_many_planted_duplicates(tmp_path, language):
-    """The English has near duplicates that were not planted, and that count against its precision here."""
+    """The English has near duplicates that were not planted, and that count against its precision
+    here.
+    """
     texts = LANGUAGES[language]()
     recall, precision = recall_and_precision(tmp_path, texts, min(300, len(texts) // 6))
     if language in ("code", "English"):

@@ -22,7 +22,8 @@ def test_counts_and_examples():
     dropped = report.rules["min_chars"]
     assert (report.documents, report.bytes, dropped.documents, dropped.bytes) == (5, 27, 4, 5)
     assert dropped.examples == [
-        {"file": "a.jsonl", "row": row, "begin": 0, "text": text} for row, text in [(0, "x"), (2, "가"), (3, "")]
+        {"file": "a.jsonl", "row": row, "begin": 0, "text": text}
+        for row, text in [(0, "x"), (2, "가"), (3, "")]
     ]
 
 
@@ -43,7 +44,9 @@ def test_parts_add_up_to_the_whole_and_go_through_json():
 
 
 def test_the_summary_warns_of_limits_that_do_not_fit_the_text():
-    """A limit of guides to filtering the web drops nearly all source code, which must not pass unnoticed."""
+    """A limit of guides to filtering the web drops nearly all source code, which must not pass
+    unnoticed.
+    """
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     code = [text for path in files if len(text := path.read_text("utf-8", "replace")) > 1000]
     report = report_of(code, FilterConfig(max_symbol_ratio=0.1))
@@ -53,7 +56,10 @@ def test_the_summary_warns_of_limits_that_do_not_fit_the_text():
     (warning,) = [line for line in report.summary() if "WARNING" in line]
     assert_mentions(warning, "max_symbol_ratio", share)
     assert_mentions(
-        "\n".join(report.summary()), f"{len(code)} documents", f"{dropped} documents ({share})", "a.jsonl:0: "
+        "\n".join(report.summary()),
+        f"{len(code)} documents",
+        f"{dropped} documents ({share})",
+        "a.jsonl:0: ",
     )
     assert "WARNING" not in "\n".join(report_of(code, FilterConfig(max_symbol_ratio=0.5)).summary())
 
@@ -77,4 +83,6 @@ def test_examples_are_one_printable_line():
 
 
 def test_an_empty_report():
-    assert FilterReport().summary() == ["read 0 documents, 0.0 MB; dropped 0 documents (0.0 %), 0.0 MB"]
+    assert FilterReport().summary() == [
+        "read 0 documents, 0.0 MB; dropped 0 documents (0.0 %), 0.0 MB"
+    ]

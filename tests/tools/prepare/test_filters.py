@@ -1,4 +1,6 @@
-"""Quality filters: each rule drops what it is for, in every script, and nothing unless it is asked for."""
+"""Quality filters: each rule drops what it is for, in every script, and nothing unless it is asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ KOREAN = "위원회는 화요일에 모여서 겨울이 오기 전에 다리를 
 JAPANESE = "委員会は火曜日に開かれ、冬が来る前に橋を塗り直すべきだということで意見が一致した。\n"
 CHINESE = "委员会于星期二开会,一致同意应该在冬天到来之前重新粉刷这座桥。\n"
 HINDI = "समिति की बैठक मंगलवार को हुई और उसने तय किया कि सर्दियों से पहले पुल को रंगा जाना चाहिए।\n"
-CODE = "def scale(values, factor=2):\n    return [factor * value for value in values if value > 0]\n"
+CODE = (
+    "def scale(values, factor=2):\n    return [factor * value for value in values if value > 0]\n"
+)
 TEXTS = {"en": ENGLISH, "ko": KOREAN, "ja": JAPANESE, "zh": CHINESE, "hi": HINDI, "code": CODE}
 PROSE = ["en", "ko", "ja", "zh", "hi"]
 
@@ -80,17 +84,24 @@ def test_repeated_text_without_line_ends(name):
     text = TEXTS[name].strip()
     assert Measures(text).repeated_text == 0
     assert Measures(" ".join([text] * 10)).repeated_text > 0.8
-    assert rejection(" ".join([text] * 10), FilterConfig(max_repeated_text=0.5)) == "max_repeated_text"
+    assert (
+        rejection(" ".join([text] * 10), FilterConfig(max_repeated_text=0.5)) == "max_repeated_text"
+    )
 
 
 def test_long_documents_are_measured_in_blocks(monkeypatch):
     text = (ENGLISH + KOREAN + JAPANESE) * 20
     whole = Measures(text)
-    values, repeated = [whole.mean_word_length, whole.symbol_ratio, whole.alphabetic_ratio], whole.repeated_text
+    values, repeated = (
+        [whole.mean_word_length, whole.symbol_ratio, whole.alphabetic_ratio],
+        whole.repeated_text,
+    )
     monkeypatch.setattr("titanlite.tools.prepare.filters.BLOCK", 1000)
     monkeypatch.setattr(shingles, "BLOCK", 1000)
     blocks = Measures(text)
-    assert [blocks.mean_word_length, blocks.symbol_ratio, blocks.alphabetic_ratio] == pytest.approx(values, rel=0.01)
+    assert [blocks.mean_word_length, blocks.symbol_ratio, blocks.alphabetic_ratio] == pytest.approx(
+        values, rel=0.01
+    )
     assert 0.5 < blocks.repeated_text < repeated
 
 

@@ -60,7 +60,9 @@ def change_time(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.txt", "ids.bin", "ids.idx"])
-@pytest.mark.parametrize("change", [change_time, Path.unlink, lambda path: path.write_bytes(path.read_bytes() + b"x")])
+@pytest.mark.parametrize(
+    "change", [change_time, Path.unlink, lambda path: path.write_bytes(path.read_bytes() + b"x")]
+)
 def test_a_change_is_named(tmp_path, job, name, change):
     check_inputs(job.files, tmp_path / "work")
     change(tmp_path / "in" / name)

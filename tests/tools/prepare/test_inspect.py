@@ -23,9 +23,18 @@ def test_what_is_printed(tmp_path, capsys):
     capsys.readouterr()
     assert main(["prepare", "--inspect", str(folder)]) == 0
     shown = capsys.readouterr().out
-    for part in ("4,112 ids", TOKENIZER.sha256[:16], "prompts are not targets", "verified 6 files", "format 2"):
+    for part in (
+        "4,112 ids",
+        TOKENIZER.sha256[:16],
+        "prompts are not targets",
+        "verified 6 files",
+        "format 2",
+    ):
         assert part in shown
-    assert "train token 0: [not a target: <|begin_of_text|>question 0]answer 0\\x1b[2J<|end_of_text|>" in shown
+    assert (
+        "train token 0: [not a target: <|begin_of_text|>question 0]answer 0\\x1b[2J<|end_of_text|>"
+        in shown
+    )
     assert "\x1b" not in shown
     assert "validation token 0" in shown
 
@@ -52,8 +61,12 @@ def test_samples_are_the_first_the_middle_and_the_last_document(tmp_path, monkey
     texts = ["first", "x" * 50, "middle " + "y" * 1000, "z" * 50, "last"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "held_out.jsonl").write_text('{"text": "held out"}\n')
-    folder = prepared(tmp_path / "out", tmp_path / "a.jsonl", "--validation", tmp_path / "held_out.jsonl")
-    train, validation = (Tokens(folder, read_manifest(folder), split) for split in ("train", "validation"))
+    folder = prepared(
+        tmp_path / "out", tmp_path / "a.jsonl", "--validation", tmp_path / "held_out.jsonl"
+    )
+    train, validation = (
+        Tokens(folder, read_manifest(folder), split) for split in ("train", "validation")
+    )
     begins = [line.partition(": <|begin_of_text|>")[2][:5] for line in samples(train, TOKENIZER)]
     assert begins == ["first", "middl", "last<"]
     assert len(samples(validation, TOKENIZER)) == 1
@@ -62,7 +75,10 @@ def test_samples_are_the_first_the_middle_and_the_last_document(tmp_path, monkey
 def test_an_empty_split_has_no_samples(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     folder = prepared(tmp_path / "out", tmp_path / "a.jsonl")
-    found = [samples(Tokens(folder, read_manifest(folder), split), TOKENIZER) for split in ("train", "validation")]
+    found = [
+        samples(Tokens(folder, read_manifest(folder), split), TOKENIZER)
+        for split in ("train", "validation")
+    ]
     assert sorted(map(len, found)) == [0, 1]
 
 

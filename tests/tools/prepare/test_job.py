@@ -23,7 +23,9 @@ SIZES = {"a": 0, "b": 10, "c": 1000, "d": 3, "e": 999, "f": 50}
 
 def job_of(parts: int, **settings: object) -> Job:
     kinds = {"c": "jsonl", "e": "text"}
-    files = [File(f"/{n}", n, size, 0, kinds.get(n, "parquet"), "", "hash") for n, size in SIZES.items()]
+    files = [
+        File(f"/{n}", n, size, 0, kinds.get(n, "parquet"), "", "hash") for n, size in SIZES.items()
+    ]
     return Job("x", ("/",), tuple(files), "text", "", "", "", parts, **settings)
 
 
@@ -96,8 +98,15 @@ def test_of_two_processes_that_begin_at_once_one_is_refused(tmp_path):
     rounds = 40
     for i in range(rounds):
         (tmp_path / str(i)).mkdir()
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": Path(__file__).parents[3]}
-    commands = [[sys.executable, "-c", RACE, parts, str(tmp_path), str(rounds)] for parts in ("2", "3")]
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "cwd": Path(__file__).parents[3],
+    }
+    commands = [
+        [sys.executable, "-c", RACE, parts, str(tmp_path), str(rounds)] for parts in ("2", "3")
+    ]
     processes = [subprocess.Popen(command, **pipes) for command in commands]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
@@ -112,7 +121,12 @@ def test_of_two_processes_that_begin_at_once_one_is_refused(tmp_path):
     for i, said in enumerate(zip(*results, strict=True)):
         winner = said.index("began")
         was, now = (2, 3) if winner == 0 else (3, 2)
-        assert_mentions(said[1 - winner], "was begun differently", f"number of parts: {was}, now {now}", "rm -r ")
+        assert_mentions(
+            said[1 - winner],
+            "was begun differently",
+            f"number of parts: {was}, now {now}",
+            "rm -r ",
+        )
         assert read_job(tmp_path / str(i)).parts == was
         assert [path.name for path in (tmp_path / str(i)).iterdir()] == ["job.json"]
 
@@ -141,7 +155,9 @@ def test_a_job_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": 5}', '{"files": [[1]]}', "[" * 99999])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"files": 5}', '{"files": [[1]]}', "[" * 99999]
+)
 def test_a_damaged_job_is_refused(tmp_path, text):
     (tmp_path / "job.json").write_text(text)
     with refused(str(tmp_path), "damaged"):
@@ -176,13 +192,25 @@ def test_the_place_of_the_tokenizer_may_change(tmp_path):
 
 def test_differences_are_named_as_the_command_line_names_them():
     job = job_of(2, filters=FilterConfig(min_chars=99999))
-    changed = (*job.files[1:5], job.files[5]._replace(mtime_ns=7), job.files[5]._replace(path="/new"))
-    other = dataclasses.replace(job, filters=FilterConfig(), duplicates=DuplicateConfig("near"), files=changed)
+    changed = (
+        *job.files[1:5],
+        job.files[5]._replace(mtime_ns=7),
+        job.files[5]._replace(path="/new"),
+    )
+    other = dataclasses.replace(
+        job, filters=FilterConfig(), duplicates=DuplicateConfig("near"), files=changed
+    )
     assert differences(job, job) == ""
     assert differences(job, other).split("; ") == [
         "files: /a is gone, /new is new, /f has changed",
         "--min-chars: 99999, now unset",
         "--drop-duplicates: none, now near",
     ]
-    assert differences(job, dataclasses.replace(job, files=job.files[::-1])) == "files: in another order"
-    assert differences(job, dataclasses.replace(job, prompt_field="q")) == "--prompt-field: unset, now q"
+    assert (
+        differences(job, dataclasses.replace(job, files=job.files[::-1]))
+        == "files: in another order"
+    )
+    assert (
+        differences(job, dataclasses.replace(job, prompt_field="q"))
+        == "--prompt-field: unset, now q"
+    )

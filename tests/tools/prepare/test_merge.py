@@ -40,7 +40,13 @@ def test_an_interrupted_merge_goes_on(tmp_path, monkeypatch, step):
         return run
 
     def attempt(folder: Path) -> None:
-        build([(source, find(source))], TOKENIZER, folder, Options(Settings(parts=3)), lambda text: None)
+        build(
+            [(source, find(source))],
+            TOKENIZER,
+            folder,
+            Options(Settings(parts=3)),
+            lambda text: None,
+        )
 
     attempt(tmp_path / "whole")
     with monkeypatch.context() as patch:
@@ -51,7 +57,9 @@ def test_an_interrupted_merge_goes_on(tmp_path, monkeypatch, step):
         try:
             attempt(tmp_path / "out")
         except KeyboardInterrupt:
-            assert not (tmp_path / "out").exists() or content(tmp_path / "out") == content(tmp_path / "whole")
+            assert not (tmp_path / "out").exists() or content(tmp_path / "out") == content(
+                tmp_path / "whole"
+            )
     if not (tmp_path / "out").exists():
         attempt(tmp_path / "out")
     assert content(tmp_path / "out") == content(tmp_path / "whole")
@@ -70,18 +78,37 @@ def test_the_first_of_equal_documents_stays(tmp_path):
 def test_lines_are_counted_for_the_rows_that_are_shown_only(tmp_path, monkeypatch, remove):
     """Not by each part, which would read the file up to its own start."""
     counted, first_row_number = [], rows.first_row_number
-    monkeypatch.setattr(rows, "first_row_number", lambda *a: counted.append(a) or first_row_number(*a))
+    monkeypatch.setattr(
+        rows, "first_row_number", lambda *a: counted.append(a) or first_row_number(*a)
+    )
     monkeypatch.setattr(jobs, "CUT", 100)
-    kinds = ['{"text": "some text %d"}', "broken %d", '{"text": "%d"}', '{"text": "a third text %d"}']
+    kinds = [
+        '{"text": "some text %d"}',
+        "broken %d",
+        '{"text": "%d"}',
+        '{"text": "a third text %d"}',
+    ]
     lines = [kinds[i % 4] % i if i > 100 else '{"text": "the start %d"}' % i for i in range(300)]  # noqa: UP031
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f"{line}\n" for line in lines))
     source, duplicates = Source(str(path)), DuplicateConfig(remove)
-    options = Options(Settings(9, FilterConfig(min_chars=5), duplicates), workers=1, max_bad_rows=0.5)
+    options = Options(
+        Settings(9, FilterConfig(min_chars=5), duplicates), workers=1, max_bad_rows=0.5
+    )
     build([(source, find(source))], TOKENIZER, tmp_path / "out", options, lambda text: None)
     manifest = read_manifest(tmp_path / "out")
-    assert [example.split(":")[1] for example in manifest["rows"]["examples"]] == ["102", "106", "110", "114", "118"]
-    assert [e["row"] for e in manifest["filters"]["rules"]["min_chars"]["examples"]] == [103, 107, 111]
+    assert [example.split(":")[1] for example in manifest["rows"]["examples"]] == [
+        "102",
+        "106",
+        "110",
+        "114",
+        "118",
+    ]
+    assert [e["row"] for e in manifest["filters"]["rules"]["min_chars"]["examples"]] == [
+        103,
+        107,
+        111,
+    ]
     assert len(counted) == 5 + 3  # bad rows and those of the rule
 
 
@@ -92,11 +119,29 @@ def test_held_out_documents_stay_and_their_training_copies_go(tmp_path, remove, 
     for name, letters in names.items():
         rows = "".join(f'{{"text": "text {letter}"}}\n' for letter in letters)
         (tmp_path / f"{name}.jsonl").write_text(rows)
-    sources = (tmp_path / "train.jsonl", "--validation", tmp_path / "held_out.jsonl", "--drop-duplicates", remove)
+    sources = (
+        tmp_path / "train.jsonl",
+        "--validation",
+        tmp_path / "held_out.jsonl",
+        "--drop-duplicates",
+        remove,
+    )
     folder = tmp_path / "out"
     for _ in range(2 if parts > 1 else 0):
         for part in range(1, parts + 1):
-            assert main(["prepare", *map(str, sources), "--out", str(folder), "--part", f"{part}/{parts}"]) == 0
+            assert (
+                main(
+                    [
+                        "prepare",
+                        *map(str, sources),
+                        "--out",
+                        str(folder),
+                        "--part",
+                        f"{part}/{parts}",
+                    ]
+                )
+                == 0
+            )
         assert main(["prepare", "--merge", str(folder)]) == 0
     if parts == 1:
         prepared(folder, *sources)
@@ -105,7 +150,9 @@ def test_held_out_documents_stay_and_their_training_copies_go(tmp_path, remove, 
         assert found == [f"text {letter}" for letter in letters]
 
 
-@pytest.mark.parametrize(("limit", "allowed"), [(0.05, True), (0.04, False), (5, True), (4, False), (0, False)])
+@pytest.mark.parametrize(
+    ("limit", "allowed"), [(0.05, True), (0.04, False), (5, True), (4, False), (0, False)]
+)
 def test_the_limit_is_a_share_or_a_number(limit, allowed):
     example = {"file": "a", "row": 0, "begin": 0, "text": "x"}
     records = [PartRecord(40, 4, [example], FilterReport()), PartRecord(60, 1, [], FilterReport())]

@@ -1,4 +1,6 @@
-"""The reader of Parquet: small files that stand for gigabytes end at a limit, others are read whatever their rows."""
+"""The reader of Parquet: small files that stand for gigabytes end at a limit, others are read
+whatever their rows.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,14 @@ def dictionary(path: Path, value: str, count: int) -> Path:
     """A column with one value so many times, which is stored once."""
     column = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array([value]))
     table = pa.table({"text": column})
-    pq.write_table(table, path, compression="zstd", dictionary_pagesize_limit=1 << 30, row_group_size=count, **PLAIN)
+    pq.write_table(
+        table,
+        path,
+        compression="zstd",
+        dictionary_pagesize_limit=1 << 30,
+        row_group_size=count,
+        **PLAIN,
+    )
     return path
 
 
@@ -75,7 +84,13 @@ def test_the_progress_of_rows_without_text_is_reported(tmp_path, monkeypatch):
 def test_a_page_that_does_not_fit_into_the_memory_allowed(tmp_path, monkeypatch):
     """Also of a row too long to be a document: it is never decoded whole."""
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": ["x" * 100 * MB]}), path, compression="zstd", use_dictionary=False, **PLAIN)
+    pq.write_table(
+        pa.table({"text": ["x" * 100 * MB]}),
+        path,
+        compression="zstd",
+        use_dictionary=False,
+        **PLAIN,
+    )
     (found,) = documents(path)
     assert isinstance(found, BadRow)
     assert f"a text of {100 * MB} bytes" in found.problem
@@ -88,7 +103,9 @@ def test_rows_that_fit_into_the_memory_one_at_a_time_are_all_read(tmp_path, monk
     monkeypatch.setattr(parquet_reader, "MEMORY", 100 * MB)
     path = tmp_path / "a.parquet"
     values = ["short"] * 300 + ["x" * 8 * MB] * 30
-    pq.write_table(pa.table({"text": values}), path, compression="zstd", use_dictionary=["text"], **PLAIN)
+    pq.write_table(
+        pa.table({"text": values}), path, compression="zstd", use_dictionary=["text"], **PLAIN
+    )
     assert path.stat().st_size < MB
     found = [values[0].decode() for _, values in read_rows(str(path), ["text"], [0], 1 << 26)]
     assert found == values
@@ -105,7 +122,11 @@ def test_the_cpu_time_has_a_limit(tmp_path, monkeypatch):
 def test_changed_bytes(tmp_path):
     """Each gives rows or one error, and no memory is allocated because of it."""
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": [f"row {i}" for i in range(50)] + ["x" * 100] * 50}), path, compression="zstd")
+    pq.write_table(
+        pa.table({"text": [f"row {i}" for i in range(50)] + ["x" * 100] * 50}),
+        path,
+        compression="zstd",
+    )
     data, rng = path.read_bytes(), random.Random(0)
     outcomes = set()
     for _ in range(20):
@@ -128,11 +149,15 @@ def test_types_that_are_no_text_are_bad_rows(tmp_path):
     assert "NoneType" in second.problem
 
 
-@pytest.mark.parametrize("kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.string_view()])
+@pytest.mark.parametrize(
+    "kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.string_view()]
+)
 def test_all_kinds_of_text(tmp_path, kind):
     path = tmp_path / "a.parquet"
     values = ["one", "둘", "one", "three" * 1000]
-    pq.write_table(pa.table({"text": pa.array(values).cast(kind), "prompt": ["p", None, "", "q"]}), path)
+    pq.write_table(
+        pa.table({"text": pa.array(values).cast(kind), "prompt": ["p", None, "", "q"]}), path
+    )
     found = documents(path, prompt="prompt")
     assert [(row.prompt, *row.blocks) for row in found if isinstance(row, Document)] == [
         ("p", "one"),
@@ -149,7 +174,9 @@ def test_two_files_are_read_at_a_time_and_children_are_used_again(tmp_path):
     for _ in range(2):
         both = zip(*(read_rows(str(path), ["text"], [0], 100) for path in paths), strict=True)
         for i, found in enumerate(both):
-            assert [row.values for row in found] == [[f"{path.name} {i}".encode()] for path in paths]
+            assert [row.values for row in found] == [
+                [f"{path.name} {i}".encode()] for path in paths
+            ]
             assert describe(str(paths[0]), []).rows == [600]
     assert len(parquet_reader._idle) == 3
 
@@ -168,7 +195,8 @@ def test_the_child_imports_nothing_from_the_current_folder(tmp_path, monkeypatch
 def test_the_limits_hold_for_each_worker(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "work").mkdir()
-    first = dictionary(tmp_path / "data/0.parquet", "x" * 65 * MB, 3)  # longer than a document may be
+    # Longer than a document may be
+    first = dictionary(tmp_path / "data/0.parquet", "x" * 65 * MB, 3)
     shutil.copy(first, tmp_path / "data/1.parquet")
     source = Source(str(tmp_path / "data"))
     job = plan_job([(source, find(source))], TOKENIZER, Settings(parts=2))

@@ -35,24 +35,51 @@ def test_equal_rows_are_in_one_split(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     shards = record(job_of(path, "jsonl", "hash"), tmp_path / "work")["shards"]
-    held_out = [i for i in range(50) if int(hashlib.sha256(f"text {i}".encode()).hexdigest(), 16) % 20 == 0]
+    held_out = [
+        i for i in range(50) if int(hashlib.sha256(f"text {i}".encode()).hexdigest(), 16) % 20 == 0
+    ]
     assert shards["validation"]["documents"] == 10 * len(held_out) > 0
     assert shards["train"]["documents"] == 500 - 10 * len(held_out)
 
 
 @pytest.mark.parametrize("remove", ["exact", "near"])
 def test_equal_answers_to_different_prompts_all_stay(tmp_path, remove):
-    rows = [("Is 2 prime?", "Yes"), ("Is 3 prime?", "Yes"), ("Is 2 prime?", "Yes"), ("Is 2 prime?Y", "es"), ("", "Yes")]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"prompt": p, "text": t}) + "\n" for p, t in rows))
-    options = ("--prompt-field", "prompt", "--drop-duplicates", remove, "--validation", tmp_path / "b.jsonl")
+    rows = [
+        ("Is 2 prime?", "Yes"),
+        ("Is 3 prime?", "Yes"),
+        ("Is 2 prime?", "Yes"),
+        ("Is 2 prime?Y", "es"),
+        ("", "Yes"),
+    ]
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"prompt": p, "text": t}) + "\n" for p, t in rows)
+    )
+    options = (
+        "--prompt-field",
+        "prompt",
+        "--drop-duplicates",
+        remove,
+        "--validation",
+        tmp_path / "b.jsonl",
+    )
     (tmp_path / "b.jsonl").write_text('{"prompt": "Is 4 prime?", "text": "No"}\n')
     folder = prepared(tmp_path / "out", tmp_path / "a.jsonl", *options)
-    assert documents_of(folder) == ["Is 2 prime?Yes", "Is 3 prime?Yes", "Is 2 prime?Yes", "Yes", "Is 4 prime?No"]
+    assert documents_of(folder) == [
+        "Is 2 prime?Yes",
+        "Is 3 prime?Yes",
+        "Is 2 prime?Yes",
+        "Yes",
+        "Is 4 prime?No",
+    ]
 
 
 def test_filters_measure_the_text_without_the_prompt(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a long prompt", "text": "no"}\n{"prompt": "", "text": "enough"}\n')
-    folder = prepared(tmp_path / "out", tmp_path / "a.jsonl", "--prompt-field", "prompt", "--min-chars", 5)
+    (tmp_path / "a.jsonl").write_text(
+        '{"prompt": "a long prompt", "text": "no"}\n{"prompt": "", "text": "enough"}\n'
+    )
+    folder = prepared(
+        tmp_path / "out", tmp_path / "a.jsonl", "--prompt-field", "prompt", "--min-chars", 5
+    )
     assert documents_of(folder) == ["enough"]
 
 
@@ -81,7 +108,10 @@ def test_another_tokenizer_is_refused(tmp_path, field):
     path = tmp_path / "a.txt"
     path.write_text("one\n")
     with refused("SHA-256", "00000000"):
-        record(dataclasses.replace(job_of(path, "text", "train"), **{field: "0" * 64}), tmp_path / "work")
+        record(
+            dataclasses.replace(job_of(path, "text", "train"), **{field: "0" * 64}),
+            tmp_path / "work",
+        )
 
 
 @pytest.mark.parametrize("verdicts", [b"", b"\1\1"])
@@ -97,9 +127,13 @@ def test_another_number_of_rows_in_the_second_pass_is_an_error(tmp_path, verdict
 
 
 def test_a_part_begins_with_a_look_at_its_files(tmp_path):
-    """Between the two passes, two rows change places: neither the number of documents nor the size differs."""
+    """Between the two passes, two rows change places: neither the number of documents nor the size
+    differs.
+    """
     for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "one {name}"}}\n{{"text": "two {name}"}}\n')
+        (tmp_path / f"{name}.jsonl").write_text(
+            f'{{"text": "one {name}"}}\n{{"text": "two {name}"}}\n'
+        )
     command = ["prepare", str(tmp_path), "--pattern=*.jsonl", "--drop-duplicates=exact"]
     target = ["--out", str(tmp_path.with_name("out"))]
     for step in ("--part=1/2", "--part=2/2"):
@@ -131,14 +165,22 @@ def test_the_sizes_of_tokens_are_looked_up_once_for_a_part(tmp_path):
             self._token_bytes = values
 
     tokenizer = Counted()
-    ids = [i for document in range(30) for i in (*tokenizer.encode(f"document {document}"), tokenizer.eos)]
+    ids = [
+        i
+        for document in range(30)
+        for i in (*tokenizer.encode(f"document {document}"), tokenizer.eos)
+    ]
     path = tmp_path / "a.bin"
     np.array(ids, "<u2").tofile(path)
     (tmp_path / "work").mkdir()
-    tokenise_part(job_of(path, "tokens", "train"), tmp_path / "work", tokenizer, 0, lambda read: None)
+    tokenise_part(
+        job_of(path, "tokens", "train"), tmp_path / "work", tokenizer, 0, lambda read: None
+    )
     found = read_json(record_path(tmp_path / "work", 0))
     assert found["shards"]["train"]["documents"] == 30
-    assert found["text_bytes"]["train"] == sum(len(f"document {document}") for document in range(30))
+    assert found["text_bytes"]["train"] == sum(
+        len(f"document {document}") for document in range(30)
+    )
     assert tokenizer.reads == 1
 
 

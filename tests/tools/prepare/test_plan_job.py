@@ -82,7 +82,9 @@ def test_an_index_without_its_ids_is_named(tmp_path):
 
 def test_files_that_have_not_changed_are_not_looked_into_again(mixed, monkeypatch):
     begun, opened = job_of(mixed), []
-    monkeypatch.setattr(plan, "detect", lambda path, source: opened.append(path.name) or ("text", ""))
+    monkeypatch.setattr(
+        plan, "detect", lambda path, source: opened.append(path.name) or ("text", "")
+    )
     assert job_of(mixed, begun) == begun
     (mixed / "03.txt").write_text("other text\n")
     assert job_of(mixed, begun) != begun

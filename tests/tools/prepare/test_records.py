@@ -1,4 +1,6 @@
-"""Records of parts, and the job: what was not written by a preparation is one error that names the file."""
+"""Records of parts, and the job: what was not written by a preparation is one error that names the
+file.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def work(tmp_path):
     rows = [{"text": "one text"}, {"text": "one text"}, {"text": "x"}, {"text": 1}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = Source(str(tmp_path / "rows.jsonl"))
-    job, work = begin([(source, find(source))], TOKENIZER, tmp_path / "out", SETTINGS), working_folder(tmp_path / "out")
+    job, work = (
+        begin([(source, find(source))], TOKENIZER, tmp_path / "out", SETTINGS),
+        working_folder(tmp_path / "out"),
+    )
     run_part(job, work, TOKENIZER, 0, lambda count: None)
     decide_duplicates(job, work, lambda text: None)
     run_part(job, work, TOKENIZER, 0, lambda count: None)

@@ -1,4 +1,6 @@
-"""Rows of JSON lines, Parquet and data sets: each once, however a file is cut; bad ones with their line."""
+"""Rows of JSON lines, Parquet and data sets: each once, however a file is cut; bad ones with their
+line.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def read(job: Job, cuts: list[int]) -> list:
 @pytest.fixture
 def lines(tmp_path) -> Path:
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS)))
+    path.write_text(
+        "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS))
+    )
     return path
 
 
@@ -52,19 +56,30 @@ def test_each_line_is_in_one_piece(lines, ending):
     size = lines.stat().st_size
     expected = list(enumerate(TEXTS, 1))
     length = len(lines.read_bytes().splitlines(keepends=True)[0])
-    for cuts in ([], [1], [length], [length - 1, length, length + 1], [size * i // 9 for i in range(1, 9)], [size - 1]):
+    for cuts in (
+        [],
+        [1],
+        [length],
+        [length - 1, length, length + 1],
+        [size * i // 9 for i in range(1, 9)],
+        [size - 1],
+    ):
         assert read(job_of(lines, "jsonl"), cuts) == expected
 
 
 def test_a_byte_order_mark_is_removed_at_the_start_only(lines):
     mark = "\ufeff"
-    lines.write_text(f'{mark}{{"text": "{mark}one"}}\n{mark}{{"text": "two"}}\n{{"text": "three"}}\n')
+    lines.write_text(
+        f'{mark}{{"text": "{mark}one"}}\n{mark}{{"text": "two"}}\n{{"text": "three"}}\n'
+    )
     for cuts in ([], [1], [30], [40]):
         first, second, third = read(job_of(lines, "jsonl"), cuts)
         assert (first, third) == ((1, f"{mark}one"), (3, "three"))
         assert "not JSON" in second[1]
     lines.write_bytes(gzip.compress(lines.read_bytes()))
-    assert [line for line, text in read(job_of(lines, "jsonl", "gzip"), []) if "not JSON" in text] == [2]
+    assert [
+        line for line, text in read(job_of(lines, "jsonl", "gzip"), []) if "not JSON" in text
+    ] == [2]
 
 
 @pytest.mark.parametrize("group", [7, 1000])
@@ -88,13 +103,19 @@ COMPRESS = {"gzip": gzip.compress, "zstd": lambda data: zstandard.ZstdCompressor
 
 
 @pytest.mark.parametrize("compression", COMPRESS)
-@pytest.mark.parametrize(("line", "number"), [(b"x" * (1 << 25) + b"\n", r"3"), (b"\n", r"\d{5,6}")])
-def test_lines_that_expand_too_far_end_with_their_number(tmp_path, monkeypatch, compression, line, number):
+@pytest.mark.parametrize(
+    ("line", "number"), [(b"x" * (1 << 25) + b"\n", r"3"), (b"\n", r"\d{5,6}")]
+)
+def test_lines_that_expand_too_far_end_with_their_number(
+    tmp_path, monkeypatch, compression, line, number
+):
     """A line of any length, and lines without end."""
     monkeypatch.setattr(compressed, "FREE", 1 << 22)
     monkeypatch.setattr(rows, "MAX_DOCUMENT", 1 << 20)
     path = tmp_path / "a.jsonl"
-    path.write_bytes(COMPRESS[compression](b'{"text": "good"}\n' * 2 + line * ((1 << 26) // len(line))))
+    path.write_bytes(
+        COMPRESS[compression](b'{"text": "good"}\n' * 2 + line * ((1 << 26) // len(line)))
+    )
     with pytest.raises(ConfigError, match=rf"{path}:{number}: expands to more than"):
         list(row_documents(job_of(path, "jsonl", compression), whole(path, compression)))
 
@@ -215,7 +236,11 @@ def test_prompts(tmp_path):
 
 @pytest.mark.parametrize(
     ("table", "problem"),
-    [({"texts": ["a"]}, "did you mean texts"), ({"text": [1]}, "type int64"), ({"id": [1]}, "it has id")],
+    [
+        ({"texts": ["a"]}, "did you mean texts"),
+        ({"text": [1]}, "type int64"),
+        ({"id": [1]}, "it has id"),
+    ],
 )
 def test_columns_are_checked(tmp_path, table, problem):
     pq.write_table(pa.table(table), tmp_path / "a.parquet")
@@ -241,7 +266,9 @@ def test_names_of_columns_that_are_not_utf8(tmp_path):
 
 def test_null_and_bad_utf8_in_parquet(tmp_path):
     column = pa.Array.from_buffers(
-        pa.string(), 3, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"a\xffb")]
+        pa.string(),
+        3,
+        [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"a\xffb")],
     )
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": pa.chunked_array([column, [None]])}), path)

@@ -21,7 +21,8 @@ def test_one_hash_for_each_window_of_bytes(size):
     assert len(found) == len(data) - size + 1
     windows = [data[i : i + size] for i in range(len(found))]
     assert len(set(found)) == len(set(windows)) < len(found)
-    assert len(set(zip(found, windows, strict=True))) == len(set(found))  # equal windows have equal hashes
+    # Equal windows have equal hashes
+    assert len(set(zip(found, windows, strict=True))) == len(set(found))
 
 
 @pytest.mark.parametrize("text", ["", " \n", "short", "1234567", "가나"])
@@ -38,8 +39,12 @@ def test_case_white_space_and_the_spelling_of_characters_do_not_count():
 def test_the_hash_is_splitmix64_on_every_machine():
     """Signatures of parts are compared that several machines computed."""
     constant = np.array([0x9E3779B97F4A7C15], dtype=np.uint64)
-    assert shingles.mix_hashes(constant).tolist() == [0xE220A8397B1DCDAF]  # splitmix64's first, seed 0
-    windows = np.array([int.from_bytes(data, "little") for data in (b"a consta", b" constan", b"constant")], np.uint64)
+    # splitmix64's first, seed 0
+    assert shingles.mix_hashes(constant).tolist() == [0xE220A8397B1DCDAF]
+    windows = np.array(
+        [int.from_bytes(data, "little") for data in (b"a consta", b" constan", b"constant")],
+        np.uint64,
+    )
     assert hashes_of("a constant", 8) == shingles.mix_hashes(windows).tolist()
     assert len(hashes_of("\ud800 is a lone surrogate", 8)) == 16
 

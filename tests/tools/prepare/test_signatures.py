@@ -28,7 +28,9 @@ def words(seed: int, count: int) -> list[str]:
 
 def jaccard(one: str, other: str) -> float:
     """The exact similarity."""
-    a, b = (set(np.concatenate(list(window_hashes(text, WINDOW))).tolist()) for text in (one, other))
+    a, b = (
+        set(np.concatenate(list(window_hashes(text, WINDOW))).tolist()) for text in (one, other)
+    )
     return len(a & b) / len(a | b)
 
 
@@ -44,7 +46,8 @@ def test_equal_numbers_estimate_the_jaccard_similarity(count, shared):
         one, two = map(record, pair)
         errors.append((one["minhash"] == two["minhash"]).mean() - jaccard(*pair))
     assert abs(np.mean(errors)) < 0.025
-    assert np.std(errors) < 1.6 * 0.5 / NUM_HASHES**0.5  # 0.04 is the error of independent hashes at J = 0.5
+    # 0.04 is the error of independent hashes at J = 0.5
+    assert np.std(errors) < 1.6 * 0.5 / NUM_HASHES**0.5
 
 
 def test_equal_documents_have_equal_hashes():
@@ -56,7 +59,10 @@ def test_equal_documents_have_equal_hashes():
 
 
 def test_only_exact():
-    both, exact = record("a sentence of some length", True), record("a sentence of some length", False)
+    both, exact = (
+        record("a sentence of some length", True),
+        record("a sentence of some length", False),
+    )
     assert (both["exact"] == exact["exact"]).all()
     assert (both["shingles"], exact["shingles"]) == (18, 0)
 
@@ -71,7 +77,8 @@ def test_a_long_text_gives_the_numbers_of_its_blocks_together(monkeypatch):
     whole = record(text)
     monkeypatch.setattr(shingles, "BLOCK", 5000)
     blocks = record(text)
-    assert (whole["minhash"] == blocks["minhash"]).mean() > 0.95  # only windows across two blocks are missing
+    # Only windows across two blocks are missing
+    assert (whole["minhash"] == blocks["minhash"]).mean() > 0.95
     assert (whole["exact"] == blocks["exact"]).all()
 
 
@@ -79,7 +86,9 @@ def test_another_process_computes_the_same_bytes():
     text = " ".join(words(7, 300))
     code = "import sys; from titanlite.tools.prepare.signatures import signature as s; print(s(sys.argv[1]).hex())"
     environment = os.environ | {"PYTHONHASHSEED": "123", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code, text], env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code, text], env=environment, capture_output=True, text=True
+    )
     assert result.stdout.strip() == signature(text).hex(), result.stderr
 
 
@@ -91,12 +100,22 @@ def test_the_numbers_are_the_smallest_hashes_of_160_ranges():
         for value in hashes.tolist():
             place = value * NUM_HASHES >> 64
             smallest[place] = min(value, smallest.get(place, value))
-    assert record(text)["minhash"].tolist() == [smallest[place] % 65_536 for place in range(NUM_HASHES)]
+    assert record(text)["minhash"].tolist() == [
+        smallest[place] % 65_536 for place in range(NUM_HASHES)
+    ]
 
 
 def test_the_format_is_as_it_was():
-    """Parts may have been read by another version of Python, numpy and this program: these numbers are fixed."""
-    found = record("Each part of a corpus is read on a machine of its own. " * 2 + "각 부분은 다른 기계에서 읽는다.")
+    """Parts may have been read by another version of Python, numpy and this program: these numbers
+    are fixed.
+    """
+    found = record(
+        "Each part of a corpus is read on a machine of its own. " * 2
+        + "각 부분은 다른 기계에서 읽는다."
+    )
     assert RECORD.itemsize == 340
     assert found["exact"].tolist() == [5925935129615455625, 17716524104289272058]
-    assert (int(found["shingles"]), found["minhash"][:4].tolist()) == (99, [19805, 25005, 15963, 25005])
+    assert (int(found["shingles"]), found["minhash"][:4].tolist()) == (
+        99,
+        [19805, 25005, 15963, 25005],
+    )

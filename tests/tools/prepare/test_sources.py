@@ -24,13 +24,21 @@ def test_a_folder_is_searched_by_pattern(tmp_path):
     (tmp_path / "deep").mkdir()
     for name in ("b.txt", "a.txt", "deep/c.txt", "deep/d.md", ".hidden.txt"):
         (tmp_path / name).write_text("x")
-    assert [file.relative for file in find(Source(str(tmp_path), "**/*.txt")).files] == ["a.txt", "b.txt", "deep/c.txt"]
+    assert [file.relative for file in find(Source(str(tmp_path), "**/*.txt")).files] == [
+        "a.txt",
+        "b.txt",
+        "deep/c.txt",
+    ]
 
 
 def test_a_name_is_a_file_name(tmp_path):
     (tmp_path / "my corpus.jsonl.gz").write_bytes(b"x")
     found = find(Source(str(tmp_path / "my corpus.jsonl.gz")))
-    assert (found.name, found.root, found.files[0].relative) == ("my_corpus", str(tmp_path), "my corpus.jsonl.gz")
+    assert (found.name, found.root, found.files[0].relative) == (
+        "my_corpus",
+        str(tmp_path),
+        "my corpus.jsonl.gz",
+    )
 
 
 def test_a_local_data_set_is_identified_by_its_files(tmp_path):
@@ -43,7 +51,12 @@ def test_a_local_data_set_is_identified_by_its_files(tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "expected"),
-    [("absent", "no such file"), ("x" * 300, "name too long"), ("hf:", "no name"), ("hf::en", "no name")],
+    [
+        ("absent", "no such file"),
+        ("x" * 300, "name too long"),
+        ("hf:", "no name"),
+        ("hf::en", "no name"),
+    ],
 )
 def test_messages_name_the_key(path, expected):
     with refused("SOURCE = ", path[:50], expected):

@@ -36,7 +36,8 @@ def read(file: File, cuts: list[int]) -> list[Document]:
 @pytest.mark.parametrize("text", [LINES, LONG])
 @pytest.mark.parametrize("split", ["train", "validation", "tail"])
 def test_pieces_are_the_whole(tmp_path, monkeypatch, text, split):
-    monkeypatch.setattr(text_files, "BLOCK", 1000)  # many blocks, each of which splits three-byte characters
+    # Many blocks, each of which splits three-byte characters
+    monkeypatch.setattr(text_files, "BLOCK", 1000)
     path = tmp_path / "a.txt"
     path.write_text(text)
     size = path.stat().st_size
@@ -45,16 +46,24 @@ def test_pieces_are_the_whole(tmp_path, monkeypatch, text, split):
     assert len(whole) == 1 + (split == "tail")
     for cuts in ([size // 2], [1, 2, 3], [size * i // 7 for i in range(1, 7)], [size - 1]):
         pieces = read(file_of(path, split), cuts)
-        assert [d.begins for d in pieces].count(True) == [d.ends for d in pieces].count(True) == len(whole)
+        assert (
+            [d.begins for d in pieces].count(True)
+            == [d.ends for d in pieces].count(True)
+            == len(whole)
+        )
         for kind in ("train", "validation"):
-            joined = ["".join(d.blocks[0] for d in found if d.split == kind) for found in (pieces, whole)]
+            joined = [
+                "".join(d.blocks[0] for d in found if d.split == kind) for found in (pieces, whole)
+            ]
             assert joined[0] == joined[1]
 
 
 @pytest.mark.parametrize("name", ["gzip", "zstd"])
 def test_compressed_text_is_the_same(tmp_path, name):
     data, path = LINES.encode(), tmp_path / "a"
-    path.write_bytes(gzip.compress(data) if name == "gzip" else zstandard.ZstdCompressor().compress(data))
+    path.write_bytes(
+        gzip.compress(data) if name == "gzip" else zstandard.ZstdCompressor().compress(data)
+    )
     plain = tmp_path / "b"
     plain.write_bytes(data)
     found, expected = (read(file_of(p, "tail", c), []) for p, c in ((path, name), (plain, "")))
@@ -67,7 +76,9 @@ def test_progress_moves_while_compressed_text_is_checked(tmp_path, monkeypatch, 
     monkeypatch.setattr(text_files, "CHECKED", 10_000)
     monkeypatch.setattr(compressed, "BUFFER", 1000)
     data, path = LINES.encode(), tmp_path / "a"
-    path.write_bytes(gzip.compress(data) if name == "gzip" else zstandard.ZstdCompressor().compress(data))
+    path.write_bytes(
+        gzip.compress(data) if name == "gzip" else zstandard.ZstdCompressor().compress(data)
+    )
     file = file_of(path, "tail", name)
     found = list(text_documents(Piece(file, 0, file.size), joined=False))
     checked, documents = found[:-2], found[-2:]
@@ -82,7 +93,9 @@ def test_progress_moves_while_compressed_text_is_checked(tmp_path, monkeypatch, 
 def test_text_that_expands_too_far_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.setattr(compressed, "FREE", 1 << 20)
     data, path = b"\n" * (1 << 25), tmp_path / "a"
-    path.write_bytes(gzip.compress(data) if name == "gzip" else zstandard.ZstdCompressor().compress(data))
+    path.write_bytes(
+        gzip.compress(data) if name == "gzip" else zstandard.ZstdCompressor().compress(data)
+    )
     with refused(str(path), "expands to more than", "unpack it"):
         read(file_of(path, "tail", name), [])
 
@@ -97,13 +110,19 @@ def test_a_byte_order_mark_is_removed_at_the_start_only(tmp_path, split, compres
     for cuts in ([], [1], [2, 3], [4], [7]) if not compression else ([],):
         found = read(file, cuts)
         assert "".join(document.blocks[0] for document in found) == text
-        assert [d.begins for d in found].count(True) == [d.ends for d in found].count(True) == 1 + (split == "tail")
+        assert (
+            [d.begins for d in found].count(True)
+            == [d.ends for d in found].count(True)
+            == 1 + (split == "tail")
+        )
     assert "".join(read_texts([file])) == text
     path.write_bytes(data[:3])
     assert read(file_of(path, split), []) == []
 
 
-@pytest.mark.parametrize(("content", "problem"), [(b"good\n" * 200_000 + b"\xff", "UTF-8"), (b"a\0b", "NUL")])
+@pytest.mark.parametrize(
+    ("content", "problem"), [(b"good\n" * 200_000 + b"\xff", "UTF-8"), (b"a\0b", "NUL")]
+)
 def test_a_file_that_is_not_text_is_a_bad_row(tmp_path, content, problem):
     path = tmp_path / "a"
     path.write_bytes(content)
@@ -111,7 +130,8 @@ def test_a_file_that_is_not_text_is_a_bad_row(tmp_path, content, problem):
     (found,) = text_documents(Piece(file, 0, file.size), joined=False)
     assert isinstance(found, BadRow)
     assert problem in found.problem
-    with refused(str(path), problem):  # a large one that is cut: another part may be written already
+    # a large one that is cut: another part may be written already
+    with refused(str(path), problem):
         read(file, [1])
 
 

@@ -57,7 +57,8 @@ def test_documents_are_between_delimiters(tmp_path, monkeypatch, write, dtype):
     monkeypatch.setattr(token_files, "BLOCK", 37)
     expected = write(tmp_path / "a.bin", dtype)
     file = file_of(tmp_path / "a.bin")
-    assert has_documents(file, TOKENIZER) or dtype == "<u4" or write is ends_with_eos  # in its first 37 ids
+    # In its first 37 ids
+    assert has_documents(file, TOKENIZER) or dtype == "<u4" or write is ends_with_eos
     for cuts in ([], [1, 2, 3], [file.size * i // 9 for i in range(1, 9)]):
         assert read(file, cuts) == expected
 
@@ -70,7 +71,9 @@ def test_a_part_reads_only_its_own_documents(tmp_path, monkeypatch, write):
     layout = token_layout(file.path, file.size, TOKENIZER)
     read_ids = np.fromfile
     monkeypatch.setattr(token_files, "token_layout", lambda *arguments: layout)
-    monkeypatch.setattr(token_files.np, "fromfile", lambda *a, **k: ids.append(read_ids(*a, **k)) or ids[-1])
+    monkeypatch.setattr(
+        token_files.np, "fromfile", lambda *a, **k: ids.append(read_ids(*a, **k)) or ids[-1]
+    )
     assert read(file, [file.size * i // 50 for i in range(1, 50)]) == expected
     total = sum(map(len, expected))
     assert 2 * total <= sum(map(len, ids)) < 4 * total  # to find its documents, and to copy them
@@ -126,7 +129,9 @@ def test_a_piece_reads_only_its_part_of_the_index(tmp_path):
     tracemalloc.start()
     try:
         layout = token_layout(file.path, file.size, TOKENIZER)
-        places = [(begin, end) for begin, end, _ in token_files._indexed(file, layout, 100_000, 103_000)]
+        places = [
+            (begin, end) for begin, end, _ in token_files._indexed(file, layout, 100_000, 103_000)
+        ]
         assert tracemalloc.get_traced_memory()[1] < size / 5
     finally:
         tracemalloc.stop()
@@ -169,10 +174,16 @@ def edit(path: Path, offset: int, layout: str, *values: int) -> None:
     ("damage", "problem"),
     [
         (lambda a: edit(a / "a.bin", 40, "<H", 5000), "id 5000 at byte 40"),
-        (lambda a: (a / "a.bin").write_bytes((a / "a.bin").read_bytes()[:-1]), "not a whole number"),
+        (
+            lambda a: (a / "a.bin").write_bytes((a / "a.bin").read_bytes()[:-1]),
+            "not a whole number",
+        ),
         (lambda a: (a / "a.bin").write_bytes((a / "a.bin").read_bytes()[:-20]), "sequence 299"),
         (lambda a: (a / "a.idx").write_bytes((a / "a.idx").read_bytes()[:-3]), "truncated"),
-        (lambda a: (a / "a.idx").write_bytes((a / "a.idx").read_bytes()[:20]), "not a Megatron index"),
+        (
+            lambda a: (a / "a.idx").write_bytes((a / "a.idx").read_bytes()[:20]),
+            "not a Megatron index",
+        ),
         (lambda a: edit(a / "a.idx", 9, "<Q", 2), "not a Megatron index of version 1"),
         (lambda a: edit(a / "a.idx", 17, "<B", 7), "type 7 at byte 17"),
         (lambda a: edit(a / "a.idx", 34, "<i", -5), "sequence 0"),

@@ -36,7 +36,12 @@ def job(tmp_path) -> Job:
 
 def test_all_parts_are_made(tmp_path, job):
     read = []
-    assert sorted(run_parts(job, tmp_path / "work", TOKENIZER, [0, 1, 2, 3], 2, read.append)) == [0, 1, 2, 3]
+    assert sorted(run_parts(job, tmp_path / "work", TOKENIZER, [0, 1, 2, 3], 2, read.append)) == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert sum(read) == job.bytes
     assert len(list((tmp_path / "work").glob("part-*.json"))) == 4
 
@@ -69,7 +74,11 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path, job):
         process.kill()
     deadline = time.monotonic() + 30
     while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
-        state = Path(f"/proc/{worker}/stat").read_text().split()[2] if Path(f"/proc/{worker}/stat").exists() else "Z"
+        state = (
+            Path(f"/proc/{worker}/stat").read_text().split()[2]
+            if Path(f"/proc/{worker}/stat").exists()
+            else "Z"
+        )
         if state == "Z":
             return
         time.sleep(0.05)

@@ -1,4 +1,6 @@
-"""The page in a real browser, if there is one: charts, controls and keys work, and nothing is requested or logged."""
+"""The page in a real browser, if there is one: charts, controls and keys work, and nothing is
+requested or logged.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,18 @@ def one(tmp_path_factory):
 def two(tmp_path_factory):
     base = tmp_path_factory.mktemp("two")
     config = CONFIG.replace("warmup_steps = 100", "warmup_steps = 200")
-    folders = [write_run(base / "first"), write_run(base / "second-with-a-very-long-name-of-a-run", config=config)]
+    folders = [
+        write_run(base / "first"),
+        write_run(base / "second-with-a-very-long-name-of-a-run", config=config),
+    ]
     (base / "report.html").write_text(page(contents([read_run(folder) for folder in folders])))
     return f"file://{base}/report.html"
 
 
 def assert_whole(tab, charts: int = 10) -> None:
-    """Every chart has values, no error was logged, nothing was requested, and nothing is wider than the window."""
+    """Every chart has values, no error was logged, nothing was requested, and nothing is wider than
+    the window.
+    """
     seen = tab.run(f"({{...{SEEN}}})")
     assert (seen["errors"], seen["empty"], seen["overflow"]) == ("", "0", "0"), seen
     assert int(seen["charts"]) == int(seen["expected"]) >= charts
@@ -65,7 +72,9 @@ def test_the_axis_the_smoothing_and_the_theme_are_choices(tab, one):
         assert_whole(tab)
     label = tab.run("document.querySelector('.u-legend .u-series th').textContent")
     assert label == "Steps"
-    tab.run("const s = document.getElementById('smooth'); s.value = 0; s.dispatchEvent(new Event('input'))")
+    tab.run(
+        "const s = document.getElementById('smooth'); s.value = 0; s.dispatchEvent(new Event('input'))"
+    )
     assert_whole(tab)
     tab.run("document.getElementById('log').click()")
     assert_whole(tab)
@@ -83,15 +92,20 @@ def test_keys_move_the_cursor_and_toggle_lines(tab, one):
     assert shown == "20"  # of steps 1, 10, 20
     tab.run("document.querySelector('.chart .u-legend th[role=button]').focus()")
     tab.press("Enter", 13, "\r")
-    assert tab.run("document.querySelector('.chart .u-legend th[role=button]').ariaPressed") == "false"
+    assert (
+        tab.run("document.querySelector('.chart .u-legend th[role=button]').ariaPressed") == "false"
+    )
     controls = "[...document.querySelectorAll('button, input, summary, .u-wrap, th[role=button]')]"
-    assert tab.run(f"{controls}.every((c) => c.tabIndex >= 0 && (c.labels?.length || c.textContent || c.ariaLabel))")
+    assert tab.run(
+        f"{controls}.every((c) => c.tabIndex >= 0 && (c.labels?.length || c.textContent || c.ariaLabel))"
+    )
 
 
 def test_a_run_can_be_hidden_and_events_too(tab, two):
     tab.open(two)
     tab.run("document.querySelector('#runs button').click()")
-    assert int(tab.run(f"{SEEN}.charts")) == int(tab.run(f"{SEEN}.expected")) - 1  # the time split is of one run
+    # The time split is of one run
+    assert int(tab.run(f"{SEEN}.charts")) == int(tab.run(f"{SEEN}.expected")) - 1
     assert tab.run(f"{SEEN}.empty") == "0"
     tab.run("document.querySelector('#legend button').click()")
     assert tab.messages == []
@@ -100,7 +114,10 @@ def test_a_run_can_be_hidden_and_events_too(tab, two):
 def test_a_zoom_is_of_all_charts_and_can_be_taken_back(tab, one):
     tab.open(one)
     tab.run("document.querySelector('.chart').scrollIntoView()")
-    mouse = {"x": 300, "y": tab.run("document.querySelector('.u-over').getBoundingClientRect().top + 50")}
+    mouse = {
+        "x": 300,
+        "y": tab.run("document.querySelector('.u-over').getBoundingClientRect().top + 50"),
+    }
     for kind, x in (("mousePressed", 300), ("mouseMoved", 500), ("mouseReleased", 500)):
         button = {"button": "left", "clickCount": 1, "buttons": 1}
         tab.call("Input.dispatchMouseEvent", type=kind, **(mouse | {"x": x}), **button)

@@ -27,7 +27,13 @@ def test_a_chart_without_values_is_left_out(tmp_path):
 def test_the_parts_of_a_step_are_of_the_same_rows(tmp_path):
     found = by_title([read_run(write_run(tmp_path / "a"))])["Time of a step by part"]
     assert found["kind"] == "stack"
-    assert [series["label"] for series in found["series"]] == ["data", "forward", "backward", "optimizer", "other"]
+    assert [series["label"] for series in found["series"]] == [
+        "data",
+        "forward",
+        "backward",
+        "optimizer",
+        "other",
+    ]
     assert len({tuple(series["x"]) for series in found["series"]}) == 1
     assert sum(series["y"][0] for series in found["series"]) == 0.1 + 0.8 + 1.4 + 0.2 + 0.01
 
@@ -53,7 +59,12 @@ def test_several_validation_sets_have_a_mean(tmp_path):
     metrics = [{"step": 1, "loss": 4.0}, {"step": 1, **values}]
     run = read_run(write_run(tmp_path / "a", metrics))
     labels = [series["label"] for series in by_title([run])["Loss"]["series"]]
-    assert labels == ["training", "validation, mean of all sets", "validation, web", "validation, code"]
+    assert labels == [
+        "training",
+        "validation, mean of all sets",
+        "validation, web",
+        "validation, code",
+    ]
     labels = [series["label"] for series in by_title([run, run])["Loss"]["series"]]
     assert labels == ["training", "validation, mean of all sets"] * 2
 
@@ -77,4 +88,6 @@ def test_tokens_and_hours_of_steps(tmp_path):
     found = axis(read_run(write_run(tmp_path / "a")))
     assert found["step"][0] == found["tokens"][0] == found["hours"][0] == 0
     np.testing.assert_allclose(np.interp(1555, found["step"], found["tokens"]), 4096 * 1555)
-    np.testing.assert_allclose(np.interp(1555, found["step"], found["hours"]), 2.5 * 1555 / 3600, rtol=1e-4)
+    np.testing.assert_allclose(
+        np.interp(1555, found["step"], found["hours"]), 2.5 * 1555 / 3600, rtol=1e-4
+    )

@@ -48,7 +48,10 @@ def test_what_is_not_known_is_left_out(tmp_path):
         (event("end", 30, 1e4, "stopped after step 30 of 3000"), "stopped, can be resumed"),
         (event("diverged", 30, 1e4), "ended: training has diverged"),
         (event("save", 30, 1e4), "finished"),
-        (event("start", 30, 1e4), "running, or ended without a message: it was killed, failed with an error, or hung"),
+        (
+            event("start", 30, 1e4),
+            "running, or ended without a message: it was killed, failed with an error, or hung",
+        ),
         (event("end", 3000, 1e4, "a new message", finished=True), "finished"),
         (event("end", 30, 1e4, "a new message", finished=False), "stopped, can be resumed"),
     ],
@@ -76,7 +79,10 @@ def test_findings(tmp_path):
 def test_settings_of_one_run_are_compared_with_the_defaults(tmp_path):
     found = differences([read_run(write_run(tmp_path / "a", config=CONFIG + "min_ratio = 0.2\n"))])
     assert found["head"] == ["key", "value", "default"]
-    assert found["rows"] == [["schedule.min_ratio", "0.2", "0.1"], ["training.steps", "3000", "1000"]]
+    assert found["rows"] == [
+        ["schedule.min_ratio", "0.2", "0.1"],
+        ["training.steps", "3000", "1000"],
+    ]
 
 
 def test_settings_of_several_runs_are_compared_with_each_other(tmp_path):
@@ -84,11 +90,19 @@ def test_settings_of_several_runs_are_compared_with_each_other(tmp_path):
     runs = [read_run(write_run(tmp_path / "a")), read_run(write_run(tmp_path / "b", config=other))]
     found = differences(runs)
     assert found["head"] == ["key", "a", "b"]
-    assert found["rows"] == [["schedule.min_ratio", "not there", "0.3"], ["schedule.warmup_steps", "100", "not there"]]
+    assert found["rows"] == [
+        ["schedule.min_ratio", "not there", "0.3"],
+        ["schedule.warmup_steps", "100", "not there"],
+    ]
 
 
 def test_numbers_and_times():
     assert [short(number) for number in (0, 999, 1000, 12_345, 1.5e9, 2e15)] == [
         "0", "999", "1k", "12.35k", "1.5B", "2000T",
     ]  # fmt: skip
-    assert [duration(s) for s in (5, 65, 7384, 90_000)] == ["0:05", "1:05", "2:03:04", "1 d 1:00:00"]
+    assert [duration(s) for s in (5, 65, 7384, 90_000)] == [
+        "0:05",
+        "1:05",
+        "2:03:04",
+        "1 d 1:00:00",
+    ]

@@ -26,7 +26,10 @@ def test_with_noise_they_are_within_their_ranges(seed):
     assert law.floors[0] <= FLOOR <= law.floors[1]
     assert law.noise == pytest.approx(NOISE, rel=0.15)
     np.testing.assert_allclose(law(STEPS), losses(STEPS, seed) - (losses(STEPS, seed) - law(STEPS)))
-    assert np.abs(law(STEPS[20:]) - (FLOOR + SCALE * STEPS[20:].astype(float) ** -EXPONENT)).max() < NOISE
+    assert (
+        np.abs(law(STEPS[20:]) - (FLOOR + SCALE * STEPS[20:].astype(float) ** -EXPONENT)).max()
+        < NOISE
+    )
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -50,7 +53,10 @@ def test_neither_has_one_of_the_shape_of_a_short_run(seed):
     """A steep fall, then a cosine of the learning rate: no power law."""
     s = np.arange(1, 301)
     values = (
-        2 + 6.3 * np.exp(-s / 30) + 0.6 * np.cos(np.pi * s / 600) + np.random.default_rng(seed).normal(0, 0.05, 300)
+        2
+        + 6.3 * np.exp(-s / 30)
+        + 0.6 * np.cos(np.pi * s / 600)
+        + np.random.default_rng(seed).normal(0, 0.05, 300)
     )
     found = trend(s, values, 30)
     assert found.spikes == []
@@ -115,7 +121,9 @@ def test_few_points_decide_nothing(count):
     assert found.why
 
 
-@pytest.mark.parametrize("values", [np.zeros(100), np.full(100, 5.0), np.linspace(1, 9, 100), np.full(100, -2.0)])
+@pytest.mark.parametrize(
+    "values", [np.zeros(100), np.full(100, 5.0), np.linspace(1, 9, 100), np.full(100, -2.0)]
+)
 def test_curves_of_another_kind_are_no_error(values):
     found = trend(np.arange(1, 101), values, 0)
     assert found.law is not None

@@ -1,4 +1,6 @@
-"""The report while a run goes on: served on the loopback address, and newer when a file has changed."""
+"""The report while a run goes on: served on the loopback address, and newer when a file has
+changed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def server(tmp_path):
 
 def get(server, path: str = "/data.json", **headers: str) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection(*server.server_address[:2], timeout=10)
-    connection.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    connection.request(
+        "GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+    )
     answer = connection.getresponse()
     content = answer.read()
     connection.close()
@@ -37,7 +41,10 @@ def get(server, path: str = "/data.json", **headers: str) -> tuple[int, dict[str
 def test_it_listens_on_the_loopback_address_only(server):
     address = server.server_address
     assert address[0] == "127.0.0.1"
-    other = next((info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)), "127.0.0.1")
+    other = next(
+        (info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)),
+        "127.0.0.1",
+    )
     if not other.startswith("127."):
         with pytest.raises(OSError, match="refused"):
             socket.create_connection((other, address[1]), timeout=5)
@@ -72,7 +79,12 @@ def test_a_page_of_the_web_gets_nothing(server):
 
 
 def test_a_forwarded_port_may_be_another_one(server):
-    for host in ("127.0.0.1:9999", "localhost:9999", "127.0.0.1", f"localhost:{server.server_address[1]}"):
+    for host in (
+        "127.0.0.1:9999",
+        "localhost:9999",
+        "127.0.0.1",
+        f"localhost:{server.server_address[1]}",
+    ):
         assert get(server, "/", Host=host)[0] == 200
 
 
@@ -85,11 +97,15 @@ def test_a_browser_that_goes_away_is_no_message(server, capsys):
         assert ("Traceback" in capsys.readouterr().err) == shown
 
 
-@pytest.mark.parametrize("path", ["/metrics.jsonl", "/../a/config.toml", "/etc/passwd", "/data.jsonl"])
+@pytest.mark.parametrize(
+    "path", ["/metrics.jsonl", "/../a/config.toml", "/etc/passwd", "/data.jsonl"]
+)
 def test_no_file_is_served(server, path):
     assert get(server, path)[0] == 404
 
 
 def test_a_port_in_use_is_one_error(server, tmp_path):
-    with pytest.raises(ConfigError, match=r"--port \d+: Address already in use; expected a free port"):
+    with pytest.raises(
+        ConfigError, match=r"--port \d+: Address already in use; expected a free port"
+    ):
         build_server([tmp_path], server.server_address[1])

@@ -42,7 +42,9 @@ def folder(tmp_path_factory):
 
 
 def data_of(text: str) -> dict:
-    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    (found,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL
+    )
     return json.loads(found)
 
 
@@ -59,12 +61,20 @@ def test_nothing_is_loaded(folder):
 
 def test_the_policy_allows_these_scripts_and_styles_and_no_request(folder):
     elements = Elements(page(contents([read_run(folder)])))
-    (policy,) = [a["content"] for tag, a in elements.tags if a.get("http-equiv") == "Content-Security-Policy"]
+    (policy,) = [
+        a["content"] for tag, a in elements.tags if a.get("http-equiv") == "Content-Security-Policy"
+    ]
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == rules["connect-src"] == "'none'"
     codes = [text for kind, text in elements.texts if kind == "script" and not text.startswith("{")]
-    for rule, texts in (("script-src", codes), ("style-src", [t for kind, t in elements.texts if kind == "style"])):
-        hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'" for t in texts]
+    for rule, texts in (
+        ("script-src", codes),
+        ("style-src", [t for kind, t in elements.texts if kind == "style"]),
+    ):
+        hashes = [
+            f"'sha256-{base64.b64encode(hashlib.sha256(t.encode()).digest()).decode()}'"
+            for t in texts
+        ]
         assert rules[rule].split() == hashes
         assert len(hashes) == 2
     live = page(contents([read_run(folder)], live=True))
@@ -75,7 +85,9 @@ def test_hostile_names_settings_events_and_samples_are_text(tmp_path):
     config = CONFIG.replace('"debug"', json.dumps(HOSTILE))
     folder = write_run(tmp_path / HOSTILE.replace("/", "_"), config=config)
     write_lines(folder / "samples.jsonl", [{"step": 1, "prompt": HOSTILE, "text": HOSTILE}])
-    write_lines(folder / "events.jsonl", [{"time": 1, "step": 1, "event": HOSTILE, "text": HOSTILE}])
+    write_lines(
+        folder / "events.jsonl", [{"time": 1, "step": 1, "event": HOSTILE, "text": HOSTILE}]
+    )
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3000, f"validation/{HOSTILE}/loss": 1.0}) + "\n")
     text = page(contents([read_run(folder)]))
@@ -102,7 +114,9 @@ def test_every_chart_has_values(folder):
             assert len(series["x"]) == len(series["y"]) > 0
 
 
-def test_the_loss_of_a_million_rows_is_less_than_a_megabyte_and_has_its_spike(tmp_path, monkeypatch):
+def test_the_loss_of_a_million_rows_is_less_than_a_megabyte_and_has_its_spike(
+    tmp_path, monkeypatch
+):
     run = read_run(write_run(tmp_path / "a"))
     steps = np.arange(1, 1_000_001)
     for name in [*run.columns]:
@@ -122,7 +136,10 @@ def test_many_runs_stay_small(tmp_path, folder):
 
 def test_of_many_events_the_rare_ones_are_shown(tmp_path):
     saves = [{"time": i, "step": i, "event": "save", "text": "saved"} for i in range(5000)]
-    write_lines(tmp_path / "events.jsonl", [*saves, {"time": 9, "step": 77, "event": "rollback", "text": "back"}])
+    write_lines(
+        tmp_path / "events.jsonl",
+        [*saves, {"time": 9, "step": 77, "event": "rollback", "text": "back"}],
+    )
     (run,) = contents([read_run(tmp_path)])["runs"]
     assert len(run["events"]) <= MOST_EVENTS
     assert [event["step"] for event in run["events"] if event["name"] == "rollback"] == [77]

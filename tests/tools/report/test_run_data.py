@@ -47,18 +47,30 @@ def test_an_empty_folder(tmp_path):
 
 def test_damaged_lines_are_skipped_and_counted(tmp_path):
     good = '{"step": 1, "loss": 2.5, "lr": "x", "tokens": true, "mfu": null}\n'
-    bad = ['{"step": 2, "loss": 1e999}\n', "5\n", "[" * 100_000 + "\n", '{"step": -1, "loss": 1}\n', '{"step": 1e3}\n']
+    bad = [
+        '{"step": 2, "loss": 1e999}\n',
+        "5\n",
+        "[" * 100_000 + "\n",
+        '{"step": -1, "loss": 1}\n',
+        '{"step": 1e3}\n',
+    ]
     nan = '{"step": 3, "loss": null, "tps": 10000000000000000000000000000}\n'
     (tmp_path / "metrics.jsonl").write_text("".join([*bad, good, nan, '{"step": 4, "lo']))
     run = read_run(tmp_path)
-    assert {name: column.values.tolist() for name, column in run.columns.items()} == {"loss": [2.5], "tps": [1e28]}
+    assert {name: column.values.tolist() for name, column in run.columns.items()} == {
+        "loss": [2.5],
+        "tps": [1e28],
+    }
     assert run.broken == [3]
-    assert run.notes == ["metrics.jsonl: 2 damaged lines were skipped"]  # the last line may still be written
+    # The last line may still be written
+    assert run.notes == ["metrics.jsonl: 2 damaged lines were skipped"]
 
 
 def test_steps_are_in_order_and_each_is_there_once(tmp_path):
     steps = [5, 1, 3, 3, 2]
-    write_lines(tmp_path / "metrics.jsonl", [{"step": step, "loss": i} for i, step in enumerate(steps)])
+    write_lines(
+        tmp_path / "metrics.jsonl", [{"step": step, "loss": i} for i, step in enumerate(steps)]
+    )
     column = read_run(tmp_path).columns["loss"]
     assert column.steps.tolist() == [1, 2, 3, 5]
     assert column.values.tolist() == [1, 4, 3, 0]
@@ -76,7 +88,10 @@ def test_pipes_folders_and_devices_are_not_waited_for(tmp_path, name):
 
 
 def test_only_so_much_is_read(tmp_path, monkeypatch):
-    write_lines(tmp_path / "metrics.jsonl", [{"step": i, **{f"c{n}": 1.0 for n in range(10)}} for i in range(1, 100)])
+    write_lines(
+        tmp_path / "metrics.jsonl",
+        [{"step": i, **{f"c{n}": 1.0 for n in range(10)}} for i in range(1, 100)],
+    )
     monkeypatch.setattr(read, "MOST_BYTES", 2000)
     monkeypatch.setattr(read, "MOST_COLUMNS", 4)
     run = read_run(tmp_path)
@@ -90,14 +105,21 @@ def test_the_newest_events_and_samples_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(read, "MOST_EVENTS", 3)
     monkeypatch.setattr(read, "MOST_SAMPLES", 2)
     write_lines(tmp_path / "events.jsonl", [event("save", i, i) for i in range(9)])
-    write_lines(tmp_path / "samples.jsonl", [{"step": i, "prompt": "a", "text": "b"} for i in range(9)])
+    write_lines(
+        tmp_path / "samples.jsonl", [{"step": i, "prompt": "a", "text": "b"} for i in range(9)]
+    )
     run = read_run(tmp_path)
     assert [entry.step for entry in run.events] == [6, 7, 8]
     assert [sample.step for sample in run.samples] == [7, 8]
 
 
 def test_a_signal_before_a_kill_has_the_largest_step_before(tmp_path):
-    entries = [event("start", 0, 0), event("save", 50, 1), event("signal", None, 2), event("resume", 50, 3)]
+    entries = [
+        event("start", 0, 0),
+        event("save", 50, 1),
+        event("signal", None, 2),
+        event("resume", 50, 3),
+    ]
     write_lines(tmp_path / "events.jsonl", [*entries, event("save", 90, 4)])
     assert [entry.step for entry in read_run(tmp_path).events if entry.name == "signal"] == [50]
     write_lines(tmp_path / "events.jsonl", [*entries[:3], event("end", 60, 3)])

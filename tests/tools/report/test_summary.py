@@ -23,7 +23,9 @@ def train_with_little_memory(arguments: list[str]) -> int:
 
 
 def test_a_large_model_is_not_loaded_for_a_sample(pool, arguments, tmp_path):
-    assert pool.run(1, train_with_little_memory, [*arguments, "--training.steps=1", "--run.sample_tokens=20"]) == [0]
+    assert pool.run(
+        1, train_with_little_memory, [*arguments, "--training.steps=1", "--run.sample_tokens=20"]
+    ) == [0]
     log = (tmp_path / "debug/log.txt").read_text()
     assert_mentions(log, "no sample", "GB of CPU memory", "0.0 GB", "next:")
     assert "a sample (" not in log
@@ -42,8 +44,13 @@ def test_a_run_writes_its_events_and_names_its_report_last(pool, arguments, tmp_
     assert names(folder)[4:] == [("resume", 3), ("start", 3), ("save", 6), ("end", 6)]
     (data,) = re.findall(r'id="data">(.*?)</script>', (folder / "report.html").read_text())
     assert ["state", "finished"] in json.loads(data)["table"]
-    assert [chart["title"] for chart in json.loads(data)["charts"]][:2] == ["Loss", "Validation, bits per byte"]
-    assert (folder / "log.txt").read_text().splitlines()[-1].endswith(f"report: {folder}/report.html")
+    assert [chart["title"] for chart in json.loads(data)["charts"]][:2] == [
+        "Loss",
+        "Validation, bits per byte",
+    ]
+    assert (
+        (folder / "log.txt").read_text().splitlines()[-1].endswith(f"report: {folder}/report.html")
+    )
 
 
 def diverge(arguments: list[str]) -> int:
@@ -72,7 +79,9 @@ def fail_to_report(arguments: list[str]) -> int:
 
 def test_a_run_without_a_report_is_a_run(pool, arguments, tmp_path):
     assert pool.run(1, fail_to_report, [*arguments, "--training.steps=1"]) == [0]
-    assert_mentions((tmp_path / "debug/log.txt").read_text(), "WARNING no report was written", "done: 1 steps")
+    assert_mentions(
+        (tmp_path / "debug/log.txt").read_text(), "WARNING no report was written", "done: 1 steps"
+    )
 
 
 def test_the_command_of_the_next_step_works_in_any_folder(tmp_path, monkeypatch):
@@ -83,6 +92,9 @@ def test_the_command_of_the_next_step_works_in_any_folder(tmp_path, monkeypatch)
     assert summary.titanlite_command("python3") == "python3 -m titanlite"
     monkeypatch.chdir(tmp_path)
     safe_path = " -P" if interpreter.HAS_SAFE_PATH else ""
-    assert summary.titanlite_command("python3") == f"PYTHONPATH={interpreter.PACKAGES} python3{safe_path} -m titanlite"
+    assert (
+        summary.titanlite_command("python3")
+        == f"PYTHONPATH={interpreter.PACKAGES} python3{safe_path} -m titanlite"
+    )
     (tmp_path / "titanlite").touch()
     assert summary.titanlite_command("python3") == "titanlite"

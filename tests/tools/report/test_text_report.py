@@ -26,7 +26,9 @@ def test_what_it_says(tmp_path):
 
 def test_two_runs_are_compared_and_ascii_is_enough(tmp_path):
     first = read_run(write_run(tmp_path / "a"))
-    second = read_run(write_run(tmp_path / "b", config=CONFIG.replace("steps = 3000", "steps = 9000")))
+    second = read_run(
+        write_run(tmp_path / "b", config=CONFIG.replace("steps = 3000", "steps = 9000"))
+    )
     text = text_of([first, second], blocks=False)
     assert_mentions(text, "Settings that differ", "training.steps", "3000  |  9000")
     assert text.isascii()
@@ -48,7 +50,10 @@ def test_long_names_and_numbers_fit_into_80_columns(tmp_path):
 
 def test_control_characters_of_files_are_not_printed(tmp_path):
     run = read_run(
-        write_run(tmp_path / f"a{HOSTILE.replace('/', '')}\x1b[2J", config='[model]\nflavor = "\\u001b[31m"\n')
+        write_run(
+            tmp_path / f"a{HOSTILE.replace('/', '')}\x1b[2J",
+            config='[model]\nflavor = "\\u001b[31m"\n',
+        )
     )
     assert "\x1b" not in text_of([run])
 

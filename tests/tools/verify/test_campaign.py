@@ -1,4 +1,6 @@
-"""The campaign of `titanlite verify`: its verdicts, a layout that hangs, and (slow, minutes) a third of the ladder."""
+"""The campaign of `titanlite verify`: its verdicts, a layout that hangs, and (slow, minutes) a
+third of the ladder.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def break_tp(config, llama, path):
 def test_a_layout_that_hangs_is_a_failure_not_the_end(monkeypatch, tmp_path, capfd):
     monkeypatch.setattr("titanlite.tools.verify.compare.measure", break_tp)
     arguments = [word for layout in ("tp=2", "dp_shard=2") for word in ("--layout", layout)]
-    assert verify([*SMALL, *arguments, "--timeout", "8", "--json", str(tmp_path / "rows.json")]) == 1
+    assert (
+        verify([*SMALL, *arguments, "--timeout", "8", "--json", str(tmp_path / "rows.json")]) == 1
+    )
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["passed"] for row in rows] == [False, True]
     assert rows[0]["loss"] is None
@@ -56,7 +60,9 @@ def test_a_layout_that_hangs_is_a_failure_not_the_end(monkeypatch, tmp_path, cap
 @pytest.mark.slow
 def test_a_third_of_the_ladder_of_four_processes():
     """Drawn with a seed; `titanlite verify debug` runs all of them."""
-    texts = [text for text in ladder(4, False, "cpu") if not reason_not_fitting(*case(text, ["debug"]))]
+    texts = [
+        text for text in ladder(4, False, "cpu") if not reason_not_fitting(*case(text, ["debug"]))
+    ]
     drawn = random.Random(0).sample(texts, len(texts) // 3)
     assert len(drawn) > 50
     assert verify(["debug", *(word for text in drawn for word in ("--layout", text))]) == 0
@@ -64,5 +70,10 @@ def test_a_third_of_the_ladder_of_four_processes():
 
 @pytest.mark.slow
 def test_eight_processes():
-    layouts = ["dp_shard=2,tp=2,pp=2", "dp_shard=2,cp=2,tp=2", "dp_replicate=2,dp_shard=2,tp=2", "cp=2,pp=2,tp=2"]
+    layouts = [
+        "dp_shard=2,tp=2,pp=2",
+        "dp_shard=2,cp=2,tp=2",
+        "dp_replicate=2,dp_shard=2,tp=2",
+        "cp=2,pp=2,tp=2",
+    ]
     assert verify(["debug", *(word for layout in layouts for word in ("--layout", layout))]) == 0

@@ -105,7 +105,10 @@ def forget_a_reduction(*arguments):
             own = DTensor.from_local(outputs.to_local(), device_mesh, [Replicate()])
             return own.redistribute(placements=[Shard(1)]).to_local()
 
-    plan = {**tensor.block_plan(), "feed_forward.w2": Forgetful(output_layouts=tensor.SEQUENCE_SHARD)}
+    plan = {
+        **tensor.block_plan(),
+        "feed_forward.w2": Forgetful(output_layouts=tensor.SEQUENCE_SHARD),
+    }
     with mock.patch.object(tensor, "block_plan", return_value=plan):
         return measure(*arguments)
 
@@ -123,7 +126,9 @@ def forget_the_documents(*arguments):
     from titanlite.model.llama import Llama
 
     original = Llama.document_mask
-    with mock.patch.object(Llama, "document_mask", staticmethod(lambda d, *ends: original(torch.zeros_like(d), *ends))):
+    with mock.patch.object(
+        Llama, "document_mask", staticmethod(lambda d, *ends: original(torch.zeros_like(d), *ends))
+    ):
         return measure(*arguments)
 
 
@@ -204,7 +209,9 @@ def documents_alone(pool, tmp_path_factory) -> Path:
         (forget_the_documents, "dp_shard=1"),
         (forget_the_positions_in_documents, "cp=2"),
         pytest.param(number_documents_of_the_part, "cp=2", marks=pytest.mark.slow),
-        pytest.param(forget_the_positions_in_documents, "cp=2,cp_method=ulysses", marks=pytest.mark.slow),
+        pytest.param(
+            forget_the_positions_in_documents, "cp=2,cp_method=ulysses", marks=pytest.mark.slow
+        ),
         *(
             pytest.param(forget_the_documents, layout, marks=pytest.mark.slow)
             for layout in ("tp=2", "cp=2", "cp=2,cp_method=ulysses", "pp=2")

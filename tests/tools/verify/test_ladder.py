@@ -27,7 +27,9 @@ def test_the_ladder_has_each_axis_each_pair_and_the_triples():
         ("cp", "pp", "tp"),
     ):
         assert {(axis, 2) for axis in triple} in eight
-    schedules = {text.partition("pp_schedule=")[2].partition(",")[0] for text in ladder(2, True, "cpu")}
+    schedules = {
+        text.partition("pp_schedule=")[2].partition(",")[0] for text in ladder(2, True, "cpu")
+    }
     assert len(schedules - {""}) == 6  # and 1F1B, the default
     for processes in (1, 2, 3, 4, 8):
         for quick in (False, True):
@@ -37,7 +39,9 @@ def test_the_ladder_has_each_axis_each_pair_and_the_triples():
 
 
 def test_the_table_in_the_docs_is_the_quick_ladder():
-    text = (Path(__file__).parents[3] / "docs/parallelism.md").read_text().partition("layout      ")[2]
+    text = (
+        (Path(__file__).parents[3] / "docs/parallelism.md").read_text().partition("layout      ")[2]
+    )
     rows = [line.split() for line in text.partition("\n\n")[0].splitlines()[1:]]
     names = [make_case(SMALL, layout, "cpu").name for layout in ladder(4, True, "cpu")]
     assert [" ".join(row[:-7]) for row in rows] == names
@@ -62,4 +66,8 @@ def test_the_config_brings_model_and_optimizer_but_no_layout():
     ]
     assert make_case([*SMALL, *other], "dp_shard=2", "cpu").config == made.config
     assert load_config(SMALL).optimizer.lr == made.config.optimizer.lr
-    assert (made.processes, made.config.training.global_batch_size, made.config.training.local_batch_size) == (2, 8, 4)
+    assert (
+        made.processes,
+        made.config.training.global_batch_size,
+        made.config.training.local_batch_size,
+    ) == (2, 8, 4)

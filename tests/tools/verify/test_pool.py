@@ -72,7 +72,9 @@ def test_a_call_out_of_time_leaves_no_process(pool, tmp_path):
 
 def semaphores_of_a_progress_bar() -> int:
     tqdm = pytest.importorskip("tqdm").tqdm
-    with mock.patch.object(SemLock, "__init__", autospec=True, side_effect=SemLock.__init__) as made:
+    with mock.patch.object(
+        SemLock, "__init__", autospec=True, side_effect=SemLock.__init__
+    ) as made:
         list(tqdm([0], disable=False, file=io.StringIO()))
     return made.call_count
 

@@ -34,10 +34,14 @@ def test_updates_of_groups_are_those_of_torch(decayed):
     updates = Updates(models[0], OptimizerConfig(lr=0.01, decayed=decayed, groups=groups))
     kinds: dict[tuple[float, float], list] = {}
     for name, p in models[1].named_parameters():
-        none = "wq" in name or (decayed == "linear" and ("norm" in name or "tok_embeddings" in name))
+        none = "wq" in name or (
+            decayed == "linear" and ("norm" in name or "tok_embeddings" in name)
+        )
         kind = (0.3, 0.2) if name == "norm.weight" else (0.01, 0.0 if none else 0.1)
         kinds.setdefault(kind, []).append(p)
-    groups_of_torch = [{"params": p, "lr": lr, "weight_decay": decay} for (lr, decay), p in kinds.items()]
+    groups_of_torch = [
+        {"params": p, "lr": lr, "weight_decay": decay} for (lr, decay), p in kinds.items()
+    ]
     theirs = torch.optim.AdamW(groups_of_torch, betas=(0.9, 0.95))
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         a.grad = b.grad = torch.randn_like(a)
@@ -51,11 +55,19 @@ def test_many_units_are_clipped_by_default():
     """So layouts that clip wrongly differ."""
     model = small_model()
     tokens = torch.randint(101, (2, 13))
-    torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    torch.nn.functional.cross_entropy(
+        model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+    ).backward()
     before = {name: p.grad.clone() for name, p in model.named_parameters()}
     clip(model, OptimizerConfig(clip="agc"), 1.0, 9.0)
-    changed = [name for name, p in model.named_parameters() if not torch.equal(p.grad, before[name])]
-    assert {"tok_embeddings.weight", "layers.0.attention.wo.weight", "layers.2.feed_forward.w2.weight"} <= set(changed)
+    changed = [
+        name for name, p in model.named_parameters() if not torch.equal(p.grad, before[name])
+    ]
+    assert {
+        "tok_embeddings.weight",
+        "layers.0.attention.wo.weight",
+        "layers.2.feed_forward.w2.weight",
+    } <= set(changed)
     assert "output.weight" not in changed
 
 
@@ -92,7 +104,9 @@ def forget_the_other_ranks_vocabulary(*arguments):
     """z-loss of each rank's part of the vocabulary."""
     from titanlite.optim import z_loss
 
-    with mock.patch.object(z_loss, "log_partition", lambda logits, mesh: torch.logsumexp(logits, -1)):
+    with mock.patch.object(
+        z_loss, "log_partition", lambda logits, mesh: torch.logsumexp(logits, -1)
+    ):
         return measure(*arguments)
 
 

@@ -1,7 +1,8 @@
 """`titanlite checkpoint list | verify | show | diff | prune`: inspects the checkpoints of a run.
 
-What it is: one process without a process group, which reads tensor by tensor. Only `prune` changes anything: it deletes
-by the same rule as the run (`checkpoint/retention.py`), and refuses while the run is training.
+What it is: one process without a process group, which reads tensor by tensor. Only `prune` changes
+anything: it deletes by the same rule as the run (`checkpoint/retention.py`), and refuses while the
+run is training.
 What it costs: memory for the two largest tensors.
 """
 
@@ -34,24 +35,44 @@ EXIT_DAMAGED = 1  # or the two checkpoints differ
 
 def run(argv: list[str]) -> int:
     """Runs the command; returns its exit code: 0, or 1 if a checkpoint is damaged or two differ."""
-    parser = argparse.ArgumentParser(prog="titanlite checkpoint", description="Checkpoints of a run.")
+    parser = argparse.ArgumentParser(
+        prog="titanlite checkpoint", description="Checkpoints of a run."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="list the checkpoints of a run and their problems")
     listing.add_argument("run", type=Path, help="a run's folder, outputs/<run>")
-    verifying = commands.add_parser("verify", help="read all files and compare them with their hashes")
-    verifying.add_argument("path", type=Path, help="a run's folder (all its checkpoints) or a step's")
-    showing = commands.add_parser("show", help="print the origin, files and tensors of a checkpoint")
-    showing.add_argument("path", type=Path, help="a step's folder, a run's (the newest), or any that `convert` reads")
-    differing = commands.add_parser("diff", help="print the differences between the tensors of two checkpoints")
-    differing.add_argument("a", type=Path, help="a step's folder, a run's (the newest), or any that `convert` reads")
+    verifying = commands.add_parser(
+        "verify", help="read all files and compare them with their hashes"
+    )
+    verifying.add_argument(
+        "path", type=Path, help="a run's folder (all its checkpoints) or a step's"
+    )
+    showing = commands.add_parser(
+        "show", help="print the origin, files and tensors of a checkpoint"
+    )
+    showing.add_argument(
+        "path", type=Path, help="a step's folder, a run's (the newest), or any that `convert` reads"
+    )
+    differing = commands.add_parser(
+        "diff", help="print the differences between the tensors of two checkpoints"
+    )
+    differing.add_argument(
+        "a", type=Path, help="a step's folder, a run's (the newest), or any that `convert` reads"
+    )
     differing.add_argument("b", type=Path, help="the same")
     differing.add_argument("--all", action="store_true", help="also list tensors that are equal")
     pruning = commands.add_parser(
         "prune", help="delete checkpoints by the rule of checkpoint.keep, keep_every, keep_best"
     )
     pruning.add_argument("run", type=Path, help="a run's folder")
-    for name, what in (("keep", "the newest n"), ("keep-every", "every n-th step"), ("keep-best", "the best n")):
-        pruning.add_argument(f"--{name}", type=_count, default=0, required=name == "keep", help=f"keep {what}")
+    for name, what in (
+        ("keep", "the newest n"),
+        ("keep-every", "every n-th step"),
+        ("keep-best", "the best n"),
+    ):
+        pruning.add_argument(
+            f"--{name}", type=_count, default=0, required=name == "keep", help=f"keep {what}"
+        )
     pruning.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     options = parser.parse_args(argv)
     if options.command == "list":
@@ -80,7 +101,10 @@ def _folder(run_folder: Path) -> Path:
 
 
 def list_run(run_folder: Path) -> int:
-    """Prints a line for each folder: steps, then incomplete and renamed ones. Compares file sizes, not hashes."""
+    """Prints a line for each folder: steps, then incomplete and renamed ones.
+
+    Compares file sizes, not hashes.
+    """
     folder = _folder(run_folder)
     rows = [("step", "saved (UTC)", "GB", "layout", "validation loss", "state")]
     for step in list_steps(folder):
@@ -91,26 +115,48 @@ def list_run(run_folder: Path) -> int:
             kind = "damaged: " if isinstance(error, CorruptCheckpoint) else ""
             rows.append((str(step), "", "", "", "", f"{kind}{error}"))
             continue
-        problems = file_problems(path, manifest.files) or ([] if manifest.finite else ["contains NaN or infinity"])
+        problems = file_problems(path, manifest.files) or (
+            [] if manifest.finite else ["contains NaN or infinity"]
+        )
         loss = "" if manifest.validation_loss is None else f"{manifest.validation_loss:.4f}"
-        when, size = manifest.created[:19].replace("T", " "), f"{manifest.size / 1e9:.3f}"
-        rows.append((str(step), when, size, manifest.degrees, loss, "; ".join(problems) or "complete"))
+        when = manifest.created[:19].replace("T", " ")
+        size = f"{manifest.size / 1e9:.3f}"
+        rows.append(
+            (str(step), when, size, manifest.degrees, loss, "; ".join(problems) or "complete")
+        )
     for path in sorted(folder.glob("step-*.*")):
-        kind = "incomplete" if ".tmp-" in path.name else "partly deleted" if path.suffix == ".deleted" else "renamed"
+        kind = (
+            "incomplete"
+            if ".tmp-" in path.name
+            else "partly deleted"
+            if path.suffix == ".deleted"
+            else "renamed"
+        )
         rows.append((path.name, "", "", "", "", kind))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
     return 0
 
 
 def verify(path: Path) -> int:
-    """Hashes every file of a checkpoint, or of all checkpoints of a run. Returns 1 if any is damaged."""
-    folders = [path] if (path / "manifest.json").exists() or re.fullmatch(r"step-\d+", path.name) else []
+    """Hashes every file of a checkpoint, or of all checkpoints of a run.
+
+    Returns 1 if any is damaged.
+    """
+    folders = (
+        [path] if (path / "manifest.json").exists() or re.fullmatch(r"step-\d+", path.name) else []
+    )
     if not folders and path.exists() and not is_step_folder(path):
         form = open_full_state(path).about.format
-        raise ConfigError(f"{path}: format {form} has no hashes; expected a run's or a step's folder")
-    folders = folders or [step_folder(folder, step) for folder in [_folder(path)] for step in list_steps(folder)]
+        raise ConfigError(
+            f"{path}: format {form} has no hashes; expected a run's or a step's folder"
+        )
+    folders = folders or [
+        step_folder(folder, step) for folder in [_folder(path)] for step in list_steps(folder)
+    ]
     damaged = False
     for folder in folders:
         started = time.monotonic()
@@ -124,9 +170,13 @@ def verify(path: Path) -> int:
             print(f"damaged: {problem}")
         damaged |= bool(problems)
         if not problems:
-            seconds, note = time.monotonic() - started, "" if manifest.finite else ", but contains NaN or infinity"
-            gb, count = manifest.size / 1e9, len(manifest.files)
-            print(f"{folder}: {count} files, {gb:.3f} GB, complete{note} ({seconds:.2f} s, {gb / seconds:.2f} GB/s)")
+            seconds = time.monotonic() - started
+            note = "" if manifest.finite else ", but contains NaN or infinity"
+            gb = manifest.size / 1e9
+            count = len(manifest.files)
+            print(
+                f"{folder}: {count} files, {gb:.3f} GB, complete{note} ({seconds:.2f} s, {gb / seconds:.2f} GB/s)"
+            )
     return EXIT_DAMAGED if damaged else 0
 
 
@@ -140,9 +190,17 @@ def show(path: Path) -> int:
         return 0
     folder = find_step_folder(path)
     manifest = read_manifest(folder)
-    numbers = sum(torch.Size(t.shape).numel() for name, t in manifest.tensors.items() if name.startswith("model."))
-    print(f"{folder}\n  step {manifest.step}, saved {manifest.created} by torch {manifest.torch}, {manifest.degrees}")
-    print(f"  {numbers:,} parameters, {manifest.size / 1e9:.3f} GB{'' if manifest.finite else ', NOT FINITE'}")
+    numbers = sum(
+        torch.Size(t.shape).numel()
+        for name, t in manifest.tensors.items()
+        if name.startswith("model.")
+    )
+    print(
+        f"{folder}\n  step {manifest.step}, saved {manifest.created} by torch {manifest.torch}, {manifest.degrees}"
+    )
+    print(
+        f"  {numbers:,} parameters, {manifest.size / 1e9:.3f} GB{'' if manifest.finite else ', NOT FINITE'}"
+    )
     print(f"  data {manifest.data[:8]}, validation loss {manifest.validation_loss}, config:")
     for section, entries in manifest.config.items():
         settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in entries.items())
@@ -158,37 +216,51 @@ def show(path: Path) -> int:
 
 
 def diff(a: FullState, b: FullState, everything: bool) -> int:
-    """Prints each tensor's largest difference, and the norm of the difference over that of `a`. Returns 1 if any."""
+    """Prints each tensor's largest difference, and the norm of the difference over that of `a`.
+
+    Returns 1 if any.
+    """
     print(f"a: {describe(a, full=True)}\nb: {describe(b, full=True)}")
     for line in _config_differences(a.about.config, b.about.config):
         print(line)
-    first, second = a.tensors | a.others, b.tensors | b.others
-    equal, names = 0, sorted({*first, *second})
+    first = a.tensors | a.others
+    second = b.tensors | b.others
+    equal = 0
+    names = sorted({*first, *second})
     for name in names:
         if name not in first or name not in second:
             print(f"{name}: only in {'a' if name in first else 'b'}")
             continue
-        was, now = first[name], second[name]
+        was = first[name]
+        now = second[name]
         if (was.dtype, was.shape) != (now.dtype, now.shape):
             print(f"{name}: {was.dtype} {was.shape} in a, {now.dtype} {now.shape} in b")
             continue
-        x, y = was.read(), now.read()
+        x = was.read()
+        y = now.read()
         if bool(((x == y) | (x.isnan() & y.isnan())).all()):
             equal += 1
             if everything:
                 print(f"{name}: equal")
             continue
-        x, y = x.double(), y.double()
-        changed, largest = int((x != y).sum()), float((x - y).abs().max())
+        x = x.double()
+        y = y.double()
+        changed = int((x != y).sum())
+        largest = float((x - y).abs().max())
         relative = float((x - y).norm() / x.norm().clamp(min=1e-300))
-        print(f"{name}: {changed:,} of {x.numel():,} differ, by up to {largest:.3g}; relative norm {relative:.3g}")
+        print(
+            f"{name}: {changed:,} of {x.numel():,} differ, by up to {largest:.3g}; relative norm {relative:.3g}"
+        )
     print(f"{equal} of {len(names)} tensors are equal")
     return 0 if equal == len(names) else EXIT_DAMAGED
 
 
-def _config_differences(a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]]) -> Iterator[str]:
+def _config_differences(
+    a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]]
+) -> Iterator[str]:
     for section in {**a, **b} if a and b else ():
-        was, now = a.get(section, {}), b.get(section, {})
+        was = a.get(section, {})
+        now = b.get(section, {})
         for key in {**was, **now}:
             if was.get(key) != now.get(key):
                 yield f"{section}.{key}: {json.dumps(was.get(key))} in a, {json.dumps(now.get(key))} in b"
@@ -202,16 +274,21 @@ def prune(run_folder: Path, keep: int, keep_every: int, keep_best: int, dry_run:
     try:
         _lock = None if dry_run else lock(folder.parent / ".lock")
     except BlockingIOError:
-        raise ConfigError(f"{run_folder}: a run is training in this folder, and deletes checkpoints itself") from None
+        raise ConfigError(
+            f"{run_folder}: a run is training in this folder, and deletes checkpoints itself"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{run_folder}: {error.strerror or error}") from None
     good = Retention(folder).good()
     proof = read_proof(folder.parent)
     gone = steps_to_delete(good, keep, keep_every, keep_best, proof.plausible)
     proven = [manifest.step for manifest in good if manifest.step <= proof.step]
-    if proven and set(proven) <= set(gone):  # training has not gone on from any newer one: it may have diverged
+    # Training has not gone on from any newer one: it may have diverged
+    if proven and set(proven) <= set(gone):
         gone.remove(proven[-1])
-    leftovers = [path.name for kind in ("tmp-*", "deleted") for path in folder.glob(f"step-*.{kind}")]
+    leftovers = [
+        path.name for kind in ("tmp-*", "deleted") for path in folder.glob(f"step-*.{kind}")
+    ]
     freed = sum(manifest.size for manifest in good if manifest.step in gone) / 1e9
     stay = ", ".join(str(manifest.step) for manifest in good if manifest.step not in gone) or "none"
     for step in [] if dry_run else gone:
@@ -219,6 +296,9 @@ def prune(run_folder: Path, keep: int, keep_every: int, keep_best: int, dry_run:
     if not dry_run:
         sweep(folder)
     verb = "would delete" if dry_run else "deleted"
-    print(f"{verb} steps {', '.join(map(str, gone)) or 'none'} ({freed:.3f} GB)" + "".join(f", {n}" for n in leftovers))
+    print(
+        f"{verb} steps {', '.join(map(str, gone)) or 'none'} ({freed:.3f} GB)"
+        + "".join(f", {n}" for n in leftovers)
+    )
     print(f"complete checkpoints that are kept: {stay}")
     return 0

@@ -24,26 +24,45 @@ def run(argv: list[str]) -> int:
         description="Write a checkpoint in another format, tensor by tensor, and compare the two.",
         epilog=f"SOURCE is detected: {READABLE}. No process group and no GPU are needed.",
     )
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="what to convert; a run means its newest step")
-    parser.add_argument("target", type=Path, metavar="TARGET", help="the file or folder to write")
-    parser.add_argument("--to", default="", metavar="FORMAT", help=f"{', '.join(TARGETS)}; default: by TARGET's suffix")
     parser.add_argument(
-        "--dtype", default="", help=f"of the weights: {', '.join(DTYPES)}, for gguf q8_0; default: the source's"
+        "source", type=Path, metavar="SOURCE", help="what to convert; a run means its newest step"
+    )
+    parser.add_argument("target", type=Path, metavar="TARGET", help="the file or folder to write")
+    parser.add_argument(
+        "--to",
+        default="",
+        metavar="FORMAT",
+        help=f"{', '.join(TARGETS)}; default: by TARGET's suffix",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="",
+        help=f"of the weights: {', '.join(DTYPES)}, for gguf q8_0; default: the source's",
     )
     parser.add_argument("--step", type=_step, help="which checkpoint of a run; default: the newest")
     parser.add_argument(
-        "--weights", default="model", help="of a run: model (default), or ema for the averaged weights (ema.decay)"
+        "--weights",
+        default="model",
+        help="of a run: model (default), or ema for the averaged weights (ema.decay)",
     )
-    parser.add_argument("--shard-size", type=_size, default=0, help="largest file of a sharded format (5GB)")
-    parser.add_argument("--full", action="store_true", help="also write optimizer and training state")
-    parser.add_argument("--model", default="", help="flavor or model.json, for sources without the model's shape")
+    parser.add_argument(
+        "--shard-size", type=_size, default=0, help="largest file of a sharded format (5GB)"
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="also write optimizer and training state"
+    )
+    parser.add_argument(
+        "--model", default="", help="flavor or model.json, for sources without the model's shape"
+    )
     parser.add_argument(
         "--verify",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="read the output again and compare it with the source (default)",
     )
-    parser.add_argument("--force", action="store_true", help="replace TARGET; convert NaN and infinity")
+    parser.add_argument(
+        "--force", action="store_true", help="replace TARGET; convert NaN and infinity"
+    )
     options = vars(parser.parse_args(argv))
     try:
         with stoppable():  # removes partial output
@@ -53,7 +72,9 @@ def run(argv: list[str]) -> int:
             print(f"error: {problem}", file=sys.stderr)
         return EXIT_MISMATCH
     except OSError as error:
-        raise ConfigError(f"{error.filename or options['target']}: {error.strerror or error}") from None
+        raise ConfigError(
+            f"{error.filename or options['target']}: {error.strerror or error}"
+        ) from None
     return 0
 
 
@@ -66,5 +87,7 @@ def _step(text: str) -> int:
 def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB|)", text.upper())
     if not match or not 1 <= float(match[1]) * UNITS[match[2]] < 1 << 62:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a size as 5GB, 500MB or a number of bytes")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a size as 5GB, 500MB or a number of bytes"
+        )
     return int(float(match[1]) * UNITS[match[2]])

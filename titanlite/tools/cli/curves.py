@@ -1,7 +1,8 @@
 """Curves over the steps of a run, drawn in the terminal and as SVG.
 
-What it is: the pictures of `titanlite schedule`. In the terminal a column is a step and is filled up to the value, in
-eighths of a line. The SVG is text of about 10 kB without scripts or other files; its colours follow the reader's theme.
+What it is: the pictures of `titanlite schedule`. In the terminal a column is a step and is filled
+up to the value, in eighths of a line. The SVG is text of about 10 kB without scripts or other
+files; its colours follow the reader's theme.
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-COLUMNS, LABEL = 80, 10  # of the terminal, and of the numbers at the left
+# Of the terminal, and of the numbers at the left
+COLUMNS = 80
+LABEL = 10
 BLOCKS = " ▁▂▃▄▅▆▇█"
 HEIGHTS = (12, 5)  # lines of the first curve and of the others
-WIDTH, LEFT, PANEL, GAP = 720, 90, (240, 100), 46  # of the SVG
+# Of the SVG
+WIDTH = 720
+LEFT = 90
+PANEL = (240, 100)
+GAP = 46
 STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#222}.line{fill:none;stroke:#0b62c4;stroke-width:2}"
     ".axis{stroke:#888;stroke-width:1}.mark{fill:#0b62c4}.paper{fill:#fff}"
@@ -65,14 +72,22 @@ def text_picture(picture: Picture, blocks: bool = True) -> str:
     width = COLUMNS - LABEL - 2
     steps = sampled(picture.steps, width)
     lines = [picture.title[:COLUMNS]]
-    for curve, height in zip(picture.curves, itertools.chain(HEIGHTS, itertools.repeat(HEIGHTS[1])), strict=False):
+    for curve, height in zip(
+        picture.curves, itertools.chain(HEIGHTS, itertools.repeat(HEIGHTS[1])), strict=False
+    ):
         values = [curve.value(step) for step in steps]
         top = max(*values, *(curve.value(mark.step) for mark in picture.marks)) or 1.0
         lines += ["", curve.name]
         for row in reversed(range(height)):
-            label = curve.format.format(top * (row + 1) / height) if row in (height - 1, height // 2 - 1) else ""
+            label = (
+                curve.format.format(top * (row + 1) / height)
+                if row in (height - 1, height // 2 - 1)
+                else ""
+            )
             eighths = (round(8 * (value / top * height - row)) for value in values)
-            filled = "".join(BLOCKS[min(8, max(0, e))] if blocks else "#" if e >= 4 else " " for e in eighths)
+            filled = "".join(
+                BLOCKS[min(8, max(0, e))] if blocks else "#" if e >= 4 else " " for e in eighths
+            )
             lines.append(f"{label:>{LABEL}} |{filled}".rstrip())
         lines.append(f"{0:>{LABEL}} +{'-' * width}")
     ends = 1, steps[width // 2], picture.steps
@@ -98,23 +113,36 @@ def _table(picture: Picture) -> list[str]:
     lines = [f"{'':22}{'step':>12}{'tokens':>12}" + "".join(f"{name:>20}" for name in names[:1])]
     lines[0] += "".join(f"{'sequences':>12}" for _ in names[1:])
     for mark in picture.marks:
-        first, *others = (curve.format.format(v) for curve, v in zip(picture.curves, mark.values, strict=True))
-        lines.append(f"{mark.name:22}{mark.step:>12,}{short(picture.tokens(mark.step)):>12}{first:>20}")
+        first, *others = (
+            curve.format.format(v) for curve, v in zip(picture.curves, mark.values, strict=True)
+        )
+        lines.append(
+            f"{mark.name:22}{mark.step:>12,}{short(picture.tokens(mark.step)):>12}{first:>20}"
+        )
         lines[-1] += "".join(f"{other:>12}" for other in others)
     return lines
 
 
 def svg_picture(picture: Picture) -> str:
     """The picture as an SVG document."""
-    parts, y, right = list[str](), 44, WIDTH - 24
-    steps = sorted({*sampled(picture.steps, 400), *(s for m in picture.marks for s in (m.step - 1, m.step) if s)})
+    parts = list[str]()
+    y = 44
+    right = WIDTH - 24
+    steps = sorted(
+        {
+            *sampled(picture.steps, 400),
+            *(s for m in picture.marks for s in (m.step - 1, m.step) if s),
+        }
+    )
 
     def x(step: int) -> float:
         return LEFT + (right - LEFT) * (step - 1) / max(1, picture.steps - 1)
 
     for number, curve in enumerate(picture.curves):
         height = PANEL[min(number, 1)]
-        parts += _panel(picture, number, [(x(step), curve.value(step)) for step in steps], y, height)
+        parts += _panel(
+            picture, number, [(x(step), curve.value(step)) for step in steps], y, height
+        )
         y += height + GAP
     bottom = y - GAP
     for anchor, fraction in (("start", 0.0), ("middle", 0.5), ("end", 1.0)):
@@ -124,7 +152,10 @@ def svg_picture(picture: Picture) -> str:
         parts.append(f'{place} y="{bottom + 36}">{short(picture.tokens(step))} tokens</text>')
     described = "; ".join(
         f"{mark.name}: step {mark.step:,}, {short(picture.tokens(mark.step))} tokens, "
-        + ", ".join(f"{c.name} {c.format.format(v)}" for c, v in zip(picture.curves, mark.values, strict=True))
+        + ", ".join(
+            f"{c.name} {c.format.format(v)}"
+            for c, v in zip(picture.curves, mark.values, strict=True)
+        )
         for mark in picture.marks
     )
     height = bottom + 48
@@ -132,17 +163,22 @@ def svg_picture(picture: Picture) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="t d">\n'
         f'<title id="t">{escape(picture.title)}</title>\n<desc id="d">{escape(described)}</desc>\n'
         f'<style>{STYLE}</style>\n<rect class="paper" width="{WIDTH}" height="{height}"/>\n'
-        f'<text x="{LEFT}" y="24" font-weight="bold">{escape(picture.title)}</text>\n' + "\n".join(parts) + "\n</svg>\n"
+        f'<text x="{LEFT}" y="24" font-weight="bold">{escape(picture.title)}</text>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
     )
 
 
-def _panel(picture: Picture, number: int, points: list[tuple[float, float]], y: float, height: float) -> list[str]:
+def _panel(
+    picture: Picture, number: int, points: list[tuple[float, float]], y: float, height: float
+) -> list[str]:
     """The axes, the line and the marks of a curve between `y` and `y + height`."""
     curve = picture.curves[number]
     top = max(value for _, value in points) or 1.0
     at = {round(x, 3): y + height * (1 - value / top) for x, value in points}
     line = " ".join(f"{x:.1f},{at[round(x, 3)]:.1f}" for x, _ in points)
-    left, right = points[0][0], points[-1][0]
+    left = points[0][0]
+    right = points[-1][0]
     parts = [
         f'<path class="axis" fill="none" d="M{left:.1f} {y}V{y + height}H{right:.1f}"/>',
         f'<text x="{left - 8:.1f}" y="{y + 5}" text-anchor="end">{curve.format.format(top)}</text>',

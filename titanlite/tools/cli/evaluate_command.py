@@ -1,4 +1,6 @@
-"""`titanlite evaluate`: perplexity on prepared text, and tasks of lm-eval, of a checkpoint of any format."""
+"""`titanlite evaluate`: perplexity on prepared text, and tasks of lm-eval, of a checkpoint of any
+format.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def run(argv: list[str]) -> int:
     tokenizer = tokenizer_of(full, options.tokenizer)
     length = options.seq_len or full.about.seq_len
     if not length:
-        raise ConfigError(f"{full.path}: the sequence length of training is not in the file; set --seq-len")
+        raise ConfigError(
+            f"{full.path}: the sequence length of training is not in the file; set --seq-len"
+        )
     texts = _prepared(options, tokenizer)
     device = torch.device("cuda" if cuda else "cpu")
     model = load_model(full, device, length)
@@ -50,17 +54,31 @@ def run(argv: list[str]) -> int:
     with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
         found = _evaluate(options, full, model, tokenizer, texts)
     print("\n".join(_table(found)))
-    results = {f"evaluate/{name}/{metric}": value for name, values in found.items() for metric, value in values.items()}
-    settings = {"limit": options.limit, "num_fewshot": options.num_fewshot, "seq_len": length, "dtype": options.dtype}
-    if (folder := run_folder_of(full)) and full.about.step is not None:
+    results = {
+        f"evaluate/{name}/{metric}": value
+        for name, values in found.items()
+        for metric, value in values.items()
+    }
+    settings = {
+        "limit": options.limit,
+        "num_fewshot": options.num_fewshot,
+        "seq_len": length,
+        "dtype": options.dtype,
+    }
+    folder = run_folder_of(full)
+    if folder and full.about.step is not None:
         path = append(folder, full.about.step, options.weights, results, settings)
         print(f"recorded in {path}", file=sys.stderr)
     if options.json:
-        content = json.dumps({"checkpoint": str(full.path), "step": full.about.step, **settings, "results": found})
+        content = json.dumps(
+            {"checkpoint": str(full.path), "step": full.about.step, **settings, "results": found}
+        )
         try:
             replace_file(options.json.absolute(), content.encode() + b"\n")
         except OSError as error:
-            raise ConfigError(f"--json {options.json}: {error.strerror or error}; expected a file to write") from None
+            raise ConfigError(
+                f"--json {options.json}: {error.strerror or error}; expected a file to write"
+            ) from None
     return 0
 
 
@@ -73,35 +91,77 @@ def _options(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "path", type=Path, metavar="CHECKPOINT", help="a run's folder, or any format that convert reads"
+        "path",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="a run's folder, or any format that convert reads",
     )
     parser.add_argument(
-        "--tasks", default="", metavar="NAME,...", help="tasks or groups of lm-eval; mmlu_* is a pattern"
+        "--tasks",
+        default="",
+        metavar="NAME,...",
+        help="tasks or groups of lm-eval; mmlu_* is a pattern",
     )
-    parser.add_argument("--include", type=Path, metavar="FOLDER", help="a folder with more tasks; their code is run")
     parser.add_argument(
-        "--perplexity", nargs="+", default=[], metavar="DATA", help="prepared folders, or text as in data.path"
+        "--include", type=Path, metavar="FOLDER", help="a folder with more tasks; their code is run"
     )
-    parser.add_argument("--split", choices=("validation", "train"), default="validation", help="of --perplexity")
-    parser.add_argument("--step", type=at_least(int, 0), help="step of the checkpoint; default: the newest")
-    parser.add_argument("--weights", default="model", help="of a run: model, or ema for the averaged weights")
-    parser.add_argument("--model", default="", help="flavor or model.json, for files without the model's shape")
-    parser.add_argument("--tokenizer", default="", help="a tokenizer's file or folder, for checkpoints without one")
-    parser.add_argument("--seq-len", type=at_least(int, 2, 2**20), default=0, help="default: that of training")
-    parser.add_argument("--batch-size", type=at_least(int, 1, 10**6), default=8, help="texts at a time; default 8")
-    parser.add_argument("--limit", type=at_least(int, 1), help="only the first documents of a task, windows of a text")
-    parser.add_argument("--num-fewshot", type=at_least(int, 0, 1000), help="examples in a prompt; default: the task's")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation")
+    parser.add_argument(
+        "--perplexity",
+        nargs="+",
+        default=[],
+        metavar="DATA",
+        help="prepared folders, or text as in data.path",
+    )
+    parser.add_argument(
+        "--split", choices=("validation", "train"), default="validation", help="of --perplexity"
+    )
+    parser.add_argument(
+        "--step", type=at_least(int, 0), help="step of the checkpoint; default: the newest"
+    )
+    parser.add_argument(
+        "--weights", default="model", help="of a run: model, or ema for the averaged weights"
+    )
+    parser.add_argument(
+        "--model", default="", help="flavor or model.json, for files without the model's shape"
+    )
+    parser.add_argument(
+        "--tokenizer", default="", help="a tokenizer's file or folder, for checkpoints without one"
+    )
+    parser.add_argument(
+        "--seq-len", type=at_least(int, 2, 2**20), default=0, help="default: that of training"
+    )
+    parser.add_argument(
+        "--batch-size", type=at_least(int, 1, 10**6), default=8, help="texts at a time; default 8"
+    )
+    parser.add_argument(
+        "--limit",
+        type=at_least(int, 1),
+        help="only the first documents of a task, windows of a text",
+    )
+    parser.add_argument(
+        "--num-fewshot",
+        type=at_least(int, 0, 1000),
+        help="examples in a prompt; default: the task's",
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--online", action="store_true", help="let lm-eval download the data of tasks")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    parser.add_argument(
+        "--online", action="store_true", help="let lm-eval download the data of tasks"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to this file"
+    )
     options = parser.parse_args(argv)
     options.tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
     problems = []
     if not options.tasks and not options.perplexity:
         problems.append("nothing to evaluate; expected --tasks, --perplexity or both")
     if options.tasks and importlib.util.find_spec("lm_eval") is None:
-        problems.append("--tasks: lm-eval is not installed: pip install 'titanlite[evaluate]', or pip install lm-eval")
+        problems.append(
+            "--tasks: lm-eval is not installed: pip install 'titanlite[evaluate]', or pip install lm-eval"
+        )
     if options.include and not options.include.is_dir():
         problems.append(f"--include {options.include}: no such folder")
     if problems:
@@ -110,15 +170,20 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def _prepared(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Any]:
-    """The data of --perplexity; text that is not prepared yet is prepared with the checkpoint's tokenizer."""
+    """The data of --perplexity; text that is not prepared yet is prepared with the checkpoint's
+    tokenizer.
+    """
     from titanlite.data.prepared import PreparedData
     from titanlite.tools.prepare.cache import prepare
 
     folders = [prepare(DataConfig(path=path), tokenizer, _note) for path in options.perplexity]
     data = [PreparedData(folder, tokenizer) for folder in folders]
     names = [part.name for part in data]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"--perplexity: {', '.join(twice)}: several sets have this name; evaluate one at a time")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"--perplexity: {', '.join(twice)}: several sets have this name; evaluate one at a time"
+        )
     return data
 
 
@@ -127,7 +192,11 @@ def _note(text: str) -> None:
 
 
 def _evaluate(
-    options: argparse.Namespace, full: FullState, model: Llama, tokenizer: Tokenizer, texts: list[Any]
+    options: argparse.Namespace,
+    full: FullState,
+    model: Llama,
+    tokenizer: Tokenizer,
+    texts: list[Any],
 ) -> dict[str, dict[str, float]]:
     """Set or task -> metric -> value."""
     from titanlite.tools.evaluate.perplexity import Reading, perplexity
@@ -139,7 +208,9 @@ def _evaluate(
         from titanlite.tools.evaluate.harness import Evaluated, run_tasks
 
         evaluated = Evaluated(model, tokenizer, options.batch_size)
-        found |= run_tasks(evaluated, options.tasks, options.include, options.num_fewshot, options.limit)
+        found |= run_tasks(
+            evaluated, options.tasks, options.include, options.num_fewshot, options.limit
+        )
     return found
 
 

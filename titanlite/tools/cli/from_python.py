@@ -1,13 +1,15 @@
 """`titanlite.launch`: a training run as one call from Python.
 
-What it is: starts `titanlite train` as a child process, waits for it, and returns what the run left. The child is the
-launcher of `launch.py`, which starts the training processes and ends when all of them have ended.
-Why it is a child: the caller may be a notebook, a thread, or a worker of Ray, with signal handlers, threads and a
-process group that a training process must not share. The caller does not import torch.
+What it is: starts `titanlite train` as a child process, waits for it, and returns what the run
+left. The child is the launcher of `launch.py`, which starts the training processes and ends when
+all of them have ended.
+Why it is a child: the caller may be a notebook, a thread, or a worker of Ray, with signal handlers,
+threads and a process group that a training process must not share. The caller does not import
+torch.
 What it costs: the start of one more Python process.
 
-The child does not outlive its caller: it stops the run, as SIGTERM does, when its parent process has changed. The
-training processes in turn do the same when the child has ended.
+The child does not outlive its caller: it stops the run, as SIGTERM does, when its parent process
+has changed. The training processes in turn do the same when the child has ended.
 """
 
 from __future__ import annotations
@@ -32,7 +34,16 @@ from titanlite.runtime.errors import EXIT_CONFIG, EXIT_STOPPED, LAUNCHED, LISTEN
 from titanlite.tools.cli.processes import RANK_VARIABLES
 
 # Set by a launcher of the caller, for the caller's own processes
-OTHERS = (*RANK_VARIABLES, "NNODES", "NODE_RANK", "GROUP_RANK", "NGPU", LAUNCHED, LISTENER, "TORCHELASTIC_RUN_ID")
+OTHERS = (
+    *RANK_VARIABLES,
+    "NNODES",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "NGPU",
+    LAUNCHED,
+    LISTENER,
+    "TORCHELASTIC_RUN_ID",
+)
 PERIOD = 0.5  # seconds between the child's looks at its parent
 
 
@@ -41,8 +52,10 @@ class Result:
     """What a run left."""
 
     folder: Path  # with checkpoints, metrics.jsonl and log.txt
-    exit_code: int  # 0: finished; 75: stopped after saving, the same call continues it; else: failed
-    metrics: dict[str, Any] = field(default_factory=dict)  # of each column of metrics.jsonl the last value
+    # 0: finished; 75: stopped after saving, the same call continues it; else: failed
+    exit_code: int
+    # Of each column of metrics.jsonl the last value
+    metrics: dict[str, Any] = field(default_factory=dict)
 
     @property
     def stopped(self) -> bool:
@@ -60,25 +73,37 @@ def launch(
 ) -> Result:
     """Trains on this node until the run ends, and returns its folder, exit code and last metrics.
 
-    `config`: a flavor or the path of a TOML file. `overrides`: values of keys, as {"training.steps": 100} or, by
-    section, {"training": {"steps": 100}}. `processes`: how many, by default one per GPU, or one. `env`: environment
-    variables of the run; for one of several nodes NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT. `timeout`: seconds
-    after which the run is stopped. Under an active run of MLflow, the one of the sink `mlflow` becomes its child.
+    `config`: a flavor or the path of a TOML file. `overrides`: values of keys, as
+    {"training.steps": 100} or, by section, {"training": {"steps": 100}}. `processes`: how many, by
+    default one per GPU, or one. `env`: environment variables of the run; for one of several nodes
+    NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT. `timeout`: seconds after which the run is
+    stopped. Under an active run of MLflow, the one of the sink `mlflow` becomes its child.
 
-    The run prints to the caller's standard output, and can be stopped by Ctrl-C. Any exception that ends the call
-    first stops the run, which saves, and waits for its end; a second one kills its processes.
+    The run prints to the caller's standard output, and can be stopped by Ctrl-C. Any exception that
+    ends the call first stops the run, which saves, and waits for its end; a second one kills its
+    processes.
 
-    Raises ConfigError for wrong input that is found before training processes start. What they find is printed, and
-    the exit code is 2.
+    Raises ConfigError for wrong input that is found before training processes start. What they find
+    is printed, and the exit code is 2.
     """
     values = dict(_keys(overrides or {}, ""))
-    if missing := [key for key, value in values.items() if value is None]:
-        raise ConfigError([f"{key} = None: expected a value; leave the key out for its default" for key in missing])
+    missing = [key for key, value in values.items() if value is None]
+    if missing:
+        raise ConfigError(
+            [
+                f"{key} = None: expected a value; leave the key out for its default"
+                for key in missing
+            ]
+        )
     argv = [os.fspath(config), *(f"--{key}={_text(value)}" for key, value in values.items())]
     run = load_config(argv).run  # raises the errors of the configuration without starting a process
-    if processes is not None and (isinstance(processes, bool) or not isinstance(processes, int) or processes < 1):
+    if processes is not None and (
+        isinstance(processes, bool) or not isinstance(processes, int) or processes < 1
+    ):
         raise ConfigError(f"processes = {processes!r}: expected an integer from 1")
-    variables = {name: value for name, value in os.environ.items() if name not in OTHERS} | _mlflow_parent()
+    variables = {
+        name: value for name, value in os.environ.items() if name not in OTHERS
+    } | _mlflow_parent()
     variables |= {"NGPU": str(processes)} if processes else {}
     variables |= {name: str(value) for name, value in (env or {}).items()}
     code, problems = _call(argv, variables, timeout)
@@ -103,7 +128,10 @@ def _text(value: Any) -> str:
         return os.fspath(value)
     try:
         return json.dumps(value, default=lambda number: number.item())  # of numpy
-    except (AttributeError, ValueError):  # the schema has no such type either, and its error names the key
+    except (
+        AttributeError,
+        ValueError,
+    ):  # the schema has no such type either, and its error names the key
         return repr(value)
 
 
@@ -116,7 +144,9 @@ def _mlflow_parent() -> dict[str, str]:
     return {"MLFLOW_RUN_ID": active.info.run_id, "MLFLOW_TRACKING_URI": mlflow.get_tracking_uri()}
 
 
-def _call(argv: list[str], variables: dict[str, str], timeout: float | None) -> tuple[int, list[str]]:
+def _call(
+    argv: list[str], variables: dict[str, str], timeout: float | None
+) -> tuple[int, list[str]]:
     """Runs the child to its end. The exit code, and the problems of the input."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as problems:
         command = interpreter.call(child, os.getpid(), problems.fileno(), *argv)
@@ -134,7 +164,10 @@ def _call(argv: list[str], variables: dict[str, str], timeout: float | None) -> 
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float | None) -> int:
-    """The exit code. After `timeout` seconds, and if an exception ends the waiting, the child is stopped first."""
+    """The exit code.
+
+    After `timeout` seconds, and if an exception ends the waiting, the child is stopped first.
+    """
     try:
         code = process.wait(timeout)
         return code if code >= 0 else 128 - code
@@ -147,7 +180,10 @@ def _wait(process: subprocess.Popen[bytes], timeout: float | None) -> int:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> int:
-    """Requests the end of the run, which saves, and waits for it. An exception while it waits kills the run."""
+    """Requests the end of the run, which saves, and waits for it.
+
+    An exception while it waits kills the run.
+    """
     process.terminate()
     try:
         code = process.wait()
@@ -157,7 +193,13 @@ def _stop(process: subprocess.Popen[bytes]) -> int:
         process.wait()
         raise
     # Before it could start training processes, the signal itself has ended it.
-    return EXIT_STOPPED if code in (-signal.SIGTERM, 128 + signal.SIGTERM) else code if code >= 0 else 128 - code
+    return (
+        EXIT_STOPPED
+        if code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        else code
+        if code >= 0
+        else 128 - code
+    )
 
 
 def _last_values(path: Path) -> dict[str, Any]:
@@ -171,7 +213,10 @@ def _last_values(path: Path) -> dict[str, Any]:
 
 
 def child(caller: str, file_number: str, *argv: str) -> int:
-    """The child: `titanlite train` for the process `caller`. Problems of the input are written to a file."""
+    """The child: `titanlite train` for the process `caller`.
+
+    Problems of the input are written to a file.
+    """
     from titanlite.tools.cli.launch import launch as train
     from titanlite.tools.cli.main import limit_spinning
 

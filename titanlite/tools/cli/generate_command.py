@@ -26,11 +26,15 @@ def run(argv: list[str]) -> int:
     prompt = [encoder.bos, *encoder.encode(options.prompt)]
     trained = full.about.seq_len
     if not trained and not options.max_new_tokens:
-        raise ConfigError(f"{full.path}: the sequence length of training is not in the file; set --max-new-tokens")
+        raise ConfigError(
+            f"{full.path}: the sequence length of training is not in the file; set --max-new-tokens"
+        )
     room = options.max_new_tokens or max(1, trained - len(prompt))
     model = load_model(full, torch.device("cuda" if cuda else "cpu"), len(prompt) + room)
     note = (
-        f"; the text may exceed the {trained} tokens of a training sequence" if len(prompt) + room > trained > 0 else ""
+        f"; the text may exceed the {trained} tokens of a training sequence"
+        if len(prompt) + room > trained > 0
+        else ""
     )
     print(f"{full.path}: {model.config.num_parameters:,} parameters{note}", file=sys.stderr)
     new = generate(
@@ -43,11 +47,13 @@ def run(argv: list[str]) -> int:
         seed=options.seed,
     )
     print(options.prompt, end="", flush=True)
-    ids, shown = [], ""
+    ids = []
+    shown = ""
     for token in new:
         ids.append(token)
         text = encoder.decode(ids)
-        if not text.endswith("\ufffd"):  # a character may be several tokens: print it when it is complete
+        # a character may be several tokens: print it when it is complete
+        if not text.endswith("\ufffd"):
             print(text[len(shown) :], end="", flush=True)
             shown = text
     print(encoder.decode(ids)[len(shown) :])
@@ -61,12 +67,22 @@ def _options(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "path", type=Path, help="a run folder (its newest checkpoint), or any format that `convert` reads"
+        "path",
+        type=Path,
+        help="a run folder (its newest checkpoint), or any format that `convert` reads",
     )
-    parser.add_argument("--step", type=at_least(int, 0), help="step of the checkpoint; default: the newest")
-    parser.add_argument("--weights", default="model", help="of a run: model, or ema for the averaged weights")
-    parser.add_argument("--model", default="", help="flavor or model.json, for files without the model's shape")
-    parser.add_argument("--tokenizer", default="", help="a tokenizer's file or folder, for checkpoints without one")
+    parser.add_argument(
+        "--step", type=at_least(int, 0), help="step of the checkpoint; default: the newest"
+    )
+    parser.add_argument(
+        "--weights", default="model", help="of a run: model, or ema for the averaged weights"
+    )
+    parser.add_argument(
+        "--model", default="", help="flavor or model.json, for files without the model's shape"
+    )
+    parser.add_argument(
+        "--tokenizer", default="", help="a tokenizer's file or folder, for checkpoints without one"
+    )
     parser.add_argument("--prompt", default="def", help="text to continue")
     parser.add_argument(
         "--max-new-tokens",
@@ -74,10 +90,23 @@ def _options(argv: list[str]) -> argparse.Namespace:
         default=0,
         help="number of tokens; 0: up to the sequence length of training",
     )
-    parser.add_argument("--temperature", type=at_least(float, 0), default=0.7, help="0: always the most likely token")
     parser.add_argument(
-        "--top-k", type=at_least(int, 0), default=50, help="sample from the k most likely tokens; 0: from all"
+        "--temperature",
+        type=at_least(float, 0),
+        default=0.7,
+        help="0: always the most likely token",
     )
-    parser.add_argument("--seed", type=at_least(int, 0, 2**63 - 1), default=0, help="the same seed gives the same text")
+    parser.add_argument(
+        "--top-k",
+        type=at_least(int, 0),
+        default=50,
+        help="sample from the k most likely tokens; 0: from all",
+    )
+    parser.add_argument(
+        "--seed",
+        type=at_least(int, 0, 2**63 - 1),
+        default=0,
+        help="the same seed gives the same text",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device")
     return parser.parse_args(argv)

@@ -1,9 +1,9 @@
 """The launcher: checks a run and starts the training processes of this node.
 
-What it is: `titanlite train`, which run_train.sh calls. It checks the config and prepares the data without importing
-torch (except to count CUDA devices, where there is a driver), so that a mistake is reported at once. Then it starts
-NGPU processes of train.py (`processes.run`) and returns their exit code. A failed run is started again up to
-MAX_RESTARTS times, from its newest checkpoint.
+What it is: `titanlite train`, which run_train.sh calls. It checks the config and prepares the data
+without importing torch (except to count CUDA devices, where there is a driver), so that a mistake
+is reported at once. Then it starts NGPU processes of train.py (`processes.run`) and returns their
+exit code. A failed run is started again up to MAX_RESTARTS times, from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -41,10 +41,16 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def launch(argv: list[str]) -> int:
-    """Trains with the config that `argv` describes; returns the workers' exit code. Raises ConfigError."""
+    """Trains with the config that `argv` describes; returns the workers' exit code.
+
+    Raises ConfigError.
+    """
     if not TRAIN.exists():
-        raise ConfigError(f"{TRAIN}: no such file; titanlite is not completely installed, install it again")
-    if importlib.util.find_spec("torch") is None:  # which the training processes import, and this one does not
+        raise ConfigError(
+            f"{TRAIN}: no such file; titanlite is not completely installed, install it again"
+        )
+    # Which the training processes import, and this one does not
+    if importlib.util.find_spec("torch") is None:
         raise ConfigError(without_package("torch"))
     config = load_config(argv)
     nodes = _number("NNODES", 1)
@@ -55,18 +61,24 @@ def launch(argv: list[str]) -> int:
     # One thread per core, over all processes; with more, the processes wait for each other.
     threads = _number("OMP_NUM_THREADS", max(1, usable_cores() // here))
     if nodes > 1 and not os.environ.get("MASTER_ADDR"):
-        raise ConfigError(f"MASTER_ADDR is not set in the environment, and NNODES = {nodes}: expected node 0's address")
+        raise ConfigError(
+            f"MASTER_ADDR is not set in the environment, and NNODES = {nodes}: expected node 0's address"
+        )
     text: list[Found] = []  # of each source
     tokenizer: list[Tokenizer] = []
     llama: list[LlamaConfig] = []
     problems: list[str] = []
-    checks: list[Callable[[], object]] = [functools.partial(_add_text, part, text) for part in config.data.parts()]
+    checks: list[Callable[[], object]] = [
+        functools.partial(_add_text, part, text) for part in config.data.parts()
+    ]
     checks += [
         lambda: require_installed(config.metrics.sinks),
         lambda: tokenizer.append(Tokenizer(config.data.tokenizer)),
         lambda: llama.append(resolve_flavor(config.model, tokenizer[0].size if tokenizer else 1)),
         lambda: (
-            check_layout(config, llama[0], nodes * here) if llama else resolve_degrees(config.parallel, nodes * here)
+            check_layout(config, llama[0], nodes * here)
+            if llama
+            else resolve_degrees(config.parallel, nodes * here)
         ),
     ]
     for check in checks:  # independent mistakes are reported together
@@ -77,16 +89,21 @@ def launch(argv: list[str]) -> int:
     if problems:
         raise ConfigError(problems)
     pairs = zip(config.data.parts(), text, strict=True)
-    with stoppable("stopped while the data was prepared; the same command goes on with what is missing"):
+    with stoppable(
+        "stopped while the data was prepared; the same command goes on with what is missing"
+    ):
         folders = [str(prepare(part, tokenizer[0], found=found)) for part, found in pairs]
     variables = {LAUNCHED: json.dumps(folders), "OMP_NUM_THREADS": str(threads)}
     # Processes of one machine meet on its loopback interface, where no other machine can connect.
     address = os.environ["MASTER_ADDR"] if nodes > 1 else LOOPBACK
     signals = processes.Signals()
     for restart in range(restarts + 1):
-        # The next port for each restart: a faster node must not join the others' last attempt, which is still ending.
+        # The next port for each restart: a faster node must not join the others' last attempt,
+        # which is still ending.
         meeting = port + restart if nodes > 1 else 0  # 0: any free port
-        code = processes.run([str(TRAIN), *argv], variables, nodes, node, here, (address, meeting), signals)
+        code = processes.run(
+            [str(TRAIN), *argv], variables, nodes, node, here, (address, meeting), signals
+        )
         if code in (0, EXIT_CONFIG, EXIT_STOPPED) or signals.requests or restart == restarts:
             break
         print(f"restarting ({restart + 1} of {restarts})", file=sys.stderr)
@@ -101,12 +118,17 @@ def _number(name: str, default: int, low: int = 1, high: int = 1_000_000) -> int
     """A number from the environment. Raises ConfigError for anything else."""
     text = os.environ.get(name) or str(default)
     if not text.isdecimal() or not low <= int(text) <= high:
-        raise ConfigError(f"{name} = {text!r} in the environment: expected an integer from {low} to {high}")
+        raise ConfigError(
+            f"{name} = {text!r} in the environment: expected an integer from {low} to {high}"
+        )
     return int(text)
 
 
 def _default_processes(device: str) -> int:
-    """One process per CUDA device, or a single one on the CPU. Without a driver there is no need to import torch."""
+    """One process per CUDA device, or a single one on the CPU.
+
+    Without a driver there is no need to import torch.
+    """
     if device == "cpu" or not any(Path("/dev", name).exists() for name in DRIVERS):
         return 1
     import torch
@@ -115,25 +137,35 @@ def _default_processes(device: str) -> int:
 
 
 def usable_cores() -> int:
-    """The number of cores to compute with, at least 1: that many threads, over all processes, are started.
+    """The number of cores to compute with, at least 1: that many threads, over all processes, are
+    started.
 
-    Cores, not hardware threads: two threads that share a core have one set of arithmetic units, and a matrix product
-    gains nothing from the second. And not more than a container may use, which sees all cores of its machine.
+    Cores, not hardware threads: two threads that share a core have one set of arithmetic units, and
+    a matrix product gains nothing from the second. And not more than a container may use, which
+    sees all cores of its machine.
     """
-    threads = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    threads = (
+        os.sched_getaffinity(0)
+        if hasattr(os, "sched_getaffinity")
+        else set(range(os.cpu_count() or 1))
+    )
     cores = {_siblings(thread) for thread in threads}
     return max(1, math.ceil(min(len(cores), _quota())))
 
 
 def _siblings(thread: int) -> str:
-    """The hardware threads that share this one's core, as Linux lists them; elsewhere the thread itself."""
+    """The hardware threads that share this one's core, as Linux lists them; elsewhere the thread
+    itself.
+    """
     with contextlib.suppress(OSError):
         return (TOPOLOGY / f"cpu{thread}/topology/thread_siblings_list").read_text().strip()
     return str(thread)
 
 
 def _quota() -> float:
-    """How many cores' time may be used: the least that this process's control group, or one above it, is given."""
+    """How many cores' time may be used: the least that this process's control group, or one above
+    it, is given.
+    """
     own = ["0::/", "0:cpu:/"]
     with contextlib.suppress(OSError):
         own += OWN_GROUPS.read_text().splitlines()
@@ -142,7 +174,8 @@ def _quota() -> float:
         _, controllers, path = line.split(":", 2)
         top = CONTROL_GROUPS / ("cpu" if "cpu" in controllers.split(",") else "")
         group = top / path.strip("/")
-        while group.is_relative_to(top):  # in a container the path may not exist; then the root's limit counts
+        # In a container the path may not exist; then the root's limit counts
+        while group.is_relative_to(top):
             least = min(least, _limit(group))
             group = group.parent
     return least

@@ -1,7 +1,8 @@
 """The command `titanlite`.
 
 What it is: a subcommand is a file in this folder, which is imported when the command is called.
-Why it is here: commands that do not compute do not import torch, so they start in a fraction of a second.
+Why it is here: commands that do not compute do not import torch, so they start in a fraction of a
+second.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ COMMANDS = (
     "tokenizer",
     "eject",
 )
-DEPENDENCIES = ("torch", "numpy", "tiktoken", "regex", "safetensors", "tqdm", "tomli")  # pyproject.toml's
+# pyproject.toml's
+DEPENDENCIES = ("torch", "numpy", "tiktoken", "regex", "safetensors", "tqdm", "tomli")
 USAGE = """usage: titanlite COMMAND ...
 
   train [CONFIG] [--section.key=value ...]       train (what ./run_train.sh calls); --help lists every key
@@ -51,17 +53,22 @@ USAGE = """usage: titanlite COMMAND ...
 
 
 def limit_spinning() -> None:
-    """Makes OpenMP threads wait less actively for each other, unless the environment says how they wait.
+    """Makes OpenMP threads wait less actively for each other, unless the environment says how they
+    wait.
 
-    By default, GNU OpenMP repeats a test 300,000 times before a thread sleeps. If another process needs one of the
-    cores, threads spin while the one that they wait for does not run. The number is a compromise: see docs/gpu.md.
+    By default, GNU OpenMP repeats a test 300,000 times before a thread sleeps. If another process
+    needs one of the cores, threads spin while the one that they wait for does not run. The number
+    is a compromise: see docs/gpu.md.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1500"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns its exit code: 0, or 2 for wrong input. Without `argv` it is this process's command."""
+    """Runs a command; returns its exit code: 0, or 2 for wrong input.
+
+    Without `argv` it is this process's command.
+    """
     if argv is None:
         leave_out_current_folder()
     limit_spinning()  # before torch is imported, here or in a process that is started
@@ -76,8 +83,12 @@ def main(argv: list[str] | None = None) -> int:
         if name not in COMMANDS:
             from titanlite.config.mistakes import suggestion
 
-            raise ConfigError([f"unknown command {name!r}{suggestion(name, list(COMMANDS))}", *USAGE.splitlines()])
-        command: Callable[[list[str]], int] = importlib.import_module(f"titanlite.tools.cli.{name}_command").run
+            raise ConfigError(
+                [f"unknown command {name!r}{suggestion(name, list(COMMANDS))}", *USAGE.splitlines()]
+            )
+        command: Callable[[list[str]], int] = importlib.import_module(
+            f"titanlite.tools.cli.{name}_command"
+        ).run
         return command(rest)
     except ConfigError as error:
         for problem in error.problems:
@@ -92,7 +103,10 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # the reader of the output has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
-        print(f"error: {ConfigError(f'{error.filename or name}: {error.strerror or error}')}", file=sys.stderr)
+        print(
+            f"error: {ConfigError(f'{error.filename or name}: {error.strerror or error}')}",
+            file=sys.stderr,
+        )
         return EXIT_CONFIG
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

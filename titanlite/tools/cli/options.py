@@ -1,4 +1,6 @@
-"""Options of several commands: `--help` of those with a config, and numbers with bounds for argparse."""
+"""Options of several commands: `--help` of those with a config, and numbers with bounds for
+argparse.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,15 @@ from titanlite.runtime.errors import ConfigError
 
 def wants_help(argv: list[str]) -> bool:
     """Prints the help of all config keys if `argv` asks for it; whether it did."""
-    if wanted := bool({"-h", "--help"} & set(argv)):
+    wanted = bool({"-h", "--help"} & set(argv))
+    if wanted:
         print(help_text())
     return wanted
 
 
-def at_least(kind: Callable[[str], float], low: float, high: float = sys.float_info.max) -> Callable[[str], float]:
+def at_least(
+    kind: Callable[[str], float], low: float, high: float = sys.float_info.max
+) -> Callable[[str], float]:
     """An argparse type: a number with bounds."""
 
     def convert(text: str) -> float:
@@ -37,13 +42,20 @@ def at_least(kind: Callable[[str], float], low: float, high: float = sys.float_i
 
 
 class StrictParser(argparse.ArgumentParser):
-    """A parser whose errors are ConfigErrors, with the most similar option for one that does not exist."""
+    """A parser whose errors are ConfigErrors, with the most similar option for one that does not
+    exist.
+    """
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             names = [name for action in self._actions for name in action.option_strings]
-            raise ConfigError([f"unknown option {word}{suggestion(word.partition('=')[0], names)}" for word in unknown])
+            raise ConfigError(
+                [
+                    f"unknown option {word}{suggestion(word.partition('=')[0], names)}"
+                    for word in unknown
+                ]
+            )
         return options
 
     def error(self, message: str) -> NoReturn:

@@ -1,4 +1,6 @@
-"""`titanlite prepare`: tokenises data, from sources into a folder or from a configuration into the cache."""
+"""`titanlite prepare`: tokenises data, from sources into a folder or from a configuration into the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.progress import progress_bar
 from titanlite.tools.cli.options import StrictParser, at_least
-from titanlite.tools.cli.prepare_options import add_duplicate_options, add_filter_options, duplicates_from, filters_from
+from titanlite.tools.cli.prepare_options import (
+    add_duplicate_options,
+    add_filter_options,
+    duplicates_from,
+    filters_from,
+)
 from titanlite.tools.cli.stops import stoppable
 from titanlite.tools.prepare.build import BAD_ROWS, Options, begin, build, working_folder
 from titanlite.tools.prepare.cache import check, prepare
@@ -43,9 +50,21 @@ ADVICE = "stopped; the same command goes on with what is missing"
 TEXTS = {  # options with a text: (default, what stands for it in the help, help)
     "tokenizer": ("", "FILE", "default: the bundled one of 4,096 tokens"),
     "pattern": ("**/*", "GLOB", "which files of a folder to use; default: **/*"),
-    "field": ("text", "NAME", "field or column of JSON lines and Parquet with the text; default: text"),
-    "prompt-field": ("", "NAME", "field of a prompt before the text; its tokens are not targets of the loss"),
-    "validation": ("", "SOURCE", "where validation documents come from; default: one document of 20"),
+    "field": (
+        "text",
+        "NAME",
+        "field or column of JSON lines and Parquet with the text; default: text",
+    ),
+    "prompt-field": (
+        "",
+        "NAME",
+        "field of a prompt before the text; its tokens are not targets of the loss",
+    ),
+    "validation": (
+        "",
+        "SOURCE",
+        "where validation documents come from; default: one document of 20",
+    ),
 }
 
 
@@ -58,13 +77,17 @@ def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.inspect or options.merge:
         if options.sources or options.out or options.part:
-            raise ConfigError("--inspect and --merge take one prepared folder, and neither SOURCE, --out nor --part")
+            raise ConfigError(
+                "--inspect and --merge take one prepared folder, and neither SOURCE, --out nor --part"
+            )
         if options.inspect:
             return inspect(options.inspect, options.tokenizer)
         with stoppable(ADVICE):
             return _merge(options)
     if not options.sources:
-        raise ConfigError("--out without SOURCE: name what to prepare, as in: titanlite prepare my_texts --out my_data")
+        raise ConfigError(
+            "--out without SOURCE: name what to prepare, as in: titanlite prepare my_texts --out my_data"
+        )
     with stoppable(ADVICE):
         return _prepare_sources(options)
 
@@ -74,7 +97,9 @@ def _prepare_config(argv: list[str]) -> int:
     positional = [word for word in argv if not word.startswith("-")]
     for word in positional[:1]:
         if word not in flavors() and not word.endswith(".toml") and Path(word).exists():
-            raise ConfigError(f"{word!r} is a file or folder, not a config: add --out FOLDER to prepare it")
+            raise ConfigError(
+                f"{word!r} is a file or folder, not a config: add --out FOLDER to prepare it"
+            )
     section = load_config(argv).data
     tokenizer = Tokenizer(section.tokenizer)
     for part in section.parts():
@@ -102,15 +127,30 @@ def _parser() -> StrictParser:
         help=f"how many documents may be unreadable; below 1: a share of all; default: {BAD_ROWS:g}",
     )
     parser.add_argument(
-        "--workers", type=at_least(int, 1, 4096), default=0, metavar="N", help="processes; default: one per core"
+        "--workers",
+        type=at_least(int, 1, 4096),
+        default=0,
+        metavar="N",
+        help="processes; default: one per core",
     )
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where parts run; default: local")
+    parser.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="where parts run; default: local",
+    )
     add_filter_options(parser)
     add_duplicate_options(parser)
     parts = parser.add_argument_group("several machines")
-    parts.add_argument("--part", type=_part, metavar="I/N", help="make part I of N (1/N to N/N), on any machine")
-    parts.add_argument("--merge", type=Path, metavar="FOLDER", help="compare or join the parts of FOLDER")
-    parser.add_argument("--inspect", type=Path, metavar="FOLDER", help="print, verify and sample a prepared folder")
+    parts.add_argument(
+        "--part", type=_part, metavar="I/N", help="make part I of N (1/N to N/N), on any machine"
+    )
+    parts.add_argument(
+        "--merge", type=Path, metavar="FOLDER", help="compare or join the parts of FOLDER"
+    )
+    parser.add_argument(
+        "--inspect", type=Path, metavar="FOLDER", help="print, verify and sample a prepared folder"
+    )
     return parser
 
 
@@ -126,17 +166,23 @@ def _log(text: str) -> None:
 
 
 def _prepare_sources(options: argparse.Namespace) -> int:
-    settings = Settings(options.part[1] if options.part else 0, filters_from(options), duplicates_from(options))
-    tokenizer, folder = Tokenizer(options.tokenizer), options.out.absolute()
+    settings = Settings(
+        options.part[1] if options.part else 0, filters_from(options), duplicates_from(options)
+    )
+    tokenizer = Tokenizer(options.tokenizer)
+    folder = options.out.absolute()
     sources: list[tuple[Source, Found]] = []
     for path in options.sources:
-        source = Source(path, options.pattern, options.field, options.prompt_field, options.validation, KEYS)
+        source = Source(
+            path, options.pattern, options.field, options.prompt_field, options.validation, KEYS
+        )
         if is_prepared(Path(path)):
             raise ConfigError(f"{path}: is prepared already; train on it with --data.path={path}")
         sources.append((source, find(source)))
         require_apart(*sources[-1], folder)
     if options.validation:
-        require_apart(held_out := source.held_out(), find(held_out), folder)
+        held_out = source.held_out()
+        require_apart(held_out, find(held_out), folder)
     with contextlib.nullcontext() if folder.exists() else hold(folder, shared=bool(options.part)):
         if folder.exists():
             _repeated(sources, tokenizer, folder, settings)
@@ -150,21 +196,36 @@ def _prepare_sources(options: argparse.Namespace) -> int:
     return 0
 
 
-def _repeated(sources: list[tuple[Source, Found]], tokenizer: Tokenizer, folder: Path, settings: Settings) -> None:
-    """The folder is there. Raises ConfigError unless it was made by this very command, which is then done."""
+def _repeated(
+    sources: list[tuple[Source, Found]], tokenizer: Tokenizer, folder: Path, settings: Settings
+) -> None:
+    """The folder is there.
+
+    Raises ConfigError unless it was made by this very command, which is then done.
+    """
     if not (folder / NAME).is_file() or not is_prepared(folder):
-        raise ConfigError(f"{folder}: exists and is not prepared data; choose another folder for --out")
+        raise ConfigError(
+            f"{folder}: exists and is not prepared data; choose another folder for --out"
+        )
     done = read_job(folder)
-    if changed := differences(done, plan_job(sources, tokenizer, settings, done)):
-        raise ConfigError(f"{folder}: was prepared differently ({changed}); choose another folder for --out")
+    changed = differences(done, plan_job(sources, tokenizer, settings, done))
+    if changed:
+        raise ConfigError(
+            f"{folder}: was prepared differently ({changed}); choose another folder for --out"
+        )
     _log(f"{folder}: is prepared already")
 
 
 def _make_part(
-    sources: list[tuple[Source, Found]], tokenizer: Tokenizer, folder: Path, settings: Settings, part: int
+    sources: list[tuple[Source, Found]],
+    tokenizer: Tokenizer,
+    folder: Path,
+    settings: Settings,
+    part: int,
 ) -> int:
     """The next step of one part."""
-    job, work = begin(sources, tokenizer, folder, settings), working_folder(folder)
+    job = begin(sources, tokenizer, folder, settings)
+    work = working_folder(folder)
     with progress_bar(job.size([part]), f"part {part + 1}") as bar:
         run_part(job, work, tokenizer, part, bar.update)
     print(record_path(work, part, read=not record_path(work, part).exists()))
@@ -180,7 +241,9 @@ def _merge(options: argparse.Namespace) -> int:
         print(folder)
         return 0
     if not (work / NAME).is_file():
-        raise ConfigError(f"{folder}: nothing to merge; first: titanlite prepare SOURCE --out FOLDER --part I/N")
+        raise ConfigError(
+            f"{folder}: nothing to merge; first: titanlite prepare SOURCE --out FOLDER --part I/N"
+        )
     with hold(folder):
         return _merge_parts(options, folder, work)
 
@@ -188,12 +251,18 @@ def _merge(options: argparse.Namespace) -> int:
 def _merge_parts(options: argparse.Namespace, folder: Path, work: Path) -> int:
     """The next step that needs all parts."""
     job = read_job(work)
-    compared = job.duplicates.remove == "none" or verdicts_path(work, job.parts - 1, final=True).exists()
+    compared = (
+        job.duplicates.remove == "none" or verdicts_path(work, job.parts - 1, final=True).exists()
+    )
     if (work / "manifest.json").exists():
         pass
     elif missing := missing_parts(job, work, read=not compared):
-        shown = ", ".join(f"{part + 1}/{job.parts}" for part in missing[:20]) + ", ..." * (len(missing) > 20)
-        raise ConfigError(f"{folder}: {len(missing)} of {job.parts} parts are missing: run with --part {shown}")
+        shown = ", ".join(f"{part + 1}/{job.parts}" for part in missing[:20]) + ", ..." * (
+            len(missing) > 20
+        )
+        raise ConfigError(
+            f"{folder}: {len(missing)} of {job.parts} parts are missing: run with --part {shown}"
+        )
     elif not compared:
         decide_duplicates(job, work, _log)
         _log("now run every part once more, which tokenises what is left, and then --merge again")

@@ -1,4 +1,6 @@
-"""Options of `titanlite prepare` for what is dropped: limits of the quality filters, and duplicates."""
+"""Options of `titanlite prepare` for what is dropped: limits of the quality filters, and
+duplicates.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,16 @@ def add_filter_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("quality filters, each off unless it is given")
     for rule in fields(FilterConfig):
         metavar = "SHARE" if _is_share(rule.name) else "N"
-        group.add_argument(f"--{_option(rule.name)}", type=float, metavar=metavar, help=rule.metadata["help"])
+        group.add_argument(
+            f"--{_option(rule.name)}", type=float, metavar=metavar, help=rule.metadata["help"]
+        )
 
 
 def filters_from(options: argparse.Namespace) -> FilterConfig:
-    """The limits that were given. Raises ConfigError for one that no document, or each document, would break."""
+    """The limits that were given.
+
+    Raises ConfigError for one that no document, or each document, would break.
+    """
     given = {name: getattr(options, name) for name in RULES}
     for name, limit in given.items():
         highest = 1.0 if _is_share(name) else float("inf")
@@ -27,10 +34,13 @@ def filters_from(options: argparse.Namespace) -> FilterConfig:
             expected = "a share from 0 to 1" if highest == 1 else "a number from 0 on"
             raise ConfigError(f"--{_option(name)} = {limit:g}: expected {expected}")
     for measure in ("chars", "mean_word_length"):
-        low, high = given[f"min_{measure}"], given[f"max_{measure}"]
+        low = given[f"min_{measure}"]
+        high = given[f"max_{measure}"]
         if low is not None and high is not None and low > high:
             name = _option(measure)
-            raise ConfigError(f"--min-{name} = {low:g} is above --max-{name} = {high:g}: no document can pass")
+            raise ConfigError(
+                f"--min-{name} = {low:g} is above --max-{name} = {high:g}: no document can pass"
+            )
     return FilterConfig(**given)
 
 
@@ -46,14 +56,17 @@ def add_duplicate_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "removal of duplicates; the first document of each set is kept, one of --validation before others"
     )
-    group.add_argument("--drop-duplicates", choices=("none", "exact", "near"), default="none", help="default: none")
+    group.add_argument(
+        "--drop-duplicates", choices=("none", "exact", "near"), default="none", help="default: none"
+    )
     text = f"near duplicates have at least this estimated Jaccard similarity, from 0.5 to 1; default: {THRESHOLD}"
     group.add_argument("--near-threshold", type=float, metavar="SHARE", help=text)
 
 
 def duplicates_from(options: argparse.Namespace) -> DuplicateConfig:
     """Raises ConfigError for a threshold out of range or without near duplicates."""
-    remove, threshold = options.drop_duplicates, options.near_threshold
+    remove = options.drop_duplicates
+    threshold = options.near_threshold
     if threshold is None:
         return DuplicateConfig(remove)
     if not 0.5 <= threshold <= 1:

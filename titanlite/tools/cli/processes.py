@@ -1,12 +1,14 @@
-"""The training processes of a node: starts them, forwards signals to them, and turns their exit codes into one.
+"""The training processes of a node: starts them, forwards signals to them, and turns their exit
+codes into one.
 
-What it is: the part of the launcher that runs while training runs. Each process is train.py with its rank in the
-environment, under the names that torchrun uses. Signals (SIGTERM, Ctrl-C, or a scheduler's SIGUSR1) are forwarded to
-the processes, which save and exit without a time limit.
-Why it is not torchrun: torchrun turns every exit code into 1 and a stack trace, restarts processes that stopped on
-request, kills them 30 seconds after a signal, and takes two seconds to start. Its c10d rendezvous listens on all
-network interfaces and unpickles what it receives, so whoever can reach the port can run code. Here rank 0 serves the
-store on a socket that the launcher has bound to one address, and the rendezvous unpickles nothing.
+What it is: the part of the launcher that runs while training runs. Each process is train.py with
+its rank in the environment, under the names that torchrun uses. Signals (SIGTERM, Ctrl-C, or a
+scheduler's SIGUSR1) are forwarded to the processes, which save and exit without a time limit.
+Why it is not torchrun: torchrun turns every exit code into 1 and a stack trace, restarts processes
+that stopped on request, kills them 30 seconds after a signal, and takes two seconds to start. Its
+c10d rendezvous listens on all network interfaces and unpickles what it receives, so whoever can
+reach the port can run code. Here rank 0 serves the store on a socket that the launcher has bound to
+one address, and the rendezvous unpickles nothing.
 """
 
 from __future__ import annotations
@@ -21,23 +23,43 @@ import sys
 import time
 
 from titanlite.runtime import interpreter
-from titanlite.runtime.errors import EXIT_CONFIG, EXIT_HUNG, EXIT_LOST, EXIT_STOPPED, LISTENER, ConfigError
+from titanlite.runtime.errors import (
+    EXIT_CONFIG,
+    EXIT_HUNG,
+    EXIT_LOST,
+    EXIT_STOPPED,
+    LISTENER,
+    ConfigError,
+)
 
-# Seconds until processes that still run are killed: after one has failed, and after the watchdog has ended one. After a
-# hang, only a frozen process still runs then
-GRACE, HUNG_GRACE = 30.0, 2.0
+# Seconds until processes that still run are killed: after one has failed, and after the watchdog
+# has ended one. After a hang, only a frozen process still runs then
+GRACE = 30.0
+HUNG_GRACE = 2.0
 PERIOD = 0.05  # seconds between looks at the processes and at the signals
-# Descriptors that rank 0 needs: it serves the store, with two connections per rank, and gloo connects all ranks.
-# Measured at its peak: 62 with 2 ranks, 73 with 4, 74 with 8.
-OPEN_FILES, OPEN_FILES_PER_RANK = 64, 3
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Descriptors that rank 0 needs: it serves the store, with two connections per rank, and gloo
+# connects all ranks. Measured at its peak: 62 with 2 ranks, 73 with 4, 74 with 8.
+OPEN_FILES = 64
+OPEN_FILES_PER_RANK = 3
+RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 class Signals:
-    """Counts requests to stop. Signals within a second of the first are the same request (see signals.Requests)."""
+    """Counts requests to stop.
+
+    Signals within a second of the first are the same request (see signals.Requests).
+    """
 
     def __init__(self) -> None:
-        self.requests, self._first = 0, 0.0
+        self.requests = 0
+        self._first = 0.0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: self.receive())
 
@@ -50,12 +72,19 @@ class Signals:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """The socket on which rank 0 serves the store, bound to this address only. Raises ConfigError."""
+    """The socket on which rank 0 serves the store, bound to this address only.
+
+    Raises ConfigError.
+    """
     expected = "expected an address of node 0 and a free port"
     where = f"MASTER_ADDR = {address!r}, MASTER_PORT = {port} in the environment"
     try:
         family, *_, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        if ipaddress.ip_address(found[0]).is_loopback and not _is_ip_address(address) and address != "localhost":
+        if (
+            ipaddress.ip_address(found[0]).is_loopback
+            and not _is_ip_address(address)
+            and address != "localhost"
+        ):
             raise ConfigError(  # on Debian, a machine's own name does
                 f"{where}: on node 0 this name is the loopback address {found[0]}, which no other node can reach; "
                 "expected an IP address of node 0"
@@ -84,10 +113,11 @@ def run(
     meeting: tuple[str, int],
     signals: Signals,
 ) -> int:
-    """Runs `here` processes on this node until all have ended, and returns the run's exit code on this node.
+    """Runs `here` processes on this node until all have ended, and returns the run's exit code on
+    this node.
 
-    `variables`: of the environment, beside those that are inherited; `meeting`: the address and port where node 0
-    listens. Raises ConfigError if it cannot.
+    `variables`: of the environment, beside those that are inherited; `meeting`: the address and
+    port where node 0 listens. Raises ConfigError if it cannot.
     """
     world_size, (address, port) = nodes * here, meeting
     others = (*RANK_VARIABLES, LISTENER)  # which another launcher may have set
@@ -103,7 +133,11 @@ def run(
     try:
         for local_rank in range(here):
             rank = node * here + local_rank
-            ranks = dict(zip(RANK_VARIABLES, (rank, local_rank, world_size, here, address, port), strict=True))
+            ranks = dict(
+                zip(
+                    RANK_VARIABLES, (rank, local_rank, world_size, here, address, port), strict=True
+                )
+            )
             environment = inherited | {name: str(value) for name, value in ranks.items()}
             if listener is not None and rank == 0:
                 environment[LISTENER] = str(listener.fileno())
@@ -118,7 +152,10 @@ def run(
 
 
 def require_open_files(world_size: int) -> None:
-    """Raises ConfigError if a process may not open enough files: gloo would abort. A process raises its soft limit."""
+    """Raises ConfigError if a process may not open enough files: gloo would abort.
+
+    A process raises its soft limit.
+    """
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = OPEN_FILES + OPEN_FILES_PER_RANK * world_size
     if limit != resource.RLIM_INFINITY and limit < needed:
@@ -128,20 +165,27 @@ def require_open_files(world_size: int) -> None:
         )
 
 
-def _start(command: list[str], environment: dict[str, str], *descriptors: int) -> subprocess.Popen[bytes]:
+def _start(
+    command: list[str], environment: dict[str, str], *descriptors: int
+) -> subprocess.Popen[bytes]:
     """Starts a process in a separate session, so that Ctrl-C reaches only the launcher."""
-    return subprocess.Popen([sys.executable, *command], env=environment, pass_fds=descriptors, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, *command], env=environment, pass_fds=descriptors, start_new_session=True
+    )
 
 
 def wait(processes: dict[int, subprocess.Popen[bytes]], signals: Signals) -> int:
     """Waits until all processes (rank -> process) have ended; returns the run's exit code.
 
-    The first request to stop is forwarded as SIGTERM, also for Ctrl-C: a process that does not handle it yet is ended
-    by it without a stack trace. The next one kills, since a process that waits in a collective runs no handler. When a
-    process fails, the others get SIGTERM too, and are killed if they still run after `GRACE` seconds.
+    The first request to stop is forwarded as SIGTERM, also for Ctrl-C: a process that does not
+    handle it yet is ended by it without a stack trace. The next one kills, since a process that
+    waits in a collective runs no handler. When a process fails, the others get SIGTERM too, and are
+    killed if they still run after `GRACE` seconds.
     """
     codes: dict[int, int] = {}  # in the order in which the processes ended
-    forwarded, failed, overdue = 0, 0.0, False
+    forwarded = 0
+    failed = 0.0
+    overdue = False
     while len(codes) < len(processes):
         for rank, process in processes.items():
             if rank not in codes and (code := process.poll()) is not None:
@@ -152,9 +196,13 @@ def wait(processes: dict[int, subprocess.Popen[bytes]], signals: Signals) -> int
             send = signal.SIGKILL if forwarded else signal.SIGTERM
             forwarded = signals.requests
         elif not failed and not set(codes.values()) <= {0, EXIT_STOPPED}:
-            failed, send = time.monotonic(), signal.SIGTERM
-        elif failed and time.monotonic() > failed + (HUNG_GRACE if EXIT_HUNG in codes.values() else GRACE):
-            overdue, send = True, signal.SIGKILL
+            failed = time.monotonic()
+            send = signal.SIGTERM
+        elif failed and time.monotonic() > failed + (
+            HUNG_GRACE if EXIT_HUNG in codes.values() else GRACE
+        ):
+            overdue = True
+            send = signal.SIGKILL
         if send is not None:
             for process in running:
                 process.send_signal(send)
@@ -163,7 +211,8 @@ def wait(processes: dict[int, subprocess.Popen[bytes]], signals: Signals) -> int
 
 
 def explain(codes: dict[int, int], stopped: bool) -> int:
-    """The run's exit code from those of its processes (rank -> code); prints a message if they printed none.
+    """The run's exit code from those of its processes (rank -> code); prints a message if they
+    printed none.
 
     `stopped`: a request to stop was forwarded to them.
     """
@@ -173,16 +222,22 @@ def explain(codes: dict[int, int], stopped: bool) -> int:
         return EXIT_STOPPED  # stopped on request, perhaps before there was anything to save
     if EXIT_HUNG in codes.values():
         return EXIT_HUNG  # the watchdog has named the process
-    # A killed process is the cause, not the errors of the others; SIGTERM is what the launcher sends to them.
+    # A killed process is the cause, not the errors of the others; SIGTERM is what the launcher
+    # sends to them.
     killed = [rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]
     failed = [rank for rank, code in codes.items() if code > 0 and code != EXIT_STOPPED]
-    cause = [rank for rank in failed if codes[rank] != EXIT_LOST]  # the others lost their connection to it
+    # The others lost their connection to it
+    cause = [rank for rank in failed if codes[rank] != EXIT_LOST]
     rank = (killed or cause or failed or [rank for rank, code in codes.items() if code])[0]
     code = codes[rank]
     if code < 0:
-        print(f"error: the process of rank {rank} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+        print(
+            f"error: the process of rank {rank} was killed by {signal.Signals(-code).name}",
+            file=sys.stderr,
+        )
     elif code not in (EXIT_CONFIG, EXIT_STOPPED):
         print(
-            f"error: the process of rank {rank} failed with exit code {code}; its messages are above", file=sys.stderr
+            f"error: the process of rank {rank} failed with exit code {code}; its messages are above",
+            file=sys.stderr,
         )
     return code if code > 0 else 128 - code

@@ -23,32 +23,45 @@ def run(argv: list[str]) -> int:
         epilog=EPILOG,
         allow_abbrev=False,
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, as outputs/debug")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, as outputs/debug"
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--out", type=Path, metavar="FILE", help="where to write the page")
     how.add_argument("--text", action="store_true", help="print the report, in at most 80 columns")
-    how.add_argument("--live", action="store_true", help="serve the page on 127.0.0.1, with newer data as it comes")
-    parser.add_argument("--port", type=at_least(int, 0, 65535), metavar="N", help="of --live; 0: any; default 8765")
+    how.add_argument(
+        "--live",
+        action="store_true",
+        help="serve the page on 127.0.0.1, with newer data as it comes",
+    )
+    parser.add_argument(
+        "--port", type=at_least(int, 0, 65535), metavar="N", help="of --live; 0: any; default 8765"
+    )
     options = parser.parse_args(argv)
     if options.port is not None and not options.live:
         raise ConfigError("--port: only with --live")
     folders = _folders(options.runs)
     if options.live:
         return _serve(folders, options.port)
-    from titanlite.tools.report.page import NAME, contents, page, trends_of  # with numpy, which --help does not need
+    # With numpy, which --help does not need
+    from titanlite.tools.report.page import NAME, contents, page, trends_of
     from titanlite.tools.report.run_data import read_runs
 
     runs = read_runs(folders)
     if options.text:
         from titanlite.tools.report.text_report import text_report
 
-        print(text_report(runs, trends_of(runs), blocks="utf" in (sys.stdout.encoding or "").lower()))
+        print(
+            text_report(runs, trends_of(runs), blocks="utf" in (sys.stdout.encoding or "").lower())
+        )
         return 0
     out: Path = options.out or folders[0] / NAME
     try:
         replace_file(out.absolute(), page(contents(runs)).encode())
     except OSError as error:
-        raise ConfigError(f"{out}: {error.strerror or error}; expected a file to write, with --out") from None
+        raise ConfigError(
+            f"{out}: {error.strerror or error}; expected a file to write, with --out"
+        ) from None
     print(out)
     return 0
 
@@ -60,9 +73,13 @@ def _folders(paths: list[Path]) -> list[Path]:
         if not path.is_dir():
             near = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
             hint = suggestion(path.name, near) or "; expected a run's folder, as outputs/debug"
-            problems.append(f"{path}: {'not a folder' if path.exists() else 'no such folder'}{hint}")
+            problems.append(
+                f"{path}: {'not a folder' if path.exists() else 'no such folder'}{hint}"
+            )
         elif not any((path / name).exists() for name in ("metrics.jsonl", "config.toml")):
-            problems.append(f"{path}: has no metrics.jsonl; expected a run's folder, as outputs/debug")
+            problems.append(
+                f"{path}: has no metrics.jsonl; expected a run's folder, as outputs/debug"
+            )
     from titanlite.tools.report.page import MOST_RUNS
 
     if len(paths) > MOST_RUNS:

@@ -1,4 +1,6 @@
-"""`titanlite schedule`: draws the learning rate, and the batch size if it changes, of every step of a run."""
+"""`titanlite schedule`: draws the learning rate, and the batch size if it changes, of every step of
+a run.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +36,31 @@ def run(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture to this file")
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="also write the picture to this file"
+    )
     options, rest = parser.parse_known_args(argv)
-    if unknown := [word for word in rest if word.startswith("--") and "." not in word.partition("=")[0]]:
-        raise ConfigError([f"unknown option {word}{suggestion(word, ['--svg'])}; see --help" for word in unknown])
+    unknown = [word for word in rest if word.startswith("--") and "." not in word.partition("=")[0]]
+    if unknown:
+        raise ConfigError(
+            [f"unknown option {word}{suggestion(word, ['--svg'])}; see --help" for word in unknown]
+        )
     picture = picture_of(_with_steps(load_config(rest)))
     print(text_picture(picture, blocks="utf" in (sys.stdout.encoding or "").lower()))
     if options.svg:
         try:
             replace_file(options.svg.absolute(), svg_picture(picture).encode())
         except OSError as error:
-            raise ConfigError(f"--svg {options.svg}: {error.strerror or error}; expected a file to write") from None
+            raise ConfigError(
+                f"--svg {options.svg}: {error.strerror or error}; expected a file to write"
+            ) from None
     return 0
 
 
 def _with_steps(config: Config) -> Config:
-    """The config with a number of steps, which for a budget in epochs is known once the data is prepared."""
+    """The config with a number of steps, which for a budget in epochs is known once the data is
+    prepared.
+    """
     if not config.training.epochs:
         return config
     from titanlite.data.prepared import load_sources
@@ -58,14 +69,21 @@ def _with_steps(config: Config) -> Config:
     from titanlite.tools.prepare.cache import prepare
 
     tokenizer = Tokenizer(config.data.tokenizer)
-    folders = [prepare(part, tokenizer, lambda text: print(text, file=sys.stderr)) for part in config.data.parts()]
+    folders = [
+        prepare(part, tokenizer, lambda text: print(text, file=sys.stderr))
+        for part in config.data.parts()
+    ]
     data = load_sources(config.data, folders, tokenizer)
-    return epochs_in_steps(config, build_samples(data, config.data, config.training, config.run.seed).rows[0].count)
+    return epochs_in_steps(
+        config, build_samples(data, config.data, config.training, config.run.seed).rows[0].count
+    )
 
 
 def picture_of(config: Config) -> Picture:
     """The curves of a config whose budget is in steps, and its key points."""
-    training, schedule, peak = config.training, config.schedule, config.optimizer.lr
+    training = config.training
+    schedule = config.schedule
+    peak = config.optimizer.lr
     total = training.steps
 
     def rate(step: int) -> float:
@@ -88,7 +106,9 @@ def picture_of(config: Config) -> Picture:
     if training.batch_ramp:
         curves.append(Curve("sequences per step", "{:,.0f}", size))
         ramp = segments(training)[1:]
-        points = {part.step: "batch size" for part in (ramp if len(ramp) <= 8 else (ramp[0], ramp[-1]))} | points
+        points = {
+            part.step: "batch size" for part in (ramp if len(ramp) <= 8 else (ramp[0], ramp[-1]))
+        } | points
     marks = [
         Mark(name, step, tuple(curve.value(step) for curve in curves))
         for step, name in sorted(({total: "last step"} | points).items())

@@ -16,7 +16,8 @@ class Stopped(SystemExit):
 
 @contextlib.contextmanager
 def stoppable(advice: str = "") -> Iterator[None]:
-    """Within it, SIGTERM and SIGHUP raise `Stopped`, as Ctrl-C raises KeyboardInterrupt; then prints the advice.
+    """Within it, SIGTERM and SIGHUP raise `Stopped`, as Ctrl-C raises KeyboardInterrupt; then
+    prints the advice.
 
     A signal that is ignored stays ignored.
     """
@@ -24,7 +25,8 @@ def stoppable(advice: str = "") -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise Stopped(128 + number)
 
-    heard = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    # Nohup ignores SIGHUP
+    heard = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
     before = [signal.signal(number, stop) for number in heard]
     try:
         yield

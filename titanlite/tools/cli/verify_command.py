@@ -1,4 +1,7 @@
-"""`titanlite verify`: shows that layouts equal one process. The options of the command and its exit code."""
+"""`titanlite verify`: shows that layouts equal one process.
+
+The options of the command and its exit code.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ def run(argv: list[str]) -> int:
     device = _device(load_config(rest).run.device)
     processes = options.processes or (_cuda_devices() if device == "cuda" else 4)
     if device == "cuda" and processes > _cuda_devices():
-        raise ConfigError(f"--processes {processes}: there are {_cuda_devices()} CUDA devices; or --run.device=cpu")
+        raise ConfigError(
+            f"--processes {processes}: there are {_cuda_devices()} CUDA devices; or --run.device=cpu"
+        )
     texts = options.layout or ladder(processes, options.quick, device)
     tokenizer = Tokenizer(load_config(rest).data.tokenizer)
     fitting: list[tuple[Case, LlamaConfig]] = []
@@ -43,7 +48,9 @@ def run(argv: list[str]) -> int:
         else:
             skipped.append(f"{case.name}: {problem}")
     if not fitting:
-        raise ConfigError([f"no layout of up to {processes} processes fits; {text}" for text in skipped])
+        raise ConfigError(
+            [f"no layout of up to {processes} processes fits; {text}" for text in skipped]
+        )
     rows: list[dict[str, Any]] = []
     try:
         run_cases(fitting, device, options.timeout, rows)
@@ -89,24 +96,39 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default=0,
         help="largest number of processes; default: 4, or the number of CUDA devices",
     )
-    layout = "run only this layout, as in dp_shard=2,tp=2 or pp=2,recompute.mode=full; may be repeated"
+    layout = (
+        "run only this layout, as in dp_shard=2,tp=2 or pp=2,recompute.mode=full; may be repeated"
+    )
     parser.add_argument("--layout", action="append", help=layout)
     parser.add_argument(
-        "--quick", action="store_true", help="fewer layouts: each axis, each pair of axes, each technique"
+        "--quick",
+        action="store_true",
+        help="fewer layouts: each axis, each pair of axes, each technique",
     )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--timeout", type=float, default=300, help="time-out of one layout in seconds (default 300)")
+    parser.add_argument(
+        "--timeout", type=float, default=300, help="time-out of one layout in seconds (default 300)"
+    )
     options, rest = parser.parse_known_args(argv)
     own = [f"--{name}" for name in vars(options)]
-    if unknown := [word for word in rest if word.startswith("--") and "." not in word.partition("=")[0]]:
-        raise ConfigError([f"unknown option {word}{suggestion(word, own)}; see --help" for word in unknown])
+    unknown = [word for word in rest if word.startswith("--") and "." not in word.partition("=")[0]]
+    if unknown:
+        raise ConfigError(
+            [f"unknown option {word}{suggestion(word, own)}; see --help" for word in unknown]
+        )
     if not 0 <= options.processes <= MAX_PROCESSES:
-        raise ConfigError(f"--processes {options.processes}: expected 1 to {MAX_PROCESSES}, or 0 for the default")
+        raise ConfigError(
+            f"--processes {options.processes}: expected 1 to {MAX_PROCESSES}, or 0 for the default"
+        )
     if not 0 < options.timeout < 1e6:
-        raise ConfigError(f"--timeout {options.timeout:g}: expected more than 0 seconds, and less than a million")
+        raise ConfigError(
+            f"--timeout {options.timeout:g}: expected more than 0 seconds, and less than a million"
+        )
     if options.json:
         try:
             options.json.open("a").close()
         except OSError as error:
-            raise ConfigError(f"--json {options.json}: {error.strerror or error}; expected a file to write") from None
+            raise ConfigError(
+                f"--json {options.json}: {error.strerror or error}; expected a file to write"
+            ) from None
     return options, rest

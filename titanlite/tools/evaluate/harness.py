@@ -1,13 +1,16 @@
 """Tasks of EleutherAI's lm-eval on a Llama.
 
-What it is: `Evaluated` answers the three kinds of request of lm-eval: the log-likelihood of a continuation, that of a
-whole text, and text that is generated until a stop string. `run_tasks` has lm-eval read tasks, ask and compute metrics.
-Why it is here: lm-eval's own class for models of Hugging Face gives the same answers for the exported model
-([test](../../tests/tools/evaluate/test_harness.py)), but needs the export, which has no averaged weights of a run.
-What it costs: a forward per continuation, in batches of similar lengths, and a forward per generated token.
+What it is: `Evaluated` answers the three kinds of request of lm-eval: the log-likelihood of a
+continuation, that of a whole text, and text that is generated until a stop string. `run_tasks` has
+lm-eval read tasks, ask and compute metrics.
+Why it is here: lm-eval's own class for models of Hugging Face gives the same answers for the
+exported model ([test](../../tests/tools/evaluate/test_harness.py)), but needs the export, which has
+no averaged weights of a run.
+What it costs: a forward per continuation, in batches of similar lengths, and a forward per
+generated token.
 
-As in training, a text begins with the token bos. A text that is too long loses its beginning. Import it after
-`stay_offline`, because the libraries read the environment when they are imported.
+As in training, a text begins with the token bos. A text that is too long loses its beginning.
+Import it after `stay_offline`, because the libraries read the environment when they are imported.
 """
 
 from __future__ import annotations
@@ -21,7 +24,11 @@ import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
@@ -33,7 +40,8 @@ from titanlite.model.llama import Llama
 from titanlite.runtime.errors import ConfigError
 
 NEW_TOKENS = 256  # of generated text, unless the task limits it; lm-eval's default
-Scored = tuple[float, bool]  # log-likelihood in nats, and whether each token was the most likely one
+# log-likelihood in nats, and whether each token was the most likely one
+Scored = tuple[float, bool]
 
 
 class Evaluated(TemplateLM):
@@ -41,7 +49,9 @@ class Evaluated(TemplateLM):
 
     def __init__(self, model: Llama, tokenizer: Tokenizer, batch_size: int) -> None:
         super().__init__()
-        self.model, self.encoder, self.batch_size = model, tokenizer, batch_size
+        self.model = model
+        self.encoder = tokenizer
+        self.batch_size = batch_size
         self.max_length = model.seq_len
 
     @property
@@ -53,16 +63,25 @@ class Evaluated(TemplateLM):
         """The token before an empty prompt."""
         return self.encoder.bos
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **options: Any
+    ) -> list[int]:
         start = [] if add_special_tokens is False else [self.encoder.bos]
         return start + self.encoder.encode(string)
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each whole text, in parts of the sequence length, each after one token."""
-        parts, counts = [], []
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """The log-likelihood of each whole text, in parts of the sequence length, each after one
+        token.
+        """
+        parts = []
+        counts = []
         for request in requests:
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
-            found = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
+            found = get_rolling_token_windows(
+                tokens, self.prefix_token_id, self.max_length, context_len=1
+            )
             windows = [("", *make_disjoint_window(window)) for window in found]
             parts += windows
             counts.append(len(windows))
@@ -74,10 +93,14 @@ class Evaluated(TemplateLM):
     ) -> list[Scored]:
         """Of each continuation after its context: (text, context's ids, continuation's ids)."""
         results: list[Scored] = [(0.0, True)] * len(requests)
-        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2]))
+        order = sorted(
+            range(len(requests)), key=lambda i: -len(requests[i][1]) - len(requests[i][2])
+        )
         for start in range(0, len(order), self.batch_size):
             chosen = order[start : start + self.batch_size]
-            for i, score in zip(chosen, self._score([requests[i][1:] for i in chosen]), strict=True):
+            for i, score in zip(
+                chosen, self._score([requests[i][1:] for i in chosen]), strict=True
+            ):
                 results[i] = score
         return results
 
@@ -86,16 +109,23 @@ class Evaluated(TemplateLM):
         rows = [(context + continuation)[-self.max_length - 1 :] for context, continuation in pairs]
         tokens = torch.zeros(len(rows), max(map(len, rows)) - 1, dtype=torch.int64)
         for row, ids in zip(tokens, rows, strict=True):
-            row[: len(ids) - 1] = torch.tensor(ids[:-1])  # what follows is padding, which causal attention ignores
+            # What follows is padding, which causal attention ignores
+            row[: len(ids) - 1] = torch.tensor(ids[:-1])
         logits = self.model(tokens.to(self.model.rope.device))  # (B, S, V)
         scores = []
         for number, (ids, (_, continuation)) in enumerate(zip(rows, pairs, strict=True)):
             length = min(len(continuation), len(ids) - 1)
-            scores.append(_scored(logits[number, len(ids) - 1 - length : len(ids) - 1], ids[len(ids) - length :]))
+            scores.append(
+                _scored(
+                    logits[number, len(ids) - 1 - length : len(ids) - 1], ids[len(ids) - length :]
+                )
+            )
         return scores
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each prompt up to a stop string, which is not part of it, or the end of the text."""
+        """The continuation of each prompt up to a stop string, which is not part of it, or the end
+        of the text.
+        """
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, prompt: str, options: dict[str, Any]) -> str:
@@ -128,7 +158,11 @@ def _scored(logits: Tensor, tokens: list[int]) -> Scored:
 
 
 def run_tasks(
-    model: Evaluated, names: list[str], include: Path | None, num_fewshot: int | None, limit: int | None
+    model: Evaluated,
+    names: list[str],
+    include: Path | None,
+    num_fewshot: int | None,
+    limit: int | None,
 ) -> dict[str, dict[str, float]]:
     """Task or group -> metric -> value; the standard error of `acc` is `acc_stderr`.
 
@@ -138,7 +172,8 @@ def run_tasks(
     try:
         tasks = TaskManager(include_path=include)
         problems = [
-            f"--tasks {name}: no such task{suggestion(name, tasks.all_tasks)}" for name in _unknown(names, tasks)
+            f"--tasks {name}: no such task{suggestion(name, tasks.all_tasks)}"
+            for name in _unknown(names, tasks)
         ]
         if problems:
             raise ConfigError(problems)
@@ -148,9 +183,16 @@ def run_tasks(
     except Exception as error:  # of a task's file, of its code, or of reading its data
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         advice = "data that is not on this machine is downloaded with --online"
-        raise ConfigError(f"--tasks {','.join(names)}: cannot be loaded: {reason}; {advice}") from None
+        raise ConfigError(
+            f"--tasks {','.join(names)}: cannot be loaded: {reason}; {advice}"
+        ) from None
     found = simple_evaluate(
-        model, tasks=list(names), num_fewshot=num_fewshot, limit=limit, task_manager=tasks, log_samples=False
+        model,
+        tasks=list(names),
+        num_fewshot=num_fewshot,
+        limit=limit,
+        task_manager=tasks,
+        log_samples=False,
     )
     assert found is not None  # it is None on other ranks
     return {name: _metrics(values) for name, values in found["results"].items()}
@@ -162,7 +204,9 @@ def _unknown(names: list[str], tasks: TaskManager) -> list[str]:
 
 
 def _metrics(values: dict[str, Any]) -> dict[str, float]:
-    """lm-eval's `acc,none` and `acc_stderr,none` become acc and acc_stderr; the name of another filter is kept."""
+    """lm-eval's `acc,none` and `acc_stderr,none` become acc and acc_stderr; the name of another
+    filter is kept.
+    """
     result = {}
     for key, value in values.items():
         name, comma, chosen = key.partition(",")

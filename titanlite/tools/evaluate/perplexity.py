@@ -1,9 +1,11 @@
 """The loss of a model on prepared text.
 
-What it is: the text is cut into the windows of validation, in the same order, and the loss is summed over all targets,
-so each token counts once in any division into batches. The result equals that of validation during training, up to the
-dtype of the computation ([test](../../tests/tools/evaluate/test_perplexity.py)).
-What it costs: a forward over the text. Logits take 12 bytes per token of a batch and entry of the vocabulary.
+What it is: the text is cut into the windows of validation, in the same order, and the loss is
+summed over all targets, so each token counts once in any division into batches. The result equals
+that of validation during training, up to the dtype of the computation
+([test](../../tests/tools/evaluate/test_perplexity.py)).
+What it costs: a forward over the text. Logits take 12 bytes per token of a batch and entry of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -32,14 +34,18 @@ class Reading:
 
 @torch.inference_mode()
 def perplexity(model: Llama, data: PreparedData, split: str, reading: Reading) -> dict[str, float]:
-    """loss (nats per token), bits_per_byte, perplexity and tokens of a split, `train` or `validation`.
+    """loss (nats per token), bits_per_byte, perplexity and tokens of a split, `train` or
+    `validation`.
 
     Raises ConfigError if the split is shorter than a window or has no targets.
     """
     windows = Windows(data.tokens(split), reading.seq_len, f"{split} text of {data.name}")
     token_bytes = torch.tensor(data.tokenizer.token_bytes)
     count = min(reading.samples or windows.count, windows.count)
-    device, total, num_targets, num_bytes = model.rope.device, 0.0, 0, 0
+    device = model.rope.device
+    total = 0.0
+    num_targets = 0
+    num_bytes = 0
     for start in range(0, count, reading.batch_size):
         numbers = range(start, min(start + reading.batch_size, count))
         picks = [(windows, permute(number, windows.count, 0)) for number in numbers]
@@ -49,9 +55,14 @@ def perplexity(model: Llama, data: PreparedData, split: str, reading: Reading) -
         num_bytes += int(token_bytes[targets].sum())
         tokens, labels, positions = batch.apply(lambda tensor: tensor.to(device))
         documents = None if positions is None else (positions == 0).cumsum(dim=1)
-        total += float(cross_entropy_sum(model(tokens, positions=positions, documents=documents), labels))
+        total += float(
+            cross_entropy_sum(model(tokens, positions=positions, documents=documents), labels)
+        )
     if not num_targets:
-        raise ConfigError(f"the {split} text of {data.name} has no targets in {count} sequences; expected more of them")
-    loss, bits = total / num_targets, total / math.log(2) / max(1, num_bytes)
+        raise ConfigError(
+            f"the {split} text of {data.name} has no targets in {count} sequences; expected more of them"
+        )
+    loss = total / num_targets
+    bits = total / math.log(2) / max(1, num_bytes)
     shown = math.exp(loss) if loss < 700 else math.inf
     return {"loss": loss, "bits_per_byte": bits, "perplexity": shown, "tokens": num_targets}

@@ -1,8 +1,8 @@
 """evaluations.jsonl in a run's folder: one line per evaluation of a checkpoint of the run.
 
-Why it is not a part of metrics.jsonl: the run appends to that one step after step, and a resumed run removes what is
-after its checkpoint. An evaluation may be of any step, and made while the run trains or after it was resumed. The
-report reads both.
+Why it is not a part of metrics.jsonl: the run appends to that one step after step, and a resumed
+run removes what is after its checkpoint. An evaluation may be of any step, and made while the run
+trains or after it was resumed. The report reads both.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ def run_folder_of(full: FullState) -> Path | None:
     return run if full.about.format == "titanlite" and (run / "metrics.jsonl").is_file() else None
 
 
-def append(folder: Path, step: int, weights: str, results: dict[str, float], settings: dict[str, Any]) -> Path:
-    """Adds a line with `results`, as evaluate/<task>/<metric> -> value. Raises ConfigError if it cannot be written.
+def append(
+    folder: Path, step: int, weights: str, results: dict[str, float], settings: dict[str, Any]
+) -> Path:
+    """Adds a line with `results`, as evaluate/<task>/<metric> -> value. Raises ConfigError if it
+    cannot be written.
 
     One write appends the whole line, so evaluations at the same time do not mix.
     """
@@ -40,5 +43,7 @@ def append(folder: Path, step: int, weights: str, results: dict[str, float], set
             begin = b"\n" * (file.read(1) not in (b"", b"\n"))  # after a line that was cut off
             file.write(begin + json.dumps(row).encode() + b"\n")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}; the results above are not recorded") from None
+        raise ConfigError(
+            f"{path}: {error.strerror or error}; the results above are not recorded"
+        ) from None
     return path

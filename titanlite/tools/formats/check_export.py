@@ -1,9 +1,11 @@
-"""Compares the output of a conversion with its source: every tensor bit by bit, and the model's logits.
+"""Compares the output of a conversion with its source: every tensor bit by bit, and the model's
+logits.
 
-What it is: the output is opened again and compared with the source. Equal bits are not enough: a reader and a writer
-that share a mistake, as a wrong order of rows, agree with each other. So a second Llama, which shares no code with
-`model/llama.py`, must compute from the output the logits that titanlite's model computes from the source. It reads
-Hugging Face's files with their order of rows and their RoPE.
+What it is: the output is opened again and compared with the source. Equal bits are not enough: a
+reader and a writer that share a mistake, as a wrong order of rows, agree with each other. So a
+second Llama, which shares no code with `model/llama.py`, must compute from the output the logits
+that titanlite's model computes from the source. It reads Hugging Face's files with their order of
+rows and their RoPE.
 What it costs: reading both twice; memory for one layer, in fp64.
 """
 
@@ -24,8 +26,8 @@ from titanlite.tools.formats.full_state import FullState, FullTensor
 from titanlite.tools.formats.safetensors_files import read_folder
 
 PROMPT = 16  # tokens of the fixed prompt
-# Relative to the largest logit. Angles and rotations are fp32, the rest is fp64. A wrong order of rows makes 0.1 in a
-# trained model, and 1e-4 in a new one, whose attention is nearly uniform.
+# Relative to the largest logit. Angles and rotations are fp32, the rest is fp64. A wrong order of
+# rows makes 0.1 in a trained model, and 1e-4 in a new one, whose attention is nearly uniform.
 TOLERANCE = 1e-5
 Rounded = Callable[[FullTensor, Tensor], Tensor]  # rows of a tensor -> the same rows as written
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,8 +36,11 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Weights:
     """Parameters by titanlite's names, in fp64, rounded as the output has them; large ones by rows."""
 
-    def __init__(self, tensors: dict[str, FullTensor], rounded: Rounded = lambda tensor, rows: rows) -> None:
-        self.tensors, self.rounded = tensors, rounded
+    def __init__(
+        self, tensors: dict[str, FullTensor], rounded: Rounded = lambda tensor, rows: rows
+    ) -> None:
+        self.tensors = tensors
+        self.rounded = rounded
 
     def __call__(self, name: str) -> Tensor:
         tensor = self.tensors[name]
@@ -50,7 +55,8 @@ class Weights:
     def project(self, x: Tensor, tied: bool) -> Tensor:
         """(S, D) -> logits (S, V)"""
         table = self.tensors["tok_embeddings.weight" if tied else "output.weight"]
-        # Allocated first: results allocated between the blocks would fragment the memory that the blocks reuse.
+        # Allocated first: results allocated between the blocks would fragment the memory that the
+        # blocks reuse.
         logits = torch.empty(len(x), table.shape[0], dtype=torch.float64)
         for start, stop in table.row_ranges():
             logits[:, start:stop] = x @ self.rounded(table, table.read(start, stop)).double().T
@@ -58,7 +64,11 @@ class Weights:
 
 
 def compare_tensors(
-    source: FullState, result: FullState, rounded: Rounded, full: bool, progress: Callable[[int], object]
+    source: FullState,
+    result: FullState,
+    rounded: Rounded,
+    full: bool,
+    progress: Callable[[int], object],
 ) -> list[str]:
     """A line for each tensor that is missing, new, of another shape or dtype, or differs in a bit."""
     problems = []
@@ -67,10 +77,15 @@ def compare_tensors(
         pairs.append((source.others, result.others, lambda tensor, rows: rows))
     for there, here, rounded_here in pairs:
         problems += [f"{result.path}: has no {name!r}" for name in there if name not in here]
-        problems += [f"{result.path}: has {name!r}, and the source does not" for name in here if name not in there]
+        problems += [
+            f"{result.path}: has {name!r}, and the source does not"
+            for name in here
+            if name not in there
+        ]
         for name in there:
             if name in here:
-                if problem := _difference(there[name], here[name], rounded_here):
+                problem = _difference(there[name], here[name], rounded_here)
+                if problem:
                     problems.append(f"{result.path}: {name!r} {problem}")
                 progress(here[name].nbytes)
     return problems
@@ -80,7 +95,8 @@ def _difference(a: FullTensor, b: FullTensor, rounded: Rounded) -> str:
     if a.shape != b.shape:
         return f"is {b.shape}; expected {a.shape}"
     for start, stop in a.row_ranges():
-        wanted, found = rounded(a, a.read(start, stop)), b.read(start, stop)
+        wanted = rounded(a, a.read(start, stop))
+        found = b.read(start, stop)
         if wanted.dtype != found.dtype:
             return f"is {found.dtype}; expected {wanted.dtype}"
         bits = INTEGERS[wanted.dtype.itemsize]
@@ -89,8 +105,12 @@ def _difference(a: FullTensor, b: FullTensor, rounded: Rounded) -> str:
     return ""
 
 
-def compare_logits(source: FullState, path: Path, format: str, result: FullState, rounded: Rounded) -> str | None:
-    """The problem with the result's logits for a fixed prompt, empty if they agree; None if they are not finite."""
+def compare_logits(
+    source: FullState, path: Path, format: str, result: FullState, rounded: Rounded
+) -> str | None:
+    """The problem with the result's logits for a fixed prompt, empty if they agree; None if they
+    are not finite.
+    """
     config = source.model
     tokens = torch.arange(PROMPT) * 7919 % config.vocab_size
 
@@ -102,7 +122,8 @@ def compare_logits(source: FullState, path: Path, format: str, result: FullState
     found = _reference_logits(config, Weights(tensors), tokens, half_split=format == "hf")
     if not bool(expected.isfinite().all()):
         return None  # finite weights can overflow too; their bits were compared
-    apart, largest = float((expected - found).abs().max()), float(expected.abs().max())
+    apart = float((expected - found).abs().max())
+    largest = float(expected.abs().max())
     if not apart <= TOLERANCE * max(largest, 1e-3):
         return f"{path}: logits are {apart:.3g} apart from the source's, of up to {largest:.3g}"
     return ""
@@ -121,9 +142,16 @@ def _model_logits(config: LlamaConfig, read: Weights, tokens: Tensor) -> Tensor:
     return read.project(x, config.tied_embeddings)
 
 
-def _reference_logits(config: LlamaConfig, read: Weights, tokens: Tensor, half_split: bool) -> Tensor:
-    """Logits (S, V) of an independent Llama: attention as product and softmax, RoPE as complex rotations."""
-    x, width, heads, kv_heads = read.embed(tokens), config.head_dim, config.num_heads, config.num_kv_heads
+def _reference_logits(
+    config: LlamaConfig, read: Weights, tokens: Tensor, half_split: bool
+) -> Tensor:
+    """Logits (S, V) of an independent Llama: attention as product and softmax, RoPE as complex
+    rotations.
+    """
+    x = read.embed(tokens)
+    width = config.head_dim
+    heads = config.num_heads
+    kv_heads = config.num_kv_heads
     angles = _angles(config, len(tokens))
     mask = torch.full((len(tokens), len(tokens)), -math.inf, dtype=torch.float64).triu(1)
 
@@ -134,16 +162,26 @@ def _reference_logits(config: LlamaConfig, read: Weights, tokens: Tensor, half_s
         pairs = (len(tokens), -1, 2, width // 2) if half_split else (len(tokens), -1, width // 2, 2)
         first, second = value.reshape(pairs).unbind(2 if half_split else 3)
         plane = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.stack((plane.real, plane.imag), 2 if half_split else 3).reshape(len(tokens), -1, width)
+        return torch.stack((plane.real, plane.imag), 2 if half_split else 3).reshape(
+            len(tokens), -1, width
+        )
 
     for i in range(config.num_layers):
         layer = f"layers.{i}."
         h = normed(x, layer + "attention_norm.weight")
-        q, k, v = ((h @ read(f"{layer}attention.w{which}.weight").T).reshape(len(tokens), -1, width) for which in "qkv")
-        q, k = rotated(q), rotated(k).repeat_interleave(heads // kv_heads, 1)
+        q, k, v = (
+            (h @ read(f"{layer}attention.w{which}.weight").T).reshape(len(tokens), -1, width)
+            for which in "qkv"
+        )
+        q = rotated(q)
+        k = rotated(k).repeat_interleave(heads // kv_heads, 1)
         v = v.repeat_interleave(heads // kv_heads, 1)
         weights = (torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(width) + mask).softmax(-1)
-        x = x + torch.einsum("hij,jhd->ihd", weights, v).flatten(1) @ read(layer + "attention.wo.weight").T
+        x = (
+            x
+            + torch.einsum("hij,jhd->ihd", weights, v).flatten(1)
+            @ read(layer + "attention.wo.weight").T
+        )
         h = normed(x, layer + "ffn_norm.weight")
         gate = h @ read(layer + "feed_forward.w1.weight").T
         hidden = gate * torch.sigmoid(gate) * (h @ read(layer + "feed_forward.w3.weight").T)
@@ -153,11 +191,15 @@ def _reference_logits(config: LlamaConfig, read: Weights, tokens: Tensor, half_s
 
 
 def _angles(config: LlamaConfig, length: int) -> Tensor:
-    """Angle of each pair at each position, (S, width / 2). On purpose not `rope_frequencies` of `model/llama.py`."""
+    """Angle of each pair at each position, (S, width / 2).
+
+    On purpose not `rope_frequencies` of `model/llama.py`.
+    """
     frequencies = []
     for i in range(0, config.head_dim, 2):
         frequency = config.rope_theta ** (-i / config.head_dim)
-        if s := config.rope_scaling:
+        s = config.rope_scaling
+        if s:
             wavelength = 2 * math.pi / frequency
             if wavelength > s.original_context / s.low_freq_factor:
                 frequency /= s.factor
@@ -166,4 +208,6 @@ def _angles(config: LlamaConfig, length: int) -> Tensor:
                 smooth /= s.high_freq_factor - s.low_freq_factor
                 frequency = (1 - smooth) * frequency / s.factor + smooth * frequency
         frequencies.append(frequency)
-    return torch.outer(torch.arange(length, dtype=torch.float64), torch.tensor(frequencies, dtype=torch.float64))
+    return torch.outer(
+        torch.arange(length, dtype=torch.float64), torch.tensor(frequencies, dtype=torch.float64)
+    )

@@ -1,14 +1,16 @@
-"""Conversion of a checkpoint into another format, tensor by tensor, in one process without a process group.
+"""Conversion of a checkpoint into another format, tensor by tensor, in one process without a
+process group.
 
     from titanlite.tools.formats.convert import convert, load_full_state
     convert("outputs/debug", "debug_hf", to="hf")
     weights = load_full_state("debug_hf")            # a lazy mapping: name -> Tensor
     weights["layers.0.attention.wq.weight"]          # read now, in titanlite's order of rows
 
-What it is: the source's format is detected (`detect_format.py`) and its hashes verified; the output is written beside
-the target (`targets.py`), synced, renamed, opened again and compared (`check_export.py`).
-What it costs: memory for blocks of rows, in some formats for one tensor; time for reading and writing once, for hashing
-a step folder before, and for the comparison, which reads both again.
+What it is: the source's format is detected (`detect_format.py`) and its hashes verified; the output
+is written beside the target (`targets.py`), synced, renamed, opened again and compared
+(`check_export.py`).
+What it costs: memory for blocks of rows, in some formats for one tensor; time for reading and
+writing once, for hashing a step folder before, and for the comparison, which reads both again.
 """
 
 from __future__ import annotations
@@ -38,7 +40,13 @@ from titanlite.tools.formats.export import Export
 from titanlite.tools.formats.full_state import FullState, FullTensor
 from titanlite.tools.formats.huggingface_tokenizer import files_of
 from titanlite.tools.formats.load_weights import require_intact
-from titanlite.tools.formats.output_path import lock_target, publish, remove, require_writable, temporary_path
+from titanlite.tools.formats.output_path import (
+    lock_target,
+    publish,
+    remove,
+    require_writable,
+    temporary_path,
+)
 from titanlite.tools.formats.same_model import differences, tensor_problems
 from titanlite.tools.formats.targets import SHARDED, SUFFIXES, TARGETS, WITH_OTHERS, WITH_SCRATCH
 
@@ -52,10 +60,12 @@ class Mismatch(ConfigError):
 
 
 def load_full_state(path: str | Path, step: int | None = None) -> FullState:
-    """A checkpoint of any format as a lazy mapping: parameter name -> Tensor in its dtype; `.others` has the rest.
+    """A checkpoint of any format as a lazy mapping: parameter name -> Tensor in its dtype;
+    `.others` has the rest.
 
-    `step` selects one of a run's checkpoints, None the newest. Raises ConfigError if there is none, CorruptCheckpoint
-    if it is incomplete, also when a tensor is read. Hashes and CRC-32 are not compared: see `require_intact`.
+    `step` selects one of a run's checkpoints, None the newest. Raises ConfigError if there is none,
+    CorruptCheckpoint if it is incomplete, also when a tensor is read. Hashes and CRC-32 are not
+    compared: see `require_intact`.
     """
     return open_full_state(Path(path), step)
 
@@ -75,22 +85,29 @@ def convert(
     force: bool = False,
     log: Callable[[str], None] = logger.info,
 ) -> FullState:
-    """Writes the checkpoint `source` as `target` in format `to`, compares the two and returns the new one.
+    """Writes the checkpoint `source` as `target` in format `to`, compares the two and returns the
+    new one.
 
-    `to`: titanlite, dcp, safetensors, torch, llama, hf or gguf; empty: by the target's suffix. `dtype` of the weights:
-    bf16, fp16, fp32 (for gguf also q8_0); empty: the source's. `step`: which of a run's checkpoints; None: the newest.
-    `weights`: ema for the averaged weights of a run. `shard_size`: bytes per file in formats with several; 0: 5 GB.
-    `full`: also optimizer and training state. `model`: a flavor or model.json, for sources without the model's shape.
-    `force`: replace an existing target, convert NaN and infinity.
+    `to`: titanlite, dcp, safetensors, torch, llama, hf or gguf; empty: by the target's suffix.
+    `dtype` of the weights: bf16, fp16, fp32 (for gguf also q8_0); empty: the source's. `step`:
+    which of a run's checkpoints; None: the newest. `weights`: ema for the averaged weights of a
+    run. `shard_size`: bytes per file in formats with several; 0: 5 GB. `full`: also optimizer and
+    training state. `model`: a flavor or model.json, for sources without the model's shape. `force`:
+    replace an existing target, convert NaN and infinity.
 
-    Raises ConfigError for what cannot be done and CorruptCheckpoint for a damaged source, the target unchanged then.
-    Raises Mismatch if the output differs from the source; the output stays, to be examined.
+    Raises ConfigError for what cannot be done and CorruptCheckpoint for a damaged source, the
+    target unchanged then. Raises Mismatch if the output differs from the source; the output stays,
+    to be examined.
     """
     target = Path(os.path.abspath(target))
     to = _format(target, to)
     as_dtype, q8 = _dtype(dtype, to)
-    if shard_size and (to not in SHARDED or (to == "safetensors" and target.suffix == ".safetensors")):
-        raise ConfigError(f"--shard-size: {target.name} ({to}) is one file; allowed: {', '.join(SHARDED)}, in folders")
+    if shard_size and (
+        to not in SHARDED or (to == "safetensors" and target.suffix == ".safetensors")
+    ):
+        raise ConfigError(
+            f"--shard-size: {target.name} ({to}) is one file; allowed: {', '.join(SHARDED)}, in folders"
+        )
     state = open_full_state(Path(source), step, model, weights)
     require_writable(state.path, target, force)
     export = Export(state, as_dtype, q8, full, shard_size)
@@ -98,16 +115,21 @@ def convert(
     _require_convertible(state, to, full, force)
     make_folder(target.parent)
     with lock_target(target, state.path):
-        require_writable(state.path, target, force)  # again: another conversion may have ended since
+        # Again: another conversion may have ended since
+        require_writable(state.path, target, force)
         _write(export, target, to, force, log)
         return _read_back(export, target, to, verify, log)
 
 
 def _write(export: Export, target: Path, to: str, force: bool, log: Callable[[str], None]) -> None:
     """Writes beside the target and renames; on an error nothing is left."""
-    state, needed = export.state, export.nbytes * (2 if to in WITH_SCRATCH else 1) + SPARE
-    if (free := shutil.disk_usage(target.parent).free) < needed:
-        raise ConfigError(f"{target.parent}: {free / 1e6:,.0f} MB free, and {needed / 1e6:,.0f} MB needed")
+    state = export.state
+    needed = export.nbytes * (2 if to in WITH_SCRATCH else 1) + SPARE
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise ConfigError(
+            f"{target.parent}: {free / 1e6:,.0f} MB free, and {needed / 1e6:,.0f} MB needed"
+        )
     beside = temporary_path(target)
     try:
         with progress_bar(state.nbytes(export.full), "verifying the source") as bar:
@@ -121,19 +143,26 @@ def _write(export: Export, target: Path, to: str, force: bool, log: Callable[[st
         publish(beside, target, force)
     except CorruptCheckpoint:
         if not state.path.exists():
-            raise ConfigError(f"{state.path}: was deleted while it was read; see its run's checkpoint.keep") from None
+            raise ConfigError(
+                f"{state.path}: was deleted while it was read; see its run's checkpoint.keep"
+            ) from None
         raise
     finally:
         remove(beside)
-    seconds, gb = time.monotonic() - started, export.nbytes / 1e9
+    seconds = time.monotonic() - started
+    gb = export.nbytes / 1e9
     log(f"wrote {target}: {gb:.3f} GB in {seconds:.2f} s, {gb / seconds:.2f} GB/s")
 
 
-def _read_back(export: Export, target: Path, to: str, verify: bool, log: Callable[[str], None]) -> FullState:
+def _read_back(
+    export: Export, target: Path, to: str, verify: bool, log: Callable[[str], None]
+) -> FullState:
     """Opens the output, and compares it with the source. Raises Mismatch."""
     state = export.state
     try:
-        result = gguf_file.read_back(target, state.model) if to == "gguf" else open_full_state(target)
+        result = (
+            gguf_file.read_back(target, state.model) if to == "gguf" else open_full_state(target)
+        )
         if to != "titanlite":
             result.about.model = result.about.model or state.about.model
     except ConfigError as error:
@@ -142,7 +171,9 @@ def _read_back(export: Export, target: Path, to: str, verify: bool, log: Callabl
         try:
             log(_verify(export, result, to))
         except (KeyboardInterrupt, SystemExit):
-            log(f"interrupted: {target} is complete, but the comparison with its source did not finish")
+            log(
+                f"interrupted: {target} is complete, but the comparison with its source did not finish"
+            )
             raise
     return result
 
@@ -152,7 +183,9 @@ def _format(target: Path, to: str) -> str:
     if not to:
         raise ConfigError(f"{target}: has no suffix of a format; give --to: {', '.join(TARGETS)}")
     if to not in TARGETS:
-        raise ConfigError(f"--to {to}{suggestion(to, list(TARGETS))}; allowed: {', '.join(TARGETS)}")
+        raise ConfigError(
+            f"--to {to}{suggestion(to, list(TARGETS))}; allowed: {', '.join(TARGETS)}"
+        )
     return to
 
 
@@ -160,7 +193,9 @@ def _dtype(name: str, to: str) -> tuple[torch.dtype | None, bool]:
     """The dtype, None for that of the source; and whether it is q8_0."""
     allowed = [*DTYPES, "q8_0"] if to == "gguf" else list(DTYPES)
     if name and name not in allowed:
-        raise ConfigError(f"--dtype {name}{suggestion(name, allowed)}; allowed in {to}: {', '.join(allowed)}")
+        raise ConfigError(
+            f"--dtype {name}{suggestion(name, allowed)}; allowed in {to}: {', '.join(allowed)}"
+        )
     return DTYPES.get(name), name == "q8_0"
 
 
@@ -169,31 +204,42 @@ def _require_convertible(state: FullState, to: str, full: bool, force: bool) -> 
     if full and to not in WITH_OTHERS:
         raise ConfigError(f"--full: {to} holds a model only; allowed: {', '.join(WITH_OTHERS)}")
     if full and state.about.averaged:
-        raise ConfigError("--full: training state belongs to the weights, not to their average; leave --weights out")
+        raise ConfigError(
+            "--full: training state belongs to the weights, not to their average; leave --weights out"
+        )
     if full and not state.others:
         raise ConfigError(f"--full: {state.path} holds a model only")
     if state.about.finite is False and not force:
-        raise ConfigError(f"{state.path}: holds NaN or infinity; choose another step, or convert it with --force")
+        raise ConfigError(
+            f"{state.path}: holds NaN or infinity; choose another step, or convert it with --force"
+        )
     if state.about.step == 0:
         logger.warning("%s: step 0: before any training, or weights of an unknown step", state.path)
     if to in ("titanlite", "hf", "llama", "gguf") or state.about.model:
         problems = tensor_problems(state.path, state.tensors, parameter_shapes(state.model))
         if problems:
             raise ConfigError(problems)
-    if not (content := state.about.tokenizer):
+    content = state.about.tokenizer
+    if not content:
         return
     if to == "llama" and RANK_FILE not in files_of(content):
-        logger.warning("%s: its tokenizer is a %s, which Meta's code does not read", state.path, JSON_FILES[0])
+        logger.warning(
+            "%s: its tokenizer is a %s, which Meta's code does not read", state.path, JSON_FILES[0]
+        )
     if to in ("hf", "gguf"):
-        tokenizer, vocabulary = Tokenizer(state.path, content), state.model.vocab_size
+        tokenizer = Tokenizer(state.path, content)
+        vocabulary = state.model.vocab_size
         if tokenizer.size > vocabulary:
-            raise ConfigError(f"{state.path}: its tokenizer has {tokenizer.size} ids, and the model {vocabulary}")
+            raise ConfigError(
+                f"{state.path}: its tokenizer has {tokenizer.size} ids, and the model {vocabulary}"
+            )
         if to == "gguf":
             gguf_file.pre_tokenizer(tokenizer)
 
 
 def _require_finite(export: Export) -> None:
-    if names := sorted(export.nonfinite):
+    names = sorted(export.nonfinite)
+    if names:
         as_dtype = f" as {export.dtype}" if export.dtype else ""
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ConfigError(
@@ -204,8 +250,11 @@ def _require_finite(export: Export) -> None:
 
 def describe(state: FullState, full: bool = False) -> str:
     """A checkpoint in a line: format, step, layout, tensors, model and tokenizer."""
-    about, count = state.about, len(state.tensors) + (len(state.others) if full else 0)
-    dtypes = ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in state.tensors.values()}))
+    about = state.about
+    count = len(state.tensors) + (len(state.others) if full else 0)
+    dtypes = ", ".join(
+        sorted({str(t.dtype).removeprefix("torch.") for t in state.tensors.values()})
+    )
     flavor = about.config.get("model", {}).get("flavor", "")
     parts = [
         f"{state.path}: {about.format}",
@@ -214,7 +263,9 @@ def describe(state: FullState, full: bool = False) -> str:
         f"flavor {flavor}" if flavor else "",
         "averaged weights" if about.averaged else "",
         f"{count} tensors, {state.nbytes(full) / 1e9:.3f} GB, {dtypes}",
-        f"{about.model.num_parameters:,} parameters" if about.model else "the model's shape is not known",
+        f"{about.model.num_parameters:,} parameters"
+        if about.model
+        else "the model's shape is not known",
         "with its tokenizer" if about.tokenizer else "no tokenizer",
     ]
     return printable("; ".join(part for part in parts if part))
@@ -222,7 +273,8 @@ def describe(state: FullState, full: bool = False) -> str:
 
 def _verify(export: Export, result: FullState, to: str) -> str:
     """What was compared. Raises Mismatch if the output differs from the source."""
-    state, target = export.state, result.path
+    state = export.state
+    target = result.path
 
     def rounded(tensor: FullTensor, rows: Tensor) -> Tensor:
         if to == "gguf":
@@ -240,5 +292,10 @@ def _verify(export: Export, result: FullState, to: str) -> str:
         problems = [problem] if problem else []
         compared += "; its logits are not finite" if problem is None else ", and the model's logits"
     if problems:
-        raise Mismatch([*problems[:8], f"{target} differs from {state.path}; it stays on the disk, do not use it"])
+        raise Mismatch(
+            [
+                *problems[:8],
+                f"{target} differs from {state.path}; it stays on the disk, do not use it",
+            ]
+        )
     return compared

@@ -1,8 +1,9 @@
 """Detects the format of a path and opens it as a `FullState`.
 
-What it is: the format is recognised by the names of files and their first bytes; one function per format makes the
-index. A run's folder means its newest committed step.
-What it costs: headers and small files are read, no tensor (but the two embeddings of a tied model saved twice).
+What it is: the format is recognised by the names of files and their first bytes; one function per
+format makes the index. A run's folder means its newest committed step.
+What it costs: headers and small files are read, no tensor (but the two embeddings of a tied model
+saved twice).
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from titanlite.model.shape_file import from_json, sequence_length
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 from titanlite.tools.formats import huggingface, meta, stock
-from titanlite.tools.formats.full_state import ORIGIN, About, FullState, FullTensor, Record, same_numbers
+from titanlite.tools.formats.full_state import (
+    ORIGIN,
+    About,
+    FullState,
+    FullTensor,
+    Record,
+    same_numbers,
+)
 from titanlite.tools.formats.huggingface_tokenizer import content_of, tokenizer_in
 from titanlite.tools.formats.safetensors_files import INDEX, read_folder, read_header
 from titanlite.tools.formats.same_model import require_stated, without_tables
@@ -43,29 +51,45 @@ ADVICE = {
     "torchtune's": "titanlite does not read them; have torchtune's FullModelHFCheckpointer save it for Hugging Face",
     "Hugging Face's": "give a folder with config.json and safetensors files",
 }
-TRAINING = ("optimizer.", "schedule.", "data.", "progress.", "random.", "ema.", "noise_scale.")  # what else a run saves
-WEIGHTS = ("model", "ema")  # the two sets of weights that a run can save: its own, and their average
+# What else a run saves
+TRAINING = ("optimizer.", "schedule.", "data.", "progress.", "random.", "ema.", "noise_scale.")
+# The two sets of weights that a run can save: its own, and their average
+WEIGHTS = ("model", "ema")
 READABLE = (
     "a run's or a step's folder, a stock DCP folder (.metadata), a Hugging Face folder (config.json), a folder with "
     "consolidated.00.pth and params.json, a .safetensors file or folder, or a file of torch.save"
 )
 
 
-def open_full_state(path: Path, step: int | None = None, model: str = "", weights: str = "model") -> FullState:
-    """The checkpoint at `path`, of any format. `step` selects one of a run's checkpoints, None the newest.
+def open_full_state(
+    path: Path, step: int | None = None, model: str = "", weights: str = "model"
+) -> FullState:
+    """The checkpoint at `path`, of any format. `step` selects one of a run's checkpoints, None the
+    newest.
 
-    `model`: a flavor or a model.json, for files without the model's shape. `weights`: ema for the averaged weights of a
-    run. Raises CorruptCheckpoint if it is incomplete, ConfigError if it is not a checkpoint, of a format that is not
-    read, or without such weights.
+    `model`: a flavor or a model.json, for files without the model's shape. `weights`: ema for the
+    averaged weights of a run. Raises CorruptCheckpoint if it is incomplete, ConfigError if it is
+    not a checkpoint, of a format that is not read, or without such weights.
     """
     if weights not in WEIGHTS:
-        raise ConfigError(f"--weights {weights}{suggestion(weights, list(WEIGHTS))}; allowed: {', '.join(WEIGHTS)}")
+        raise ConfigError(
+            f"--weights {weights}{suggestion(weights, list(WEIGHTS))}; allowed: {', '.join(WEIGHTS)}"
+        )
     try:
         state = _open(path, step)
     except OSError as error:
-        raise ConfigError(f"{str(error.filename or path)[:300]}: {error.strerror or error}") from None
-    if names := [name for name in (*state.tensors, *state.others) if not name.isprintable() or len(name) > 1000]:
-        raise ConfigError(f"{path}: holds a tensor named {names[0][:100]!r}; expected printable names")
+        raise ConfigError(
+            f"{str(error.filename or path)[:300]}: {error.strerror or error}"
+        ) from None
+    names = [
+        name
+        for name in (*state.tensors, *state.others)
+        if not name.isprintable() or len(name) > 1000
+    ]
+    if names:
+        raise ConfigError(
+            f"{path}: holds a tensor named {names[0][:100]!r}; expected printable names"
+        )
     if step is not None and state.about.format != "titanlite":
         raise ConfigError(f"--step {step}: {path} is not a run; leave --step out")
     if weights == "ema":
@@ -81,28 +105,49 @@ def open_full_state(path: Path, step: int | None = None, model: str = "", weight
 
 
 def drop_tied_output(state: FullState) -> None:
-    """Removes the output of a tied model if it is its embedding: one parameter, which state_dict() lists twice."""
-    output, embedding = (state.tensors.get(name) for name in ("output.weight", "tok_embeddings.weight"))
+    """Removes the output of a tied model if it is its embedding: one parameter, which state_dict()
+    lists twice.
+    """
+    output, embedding = (
+        state.tensors.get(name) for name in ("output.weight", "tok_embeddings.weight")
+    )
     if output and embedding and same_numbers(output, embedding):
         del state.tensors["output.weight"]
 
 
 def _averaged(state: FullState) -> FullState:
-    """The same checkpoint with the averaged weights as its tensors. Raises ConfigError if it has none."""
+    """The same checkpoint with the averaged weights as its tensors.
+
+    Raises ConfigError if it has none.
+    """
     if state.about.format != "titanlite":
         raise ConfigError(f"--weights ema: {state.path} is not a run; leave --weights out")
-    averages = {name.removeprefix("ema."): tensor for name, tensor in state.others.items() if name.startswith("ema.")}
-    tensors = {name: averages[name] for name in state.tensors if name in averages}  # without the count of steps
+    averages = {
+        name.removeprefix("ema."): tensor
+        for name, tensor in state.others.items()
+        if name.startswith("ema.")
+    }
+    # Without the count of steps
+    tensors = {name: averages[name] for name in state.tensors if name in averages}
     if not tensors:
-        raise ConfigError(f"--weights ema: {state.path} has no averaged weights; its run had ema.decay = 0")
+        raise ConfigError(
+            f"--weights ema: {state.path} has no averaged weights; its run had ema.decay = 0"
+        )
     about = dataclasses.replace(state.about, averaged=True)
     return FullState(state.path, about, tensors)
 
 
 def read_model(model: str, state: FullState) -> LlamaConfig:
-    """The shape of a flavor, with the vocabulary of the saved embedding, or of a model.json. Raises ConfigError."""
+    """The shape of a flavor, with the vocabulary of the saved embedding, or of a model.json.
+
+    Raises ConfigError.
+    """
     if model in FLAVORS:
-        rows = state.tensors["tok_embeddings.weight"].shape[0] if "tok_embeddings.weight" in state.tensors else 0
+        rows = (
+            state.tensors["tok_embeddings.weight"].shape[0]
+            if "tok_embeddings.weight" in state.tensors
+            else 0
+        )
         return dataclasses.replace(FLAVORS[model], vocab_size=rows or FLAVORS[model].vocab_size)
     try:
         return from_json(read_bounded(Path(model)).decode())
@@ -116,7 +161,9 @@ def read_model(model: str, state: FullState) -> LlamaConfig:
 def is_step_folder(path: Path) -> bool:
     """Whether the path is a step's folder, or a run's folder with a step."""
     with contextlib.suppress(OSError):  # a name too long, say
-        return (path / "manifest.json").is_file() or any(list_steps(folder) for folder in (path / "checkpoints", path))
+        return (path / "manifest.json").is_file() or any(
+            list_steps(folder) for folder in (path / "checkpoints", path)
+        )
     return False
 
 
@@ -157,9 +204,14 @@ def _open_step(path: Path, step: int | None) -> FullState:
             have = ", ".join(map(str, list_steps(folder.parent)))
             raise ConfigError(f"--step {step}: not in {folder.parent}; allowed: {have}")
     manifest = read_manifest(folder)
-    if problems := file_problems(folder, manifest.files):
+    problems = file_problems(folder, manifest.files)
+    if problems:
         raise CorruptCheckpoint(problems)
-    headers = {name: read_header(folder / name)[0] for name in manifest.files if name.endswith(".safetensors")}
+    headers = {
+        name: read_header(folder / name)[0]
+        for name in manifest.files
+        if name.endswith(".safetensors")
+    }
     model: dict[str, FullTensor] = {}
     others: dict[str, FullTensor] = {}
     for name, entry in manifest.tensors.items():
@@ -167,12 +219,18 @@ def _open_step(path: Path, step: int | None) -> FullState:
         for box in entry.grid.boxes():
             stored = headers[box.file].get(part_key(name, entry.shape, box.offsets, box.sizes))
             if stored is None or (stored.dtype, stored.shape) != (DTYPES[entry.dtype], box.sizes):
-                raise CorruptCheckpoint(f"{folder / box.file}: does not hold {name} as the manifest says")
+                raise CorruptCheckpoint(
+                    f"{folder / box.file}: does not hold {name} as the manifest says"
+                )
             parts.append(dataclasses.replace(stored.parts[0], offsets=box.offsets))
         whole = FullTensor(DTYPES[entry.dtype], entry.shape, tuple(parts))
         group = model if name.startswith("model.") else others
         group[name.removeprefix("model.")] = whole
-    small = {name: read_file(folder, manifest, name) for name in manifest.files if not name.endswith(".safetensors")}
+    small = {
+        name: read_file(folder, manifest, name)
+        for name in manifest.files
+        if not name.endswith(".safetensors")
+    }
     layout = " ".join(f"{axis} {degree}" for axis, degree in manifest.layout.items() if degree > 1)
     length = manifest.config.get("training", {}).get("seq_len", 0)
     about = About(
@@ -191,7 +249,10 @@ def _open_step(path: Path, step: int | None) -> FullState:
 
 
 def model_of(path: Path, content: bytes | None, within: str = "") -> LlamaConfig | None:
-    """The model that a model.json describes; `within`: where in the file it is. Raises CorruptCheckpoint."""
+    """The model that a model.json describes; `within`: where in the file it is.
+
+    Raises CorruptCheckpoint.
+    """
     if content is None:
         return None
     try:
@@ -205,7 +266,9 @@ def _open_file(path: Path) -> FullState:
     with path.open("rb") as file:
         start = file.read(4)
     if start == b"GGUF":
-        raise ConfigError(f"{path}: a GGUF file, which is written but not read; expected {READABLE}")
+        raise ConfigError(
+            f"{path}: a GGUF file, which is written but not read; expected {READABLE}"
+        )
     if start == b"PK\x03\x04":
         return _of_tree(path, *read_tree(path))
     if path.suffix == ".safetensors":
@@ -221,23 +284,39 @@ def _open_file(path: Path) -> FullState:
 
 
 def _of_tree(path: Path, tree: Tree, records: list[Record]) -> FullState:
-    """A tree given to torch.save: a model's state dict, or a dict that has it under one of the usual keys."""
-    about, flat = About("torch"), tree
+    """A tree given to torch.save: a model's state dict, or a dict that has it under one of the
+    usual keys.
+    """
+    about = About("torch")
+    flat = tree
     for key in ("model", "state_dict", "model_state_dict"):
         if isinstance(tree.get(key), dict):
             flat = tree[key]
-    if isinstance(shape := tree.get("model_config"), dict):
+    shape = tree.get("model_config")
+    if isinstance(shape, dict):
         about.model = model_of(path, json.dumps(shape, default=str).encode(), "'model_config'")
-    _add_origin(about, json.dumps({name: tree.get(name) for name in ("step", "seq_len")}, default=str))
+    _add_origin(
+        about, json.dumps({name: tree.get(name) for name in ("step", "seq_len")}, default=str)
+    )
     tokenizer = tree.get("tokenizer")
-    if isinstance(tokenizer, FullTensor) and (tokenizer.dtype, len(tokenizer.shape)) == (torch.uint8, 1):
+    if isinstance(tokenizer, FullTensor) and (tokenizer.dtype, len(tokenizer.shape)) == (
+        torch.uint8,
+        1,
+    ):
         if tokenizer.nbytes > MAX_JSON_FILE:
-            raise ConfigError(f"{path}: its tokenizer has {tokenizer.nbytes} bytes; at most {MAX_JSON_FILE} are read")
+            raise ConfigError(
+                f"{path}: its tokenizer has {tokenizer.nbytes} bytes; at most {MAX_JSON_FILE} are read"
+            )
         about.tokenizer = tokenizer.read().numpy().tobytes()
-    state = _named(path, {name: value for name, value in flat.items() if isinstance(value, FullTensor)}, about)
+    state = _named(
+        path, {name: value for name, value in flat.items() if isinstance(value, FullTensor)}, about
+    )
     state.records = records
-    if isinstance(rest := tree.get("training"), dict):
-        state.others |= {name: value for name, value in rest.items() if isinstance(value, FullTensor)}
+    rest = tree.get("training")
+    if isinstance(rest, dict):
+        state.others |= {
+            name: value for name, value in rest.items() if isinstance(value, FullTensor)
+        }
     if not state.tensors:
         keys = ", ".join(map(repr, list(tree)[:8])) or "none"
         raise ConfigError(
@@ -247,11 +326,16 @@ def _of_tree(path: Path, tree: Tree, records: list[Record]) -> FullState:
 
 
 def _beside(folder: Path, form: str) -> About:
-    """The model's shape, the tokenizer, step and sequence length from the small files in a folder, if they exist."""
+    """The model's shape, the tokenizer, step and sequence length from the small files in a folder,
+    if they exist.
+    """
     content = {
-        name: read_bounded(folder / name) if (folder / name).is_file() else None for name in ("model.json", ORIGIN)
+        name: read_bounded(folder / name) if (folder / name).is_file() else None
+        for name in ("model.json", ORIGIN)
     }
-    about = About(form, model_of(folder / "model.json", content["model.json"]), tokenizer_in(folder))
+    about = About(
+        form, model_of(folder / "model.json", content["model.json"]), tokenizer_in(folder)
+    )
     _add_origin(about, (content[ORIGIN] or b"{}").decode("utf-8", "replace"))
     return about
 
@@ -261,32 +345,55 @@ def _add_origin(about: About, text: str) -> None:
     with contextlib.suppress(ValueError, RecursionError):
         known = json.loads(text)
         if isinstance(known, dict):
-            step, length = known.get("step"), known.get("seq_len")
+            step = known.get("step")
+            length = known.get("seq_len")
             about.step = step if type(step) is int and step >= 0 else about.step
             about.seq_len = sequence_length(length) or about.seq_len
 
 
 def _named(path: Path, stored: dict[str, FullTensor], about: About) -> FullState:
-    """Separates parameters from training state; removes tables of RoPE, and prefixes of wrappers and other trainers.
+    """Separates parameters from training state; removes tables of RoPE, and prefixes of wrappers
+    and other trainers.
 
     Raises ConfigError if two names become one, or names are those of other software.
     """
-    plain = {name.replace("_orig_mod.", "").removeprefix("module."): tensor for name, tensor in stored.items()}
+    plain = {
+        name.replace("_orig_mod.", "").removeprefix("module."): tensor
+        for name, tensor in stored.items()
+    }
     if len(plain) < len(stored):
-        raise ConfigError(f"{path}: has the same parameters twice, with and without the prefix of a wrapper")
+        raise ConfigError(
+            f"{path}: has the same parameters twice, with and without the prefix of a wrapper"
+        )
     plain = without_tables(plain)
     for whose, marks in OTHERS.items():
         theirs = [name for name in plain if any(mark in name for mark in marks)]
         if theirs:
-            advice = ADVICE.get(whose, "titanlite reads Llama models, with its own, Meta's or Hugging Face's names")
+            advice = ADVICE.get(
+                whose, "titanlite reads Llama models, with its own, Meta's or Hugging Face's names"
+            )
             raise ConfigError(f"{path}: has {whose} names ({theirs[0]!r}); {advice}")
     if plain and all(name.startswith(TRAINING) for name in plain):
-        raise ConfigError(f"{path}: holds only training state; name the folder that also has the model's files")
-    root, training, is_dcp = "", set[str](), about.format == "dcp"
+        raise ConfigError(
+            f"{path}: holds only training state; name the folder that also has the model's files"
+        )
+    root = ""
+    training = set[str]()
+    is_dcp = about.format == "dcp"
     if "tok_embeddings.weight" in plain:
-        # In DCP, trainers save arbitrary entries beside a model; elsewhere only titanlite's own are not parameters.
-        training = {n for n in plain if n.startswith(TRAINING) or (is_dcp and not n.startswith(ROOTS))}
-    elif "model.tok_embeddings.weight" in plain or (is_dcp and any(n.startswith("model.") for n in plain)):
-        root, training = "model.", {n for n in plain if not n.startswith("model.")}
-    model = {name.removeprefix(root): tensor for name, tensor in plain.items() if name not in training}
-    return FullState(path, about, model, {name: tensor for name, tensor in plain.items() if name in training})
+        # In DCP, trainers save arbitrary entries beside a model; elsewhere only titanlite's own are
+        # not parameters.
+        training = {
+            n for n in plain if n.startswith(TRAINING) or (is_dcp and not n.startswith(ROOTS))
+        }
+    elif "model.tok_embeddings.weight" in plain or (
+        is_dcp and any(n.startswith("model.") for n in plain)
+    ):
+        root = "model."
+        training = {n for n in plain if not n.startswith("model.")}
+    model = {
+        name.removeprefix(root): tensor for name, tensor in plain.items() if name not in training
+    }
+    return FullState(
+        path, about, model, {name: tensor for name, tensor in plain.items() if name in training}
+    )

@@ -1,10 +1,12 @@
 """A checkpoint of any format as a lazy mapping: `name -> Tensor`, read on access.
 
-What it is: an index. In every format that titanlite reads, a tensor consists of boxes; each begins at a byte of a file
-and is contiguous or has strides (`Part`). A format's reader makes this index and a description of the
-model (`About`). Names, order of rows and shapes are titanlite's, so users of the mapping need not know the format.
-What it costs: nothing until a tensor is read, then its bytes, or one block of rows at a time (`blocks`). Files are read
-and not mapped: a source that is truncated meanwhile is an error, where a mapped one would end the process.
+What it is: an index. In every format that titanlite reads, a tensor consists of boxes; each begins
+at a byte of a file and is contiguous or has strides (`Part`). A format's reader makes this index
+and a description of the model (`About`). Names, order of rows and shapes are titanlite's, so users
+of the mapping need not know the format.
+What it costs: nothing until a tensor is read, then its bytes, or one block of rows at a time
+(`blocks`). Files are read and not mapped: a source that is truncated meanwhile is an error, where a
+mapped one would end the process.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig
 from titanlite.runtime.errors import ConfigError
 
-ORIGIN = "titanlite.json"  # step and trained length, beside weights whose format has no field for them
-BLOCK = 1 << 22  # bytes of rows read at a time; the allocator reuses memory of this size and returns larger pieces
+# Step and trained length, beside weights whose format has no field for them
+ORIGIN = "titanlite.json"
+# Bytes of rows read at a time; the allocator reuses memory of this size and returns larger pieces
+BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -54,16 +58,24 @@ class Part:
         try:
             with self.file.open("rb", buffering=0) as file:
                 begin, strides = self.locate(file)
-                strides = strides or tuple(math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes)))
-                span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+                strides = strides or tuple(
+                    math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))
+                )
+                span = 1 + sum(
+                    (size - 1) * stride for size, stride in zip(shape, strides, strict=True)
+                )
                 row = span - max(0, shape[0] - 1) * strides[0]
-                if shape[0] > 1 and strides[0] > 8 * row + BLOCK // 64:  # most of it lies between the rows
-                    return torch.cat([self._one_row(begin, strides, dtype, i) for i in range(start, stop)])
+                # Most of it lies between the rows
+                if shape[0] > 1 and strides[0] > 8 * row + BLOCK // 64:
+                    return torch.cat(
+                        [self._one_row(begin, strides, dtype, i) for i in range(start, stop)]
+                    )
                 values = torch.empty(span, dtype=dtype)
                 view = values.view(torch.uint8).numpy().data
                 file.seek(begin + start * strides[0] * dtype.itemsize)
                 while len(view):
-                    if not (size := file.readinto(view)):
+                    size = file.readinto(view)
+                    if not size:
                         raise CorruptCheckpoint(
                             f"{self.file}: ends {len(view)} bytes before a tensor does; it is cut short"
                         )
@@ -72,7 +84,9 @@ class Part:
             raise CorruptCheckpoint(f"{self.file}: {error.strerror or error}") from None
         return values.as_strided(shape, strides)
 
-    def _one_row(self, begin: int, strides: tuple[int, ...], dtype: torch.dtype, row: int) -> Tensor:
+    def _one_row(
+        self, begin: int, strides: tuple[int, ...], dtype: torch.dtype, row: int
+    ) -> Tensor:
         at = begin + row * strides[0] * dtype.itemsize
         inner = Part(self.file, at, (), self.sizes[1:] or (1,), strides[1:] or (1,))
         return inner.read(dtype, 0, inner.sizes[0]).reshape(1, *self.sizes[1:])
@@ -80,7 +94,10 @@ class Part:
 
 @dataclass(frozen=True)
 class FullTensor:
-    """One whole tensor. `half_split`: the head width if its rows lie in Hugging Face's order, else 0."""
+    """One whole tensor.
+
+    `half_split`: the head width if its rows lie in Hugging Face's order, else 0.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -92,13 +109,18 @@ class FullTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows (of the first dimension) from `start` to `stop`, by default all. Raises CorruptCheckpoint."""
+        """Rows (of the first dimension) from `start` to `stop`, by default all.
+
+        Raises CorruptCheckpoint.
+        """
         if not self.shape:
             return self.parts[0].read(self.dtype, 0, 1)[0]
         stop = self.shape[0] if stop is None else stop
-        if not (width := self.half_split):
+        width = self.half_split
+        if not width:
             return self._read(start, stop)
-        first, last = start // width * width, -(-stop // width) * width
+        first = start // width * width
+        last = -(-stop // width) * width
         return interleave(self._read(first, last), width)[start - first : stop - first]
 
     def _read(self, start: int, stop: int) -> Tensor:
@@ -106,12 +128,16 @@ class FullTensor:
             return self.parts[0].read(self.dtype, start, stop)
         rows = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         for part in self.parts:
-            top, height = part.offsets[0], part.sizes[0]
-            first, last = max(start, top), min(stop, top + height)
+            top = part.offsets[0]
+            height = part.sizes[0]
+            first = max(start, top)
+            last = min(stop, top + height)
             if first < last:
                 sides = zip(part.offsets[1:], part.sizes[1:], strict=True)
                 place = tuple(slice(side, side + size) for side, size in sides)
-                rows[(slice(first - start, last - start), *place)] = part.read(self.dtype, first - top, last - top)
+                rows[(slice(first - start, last - start), *place)] = part.read(
+                    self.dtype, first - top, last - top
+                )
         return rows
 
     def row_ranges(self, multiple: int = 1) -> list[tuple[int, int | None]]:
@@ -120,7 +146,9 @@ class FullTensor:
             return [(0, None)]
         step = math.lcm(multiple, self.half_split or 1)
         rows = max(step, BLOCK // (self.nbytes // self.shape[0]) // step * step)
-        return [(start, min(start + rows, self.shape[0])) for start in range(0, self.shape[0], rows)]
+        return [
+            (start, min(start + rows, self.shape[0])) for start in range(0, self.shape[0], rows)
+        ]
 
     def blocks(self, multiple: int = 1) -> Iterator[Tensor]:
         """All rows in order, as `row_ranges` cuts them."""
@@ -150,7 +178,9 @@ def interleave(rows: Tensor, width: int) -> Tensor:
 
 @dataclass
 class About:
-    """A checkpoint's description beside its tensors; None or empty where the format has no such field."""
+    """A checkpoint's description beside its tensors; None or empty where the format has no such
+    field.
+    """
 
     format: str
     model: LlamaConfig | None = None
@@ -175,15 +205,21 @@ class Record(NamedTuple):
     name: str
 
     def problem(self, progress: Callable[[int], object] | None = None) -> str:
-        """What is wrong with the bytes, or "". `progress` is called with the number of bytes of each block."""
-        crc, left = 0, self.length if self.crc is not None else 0
+        """What is wrong with the bytes, or "".
+
+        `progress` is called with the number of bytes of each block.
+        """
+        crc = 0
+        left = self.length if self.crc is not None else 0
         try:
             with self.file.open("rb", buffering=0) as file:
                 file.seek(self.begin)
                 while left:
-                    if not (block := file.read(min(left, BLOCK))):
+                    block = file.read(min(left, BLOCK))
+                    if not block:
                         return "it is truncated"
-                    crc, left = zlib.crc32(block, crc), left - len(block)
+                    crc = zlib.crc32(block, crc)
+                    left = left - len(block)
                     if progress:
                         progress(len(block))
         except OSError as error:
@@ -194,14 +230,21 @@ class Record(NamedTuple):
 class FullState(Mapping[str, Tensor]):
     """Parameter name -> tensor, in titanlite's names and order of rows.
 
-    `others`: training state beside the model (`optimizer.state.<parameter>.exp_avg`, ...). `records`: the storages of
-    files of torch.save, with their CRC-32.
+    `others`: training state beside the model (`optimizer.state.<parameter>.exp_avg`, ...).
+    `records`: the storages of files of torch.save, with their CRC-32.
     """
 
     def __init__(
-        self, path: Path, about: About, tensors: dict[str, FullTensor], others: dict[str, FullTensor] | None = None
+        self,
+        path: Path,
+        about: About,
+        tensors: dict[str, FullTensor],
+        others: dict[str, FullTensor] | None = None,
     ) -> None:
-        self.path, self.about, self.tensors, self.others = path, about, tensors, others or {}
+        self.path = path
+        self.about = about
+        self.tensors = tensors
+        self.others = others or {}
         self.records: list[Record] = []
 
     def __getitem__(self, name: str) -> Tensor:

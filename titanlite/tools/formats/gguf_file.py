@@ -1,8 +1,10 @@
-"""GGUF, llama.cpp's file: written by the `gguf` package (`pip install titanlite[gguf]`), and opened for the comparison.
+"""GGUF, llama.cpp's file: written by the `gguf` package (`pip install titanlite[gguf]`), and opened
+for the comparison.
 
-What it is: metadata, the tokenizer and the tensors in one file. Its `llama` architecture has titanlite's order of rows.
-Vectors are fp32 whatever the matrices are; `q8_0` stores 32 numbers of a row as 8-bit integers and a scale. Llama 3.1's
-RoPE scaling is a tensor of divisors, one per frequency.
+What it is: metadata, the tokenizer and the tensors in one file. Its `llama` architecture has
+titanlite's order of rows. Vectors are fp32 whatever the matrices are; `q8_0` stores 32 numbers of a
+row as 8-bit integers and a scale. Llama 3.1's RoPE scaling is a tensor of divisors, one per
+frequency.
 What it costs: one whole tensor in memory, because the package takes no less.
 Reference: github.com/ggml-org/ggml, docs/gguf.md
 """
@@ -50,10 +52,14 @@ def package() -> Any:
 
 
 def names(config: LlamaConfig) -> dict[str, str]:
-    """Our parameter name -> theirs, by the package's table, which knows Meta's names: they are ours."""
+    """Our parameter name -> theirs, by the package's table, which knows Meta's names: they are
+    ours.
+    """
     gguf = package()
     theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
-    return {name: theirs.get_name(name, try_suffixes=(".weight",)) for name in parameter_shapes(config)}
+    return {
+        name: theirs.get_name(name, try_suffixes=(".weight",)) for name in parameter_shapes(config)
+    }
 
 
 def frequency_factors(config: LlamaConfig) -> np.ndarray | None:
@@ -61,7 +67,9 @@ def frequency_factors(config: LlamaConfig) -> np.ndarray | None:
     if config.rope_scaling is None:
         return None
     unscaled = dataclasses.replace(config, rope_scaling=None)
-    plain, scaled = (rope_frequencies(c, torch.float64, torch.device("cpu")) for c in (unscaled, config))
+    plain, scaled = (
+        rope_frequencies(c, torch.float64, torch.device("cpu")) for c in (unscaled, config)
+    )
     return (plain / scaled).float().numpy()
 
 
@@ -69,7 +77,9 @@ def kind_of(tensor: FullTensor, dtype: torch.dtype | None, q8: bool) -> str:
     """The ggml type that a tensor is written as."""
     if len(tensor.shape) < 2:
         return "F32"
-    return "Q8_0" if q8 else KINDS[dtype or (tensor.dtype if tensor.dtype in KINDS else torch.float32)]
+    return (
+        "Q8_0" if q8 else KINDS[dtype or (tensor.dtype if tensor.dtype in KINDS else torch.float32)]
+    )
 
 
 def rounded(tensor: FullTensor, rows: Tensor, dtype: torch.dtype | None, q8: bool) -> Tensor:
@@ -96,7 +106,10 @@ def _dequantized(data: np.ndarray) -> np.ndarray:
 
 
 def pre_tokenizer(tokenizer: Tokenizer) -> str:
-    """llama.cpp's name for the pattern. Raises ConfigError if it has none, or encodes otherwise under that name."""
+    """llama.cpp's name for the pattern.
+
+    Raises ConfigError if it has none, or encodes otherwise under that name.
+    """
     name, keeps_words = PRE_TOKENIZERS.get(tokenizer.pattern, ("", False))
     if not name:
         raise ConfigError(
@@ -115,9 +128,14 @@ def write(path: Path, export: Export, length: int) -> None:
 
     Raises ConfigError where the model does not fit the format, OSError.
     """
-    gguf, config = package(), export.state.model
-    if export.q8 and (odd := [width for width in (config.dim, config.ffn_dim) if width % BLOCK_Q8_0]):
-        raise ConfigError(f"--dtype q8_0: rows of {odd[0]} numbers; allowed: multiples of {BLOCK_Q8_0}")
+    gguf = package()
+    config = export.state.model
+    if export.q8 and (
+        odd := [width for width in (config.dim, config.ffn_dim) if width % BLOCK_Q8_0]
+    ):
+        raise ConfigError(
+            f"--dtype q8_0: rows of {odd[0]} numbers; allowed: multiples of {BLOCK_Q8_0}"
+        )
     writer = gguf.GGUFWriter(path, "llama")
     try:
         _write_metadata(writer, export, length)
@@ -127,20 +145,23 @@ def write(path: Path, export: Export, length: int) -> None:
 
 
 def _write_tensors(writer: Any, export: Export) -> None:
-    gguf, config = package(), export.state.model
+    gguf = package()
+    config = export.state.model
     tensors = {theirs: (ours, export.state.tensors[ours]) for ours, theirs in names(config).items()}
     for theirs, (_, tensor) in tensors.items():
         kind = gguf.GGMLQuantizationType[kind_of(tensor, export.dtype, export.q8)]
         block, size = gguf.GGML_QUANT_SIZES[kind]
         nbytes = math.prod(tensor.shape) // block * size
         writer.add_tensor_info(theirs, tensor.shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
-    if (factors := frequency_factors(config)) is not None:
+    factors = frequency_factors(config)
+    if factors is not None:
         writer.add_tensor_info(FREQUENCIES, factors.shape, factors.dtype, factors.nbytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for ours, tensor in tensors.values():
-        kind, whole = kind_of(tensor, export.dtype, export.q8), np.empty(0, np.uint8)
+        kind = kind_of(tensor, export.dtype, export.q8)
+        whole = np.empty(0, np.uint8)
         for start, stop in tensor.row_ranges():
             block = tensor.read(start, stop)
             # The scale of q8_0 is the largest of 32 numbers / 127, in fp16, and must be finite.
@@ -156,10 +177,16 @@ def _write_tensors(writer: Any, export: Export) -> None:
 
 def _write_metadata(writer: Any, export: Export, length: int) -> None:
     state = export.state
-    gguf, config = package(), state.model
+    gguf = package()
+    config = state.model
     matrix = kind_of(state.tensors["tok_embeddings.weight"], export.dtype, export.q8)
     files = gguf.LlamaFileType
-    types = {"F32": files.ALL_F32, "F16": files.MOSTLY_F16, "BF16": files.MOSTLY_BF16, "Q8_0": files.MOSTLY_Q8_0}
+    types = {
+        "F32": files.ALL_F32,
+        "F16": files.MOSTLY_F16,
+        "BF16": files.MOSTLY_BF16,
+        "Q8_0": files.MOSTLY_Q8_0,
+    }
     writer.add_file_type(types[matrix])
     writer.add_block_count(config.num_layers)
     writer.add_context_length(length)
@@ -175,7 +202,8 @@ def _write_metadata(writer: Any, export: Export, length: int) -> None:
         writer.add_tokenizer_model("none")
         return
     tokenizer = Tokenizer(state.path, state.about.tokenizer)
-    texts, kinds = [f"[PAD{i}]" for i in range(config.vocab_size)], [gguf.TokenType.UNUSED] * config.vocab_size
+    texts = [f"[PAD{i}]" for i in range(config.vocab_size)]
+    kinds = [gguf.TokenType.UNUSED] * config.vocab_size
     for token, i in tokenizer.tokens.items():
         texts[i], kinds[i] = to_text(token), gguf.TokenType.NORMAL
     for name, i in tokenizer.special.items():
@@ -207,11 +235,15 @@ def read_back(path: Path, config: LlamaConfig) -> FullState:
     found: dict[str, FullTensor] = {}
     for ours, theirs in names(config).items():
         entry = there[theirs]
-        shape, kind = tuple(int(size) for size in reversed(entry.shape)), entry.tensor_type.name
-        begin, offsets = int(entry.data_offset), (0,) * len(shape)
+        shape = tuple(int(size) for size in reversed(entry.shape))
+        kind = entry.tensor_type.name
+        begin = int(entry.data_offset)
+        offsets = (0,) * len(shape)
         if kind == "Q8_0":
             sizes = (shape[0], int(entry.n_bytes) // shape[0])
-            found[ours] = QuantizedTensor(torch.float32, shape, (Part(path, begin, offsets, sizes),))
+            found[ours] = QuantizedTensor(
+                torch.float32, shape, (Part(path, begin, offsets, sizes),)
+            )
         else:
             found[ours] = FullTensor(DTYPES[kind], shape, (Part(path, begin, offsets, shape),))
     return FullState(path, About("gguf", config), found)

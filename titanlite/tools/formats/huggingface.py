@@ -1,8 +1,8 @@
 """A model folder of Hugging Face's transformers: names, config.json, order of rows.
 
-What it is: the same tensors under other names. The rows of wq and wk are permuted, because their RoPE rotates other
-pairs (`half_split`); w1 is `gate_proj`, w3 `up_proj`, w2 `down_proj`. A mistake here raises no error: logits are off by
-0.2.
+What it is: the same tensors under other names. The rows of wq and wk are permuted, because their
+RoPE rotates other pairs (`half_split`); w1 is `gate_proj`, w3 `up_proj`, w2 `down_proj`. A mistake
+here raises no error: logits are off by 0.2.
 What it costs: config.json and the headers are read; tensors when they are used.
 Reference: transformers 5, `LlamaForCausalLM`
 """
@@ -41,7 +41,10 @@ def names(config: LlamaConfig) -> dict[str, str]:
     """Our parameter name -> theirs, in our order."""
     found = {"tok_embeddings.weight": "model.embed_tokens.weight"}
     for i in range(config.num_layers):
-        found |= {f"layers.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in LAYER.items()}
+        found |= {
+            f"layers.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight"
+            for ours, theirs in LAYER.items()
+        }
     found["norm.weight"] = "model.norm.weight"
     if not config.tied_embeddings:
         found["output.weight"] = "lm_head.weight"
@@ -53,10 +56,13 @@ def is_permuted(name: str) -> bool:
     return name.removesuffix(".weight").endswith(PERMUTED)
 
 
-def to_config(config: LlamaConfig, seq_len: int, dtype: str, bos: int | None, eos: int | None) -> dict[str, Any]:
+def to_config(
+    config: LlamaConfig, seq_len: int, dtype: str, bos: int | None, eos: int | None
+) -> dict[str, Any]:
     """config.json for `LlamaForCausalLM`; `dtype` as torch names it, without `torch.`."""
     scaling = None
-    if s := config.rope_scaling:
+    s = config.rope_scaling
+    if s:
         scaling = {
             "rope_type": "llama3",
             "factor": s.factor,
@@ -93,11 +99,16 @@ def to_config(config: LlamaConfig, seq_len: int, dtype: str, bos: int | None, eo
 
 
 def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
-    """The model of a config.json. Raises ConfigError with every field that titanlite's Llama does not support."""
-    if (kind := fields.get("model_type")) != "llama":
+    """The model of a config.json.
+
+    Raises ConfigError with every field that titanlite's Llama does not support.
+    """
+    kind = fields.get("model_type")
+    if kind != "llama":
         raise ConfigError(f"{path}: model_type = {kind!r}; allowed: 'llama'")
     rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
-    heads, dim = fields["num_attention_heads"], fields["hidden_size"]
+    heads = fields["num_attention_heads"]
+    dim = fields["hidden_size"]
     kind = rope.get("rope_type", rope.get("type", "default"))
     allowed = {
         "hidden_act": (fields.get("hidden_act", "silu"), ("silu", "swish")),
@@ -105,7 +116,10 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
         "mlp_bias": (fields.get("mlp_bias", False), (False,)),
         "head_dim": (fields.get("head_dim") or dim // heads, (dim // heads,)),
         "rope_type": (kind, ("default", "llama3")),
-        "partial_rotary_factor": (rope.get("partial_rotary_factor", fields.get("partial_rotary_factor") or 1), (1,)),
+        "partial_rotary_factor": (
+            rope.get("partial_rotary_factor", fields.get("partial_rotary_factor") or 1),
+            (1,),
+        ),
         "sliding_window": (fields.get("sliding_window"), (None,)),
         "quantization_config": (fields.get("quantization_config"), (None,)),
         "rope_parameters of a kind of layer": (
@@ -113,7 +127,8 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
             (None,),
         ),
     }
-    if wrong := {key: value for key, value in allowed.items() if value[0] not in value[1]}:
+    wrong = {key: value for key, value in allowed.items() if value[0] not in value[1]}
+    if wrong:
         raise ConfigError(
             [
                 f"{path}: {key} = {value!r:.200}; allowed: {', '.join(map(repr, choices))}"
@@ -123,7 +138,9 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
     scaling = None
     if kind == "llama3":
         original = rope["original_max_position_embeddings"]
-        scaling = RopeScaling(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original)
+        scaling = RopeScaling(
+            rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original
+        )
     config = LlamaConfig(
         dim=dim,
         num_layers=fields["num_hidden_layers"],
@@ -140,22 +157,41 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
 
 
 def open_folder(folder: Path) -> FullState:
-    """The checkpoint in a folder with config.json and safetensors files. Raises CorruptCheckpoint or ConfigError."""
+    """The checkpoint in a folder with config.json and safetensors files.
+
+    Raises CorruptCheckpoint or ConfigError.
+    """
     path = folder / "config.json"
     try:
         fields = json.loads(read_bounded(path))
         config = from_config(path, fields)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         if isinstance(error, ConfigError):
             raise
-        raise CorruptCheckpoint(f"{path}: not the configuration of a Llama ({type(error).__name__}: {error})") from None
+        raise CorruptCheckpoint(
+            f"{path}: not the configuration of a Llama ({type(error).__name__}: {error})"
+        ) from None
     theirs = read_folder(folder)
     tensors: dict[str, FullTensor] = {}
     for name, there in names(config).items():
-        if tensor := theirs.pop(there, None):
-            tensors[name] = dataclasses.replace(tensor, half_split=config.head_dim if is_permuted(name) else 0)
-    left = {name: tensor for name, tensor in theirs.items() if not name.endswith("rotary_emb.inv_freq")}
-    output, embedding = left.get("lm_head.weight"), tensors.get("tok_embeddings.weight")
+        tensor = theirs.pop(there, None)
+        if tensor:
+            tensors[name] = dataclasses.replace(
+                tensor, half_split=config.head_dim if is_permuted(name) else 0
+            )
+    left = {
+        name: tensor for name, tensor in theirs.items() if not name.endswith("rotary_emb.inv_freq")
+    }
+    output = left.get("lm_head.weight")
+    embedding = tensors.get("tok_embeddings.weight")
     if config.tied_embeddings and output and embedding and same_numbers(output, embedding):
         del left["lm_head.weight"]
     length = fields.get("max_position_embeddings", 0)

@@ -1,9 +1,11 @@
-"""A tokenizer in the files of other software: tokenizer.json, and the lists of tokens and merges of a GGUF file.
+"""A tokenizer in the files of other software: tokenizer.json, and the lists of tokens and merges of
+a GGUF file.
 
-What it is: a tokenizer that was read from a tokenizer.json is written as it was; for one of a rank file, the list of
-merges is every pair of tokens that makes a token, by the rank of what it makes. `ignore_merges` keeps a word that is a
-token whole, as tiktoken does.
-What it costs: the merges are found by splitting every token at every byte: a second for 128,000 tokens.
+What it is: a tokenizer that was read from a tokenizer.json is written as it was; for one of a rank
+file, the list of merges is every pair of tokens that makes a token, by the rank of what it makes.
+`ignore_merges` keeps a word that is a token whole, as tiktoken does.
+What it costs: the merges are found by splitting every token at every byte: a second for 128,000
+tokens.
 Reference: https://huggingface.co/docs/tokenizers
 """
 
@@ -27,13 +29,21 @@ logger = logging.getLogger("titanlite")
 
 
 def files_of(content: bytes) -> dict[str, bytes]:
-    """The files, by name, with which a folder has a tokenizer: `Tokenizer.files`, without reading them."""
+    """The files, by name, with which a folder has a tokenizer: `Tokenizer.files`, without reading
+    them.
+    """
     main, _, config = content.partition(b"\0")
-    return {JSON_FILES[0]: main, JSON_FILES[1]: config or b"{}"} if main.lstrip()[:1] == b"{" else {RANK_FILE: content}
+    return (
+        {JSON_FILES[0]: main, JSON_FILES[1]: config or b"{}"}
+        if main.lstrip()[:1] == b"{"
+        else {RANK_FILE: content}
+    )
 
 
 def content_of(files: Mapping[str, bytes | None]) -> bytes | None:
-    """`Tokenizer.content` of the files of a folder, the inverse of `files_of`; None if they have none."""
+    """`Tokenizer.content` of the files of a folder, the inverse of `files_of`; None if they have
+    none.
+    """
     main, config = (files.get(name) for name in JSON_FILES)
     return files.get(RANK_FILE) if main is None else main + b"\0" + (config or b"{}")
 
@@ -54,7 +64,10 @@ def to_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, bytes]:
         "model_input_names": ["input_ids", "attention_mask"],
     }
     values = zip(JSON_FILES, (main, config), strict=True)
-    return {name: (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode() for name, value in values}
+    return {
+        name: (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode()
+        for name, value in values
+    }
 
 
 def merge_list(tokenizer: Tokenizer) -> list[str]:
@@ -62,11 +75,15 @@ def merge_list(tokenizer: Tokenizer) -> list[str]:
     main, _ = _parsed(tokenizer) or (None, None)
     if main is None:
         return [f"{to_text(a)} {to_text(b)}" for a, b in merges_of(tokenizer.tokens)]
-    return [merge if isinstance(merge, str) else " ".join(merge) for merge in main["model"]["merges"]]
+    return [
+        merge if isinstance(merge, str) else " ".join(merge) for merge in main["model"]["merges"]
+    ]
 
 
 def _parsed(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The objects of its tokenizer.json and tokenizer_config.json; None if it was read from a rank file."""
+    """The objects of its tokenizer.json and tokenizer_config.json; None if it was read from a rank
+    file.
+    """
     if RANK_FILE in tokenizer.files:
         return None
     main, config = (json.loads(tokenizer.files[name]) for name in JSON_FILES)
@@ -80,12 +97,30 @@ def _names(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _main(tokenizer: Tokenizer) -> dict[str, Any]:
     """tokenizer.json of a rank file."""
-    special, tokens, bos = tokenizer.special, tokenizer.tokens, _names(tokenizer)["bos_token"]
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    special = tokenizer.special
+    tokens = tokenizer.tokens
+    bos = _names(tokenizer)["bos_token"]
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     begin = {"SpecialToken": {"id": bos, "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
-    split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": PATTERN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     return {
         "version": "1.0",
         "truncation": None,
@@ -116,7 +151,9 @@ def _main(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def read_tokenizer(folder: Path) -> bytes | None:
-    """The tokenizer of a folder's tokenizer.json; None, with a warning, if titanlite cannot encode as it does."""
+    """The tokenizer of a folder's tokenizer.json; None, with a warning, if titanlite cannot encode
+    as it does.
+    """
     if not (folder / JSON_FILES[0]).exists():
         return None
     try:

@@ -1,10 +1,13 @@
-"""Weights from a checkpoint of any format into a model: into a new run under any layout, or into one process.
+"""Weights from a checkpoint of any format into a model: into a new run under any layout, or into
+one process.
 
-What it is: used by `checkpoint.initial_load`, `titanlite generate` and other tools. Each process reads the rows of its
-own parts from a `FullState`. A step folder is read through its manifest, its hashes verified.
+What it is: used by `checkpoint.initial_load`, `titanlite generate` and other tools. Each process
+reads the rows of its own parts from a `FullState`. A step folder is read through its manifest, its
+hashes verified.
 What it costs: the parameters in fp32 once; each process reads only the rows of its own shards (and,
-where the file of a tied model has an output besides the embedding, both completely, to see that they are equal). Files
-with hashes or CRC-32 are read twice, the first time for these. A few collectives, to agree on errors.
+where the file of a tied model has an output besides the embedding, both completely, to see that
+they are equal). Files with hashes or CRC-32 are read twice, the first time for these. A few
+collectives, to agree on errors.
 """
 
 from __future__ import annotations
@@ -21,7 +24,12 @@ import torch
 
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, Manifest
 from titanlite.checkpoint.manifest_reader import read_file, read_manifest
-from titanlite.checkpoint.read_step import find_step_folder, read_step, verify_files, verify_together
+from titanlite.checkpoint.read_step import (
+    find_step_folder,
+    read_step,
+    verify_files,
+    verify_together,
+)
 from titanlite.checkpoint.state import ModelState
 from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.checkpoint.write_plan import Part, local_parts
@@ -32,10 +40,20 @@ from titanlite.distributed.agreement import PATIENT, broadcast_from_rank0, on_al
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.model.llama import Llama
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.formats.detect_format import drop_tied_output, is_step_folder, model_of, open_full_state
+from titanlite.tools.formats.detect_format import (
+    drop_tied_output,
+    is_step_folder,
+    model_of,
+    open_full_state,
+)
 from titanlite.tools.formats.full_state import BLOCK, FullState, FullTensor, Record
 from titanlite.tools.formats.huggingface_tokenizer import content_of
-from titanlite.tools.formats.same_model import Stored, mismatches, require_same_model, tensor_problems
+from titanlite.tools.formats.same_model import (
+    Stored,
+    mismatches,
+    require_same_model,
+    tensor_problems,
+)
 
 logger = logging.getLogger("titanlite")
 
@@ -46,32 +64,43 @@ def require_intact(
     progress: Callable[[int], object] | None = None,
     share: slice = slice(None),
 ) -> None:
-    """Raises CorruptCheckpoint unless the weights, or all files, match their hashes, if the format has any.
+    """Raises CorruptCheckpoint unless the weights, or all files, match their hashes, if the format
+    has any.
 
-    A stock DCP folder has its CRC-32 within its files: they are compared when a tensor is read. `share`: which of the
-    records of torch.save files are compared, all by default.
+    A stock DCP folder has its CRC-32 within its files: they are compared when a tensor is read.
+    `share`: which of the records of torch.save files are compared, all by default.
     """
     weights, others = (_places(tensors) for tensors in (full.tensors, full.others))
-    records = [r for r in full.records if r.length and (everything or _within(r, weights) or not _within(r, others))]
+    records = [
+        r
+        for r in full.records
+        if r.length and (everything or _within(r, weights) or not _within(r, others))
+    ]
 
     def problem(record: Record) -> str:
         found = record.problem(progress)
         return f"{record.file}: {record.name!r} is damaged: {found}" if found else ""
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-        if problems := [found for found in threads.map(problem, records[share]) if found]:
+        problems = [found for found in threads.map(problem, records[share]) if found]
+        if problems:
             raise CorruptCheckpoint(problems[:6])
     if full.about.format == "titanlite":
         manifest = read_manifest(full.path)
-        held = {part.file.name for tensor in full.tensors.values() for part in tensor.parts} | {"model.json"}
+        held = {part.file.name for tensor in full.tensors.values() for part in tensor.parts} | {
+            "model.json"
+        }
         names = [name for name in manifest.files if everything or name in held]
-        if problems := verify_files(full.path, manifest, names, progress):
+        problems = verify_files(full.path, manifest, names, progress)
+        if problems:
             raise CorruptCheckpoint([*problems, _other_steps(full.path)])
 
 
 def _places(tensors: dict[str, FullTensor]) -> list[tuple[str, int]]:
     """Where tensors begin, in order."""
-    return sorted((str(part.file), part.begin) for tensor in tensors.values() for part in tensor.parts)
+    return sorted(
+        (str(part.file), part.begin) for tensor in tensors.values() for part in tensor.parts
+    )
 
 
 def _within(record: Record, places: list[tuple[str, int]]) -> bool:
@@ -80,7 +109,9 @@ def _within(record: Record, places: list[tuple[str, int]]) -> bool:
     return first < len(places) and places[first] < (str(record.file), record.begin + record.length)
 
 
-def open_verified(path: Path, step: int | None = None, model: str = "", weights: str = "model") -> FullState:
+def open_verified(
+    path: Path, step: int | None = None, model: str = "", weights: str = "model"
+) -> FullState:
     """A checkpoint of any format, its weights verified. Raises ConfigError or CorruptCheckpoint."""
     full = open_full_state(path, step, model, weights)
     require_intact(full)
@@ -98,8 +129,11 @@ def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
     return Tokenizer(full.path, full.about.tokenizer)
 
 
-def load_weights(config: CheckpointConfig, model: ModelState, llama: LlamaConfig, tokenizer: Tokenizer) -> None:
-    """Replaces a new run's weights with those that `checkpoint.initial_load` names; all processes call it together.
+def load_weights(
+    config: CheckpointConfig, model: ModelState, llama: LlamaConfig, tokenizer: Tokenizer
+) -> None:
+    """Replaces a new run's weights with those that `checkpoint.initial_load` names; all processes
+    call it together.
 
     Raises ConfigError if they are damaged, not finite or not those of the model.
     """
@@ -110,15 +144,18 @@ def load_weights(config: CheckpointConfig, model: ModelState, llama: LlamaConfig
 
 
 def read_weights(path: Path, state: dict[str, Any], model: LlamaConfig, tokenizer: bytes) -> Path:
-    """Fills `state` (parameter name -> tensor or DTensor) from a checkpoint of any format, of a run from its newest.
+    """Fills `state` (parameter name -> tensor or DTensor) from a checkpoint of any format, of a run
+    from its newest.
 
-    All processes call it together, in any layout, and each reads its own rows; returns the path. Raises ConfigError if
-    the checkpoint is damaged, not finite or of another model than `model`.
+    All processes call it together, in any layout, and each reads its own rows; returns the path.
+    Raises ConfigError if the checkpoint is damaged, not finite or of another model than `model`.
     """
     if not broadcast_from_rank0(lambda: is_step_folder(path)):
         full = on_all_ranks(lambda: open_full_state(path), PATIENT)
         # Divided among the ranks of a node, because each node may have another copy.
-        share = slice(int(os.environ.get("LOCAL_RANK", 0)), None, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        share = slice(
+            int(os.environ.get("LOCAL_RANK", 0)), None, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        )
         on_all_ranks(lambda: require_intact(full, share=share), PATIENT)
         _compare_tokenizers(path, full.about.tokenizer, tokenizer)
         on_all_ranks(lambda: _fill(full, state, model), PATIENT)
@@ -133,7 +170,9 @@ def read_weights(path: Path, state: dict[str, Any], model: LlamaConfig, tokenize
         raise ConfigError(f"{folder}: holds NaN or infinity; choose another step")
     on_all_ranks(lambda: _require_same_model(folder, manifest, model), PATIENT)
     names = [name for name in (RANK_FILE, *JSON_FILES) if name in manifest.files]
-    saved = content_of(on_all_ranks(lambda: {name: read_file(folder, manifest, name) for name in names}))
+    saved = content_of(
+        on_all_ranks(lambda: {name: read_file(folder, manifest, name) for name in names})
+    )
     _compare_tokenizers(folder, saved, tokenizer)
     read_step(folder, manifest, {"model": state})
     return folder
@@ -148,7 +187,9 @@ def _compare_tokenizers(path: Path, saved: bytes | None, tokenizer: bytes) -> No
     except ConfigError:
         same = False
     if not same:
-        logger.warning("%s: was trained with another tokenizer; its embeddings belong to other tokens", path)
+        logger.warning(
+            "%s: was trained with another tokenizer; its embeddings belong to other tokens", path
+        )
 
 
 def _fill(full: FullState, state: dict[str, Any], model: LlamaConfig) -> None:
@@ -161,7 +202,11 @@ def _fill(full: FullState, state: dict[str, Any], model: LlamaConfig) -> None:
 def _require_same_model(folder: Path, manifest: Manifest, model: LlamaConfig) -> None:
     """Of a step folder, by its manifest alone: its shards may be many."""
     name = "model.json"
-    stated = model_of(folder / name, read_file(folder, manifest, name)) if name in manifest.files else None
+    stated = (
+        model_of(folder / name, read_file(folder, manifest, name))
+        if name in manifest.files
+        else None
+    )
     tensors = {
         name.removeprefix("model."): Stored(DTYPES[entry.dtype], entry.shape)
         for name, entry in manifest.tensors.items()
@@ -171,16 +216,25 @@ def _require_same_model(folder: Path, manifest: Manifest, model: LlamaConfig) ->
 
 
 def _other_steps(folder: Path) -> str:
-    others = [str(step) for step in list_steps(folder.parent) if step_folder(folder.parent, step) != folder]
+    others = [
+        str(step)
+        for step in list_steps(folder.parent)
+        if step_folder(folder.parent, step) != folder
+    ]
     return f"{folder} is damaged; other steps in {folder.parent}: {', '.join(others) or 'none'}"
 
 
 def load_model(full: FullState, device: torch.device, seq_len: int) -> Llama:
-    """The model of a checkpoint, for sequences of up to `seq_len` tokens. Raises CorruptCheckpoint or ConfigError."""
+    """The model of a checkpoint, for sequences of up to `seq_len` tokens.
+
+    Raises CorruptCheckpoint or ConfigError.
+    """
     config = full.model
     # Before layers are built from a number that may be wrong
     if f"layers.{config.num_layers - 1}.attention.wq.weight" not in full.tensors:
-        raise CorruptCheckpoint(f"{full.path}: describes {config.num_layers} layers, and holds fewer")
+        raise CorruptCheckpoint(
+            f"{full.path}: describes {config.num_layers} layers, and holds fewer"
+        )
     problems = tensor_problems(full.path, full.tensors, parameter_shapes(config))
     if problems:
         raise CorruptCheckpoint(problems)  # before memory is allocated for what model.json says
@@ -195,8 +249,8 @@ def load_model(full: FullState, device: torch.device, seq_len: int) -> Llama:
 def fill(full: FullState, state: dict[str, Any]) -> None:
     """Fills `state` (parameter name -> Tensor or DTensor) in place, converting dtypes.
 
-    Raises ConfigError with everything that does not fit, before anything is filled; CorruptCheckpoint if a file is
-    incomplete.
+    Raises ConfigError with everything that does not fit, before anything is filled;
+    CorruptCheckpoint if a file is incomplete.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     problems = mismatches(full.path, full.tensors, shapes)
@@ -215,7 +269,9 @@ def _read_rows(source: FullTensor, part: Part) -> None:
         target.copy_(source.read().reshape(target.shape))
     elif target.numel():
         (top, *left), (height, *widths) = part.offsets, part.sizes
-        sides = tuple(slice(start, start + width) for start, width in zip(left, widths, strict=True))
+        sides = tuple(
+            slice(start, start + width) for start, width in zip(left, widths, strict=True)
+        )
         rows = max(1, BLOCK // max(1, source.nbytes // source.shape[0]))
         if any(part.is_transposed for part in source.parts):
             rows = height  # each block would read nearly all of it

@@ -1,8 +1,9 @@
 """A model folder as Meta publishes it: `consolidated.*.pth`, `params.json`, `tokenizer.model`.
 
-What it is: the same names and order of rows as titanlite's. Larger models come in several files, one per model-parallel
-process, each with a shard of every matrix: rows of wq, wk, wv, w1, w3 and the output, columns of wo and w2, rows of the
-embedding (columns in Llama 2). params.json gives the feed-forward width by a formula.
+What it is: the same names and order of rows as titanlite's. Larger models come in several files,
+one per model-parallel process, each with a shard of every matrix: rows of wq, wk, wv, w1, w3 and
+the output, columns of wo and w2, rows of the embedding (columns in Llama 2). params.json gives the
+feed-forward width by a formula.
 What it costs: the pickles and params.json are read; tensors when they are used.
 Reference: github.com/meta-llama/llama-models, models/llama3
 """
@@ -25,7 +26,8 @@ from titanlite.tools.formats.huggingface_tokenizer import tokenizer_in
 from titanlite.tools.formats.torch_file import read_tree
 
 BY_COLUMNS = ("attention.wo.weight", "feed_forward.w2.weight")
-SMALL_DIMS = (2048, 3072)  # of Llama 3.2, whose RoPE scaling factor is 32 and not 8; params.json does not hold it
+# Of Llama 3.2, whose RoPE scaling factor is 32 and not 8; params.json does not hold it
+SMALL_DIMS = (2048, 3072)
 
 
 def to_params(config: LlamaConfig) -> dict[str, Any]:
@@ -36,13 +38,15 @@ def to_params(config: LlamaConfig) -> dict[str, Any]:
         "n_heads": config.num_heads,
         "n_kv_heads": config.num_kv_heads,
         "vocab_size": config.vocab_size,
-        "ffn_dim_multiplier": min(1.0, config.ffn_dim / int(8 * config.dim / 3)),  # below one multiple
+        # Below one multiple
+        "ffn_dim_multiplier": min(1.0, config.ffn_dim / int(8 * config.dim / 3)),
         "multiple_of": config.ffn_dim,  # rounded up to it
         "norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "use_scaled_rope": config.rope_scaling is not None,
     }
-    if s := config.rope_scaling:
+    s = config.rope_scaling
+    if s:
         fields |= {
             "rope_scaling_factor": s.factor,
             "low_freq_factor": s.low_freq_factor,
@@ -54,9 +58,11 @@ def to_params(config: LlamaConfig) -> dict[str, Any]:
 
 def from_params(fields: dict[str, Any], vocab_size: int, tied: bool) -> LlamaConfig:
     """The model of a params.json. Raises KeyError, ValueError or TypeError if it is not one."""
-    dim, multiple = fields["dim"], fields["multiple_of"]
+    dim = fields["dim"]
+    multiple = fields["multiple_of"]
     hidden = int(8 * dim / 3)
-    if (multiplier := fields.get("ffn_dim_multiplier")) is not None:
+    multiplier = fields.get("ffn_dim_multiplier")
+    if multiplier is not None:
         hidden = int(multiplier * hidden)
     scaling = None
     if fields.get("use_scaled_rope"):
@@ -82,11 +88,17 @@ def from_params(fields: dict[str, Any], vocab_size: int, tied: bool) -> LlamaCon
 
 
 def _joined(name: str, pieces: list[FullTensor], dim: int) -> FullTensor:
-    """A whole parameter from its shard in each file. Raises ValueError if the shards do not fit together."""
+    """A whole parameter from its shard in each file.
+
+    Raises ValueError if the shards do not fit together.
+    """
     first = pieces[0]
-    by_columns = name.endswith(BY_COLUMNS) or (name == "tok_embeddings.weight" and first.shape[1:] != (dim,))
+    by_columns = name.endswith(BY_COLUMNS) or (
+        name == "tok_embeddings.weight" and first.shape[1:] != (dim,)
+    )
     whole = len(pieces) == 1 or len(first.shape) < 2  # norms are the same in all
-    kept = slice(None) if whole else slice(0, 1) if by_columns else slice(1, 2)  # the dimensions that must agree
+    # The dimensions that must agree
+    kept = slice(None) if whole else slice(0, 1) if by_columns else slice(1, 2)
     if len({(piece.dtype, len(piece.shape), piece.shape[kept]) for piece in pieces}) > 1:
         raise ValueError(f"{name}: its parts do not fit together")
     if whole:
@@ -94,40 +106,67 @@ def _joined(name: str, pieces: list[FullTensor], dim: int) -> FullTensor:
     parts: list[Part] = []
     at = 0
     for piece in pieces:
-        parts.append(dataclasses.replace(piece.parts[0], offsets=(0, at) if by_columns else (at, 0)))
+        parts.append(
+            dataclasses.replace(piece.parts[0], offsets=(0, at) if by_columns else (at, 0))
+        )
         at += piece.shape[by_columns]
-    return FullTensor(first.dtype, (first.shape[0], at) if by_columns else (at, first.shape[1]), tuple(parts))
+    return FullTensor(
+        first.dtype, (first.shape[0], at) if by_columns else (at, first.shape[1]), tuple(parts)
+    )
 
 
 def open_folder(folder: Path) -> FullState:
     """The checkpoint in such a folder. Raises CorruptCheckpoint or ConfigError."""
     files = sorted(folder.glob("consolidated.*.pth"))
-    numbers = [int(match[1]) for path in files if (match := re.fullmatch(r"consolidated\.(\d+)\.pth", path.name))]
+    numbers = [
+        int(match[1])
+        for path in files
+        if (match := re.fullmatch(r"consolidated\.(\d+)\.pth", path.name))
+    ]
     if numbers != list(range(len(files))):
         raise CorruptCheckpoint(
             f"{folder}: has {', '.join(path.name for path in files)}; expected consolidated.00.pth and on"
         )
-    if others := [path for path in files if not path.is_file()]:
+    others = [path for path in files if not path.is_file()]
+    if others:
         raise CorruptCheckpoint(f"{others[0]}: expected a regular file")
     trees, records = zip(*map(read_tree, files), strict=True)
     path = folder / "params.json"
     try:
         fields = json.loads(read_bounded(path))
         dim = fields["dim"]
-        wanted = [name for name, value in trees[0].items() if isinstance(value, FullTensor) and name != "rope.freqs"]
+        wanted = [
+            name
+            for name, value in trees[0].items()
+            if isinstance(value, FullTensor) and name != "rope.freqs"
+        ]
         for tree, file in zip(trees, files, strict=True):
-            if missing := [name for name in wanted if not isinstance(tree.get(name), FullTensor)]:
+            missing = [name for name in wanted if not isinstance(tree.get(name), FullTensor)]
+            if missing:
                 raise CorruptCheckpoint(f"{file}: has no {missing[0]!r}, which {files[0].name} has")
         tensors = {name: _joined(name, [tree[name] for tree in trees], dim) for name in wanted}
-        embedding, output = tensors["tok_embeddings.weight"], tensors.get("output.weight")
+        embedding = tensors["tok_embeddings.weight"]
+        output = tensors.get("output.weight")
         tied = output is None or same_numbers(output, embedding)
         if tied:
             tensors.pop("output.weight", None)
         config = from_params(fields, tensors["tok_embeddings.weight"].shape[0], tied)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         if isinstance(error, ConfigError):
             raise
-        raise CorruptCheckpoint(f"{path}: not the parameters of a Llama ({type(error).__name__}: {error})") from None
-    state = FullState(folder, About("llama", config, tokenizer_in(folder), layout=f"{len(files)} files"), tensors)
+        raise CorruptCheckpoint(
+            f"{path}: not the parameters of a Llama ({type(error).__name__}: {error})"
+        ) from None
+    state = FullState(
+        folder, About("llama", config, tokenizer_in(folder), layout=f"{len(files)} files"), tensors
+    )
     state.records = [record for of_file in records for record in of_file]
     return state

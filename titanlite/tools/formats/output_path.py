@@ -1,10 +1,12 @@
-"""The output of a conversion: written under a temporary name beside the target, synced, and renamed when complete.
+"""The output of a conversion: written under a temporary name beside the target, synced, and renamed
+when complete.
 
-What it is: which targets may be replaced, the temporary names, the rename. A conversion holds the lock of its target,
-so what others have left beside it is of killed ones, and is removed. Nothing is replaced without `--force`, also not
-what appears while the output is written. With `--force` the two are exchanged in one operation, then what was there is
-checked again and removed, so a kill at any moment leaves one of them under the target's name. Files are removed one by
-one, by the names that were checked: what another program has added meanwhile is kept, and its place is logged.
+What it is: which targets may be replaced, the temporary names, the rename. A conversion holds the
+lock of its target, so what others have left beside it is of killed ones, and is removed. Nothing is
+replaced without `--force`, also not what appears while the output is written. With `--force` the
+two are exchanged in one operation, then what was there is checked again and removed, so a kill at
+any moment leaves one of them under the target's name. Files are removed one by one, by the names
+that were checked: what another program has added meanwhile is kept, and its place is logged.
 """
 
 from __future__ import annotations
@@ -24,33 +26,49 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import sync_folder, write_synced
 
 logger = logging.getLogger("titanlite")
-AT_FDCWD, RENAME_NOREPLACE, RENAME_EXCHANGE = -100, 1, 2  # of linux/fcntl.h and linux/fs.h
+# Of linux/fcntl.h and linux/fs.h
+AT_FDCWD = -100
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
 REPLACEABLE = re.compile(  # names of files that a conversion, or a run's checkpoint, consists of
     r"(model|training)-?.*\.safetensors|model\.safetensors\.index\.json|.*\.distcp|\.metadata|consolidated\.\d+\.pth"
     r"|(manifest|config|generation_config|params|model|data|excluded|titanlite|tokenizer|tokenizer_config)\.json"
     r"|special_tokens_map\.json|config\.toml|tokenizer\.model"
 )
-PARTIAL = re.compile(r"scratch\.titanlite-tmp-[0-9a-f]{8}|\.metadata\.tmp")  # and of those that it removes itself
+# And of those that it removes itself
+PARTIAL = re.compile(r"scratch\.titanlite-tmp-[0-9a-f]{8}|\.metadata\.tmp")
 
 
 def require_writable(source: Path, target: Path, force: bool) -> None:
     """Raises ConfigError unless the target is new, or may be replaced, and apart from the source."""
     here, there, where = (Path(os.path.realpath(path)) for path in (source, target, "."))
     if there == here or there in here.parents or here in there.parents:
-        raise ConfigError(f"{target}: is, contains or lies in the source {source}; choose another path")
+        raise ConfigError(
+            f"{target}: is, contains or lies in the source {source}; choose another path"
+        )
     if there == where or there in where.parents:
         raise ConfigError(f"{target}: is or contains the current folder; choose another path")
     if (target.exists() or target.is_symlink()) and not force:
-        raise ConfigError(f"{target}: exists already; choose another name, or replace it with --force")
+        raise ConfigError(
+            f"{target}: exists already; choose another name, or replace it with --force"
+        )
     _require_replaceable(target, target)
 
 
 def _require_replaceable(path: Path, target: Path) -> list[str]:
-    """The names in `path`, which is or was at the target. Raises ConfigError if it may not be deleted."""
+    """The names in `path`, which is or was at the target.
+
+    Raises ConfigError if it may not be deleted.
+    """
     if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
-        raise ConfigError(f"{target}: is a link or a device; --force replaces files and folders only")
+        raise ConfigError(
+            f"{target}: is a link or a device; --force replaces files and folders only"
+        )
     content = sorted(path.iterdir()) if path.is_dir() else []
-    if others := [inner.name for inner in content if inner.is_dir() or not REPLACEABLE.fullmatch(inner.name)]:
+    others = [
+        inner.name for inner in content if inner.is_dir() or not REPLACEABLE.fullmatch(inner.name)
+    ]
+    if others:
         raise ConfigError(
             f"{target}: holds {', '.join(others[:3])}; --force replaces only folders whose files convert could have "
             "written"
@@ -62,7 +80,8 @@ def _require_replaceable(path: Path, target: Path) -> list[str]:
 def lock_target(target: Path, source: Path) -> Iterator[None]:
     """Within this context no other conversion writes the target. Raises ConfigError if one does.
 
-    On entry it removes what killed conversions have left, and gives back the target's name to what one has replaced.
+    On entry it removes what killed conversions have left, and gives back the target's name to what
+    one has replaced.
     """
     path = target.with_name(f".{target.name}.titanlite-lock")
     while True:
@@ -98,9 +117,13 @@ def _remove_leftovers(target: Path, source: Path) -> None:
             remove(path)
         elif replaced.fullmatch(path.name) and not os.path.lexists(target):
             path.rename(target)
-            logger.warning("%s: a conversion was killed while it replaced this; its name is restored", target)
+            logger.warning(
+                "%s: a conversion was killed while it replaced this; its name is restored", target
+            )
         elif replaced.fullmatch(path.name):
-            logger.warning("%s: what a killed conversion has replaced; delete it if you do not need it", path)
+            logger.warning(
+                "%s: what a killed conversion has replaced; delete it if you do not need it", path
+            )
 
 
 def write_small_files(folder: Path, files: dict[str, bytes]) -> None:
@@ -110,7 +133,10 @@ def write_small_files(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def publish(temporary: Path, target: Path, force: bool) -> None:
-    """Renames the output to its target. Raises ConfigError if there is something that may not be replaced."""
+    """Renames the output to its target.
+
+    Raises ConfigError if there is something that may not be replaced.
+    """
     if temporary.is_dir():
         sync_folder(temporary)
     try:
@@ -124,8 +150,15 @@ def publish(temporary: Path, target: Path, force: bool) -> None:
         _replace(temporary, target)
     try:
         sync_folder(target.parent)
-    except OSError as error:  # the target is complete and under its name, so the conversion has not failed
-        logger.warning("%s: %s while syncing it; a power failure now could lose %s", target.parent, error, target.name)
+    except (
+        OSError
+    ) as error:  # the target is complete and under its name, so the conversion has not failed
+        logger.warning(
+            "%s: %s while syncing it; a power failure now could lose %s",
+            target.parent,
+            error,
+            target.name,
+        )
 
 
 def _rename_to_new(path: Path, target: Path) -> None:
@@ -138,7 +171,8 @@ def _rename_to_new(path: Path, target: Path) -> None:
         path.rename(target)  # fails if a file, a link or a folder with files has appeared meanwhile
         return
     try:
-        os.link(path, target, follow_symlinks=False)  # a rename would replace a file that has appeared meanwhile
+        # a rename would replace a file that has appeared meanwhile
+        os.link(path, target, follow_symlinks=False)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
             raise
@@ -148,7 +182,9 @@ def _rename_to_new(path: Path, target: Path) -> None:
 
 
 def _replace(temporary: Path, target: Path) -> None:
-    """Exchanges the two, and removes what was at the target; if it may not be removed, exchanges them again."""
+    """Exchanges the two, and removes what was at the target; if it may not be removed, exchanges
+    them again.
+    """
     old = target.with_name(f"{target.name}.titanlite-old-{secrets.token_hex(4)}")
     exchanged = _renameat2(temporary, target, RENAME_EXCHANGE)
     if exchanged:
@@ -163,7 +199,8 @@ def _replace(temporary: Path, target: Path) -> None:
             raise
     try:
         names = _require_replaceable(old, target)  # files may have been added since the first check
-        sync_folder(target.parent)  # otherwise a power failure could undo the exchange, but not the removal of files
+        # Otherwise a power failure could undo the exchange, but not the removal of files
+        sync_folder(target.parent)
     except (ConfigError, OSError):
         if exchanged:
             _renameat2(temporary, target, RENAME_EXCHANGE)
@@ -175,7 +212,10 @@ def _replace(temporary: Path, target: Path) -> None:
 
 
 def _put_back(old: Path, target: Path) -> None:
-    """Gives what was at the target its name again. Raises ConfigError with its new place if the name is taken."""
+    """Gives what was at the target its name again.
+
+    Raises ConfigError with its new place if the name is taken.
+    """
     try:
         _rename_to_new(old, target)
     except OSError:
@@ -187,7 +227,10 @@ def _put_back(old: Path, target: Path) -> None:
 
 
 def _renameat2(path: Path, target: Path, flag: int) -> bool:
-    """Linux's system call, which Python does not offer. False where the system or the file system lacks it."""
+    """Linux's system call, which Python does not offer.
+
+    False where the system or the file system lacks it.
+    """
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         return False
@@ -200,11 +243,12 @@ def _renameat2(path: Path, target: Path, flag: int) -> bool:
 
 
 def remove(path: Path, names: list[str] | None = None) -> None:
-    """Removes what a conversion has written or replaced, if it is there: a file, or `names` in a folder and the folder.
+    """Removes what a conversion has written or replaced, if it is there: a file, or `names` in a
+    folder and the folder.
 
-    `names`: those that were checked; None: all that a conversion could have written. Whatever else is there, because
-    another program has added it, is kept, and its place is logged. What cannot be removed stays, and the next
-    conversion tries again.
+    `names`: those that were checked; None: all that a conversion could have written. Whatever else
+    is there, because another program has added it, is kept, and its place is logged. What cannot be
+    removed stays, and the next conversion tries again.
     """
     try:
         if path.is_file() and not path.is_symlink():
@@ -212,7 +256,9 @@ def remove(path: Path, names: list[str] | None = None) -> None:
             return
         if path.is_dir() and not path.is_symlink():
             checked = os.listdir(path) if names is None else names
-            removable = [name for name in checked if REPLACEABLE.fullmatch(name) or PARTIAL.fullmatch(name)]
+            removable = [
+                name for name in checked if REPLACEABLE.fullmatch(name) or PARTIAL.fullmatch(name)
+            ]
             for name in removable:
                 with contextlib.suppress(OSError):
                     (path / name).unlink()
@@ -230,4 +276,6 @@ def remove(path: Path, names: list[str] | None = None) -> None:
             logger.warning("%s: %s while removing it", path, error.strerror or error)
         return
     added = f"{', '.join(sorted(os.listdir(saved))[:3])} in " if saved.is_dir() else ""
-    logger.warning("%s%s: added while it was replaced, and kept; delete it if you do not need it", added, saved)
+    logger.warning(
+        "%s%s: added while it was replaced, and kept; delete it if you do not need it", added, saved
+    )

@@ -1,12 +1,16 @@
-"""What a pickle from elsewhere describes, as JSON: read in a process with limits, and without running it.
+"""What a pickle from elsewhere describes, as JSON: read in a process with limits, and without
+running it.
 
-What it is: a pickle is a program. GLOBAL fetches any function, REDUCE calls it. Here an unpickler gets, for each name
-on a list, a stand-in that records its arguments (`Made`), and for any other name an error. It works in a process that
-can open no file, and that ends at a limit of memory or time; `read_pickle` starts this file as its program.
-Why it is here: without running anything, a pickle of a few hundred bytes can still allocate 4 GB (a large memo index),
-nest shared lists so that they expand exponentially, or have keys that take hours to hash. A limit stops all of these.
-The JSON may not be longer than the pickle: shared parts would be written many times, and the parent has no limits.
-What it costs: 25 ms for the process; torch is not imported there. 2 s for an index of 250,000 chunks.
+What it is: a pickle is a program. GLOBAL fetches any function, REDUCE calls it. Here an unpickler
+gets, for each name on a list, a stand-in that records its arguments (`Made`), and for any other
+name an error. It works in a process that can open no file, and that ends at a limit of memory or
+time; `read_pickle` starts this file as its program.
+Why it is here: without running anything, a pickle of a few hundred bytes can still allocate 4 GB (a
+large memo index), nest shared lists so that they expand exponentially, or have keys that take hours
+to hash. A limit stops all of these. The JSON may not be longer than the pickle: shared parts would
+be written many times, and the parent has no limits.
+What it costs: 25 ms for the process; torch is not imported there. 2 s for an index of 250,000
+chunks.
 """
 
 from __future__ import annotations
@@ -34,11 +38,13 @@ LARGEST = MEMORY // 16  # bytes of a pickle
 SECONDS = 5  # of CPU time for each 64 MB of an index; 250,000 chunks are 43 MB and take 2
 MOST_STORAGES = 100_000
 
-# Names in the index of a stock DCP folder: found by saving FSDP2, AdamW, generators, numbers and nested lists.
+# Names in the index of a stock DCP folder: found by saving FSDP2, AdamW, generators, numbers and
+# nested lists.
 DCP = re.compile(
     r"torch\.distributed\.checkpoint\.(metadata\.(Metadata|TensorStorageMetadata|TensorProperties|_MEM_FORMAT_ENCODING"
     r"|ChunkStorageMetadata|BytesStorageMetadata|MetadataIndex|StorageMeta)|filesystem\._StorageInfo)"
-    r"|torch\.distributed\._shard\.sharded_tensor\.metadata\.(TensorProperties|MEM_FORMAT_ENCODING)"  # up to torch 2.3
+    # Up to torch 2.3
+    r"|torch\.distributed\._shard\.sharded_tensor\.metadata\.(TensorProperties|MEM_FORMAT_ENCODING)"
     r"|torch\.(Size|serialization\._get_layout|bool|(bfloat|bits|complex|float|q?u?int)\d[a-z0-9_]*)"
     r"|pathlib\.(_local\.)?(Posix|Windows)Path"  # where it was saved; `_local` in Python 3.13
 )
@@ -60,18 +66,24 @@ class UnsafeName(UnreadablePickle):
 
 
 def read_pickle(kind: str, path: Path) -> dict[str, Any]:
-    """What the pickle in a regular file describes: `kind` is "dcp" (`read_dcp`) or "torch" (`read_torch`).
+    """What the pickle in a regular file describes: `kind` is "dcp" (`read_dcp`) or "torch"
+    (`read_torch`).
 
     Raises UnreadablePickle; UnsafeName if it refers to anything that is not on the list; OSError.
     """
     with path.open("rb") as file:
         seconds = SECONDS * (1 + (os.fstat(file.fileno()).st_size >> 26) if kind == "dcp" else 1)
         program = [sys.executable, "-I", "-S", "-B", __file__, kind, str(seconds)]
-        ended = subprocess.run(program, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False)
+        ended = subprocess.run(
+            program, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False
+        )
     if ended.returncode:
-        raise UnreadablePickle(f"reading it took more than {seconds} s of CPU time, or ended the process that read it")
+        raise UnreadablePickle(
+            f"reading it took more than {seconds} s of CPU time, or ended the process that read it"
+        )
     answer = json.loads(ended.stdout)
-    if name := answer.get("unsafe"):
+    name = answer.get("unsafe")
+    if name:
         raise UnsafeName(name)
     if "error" in answer:
         raise UnreadablePickle(answer["error"])
@@ -79,7 +91,10 @@ def read_pickle(kind: str, path: Path) -> dict[str, Any]:
 
 
 class Made:
-    """A recorded call: its `arguments`, and the `state` for its result. Compared and hashed by identity."""
+    """A recorded call: its `arguments`, and the `state` for its result.
+
+    Compared and hashed by identity.
+    """
 
     __slots__ = ("arguments", "state")
     arguments: tuple[Any, ...]
@@ -88,7 +103,8 @@ class Made:
 
     def __new__(cls, *arguments: Any) -> Made:
         made = object.__new__(cls)
-        made.arguments, made.state = arguments, None
+        made.arguments = arguments
+        made.state = None
         return made
 
     def __init__(self, *arguments: Any) -> None: ...
@@ -118,7 +134,8 @@ class Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full == "collections.OrderedDict" and self.names.fullmatch(full):
-            return type("OrderedDict", (dict,), {})  # with attributes, as a module's state_dict() has
+            # With attributes, as a module's state_dict() has
+            return type("OrderedDict", (dict,), {})
         if full == "builtins.getattr" and self.names is DCP:
             return Member
         if full not in self.found:
@@ -139,9 +156,15 @@ def expect(value: Any, kind: type) -> Any:
 
 
 def counts(value: Any) -> list[int]:
-    """A tuple of at most 64 integers from 0 to 2**62 - 1. Their product is checked by those who use it."""
+    """A tuple of at most 64 integers from 0 to 2**62 - 1.
+
+    Their product is checked by those who use it.
+    """
     numbers = list(expect(value, tuple))
-    if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers) or len(numbers) > 64:
+    if (
+        any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers)
+        or len(numbers) > 64
+    ):
         raise UnreadablePickle("a shape that no tensor can have")
     return numbers
 
@@ -149,7 +172,9 @@ def counts(value: Any) -> list[int]:
 def fields(made: Any, name: str) -> dict[str, Any]:
     """The attributes of a recorded instance of DCP's class `name`."""
     if not isinstance(made, Made) or made.name.rpartition(".")[2] != name:
-        raise UnreadablePickle(f"expected {name}, found {getattr(made, 'name', type(made).__name__)}")
+        raise UnreadablePickle(
+            f"expected {name}, found {getattr(made, 'name', type(made).__name__)}"
+        )
     return expect({} if made.state is None else made.state, dict)
 
 
@@ -162,7 +187,8 @@ def size(made: Any) -> list[int]:
 def read_dcp(file: BinaryIO) -> dict[str, Any]:
     """The index of a stock DCP folder.
 
-    tensor name -> [dtype, shape, [[offsets, sizes, file, first byte, bytes], ...]]; other entries are left out.
+    tensor name -> [dtype, shape, [[offsets, sizes, file, first byte, bytes], ...]]; other entries
+    are left out.
     """
     data = file.read(LARGEST + 1)
     if len(data) > LARGEST:
@@ -170,11 +196,17 @@ def read_dcp(file: BinaryIO) -> dict[str, Any]:
     index = fields(Unpickler(io.BytesIO(data), DCP).load(), "Metadata")
     places: dict[tuple[str, str], list[Any]] = {}
     for key, value in expect(index["storage_data"], dict).items():
-        at, info = fields(key, "MetadataIndex"), fields(value, "_StorageInfo")
-        name, offset = expect(at["fqn"], str), at.get("offset")
+        at = fields(key, "MetadataIndex")
+        info = fields(value, "_StorageInfo")
+        name = expect(at["fqn"], str)
+        offset = at.get("offset")
         if info.get("transform_descriptors"):
             raise UnreadablePickle(f"{name[:200]!r} is compressed, which cannot be read")
-        place = [expect(info["relative_path"], str), expect(info["offset"], int), expect(info["length"], int)]
+        place = [
+            expect(info["relative_path"], str),
+            expect(info["offset"], int),
+            expect(info["length"], int),
+        ]
         places[name, "" if offset is None else str(size(offset))] = place
     tensors = {}
     for name, entry in expect(index["state_dict_metadata"], dict).items():
@@ -184,14 +216,19 @@ def read_dcp(file: BinaryIO) -> dict[str, Any]:
         properties = of["properties"]
         if not isinstance(properties, Made) or not isinstance(properties.state, tuple):
             raise UnreadablePickle("the properties of a tensor were expected")
-        dtype, chunks = expect(properties.state[0], type).name, []
+        dtype = expect(properties.state[0], type).name
+        chunks = []
         for chunk in expect(of["chunks"], list):
             box = fields(chunk, "ChunkStorageMetadata")
-            offsets, sizes = size(box["offsets"]), size(box["sizes"])
+            offsets = size(box["offsets"])
+            sizes = size(box["sizes"])
             if 0 in sizes:
                 continue  # of a process that has no part of the tensor
-            if (where := places.get((expect(name, str), str(offsets)))) is None:
-                raise UnreadablePickle(f"the index has no file for the part of {name[:200]!r} at {offsets}")
+            where = places.get((expect(name, str), str(offsets)))
+            if where is None:
+                raise UnreadablePickle(
+                    f"the index has no file for the part of {name[:200]!r} at {offsets}"
+                )
             chunks.append([offsets, sizes, *where])
         tensors[expect(name, str)] = [dtype, size(of["size"]), chunks]
     return bounded(tensors, len(data))
@@ -200,12 +237,16 @@ def read_dcp(file: BinaryIO) -> dict[str, Any]:
 def bounded(value: dict[str, Any], length: int) -> dict[str, Any]:
     """The value, if its JSON is not longer than the pickle, whose `length` is in bytes."""
     if len(json.dumps(value)) > length + 10_000:
-        raise UnreadablePickle("with shared parts written out, its contents would be longer than the file")
+        raise UnreadablePickle(
+            "with shared parts written out, its contents would be longer than the file"
+        )
     return value
 
 
 class Archive:
-    """The records of a file of torch.save, an uncompressed zip archive, by their names without the folder."""
+    """The records of a file of torch.save, an uncompressed zip archive, by their names without the
+    folder.
+    """
 
     def __init__(self, file: Any) -> None:
         """Raises UnreadablePickle and what zipfile raises."""
@@ -218,7 +259,9 @@ class Archive:
             raise UnreadablePickle("it was written on a big-endian machine")
 
     def place(self, name: str) -> tuple[int, int, int | None]:
-        """First byte, bytes and CRC-32 of a record's content; the CRC is None if it was written without."""
+        """First byte, bytes and CRC-32 of a record's content; the CRC is None if it was written
+        without.
+        """
         if name not in self.records:
             raise UnreadablePickle(f"it has no {name}")
         info = self.records[name]
@@ -226,8 +269,13 @@ class Archive:
         header = self._file.read(30)  # the content begins after it, the name and padding
         if header[:4] != b"PK\x03\x04":
             raise UnreadablePickle("its zip directory has a wrong position of a record")
-        begin = info.header_offset + 30 + sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
-        return begin, info.file_size, info.CRC or None  # 0 with torch.serialization.skip_data and set_crc32_options
+        begin = (
+            info.header_offset
+            + 30
+            + sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
+        )
+        # 0 with torch.serialization.skip_data and set_crc32_options
+        return begin, info.file_size, info.CRC or None
 
     def read(self, name: str, most: int = LARGEST) -> bytes:
         begin, length, crc = self.place(name)
@@ -243,14 +291,17 @@ class Archive:
 def read_torch(file: BinaryIO) -> dict[str, Any]:
     """A file of torch.save: {"tree": ..., "storages": name -> `Archive.place`}.
 
-    In the tree, a dict is {"dict": {key: value}} and a tensor is {"tensor": [storage's type, its name, first number,
-    shape, strides]}; numbers and text are themselves. Everything else is null, also a dict with keys of other types.
+    In the tree, a dict is {"dict": {key: value}} and a tensor is {"tensor": [storage's type, its
+    name, first number, shape, strides]}; numbers and text are themselves. Everything else is null,
+    also a dict with keys of other types.
     """
     archive = Archive(file)
     program = archive.read("data.pkl")
     tree = plain(Unpickler(io.BytesIO(program), TORCH).load())
     if not isinstance(tree, dict) or "dict" not in tree:
-        raise UnreadablePickle("it holds no dict; expected a dict of tensors, such as a state_dict()")
+        raise UnreadablePickle(
+            "it holds no dict; expected a dict of tensors, such as a state_dict()"
+        )
     names = [name for name in archive.records if name.startswith("data/")]
     if len(names) > MOST_STORAGES:
         raise UnreadablePickle(f"it has {len(names)} storages; at most {MOST_STORAGES} are read")
@@ -267,7 +318,8 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Made) and value.name == "torch._utils._rebuild_tensor_v2":
         return {"tensor": tensor(value)}
     if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
-        if same := [key for key in value if type(key) is int and str(key) in value]:
+        same = [key for key in value if type(key) is int and str(key) in value]
+        if same:
             raise UnreadablePickle(f"a dict has both {same[0]} and '{same[0]}' as keys")
         return {"dict": {str(key): plain(item, depth + 1) for key, item in value.items()}}
     return value if type(value) in (str, int, float, bool) else None
@@ -275,8 +327,11 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 def tensor(made: Made) -> list[Any]:
     """A recorded tensor. Raises UnreadablePickle and ValueError."""
-    if made.state is not None or len(made.arguments) != 6:  # a seventh marks numbers whose sign is changed when used
-        raise UnreadablePickle("a tensor has attributes or the negative bit; save tensor.resolve_neg().clone()")
+    # a seventh marks numbers whose sign is changed when used
+    if made.state is not None or len(made.arguments) != 6:
+        raise UnreadablePickle(
+            "a tensor has attributes or the negative bit; save tensor.resolve_neg().clone()"
+        )
     storage, start, shape, strides, _, _ = made.arguments
     _, kind, name, _, _ = expect(storage, Made).arguments
     (start,), shape, strides = counts((start,)), counts(shape), counts(strides)
@@ -301,7 +356,12 @@ def main(kind: str, seconds: int) -> None:
     """Reads standard input and prints JSON."""
     gc.disable()  # a third of the time; the process ends soon
     limits = {resource.RLIMIT_AS: MEMORY, resource.RLIMIT_CPU: seconds}
-    forbidden = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE)
+    forbidden = (
+        resource.RLIMIT_NOFILE,
+        resource.RLIMIT_NPROC,
+        resource.RLIMIT_FSIZE,
+        resource.RLIMIT_CORE,
+    )
     for what, most in (limits | dict.fromkeys(forbidden, 0)).items():
         with contextlib.suppress(ValueError, OSError):  # unknown to the system; the others remain
             resource.setrlimit(what, (most, most))

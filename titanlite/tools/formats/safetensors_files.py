@@ -1,7 +1,8 @@
-"""safetensors files, one or several with an index: where their tensors lie, and writing them block by block.
+"""safetensors files, one or several with an index: where their tensors lie, and writing them block
+by block.
 
-What it is: 8 bytes of length, a JSON header, the numbers. Several files come with `model.safetensors.index.json`, which
-lists the file of each tensor: Hugging Face's convention.
+What it is: 8 bytes of length, a JSON header, the numbers. Several files come with
+`model.safetensors.index.json`, which lists the file of each tensor: Hugging Face's convention.
 What it costs: reading an index opens each file once. Writing holds one block of rows.
 Format: https://huggingface.co/docs/safetensors
 """
@@ -25,16 +26,22 @@ from titanlite.tools.formats.full_state import FullTensor, Part
 from titanlite.tools.formats.output_path import write_small_files
 
 INDEX = "model.safetensors.index.json"
-LARGEST_HEADER = 1 << 24  # bytes, some 100,000 tensors; the library reads up to 100 MB, which take over 1 GB as objects
+# Bytes, some 100,000 tensors; the library reads up to 100 MB, which take over 1 GB as objects
+LARGEST_HEADER = 1 << 24
 
 
 def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
-    """The tensors of one file, and its metadata. Raises CorruptCheckpoint unless it is a complete safetensors file."""
+    """The tensors of one file, and its metadata.
+
+    Raises CorruptCheckpoint unless it is a complete safetensors file.
+    """
     try:
         with path.open("rb") as raw:
-            if (length := int.from_bytes(raw.read(8), "little")) > LARGEST_HEADER:
+            length = int.from_bytes(raw.read(8), "little")
+            if length > LARGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes; expected at most {LARGEST_HEADER}")
-            with safe_open(path, framework="pt") as file:  # the library checks that the header fits the file
+            # The library checks that the header fits the file
+            with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
             header: dict[str, Any] = json.loads(raw.read(length))
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
@@ -51,7 +58,10 @@ def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
 
 
 def read_folder(folder: Path) -> dict[str, FullTensor]:
-    """The tensors of a folder with model.safetensors, or an index and its files. Raises CorruptCheckpoint."""
+    """The tensors of a folder with model.safetensors, or an index and its files.
+
+    Raises CorruptCheckpoint.
+    """
     if not (folder / INDEX).is_file():
         return read_header(folder / "model.safetensors")[0]
     try:
@@ -61,17 +71,28 @@ def read_folder(folder: Path) -> dict[str, FullTensor]:
             raise ValueError("it names a file outside the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{folder / INDEX}: cannot be used ({error})") from None
-    if absent := [name for name in files if not (folder / name).is_file()]:
+    absent = [name for name in files if not (folder / name).is_file()]
+    if absent:
         problems = [f"{folder / name}: No such file, and {INDEX} names it" for name in absent]
-        raise CorruptCheckpoint(problems[:5] + ([f"and {len(absent) - 5} more"] if len(absent) > 5 else []))
-    tensors = {name: tensor for file in files for name, tensor in read_header(folder / file)[0].items()}
-    if missing := [name for name in places if name not in tensors]:
-        raise CorruptCheckpoint(f"{folder / INDEX}: names {missing[0]!r}, which is in none of its files")
+        raise CorruptCheckpoint(
+            problems[:5] + ([f"and {len(absent) - 5} more"] if len(absent) > 5 else [])
+        )
+    tensors = {
+        name: tensor for file in files for name, tensor in read_header(folder / file)[0].items()
+    }
+    missing = [name for name in places if name not in tensors]
+    if missing:
+        raise CorruptCheckpoint(
+            f"{folder / INDEX}: names {missing[0]!r}, which is in none of its files"
+        )
     return tensors
 
 
 def write_file(
-    path: Path, tensors: dict[str, Outgoing], metadata: dict[str, str] | None = None, sync: bool = True
+    path: Path,
+    tensors: dict[str, Outgoing],
+    metadata: dict[str, str] | None = None,
+    sync: bool = True,
 ) -> None:
     """Writes one file. Raises OSError, and what reading the source raises."""
     with path.open("xb") as file:
@@ -85,7 +106,9 @@ def write_file(
 
 
 def write_folder(folder: Path, tensors: dict[str, Outgoing], shard_size: int) -> None:
-    """model.safetensors, or, beyond `shard_size` bytes, model-0000i-of-0000n.safetensors and their index."""
+    """model.safetensors, or, beyond `shard_size` bytes, model-0000i-of-0000n.safetensors and their
+    index.
+    """
     shards: list[dict[str, Outgoing]] = [{}]
     room = shard_size
     for name, tensor in tensors.items():
@@ -103,5 +126,8 @@ def write_folder(folder: Path, tensors: dict[str, Outgoing], shard_size: int) ->
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
         write_file(folder / file, shard, metadata)
         places |= dict.fromkeys(shard, file)
-    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": places}
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": places,
+    }
     write_small_files(folder, {INDEX: (json.dumps(index, indent=1) + "\n").encode()})

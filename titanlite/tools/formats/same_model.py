@@ -1,12 +1,14 @@
-"""Whether the weights in a file are those of the model that they are for: every difference, in one error.
+"""Whether the weights in a file are those of the model that they are for: every difference, in one
+error.
 
-Why it is here: most differences raise no error by themselves. Weights fit into a model with another RoPE theta, epsilon
-or number of heads; more layers than the model has, biases or a second embedding would only not be read.
-What it is: a file that describes its model is compared field by field, the others by what shapes tell; then the names,
-shapes and dtypes of its tensors with those that its own model has.
-What it costs: nothing; names and shapes are known when a file is open. Where the file of a tied model has an output
-besides the embedding, opening it (detect_format.py, huggingface.py) reads both completely, in each process, to see
-that they are equal.
+Why it is here: most differences raise no error by themselves. Weights fit into a model with another
+RoPE theta, epsilon or number of heads; more layers than the model has, biases or a second embedding
+would only not be read.
+What it is: a file that describes its model is compared field by field, the others by what shapes
+tell; then the names, shapes and dtypes of its tensors with those that its own model has.
+What it costs: nothing; names and shapes are known when a file is open. Where the file of a tied
+model has an output besides the embedding, opening it (detect_format.py, huggingface.py) reads both
+completely, in each process, to see that they are equal.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from titanlite.tools.formats.full_state import FullTensor
 
 logger = logging.getLogger("titanlite")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-TABLES = re.compile(r".*(freqs_cis|rope\.freqs|rotary_emb\.inv_freq)")  # computed from the shape, not parameters
+# Computed from the shape, not parameters
+TABLES = re.compile(r".*(freqs_cis|rope\.freqs|rotary_emb\.inv_freq)")
 MOST = 8  # problems of tensors that are listed
 
 
@@ -42,27 +45,41 @@ class Stored(NamedTuple):
 Tensors = Mapping[str, Stored | FullTensor]
 
 
-def require_same_model(path: Path, stated: LlamaConfig | None, tensors: Tensors, model: LlamaConfig) -> None:
+def require_same_model(
+    path: Path, stated: LlamaConfig | None, tensors: Tensors, model: LlamaConfig
+) -> None:
     """Raises ConfigError with every difference between a file and the model of this run's config.
 
-    `stated`: the model that the file describes. Without it a warning lists what could not be compared.
+    `stated`: the model that the file describes. Without it a warning lists what could not be
+    compared.
     """
     sizes = {} if stated else _sizes(tensors, model)
     known = _fields(stated) if stated else _fields(model) | sizes
-    problems = [_problem(name, own, its, path) for name, own, its in _differences(_fields(model), known)]
-    problems += tensor_problems(path, tensors, parameter_shapes(stated or _shaped(tensors, model, sizes)))
+    problems = [
+        _problem(name, own, its, path) for name, own, its in _differences(_fields(model), known)
+    ]
+    problems += tensor_problems(
+        path, tensors, parameter_shapes(stated or _shaped(tensors, model, sizes))
+    )
     if problems:
         raise ConfigError(problems)
     if stated is None:
         rest = {name: value for name, value in _fields(model).items() if name not in sizes}
         taken = ", ".join(f"{name} = {value}" for name, value in rest.items())
-        logger.warning("%s: has no description of its model; could not be compared: %s", path, taken)
+        logger.warning(
+            "%s: has no description of its model; could not be compared: %s", path, taken
+        )
 
 
-def require_stated(given: LlamaConfig, stated: LlamaConfig, option: str, value: str, path: Path) -> None:
-    """Raises ConfigError if the model that an option's value names is not the one that the file describes."""
+def require_stated(
+    given: LlamaConfig, stated: LlamaConfig, option: str, value: str, path: Path
+) -> None:
+    """Raises ConfigError if the model that an option's value names is not the one that the file
+    describes.
+    """
     problems = [
-        f"{option} {value}: {name} = {own}, and {its} in {path}" for name, own, its in differences(given, stated)
+        f"{option} {value}: {name} = {own}, and {its} in {path}"
+        for name, own, its in differences(given, stated)
     ]
     if problems:
         raise ConfigError([*problems, f"{path} describes its model: leave {option} out"])
@@ -92,7 +109,9 @@ def _problem(name: str, own: Any, its: Any, path: Path) -> str:
 
 
 def _sizes(tensors: Tensors, model: LlamaConfig) -> dict[str, Any]:
-    """The fields of a model that the names and shapes of its tensors tell; only matrices are looked at."""
+    """The fields of a model that the names and shapes of its tensors tell; only matrices are looked
+    at.
+    """
     matrices = _matrices(tensors)
     embedding = matrices.get("tok_embeddings.weight")
     if embedding is None:
@@ -105,8 +124,13 @@ def _sizes(tensors: Tensors, model: LlamaConfig) -> dict[str, Any]:
     for name, (rows, _) in matrices.items():
         if name.endswith(".feed_forward.w1.weight"):
             sizes["ffn_dim"] = rows
-        if name.endswith(".attention.wk.weight") and dim == model.dim and rows % model.head_dim == 0:
-            sizes["num_kv_heads"] = rows // model.head_dim  # if its heads are as wide as this model's
+        if (
+            name.endswith(".attention.wk.weight")
+            and dim == model.dim
+            and rows % model.head_dim == 0
+        ):
+            # If its heads are as wide as this model's
+            sizes["num_kv_heads"] = rows // model.head_dim
     return sizes
 
 
@@ -117,9 +141,15 @@ def _matrices(tensors: Tensors) -> dict[str, tuple[int, int]]:
 
 
 def _shaped(tensors: Tensors, model: LlamaConfig, sizes: Mapping[str, Any]) -> LlamaConfig:
-    """A model whose parameters have the names and shapes of a file that does not describe its model."""
+    """A model whose parameters have the names and shapes of a file that does not describe its
+    model.
+    """
     fields = dict(sizes)
-    key_rows = [rows for name, (rows, _) in _matrices(tensors).items() if name.endswith(".attention.wk.weight")]
+    key_rows = [
+        rows
+        for name, (rows, _) in _matrices(tensors).items()
+        if name.endswith(".attention.wk.weight")
+    ]
     if fields.get("dim", model.dim) != model.dim and key_rows:
         # The width of a head is not known: heads of width 1 give the same shapes.
         fields |= {"num_heads": fields["dim"], "num_kv_heads": key_rows[0]}
@@ -127,18 +157,29 @@ def _shaped(tensors: Tensors, model: LlamaConfig, sizes: Mapping[str, Any]) -> L
 
 
 def without_tables(tensors: Mapping[str, FullTensor]) -> dict[str, FullTensor]:
-    """Without the tables of RoPE that other software saves; they are computed from the model's fields."""
+    """Without the tables of RoPE that other software saves; they are computed from the model's
+    fields.
+    """
     return {name: tensor for name, tensor in tensors.items() if not TABLES.fullmatch(name)}
 
 
-def tensor_problems(path: Path, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """What of a file does not fit a model whose parameters have these shapes, also what the model does not have."""
+def tensor_problems(
+    path: Path, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """What of a file does not fit a model whose parameters have these shapes, also what the model
+    does not have.
+    """
     theirs = [name for name in tensors if name not in shapes]
     if tensors and not tensors.keys() & shapes.keys():
         examples = ", ".join(repr(name[:100]) for name in theirs[:3])
-        return [f"{path}: none of its {len(tensors)} tensors ({examples}, ...) has a name of a Llama's parameter"]
+        return [
+            f"{path}: none of its {len(tensors)} tensors ({examples}, ...) has a name of a Llama's parameter"
+        ]
     problems = _mismatches(path, tensors, shapes)
-    problems += [f"{path}: {name[:200]!r} is not a parameter of this model{_reason(name, tensors)}" for name in theirs]
+    problems += [
+        f"{path}: {name[:200]!r} is not a parameter of this model{_reason(name, tensors)}"
+        for name in theirs
+    ]
     return _first_ones(path, problems)
 
 
@@ -151,13 +192,19 @@ def _reason(name: str, tensors: Collection[str]) -> str:
 
 
 def mismatches(path: Path, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Missing names with the nearest unknown one, other shapes, and dtypes that are not floating point."""
+    """Missing names with the nearest unknown one, other shapes, and dtypes that are not floating
+    point.
+    """
     return _first_ones(path, _mismatches(path, tensors, shapes))
 
 
 def _mismatches(path: Path, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     problems: list[str] = []
-    unknown = {name: tensor.shape for name, tensor in tensors.items() if name not in shapes and len(name) < 200}
+    unknown = {
+        name: tensor.shape
+        for name, tensor in tensors.items()
+        if name not in shapes and len(name) < 200
+    }
     for name, shape in shapes.items():
         tensor = tensors.get(name)
         if tensor is None:
@@ -168,7 +215,9 @@ def _mismatches(path: Path, tensors: Tensors, shapes: Mapping[str, tuple[int, ..
         elif tensor.shape != shape:
             problems.append(f"{path}: {name!r} is {tensor.shape}; the model's is {shape}")
         elif tensor.dtype not in FLOATS:
-            problems.append(f"{path}: {name!r} is {tensor.dtype}; allowed: {', '.join(map(str, FLOATS))}")
+            problems.append(
+                f"{path}: {name!r} is {tensor.dtype}; allowed: {', '.join(map(str, FLOATS))}"
+            )
     return problems
 
 

@@ -1,12 +1,15 @@
-"""Reading a stock DCP folder (`.metadata` + `*.distcp`), as torchtitan writes it, without running code in it.
+"""Reading a stock DCP folder (`.metadata` + `*.distcp`), as torchtitan writes it, without running
+code in it.
 
-What it is: stock DCP unpickles the index and each non-tensor entry, which runs any code in them, and reads tensors
-without checking their CRC. Here the index is read by `pickle_reader.py`, and checked: each part of a tensor lies in a
-file of this folder (no link) and within the file's length, and the parts of a tensor fill it exactly once.
-Non-tensor entries are not read. A part is a file of torch.save within a file; its pickle is compared with the
-sequence of instructions that torch.save writes for a tensor (`_TENSOR`), and its bytes must have their CRC.
-What it costs: about 0.02 ms per saved part (parameters, moments and processes multiply); only `.metadata` is opened.
-Reading a part reads its bytes twice, the first time for the CRC.
+What it is: stock DCP unpickles the index and each non-tensor entry, which runs any code in them,
+and reads tensors without checking their CRC. Here the index is read by `pickle_reader.py`, and
+checked: each part of a tensor lies in a file of this folder (no link) and within the file's length,
+and the parts of a tensor fill it exactly once.
+Non-tensor entries are not read. A part is a file of torch.save within a file; its pickle is
+compared with the sequence of instructions that torch.save writes for a tensor (`_TENSOR`), and its
+bytes must have their CRC.
+What it costs: about 0.02 ms per saved part (parameters, moments and processes multiply); only
+`.metadata` is opened. Reading a part reads its bytes twice, the first time for the CRC.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ WAY_OUT = (
 
 def is_stock_dcp(path: Path) -> bool:
     """Whether `torch.distributed.checkpoint` wrote the folder."""
-    return os.path.lexists(path / ".metadata")  # unlike Path's methods, False and no error for a name that is too long
+    # Unlike Path's methods, False and no error for a name that is too long
+    return os.path.lexists(path / ".metadata")
 
 
 def read_folder(folder: Path) -> dict[str, FullTensor]:
@@ -74,11 +78,21 @@ class _File:
 
 def _tensor(folder: Path, name: str, entry: list[Any], files: dict[str, _File]) -> FullTensor:
     """A tensor of the index. `files`: those that were looked at already. Raises ConfigError."""
-    dtype, shape, chunks = DTYPES.get(entry[0]), tuple(entry[1]), entry[2]
+    dtype = DTYPES.get(entry[0])
+    shape = tuple(entry[1])
+    chunks = entry[2]
     if dtype is None:
-        raise ConfigError(f"{folder / '.metadata'}: {name[:200]!r} has the dtype {entry[0]}, which torch does not have")
+        raise ConfigError(
+            f"{folder / '.metadata'}: {name[:200]!r} has the dtype {entry[0]}, which torch does not have"
+        )
     try:
-        grid_of(shape, [Box(file_name, tuple(offsets), tuple(sizes)) for offsets, sizes, file_name, *_ in chunks])
+        grid_of(
+            shape,
+            [
+                Box(file_name, tuple(offsets), tuple(sizes))
+                for offsets, sizes, file_name, *_ in chunks
+            ],
+        )
     except ValueError:
         raise ConfigError(
             f"{folder / '.metadata'}: the {len(chunks)} parts of {name[:200]!r} do not make up its shape {shape!r:.200}"
@@ -102,12 +116,21 @@ def _tensor(folder: Path, name: str, entry: list[Any], files: dict[str, _File]) 
             raise ConfigError(
                 f"{folder / '.metadata'}: a part of {name[:200]!r} has {nbytes} bytes, and the index gives it {length}"
             )
-        parts.append(StockPart(file.path, begin, tuple(offsets), tuple(sizes) or (1,), (), length, name, dtype))
+        parts.append(
+            StockPart(
+                file.path, begin, tuple(offsets), tuple(sizes) or (1,), (), length, name, dtype
+            )
+        )
     return FullTensor(dtype, shape, tuple(parts))
 
 
 def _file_length(folder: Path, name: str) -> int:
-    if name in ("", ".", "..") or len(name) > 255 or set(name) & set("/\\") or not name.isprintable():
+    if (
+        name in ("", ".", "..")
+        or len(name) > 255
+        or set(name) & set("/\\")
+        or not name.isprintable()
+    ):
         raise ConfigError(
             f"{folder / '.metadata'}: names the file {name[:200]!r}; only files of the folder itself are read"
         )
@@ -132,7 +155,9 @@ class StockPart(Part):
     length: int = 0  # bytes of the archive
     name: str = ""
     dtype: torch.dtype = torch.float32
-    located: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list, compare=False)  # once checked
+    located: list[tuple[int, tuple[int, ...]]] = dataclasses.field(
+        default_factory=list, compare=False
+    )  # once checked
 
     def locate(self, file: BinaryIO) -> tuple[int, tuple[int, ...]]:
         """The byte where the tensor begins, and its strides. Raises CorruptCheckpoint."""
@@ -151,7 +176,10 @@ class _Slice(io.RawIOBase):
     """A range of a file's bytes as a file, of which at most DESCRIPTION_BYTES are read."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
+        self._file = file
+        self._start = start
+        self._length = length
+        self._at = 0
         self._unread = DESCRIPTION_BYTES
 
     def seekable(self) -> bool:
@@ -180,12 +208,15 @@ def _locate(file: BinaryIO, part: StockPart) -> tuple[int, tuple[int, ...]]:
     archive = Archive(piece)
     dtype, storage, start, shape, strides = _described(archive.read("data.pkl", DESCRIPTION_BYTES))
     if dtype != part.dtype or (shape or (1,)) != part.sizes:
-        raise ValueError(f"it is {dtype} of shape {shape}, and .metadata says {part.dtype}, {part.sizes}")
+        raise ValueError(
+            f"it is {dtype} of shape {shape}, and .metadata says {part.dtype}, {part.sizes}"
+        )
     begin, size, crc = archive.place(f"data/{storage}")
     if begin + size > part.length:
         raise ValueError("its storage ends after it")
     require_room(dtype, start, shape, strides, size)
-    if problem := Record(part.file, part.begin + begin, size, crc, part.name).problem():
+    problem = Record(part.file, part.begin + begin, size, crc, part.name).problem()
+    if problem:
         raise ValueError(problem)
     return part.begin + begin + start * dtype.itemsize, strides or (1,)
 
@@ -199,18 +230,31 @@ _TENSOR = re.compile(
 
 
 def _described(program: bytes) -> tuple[torch.dtype, str, int, tuple[int, ...], tuple[int, ...]]:
-    """dtype, storage name, index of the first number in the storage, shape and strides of a tensor's pickle.
+    """dtype, storage name, index of the first number in the storage, shape and strides of a
+    tensor's pickle.
 
     Raises ValueError.
     """
     lines = ""  # an instruction and its argument in each
     for opcode, argument, _ in pickletools.genops(program):
         if opcode.name not in ("PROTO", "FRAME", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            kind = "INT" if type(argument) is int else "TEXT" if opcode.name.endswith("UNICODE") else opcode.name
+            kind = (
+                "INT"
+                if type(argument) is int
+                else "TEXT"
+                if opcode.name.endswith("UNICODE")
+                else opcode.name
+            )
             lines += f"{kind}\n" if argument is None else f"{kind} {argument}\n"
-    if not (match := _TENSOR.fullmatch(lines)) or (dtype := STORAGES.get(match[1].replace(" ", "."))) is None:
-        raise ValueError(f"expected one tensor of {', '.join(str(dtype) for dtype in STORAGES.values())}")
-    start, shape, strides = int(match[3]), *(tuple(map(int, re.findall(r"\d+", match[i]))) for i in (4, 5))
+    match = _TENSOR.fullmatch(lines)
+    if not match or (dtype := STORAGES.get(match[1].replace(" ", "."))) is None:
+        raise ValueError(
+            f"expected one tensor of {', '.join(str(dtype) for dtype in STORAGES.values())}"
+        )
+    start, shape, strides = (
+        int(match[3]),
+        *(tuple(map(int, re.findall(r"\d+", match[i]))) for i in (4, 5)),
+    )
     if len(shape) != len(strides) or max((start, *shape, *strides)) >= 1 << 62:
         raise ValueError("invalid shape, strides or offset")
     return dtype, match[2], start, shape, strides

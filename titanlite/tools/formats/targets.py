@@ -1,11 +1,12 @@
 """Writing a checkpoint in another format: one function for each format.
 
-What it is: each function writes the tensors and the small files that make the result complete: the model's shape, the
-tokenizer. safetensors and GGUF files are written block by block. torch.save and DCP take whole tensors, so the
-converted tensors are written once into a scratch file, and these writers get them memory-mapped from there: its pages
-belong to the page cache and not to the process.
-What it costs: one block of rows in memory, one whole tensor for GGUF, whose writer takes no less; for torch, llama and
-dcp a second write, and twice the disk space until the end.
+What it is: each function writes the tensors and the small files that make the result complete: the
+model's shape, the tokenizer. safetensors and GGUF files are written block by block. torch.save and
+DCP take whole tensors, so the converted tensors are written once into a scratch file, and these
+writers get them memory-mapped from there: its pages belong to the page cache and not to the
+process.
+What it costs: one block of rows in memory, one whole tensor for GGUF, whose writer takes no less;
+for torch, llama and dcp a second write, and twice the disk space until the end.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def _origin(state: FullState) -> str:
 def _length(state: FullState) -> int:
     """The trained length for a format that must name one."""
     if not state.about.seq_len:
-        logger.warning("%s: the length it was trained on is not known; wrote %d", state.path, DEFAULT_LENGTH)
+        logger.warning(
+            "%s: the length it was trained on is not known; wrote %d", state.path, DEFAULT_LENGTH
+        )
     return state.about.seq_len or DEFAULT_LENGTH
 
 
@@ -69,9 +72,11 @@ def _json(value: dict[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def _mapped(path: Path, tensors: dict[str, Outgoing]) -> Iterator[dict[str, Tensor]]:
-    """The converted tensors, memory-mapped from a scratch file beside `path` that is deleted at the end.
+    """The converted tensors, memory-mapped from a scratch file beside `path` that is deleted at the
+    end.
 
-    torch reports a failed write as "unexpected pos": the error that caused it, or the signal, is raised in its place.
+    torch reports a failed write as "unexpected pos": the error that caused it, or the signal, is
+    raised in its place.
     """
     scratch = temporary_path(path)
     try:
@@ -79,7 +84,11 @@ def _mapped(path: Path, tensors: dict[str, Outgoing]) -> Iterator[dict[str, Tens
         with safe_open(scratch, framework="pt") as file:
             yield {name: file.get_tensor(name) for name in tensors}
     except (RuntimeError, CheckpointException) as error:  # the latter is a BaseException
-        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        cause = (
+            next(iter(error.failures.values()))[0]
+            if isinstance(error, CheckpointException)
+            else error
+        )
         while not isinstance(cause, (OSError, SystemExit, KeyboardInterrupt)) and cause.__context__:
             cause = cause.__context__
         raise cause from None
@@ -106,7 +115,10 @@ def to_titanlite(path: Path, export: Export) -> None:
     about = export.state.about
     files: dict[str, FileEntry] = {}
     entries: dict[str, TensorEntry] = {}
-    groups = {"model": {f"model.{name}": tensor for name, tensor in export.model.items()}, "training": export.others}
+    groups = {
+        "model": {f"model.{name}": tensor for name, tensor in export.model.items()},
+        "training": export.others,
+    }
     for kind, tensors in groups.items():
         name = f"{kind}-00000.safetensors"
         if tensors:
@@ -114,10 +126,14 @@ def to_titanlite(path: Path, export: Export) -> None:
             files[name] = FileEntry((path / name).stat().st_size, digest_of(path / name))
         for key, tensor in tensors.items():
             shape = tuple(tensor.shape)
-            entries[key] = TensorEntry(DTYPE_NAMES[tensor.dtype], grid_of(shape, [Box(name, (0,) * len(shape), shape)]))
+            entries[key] = TensorEntry(
+                DTYPE_NAMES[tensor.dtype], grid_of(shape, [Box(name, (0,) * len(shape), shape)])
+            )
     small = about.files | _shape_and_tokenizer(export.state)
     write_small_files(path, small)
-    files |= {name: FileEntry(len(content), digest_of(path / name)) for name, content in small.items()}
+    files |= {
+        name: FileEntry(len(content), digest_of(path / name)) for name, content in small.items()
+    }
     manifest = Manifest(
         step=about.step or 0,
         finite=not export.nonfinite,
@@ -138,15 +154,21 @@ def to_dcp(path: Path, export: Export) -> None:
     path.mkdir()
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _mapped(path / "scratch", export.model | export.others) as tensors:
-        writer = FileSystemWriter(path, thread_count=1)  # of several, errors can be lost (pytorch#191391)
+        # Of several, errors can be lost (pytorch#191391)
+        writer = FileSystemWriter(path, thread_count=1)
         dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
     _sync(path / ".metadata")  # torch 2.13 syncs it before it has written all of it
-    write_small_files(path, _shape_and_tokenizer(export.state) | {ORIGIN: _origin(export.state).encode()})
+    write_small_files(
+        path, _shape_and_tokenizer(export.state) | {ORIGIN: _origin(export.state).encode()}
+    )
 
 
 def to_safetensors(path: Path, export: Export) -> None:
-    """titanlite's names; one file if the path ends in .safetensors, else a folder, sharded where it is large."""
-    state, tensors = export.state, export.model | export.others
+    """titanlite's names; one file if the path ends in .safetensors, else a folder, sharded where it
+    is large.
+    """
+    state = export.state
+    tensors = export.model | export.others
     if path.suffix == ".safetensors":
         shape = {"model": state.about.model.to_json()} if state.about.model else {}
         write_file(path, tensors, {"format": "pt", "titanlite": _origin(state), **shape})
@@ -157,7 +179,9 @@ def to_safetensors(path: Path, export: Export) -> None:
 
 
 def to_torch(path: Path, export: Export) -> None:
-    """A file for `torch.load(path, weights_only=True)`: a dict with `model` (name -> tensor) and its shape."""
+    """A file for `torch.load(path, weights_only=True)`: a dict with `model` (name -> tensor) and
+    its shape.
+    """
     about = export.state.about
     with _mapped(path, export.model | export.others) as tensors:
         tree: dict[str, Any] = {"model": {name: tensors[name] for name in export.model}}
@@ -174,9 +198,11 @@ def to_torch(path: Path, export: Export) -> None:
 def to_llama(path: Path, export: Export) -> None:
     """Meta's folder, with one consolidated file."""
     path.mkdir()
-    state, outgoing = export.state, dict(export.model)
+    state = export.state
+    outgoing = dict(export.model)
     if state.model.tied_embeddings:
-        outgoing["output.weight"] = outgoing["tok_embeddings.weight"]  # Meta's model always has both
+        # Meta's model always has both
+        outgoing["output.weight"] = outgoing["tok_embeddings.weight"]
     with _mapped(path / "scratch", outgoing) as tensors:
         _torch_save(path / "consolidated.00.pth", tensors)
     files = {"params.json": _json(meta.to_params(state.model))}
@@ -186,20 +212,26 @@ def to_llama(path: Path, export: Export) -> None:
 def to_huggingface(path: Path, export: Export) -> None:
     """A folder for `from_pretrained` of transformers' AutoModelForCausalLM and AutoTokenizer."""
     path.mkdir()
-    state, length = export.state, _length(export.state)
+    state = export.state
+    length = _length(export.state)
     tensors: dict[str, Outgoing] = {}
     for ours, theirs in huggingface.names(state.model).items():
-        tensors[theirs] = export.weight(ours, state.model.head_dim if huggingface.is_permuted(ours) else 0)
+        tensors[theirs] = export.weight(
+            ours, state.model.head_dim if huggingface.is_permuted(ours) else 0
+        )
     write_shards(path, tensors, export.shard_size)
     bos = eos = None
     files: dict[str, bytes] = {}
     if state.about.tokenizer:
         tokenizer = Tokenizer(state.path, state.about.tokenizer)
-        bos, eos = tokenizer.bos, tokenizer.eos
+        bos = tokenizer.bos
+        eos = tokenizer.eos
         files = to_files(tokenizer, length)
     dtype = str(tensors["model.norm.weight"].dtype).removeprefix("torch.")
     files["config.json"] = _json(huggingface.to_config(state.model, length, dtype, bos, eos))
-    files["generation_config.json"] = _json({"bos_token_id": bos, "eos_token_id": eos, "do_sample": False})
+    files["generation_config.json"] = _json(
+        {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False}
+    )
     write_small_files(path, files)
 
 
@@ -218,7 +250,13 @@ TARGETS: dict[str, Callable[[Path, Export], None]] = {
     "hf": to_huggingface,
     "gguf": to_gguf,
 }
-SUFFIXES = {".gguf": "gguf", ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
+SUFFIXES = {
+    ".gguf": "gguf",
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+}
 SHARDED = ("hf", "safetensors")  # can be several files
 WITH_OTHERS = ("titanlite", "dcp", "safetensors", "torch")  # can hold more than a model
 WITH_SCRATCH = ("dcp", "torch", "llama")  # need their size twice on the disk

@@ -1,7 +1,8 @@
 """Runs a job to its end: all parts on all cores, then the merge.
 
-What it is: the orchestration on one machine (or on Ray). On several machines without Ray, the same steps are separate
-commands: `--part i/n` for each part, and `--merge` (`tools/cli/prepare_command.py`).
+What it is: the orchestration on one machine (or on Ray). On several machines without Ray, the same
+steps are separate commands: `--part i/n` for each part, and `--merge`
+(`tools/cli/prepare_command.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from titanlite.runtime.files import make_folder
 from titanlite.runtime.progress import progress_bar
 from titanlite.tools.prepare.changed_input import keep_unchanged, only_input_differs
 from titanlite.tools.prepare.job import NAME, Job, begin_job, differences, read_job, write_job
-from titanlite.tools.prepare.merge import MANIFEST, check_bad_rows, decide_duplicates, merge, missing_parts
+from titanlite.tools.prepare.merge import (
+    MANIFEST,
+    check_bad_rows,
+    decide_duplicates,
+    merge,
+    missing_parts,
+)
 from titanlite.tools.prepare.plan_job import Settings, plan_job
 from titanlite.tools.prepare.records import read_record
 from titanlite.tools.prepare.shard_writer import TEMPORARY
@@ -52,10 +59,11 @@ def begin(
     settings: Settings,
     restart: Log | None = None,
 ) -> Job:
-    """The job for a prepared folder, in its working folder. Raises ConfigError if another one was begun there.
+    """The job for a prepared folder, in its working folder. Raises ConfigError if another one was
+    begun there.
 
-    `restart`: if only the input has changed since, remove what depends on it, and log that. The caller must hold the
-    folder alone.
+    `restart`: if only the input has changed since, remove what depends on it, and log that. The
+    caller must hold the folder alone.
     """
     work = working_folder(folder)
     begun = read_job(work) if (work / NAME).exists() else None
@@ -65,24 +73,39 @@ def begin(
         stay = keep_unchanged(begun, job, work)
         write_job(job, work)
         changes = differences(begun, job)
-        restart(f"the input is not that of the earlier attempt ({changes}); {stay} of {job.parts} parts are kept")
+        restart(
+            f"the input is not that of the earlier attempt ({changes}); {stay} of {job.parts} parts are kept"
+        )
     begin_job(job, work)
     return job
 
 
-def build(sources: list[tuple[Source, Found]], tokenizer: Tokenizer, folder: Path, options: Options, log: Log) -> None:
-    """Prepares sources into `folder`, which does not exist yet. Finished parts of an earlier attempt are kept.
+def build(
+    sources: list[tuple[Source, Found]],
+    tokenizer: Tokenizer,
+    folder: Path,
+    options: Options,
+    log: Log,
+) -> None:
+    """Prepares sources into `folder`, which does not exist yet. Finished parts of an earlier
+    attempt are kept.
 
     The caller holds the folder alone (`locks.py`).
     Raises ConfigError for files that cannot be read, too many bad rows, or a full disk.
     """
     if folder.exists():
         raise ConfigError(f"{folder}: has no manifest.json; {AGAIN}")
-    started, work, read = time.monotonic(), working_folder(folder), 0
+    started = time.monotonic()
+    work = working_folder(folder)
+    read = 0
     begins = not (work / NAME).exists()
     try:
         job = begin(sources, tokenizer, folder, options.settings, restart=log)
-        size = f"{len(job.files)} files, {job.bytes / 1e6:.1f} MB" if job.has_known_size else "an unknown size"
+        size = (
+            f"{len(job.files)} files, {job.bytes / 1e6:.1f} MB"
+            if job.has_known_size
+            else "an unknown size"
+        )
         log(f"preparing {job.name}: {size} from {', '.join(job.roots)}")
         for path in work.glob(f"*{TEMPORARY}*"):  # of a process that was killed
             path.unlink(missing_ok=True)
@@ -93,22 +116,31 @@ def build(sources: list[tuple[Source, Found]], tokenizer: Tokenizer, folder: Pat
             read = _run(job, work, tokenizer, options, log)
         manifest = merge(job, work, folder, tokenizer, options.max_bad_rows, log)
     except BaseException as error:
-        if begins and not any([*work.glob("part-*.json"), *work.glob("read-*.json"), *work.glob(MANIFEST)]):
-            shutil.rmtree(work, ignore_errors=True)  # nothing is done that another attempt could use
+        if begins and not any(
+            [*work.glob("part-*.json"), *work.glob("read-*.json"), *work.glob(MANIFEST)]
+        ):
+            # Nothing is done that another attempt could use
+            shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, OSError):
             raise ConfigError(problems(error)) from None
         raise
     tokens = {split: entry["tokens"] for split, entry in manifest["splits"].items()}
     seconds = time.monotonic() - started
-    rate = f" ({read / 1e6 / seconds:.1f} MB/s)" if read else ""  # without the parts of an earlier attempt
+    # Without the parts of an earlier attempt
+    rate = f" ({read / 1e6 / seconds:.1f} MB/s)" if read else ""
     log(
         f"prepared {tokens['train']:,} training and {tokens['validation']:,} validation tokens "
         f"in {seconds:.1f} s{rate}: {folder}"
     )
 
 
-def _run(job: Job, work: Path, tokenizer: Tokenizer, options: Options, log: Log, read: bool = False) -> int:
-    """One pass over the parts that have not been through it. Returns the number of bytes that were read."""
+def _run(
+    job: Job, work: Path, tokenizer: Tokenizer, options: Options, log: Log, read: bool = False
+) -> int:
+    """One pass over the parts that have not been through it.
+
+    Returns the number of bytes that were read.
+    """
     todo = missing_parts(job, work, read)
     if len(todo) < job.parts:
         log(f"going on: {job.parts - len(todo)} of {job.parts} parts are there already")
@@ -117,10 +149,12 @@ def _run(job: Job, work: Path, tokenizer: Tokenizer, options: Options, log: Log,
             for part in run_on_ray(work, todo):
                 bar.update(job.size([part]) or 0)
         else:
-            workers, records = options.workers or usable_processors(), []
+            workers = options.workers or usable_processors()
+            records = []
             for part in run_parts(job, work, tokenizer, todo, workers, bar.update):
                 records.append(read_record(job, work, part, read))
-                if options.max_bad_rows >= 1:  # a number, unlike a share of all, may be exceeded before the end
+                # a number, unlike a share of all, may be exceeded before the end
+                if options.max_bad_rows >= 1:
                     check_bad_rows(job, records, options.max_bad_rows)
         return int(bar.n)
 

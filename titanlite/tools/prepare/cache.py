@@ -1,11 +1,13 @@
 """Prepares text once, and reuses the result in later runs.
 
-What it is: a source -> a folder of shards. For `[data]` the folder is in the cache, and its name contains a hash of the
-names, sizes and times of the files and of the tokenizer; `titanlite prepare --out` names it. The parts of the work
-(`job.py`) are made in a hidden working folder beside it, which is renamed at the end (`merge.py`); a preparation that
-was interrupted goes on with the parts that are missing. Before data is used it is verified (`verify.py`), once for each
-version of its files.
-What it costs: the launcher of each node reads the size and the time of modification of each file at every start.
+What it is: a source -> a folder of shards. For `[data]` the folder is in the cache, and its name
+contains a hash of the names, sizes and times of the files and of the tokenizer; `titanlite prepare
+--out` names it. The parts of the work (`job.py`) are made in a hidden working folder beside it,
+which is renamed at the end (`merge.py`); a preparation that was interrupted goes on with the parts
+that are missing. Before data is used it is verified (`verify.py`), once for each version of its
+files.
+What it costs: the launcher of each node reads the size and the time of modification of each file at
+every start.
 """
 
 from __future__ import annotations
@@ -24,7 +26,16 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.verification import unverified, verify
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.prepare.locks import hold
-from titanlite.tools.prepare.sources import CONFIG_KEYS, STDLIB, Found, Keys, Source, find, is_prepared, versions
+from titanlite.tools.prepare.sources import (
+    CONFIG_KEYS,
+    STDLIB,
+    Found,
+    Keys,
+    Source,
+    find,
+    is_prepared,
+    versions,
+)
 
 Log = Callable[[str], None]
 
@@ -41,9 +52,14 @@ def find_text(section: DataConfig) -> Found:
 def _refuse_what_has_no_effect(source: Source) -> None:
     """Raises ConfigError for settings of text, where the path is that of a prepared folder."""
     validation_key = source.keys.path.removesuffix("path") + "validation"
-    settings = {source.keys.pattern: "pattern", source.keys.field: "field", validation_key: "validation"}
+    settings = {
+        source.keys.pattern: "pattern",
+        source.keys.field: "field",
+        validation_key: "validation",
+    }
     for key, name in settings.items():
-        if (value := getattr(source, name)) != getattr(Source, name):
+        value = getattr(source, name)
+        if value != getattr(Source, name):
             raise ConfigError(
                 f"{key} = {value!r}: has no effect on {source.path}, which is prepared already; remove it, "
                 "or set it for other sources alone"
@@ -58,11 +74,15 @@ def source_of(section: DataConfig) -> Source:
     return Source(source.path or STDLIB, source.pattern, source.field, "", source.validation, keys)
 
 
-def prepare(section: DataConfig, tokenizer: Tokenizer, log: Log = print, found: Found | None = None) -> Path:
-    """The folder of prepared data for a config; prepares it if it does not exist, and verifies what has changed.
+def prepare(
+    section: DataConfig, tokenizer: Tokenizer, log: Log = print, found: Found | None = None
+) -> Path:
+    """The folder of prepared data for a config; prepares it if it does not exist, and verifies what
+    has changed.
 
     `found`: the result of `find_text`, if that has been called.
-    Raises ConfigError with the path of text that is missing, empty or not UTF-8, or of damaged data.
+    Raises ConfigError with the path of text that is missing, empty or not UTF-8, or of damaged
+    data.
     """
     source = source_of(section)
     if is_prepared(Path(source.path)):
@@ -74,12 +94,15 @@ def prepare(section: DataConfig, tokenizer: Tokenizer, log: Log = print, found: 
         cache = Path(given) if given else Path.home() / ".cache/titanlite"
         held_out = find(source.held_out()).files if source.validation else []
         stats = [versions(files) for files in (found.files, held_out)]
-        identity = json.dumps([FORMAT, found.root, tokenizer.sha256, source.field, source.prompt_field, stats])
+        identity = json.dumps(
+            [FORMAT, found.root, tokenizer.sha256, source.field, source.prompt_field, stats]
+        )
         folder = cache / f"{found.name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
         if not (folder / "manifest.json").exists():
             with _hold(folder, log):
                 if not (folder / "manifest.json").exists():
-                    from titanlite.tools.prepare.build import Options, build  # once per text: other runs do without it
+                    # Once per text: other runs do without it
+                    from titanlite.tools.prepare.build import Options, build
 
                     build([(source, found)], tokenizer, folder, Options(), log)
     check(folder)
@@ -87,13 +110,17 @@ def prepare(section: DataConfig, tokenizer: Tokenizer, log: Log = print, found: 
 
 
 def check(folder: Path) -> None:
-    """Verifies what has changed in a prepared folder since it was verified. Raises ConfigError with what is damaged."""
+    """Verifies what has changed in a prepared folder since it was verified.
+
+    Raises ConfigError with what is damaged.
+    """
     manifest = read_manifest(folder)
     if unverified(folder, manifest):
         with (folder / "manifest.json").open() as lock:
             with contextlib.suppress(OSError):  # without locks, several processes verify it
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if names := unverified(folder, manifest):
+            names = unverified(folder, manifest)
+            if names:
                 verify(folder, manifest, names)
 
 
@@ -108,5 +135,7 @@ def _hold(folder: Path, log: Log) -> Iterator[None]:
             stack.enter_context(hold(folder, wait=log))
         except OSError as error:
             cache = str(folder.parent)
-            raise ConfigError(f"data.cache = {cache!r}: {error}; expected a writable folder") from None
+            raise ConfigError(
+                f"data.cache = {cache!r}: {error}; expected a writable folder"
+            ) from None
         yield

@@ -1,8 +1,8 @@
 """Files, compressed or not, as streams of bytes.
 
-What it is: gzip by the standard library, Zstandard by the package `zstandard` (extra `[zstd]`). Data is decompressed
-as it is read, so that memory does not grow with it. Time does: 128 kB of Zstandard can expand to 4 GB. So a file may
-expand to 200 times its size and 134 MB.
+What it is: gzip by the standard library, Zstandard by the package `zstandard` (extra `[zstd]`).
+Data is decompressed as it is read, so that memory does not grow with it. Time does: 128 kB of
+Zstandard can expand to 4 GB. So a file may expand to 200 times its size and 134 MB.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ COMPRESSIONS = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
 BUFFER = 1 << 20
 FED = 1 << 9  # compressed bytes that are decompressed at a time: at most 16 MB come out
 WINDOW = 1 << 27  # bytes that a Zstandard stream may refer back to, and that are kept in memory
-EXPANSION, FREE = 200, 1 << 27  # bytes of text from each byte of a file, and those that any file may have
-ROW = 256  # bytes that a row of Parquet counts as, besides its text: its time does not depend on its length
-LINE = 32  # the same for a line of compressed JSON lines, which is stored with its own bytes and read faster
+# Bytes of text from each byte of a file, and those that any file may have
+EXPANSION = 200
+FREE = 1 << 27
+# Bytes that a row of Parquet counts as, besides its text: its time does not depend on its length
+ROW = 256
+# The same for a line of compressed JSON lines, which is stored with its own bytes and read faster
+LINE = 32
 
 
 class ExpandsTooFar(ValueError):
@@ -33,7 +37,9 @@ class Allowance:
     """The bytes that a file, or a piece of one, may still expand to."""
 
     def __init__(self, size: int, row: str, advice: str) -> None:
-        """`row`: what counts besides the text; `advice`: what helps where the file is meant to expand that far."""
+        """`row`: what counts besides the text; `advice`: what helps where the file is meant to
+        expand that far.
+        """
         self.most = FREE + EXPANSION * size
         self.left = self.most
         self._row = row
@@ -62,12 +68,17 @@ def unreadable(path: str, compression: str, error: Exception, line: int = 0) -> 
     """The error for a file that raised one of `damaged`; `line` from 1 on, if it is known."""
     place = f"{path}:{line}" if line else path
     return ConfigError(
-        f"{place}: {error}" if isinstance(error, ExpandsTooFar) else f"{place}: damaged {compression} data: {error}"
+        f"{place}: {error}"
+        if isinstance(error, ExpandsTooFar)
+        else f"{place}: damaged {compression} data: {error}"
     )
 
 
 def open_file(path: Path, compression: str) -> IO[bytes]:
-    """The decompressed bytes of a file. Raises ConfigError if the package for it is not installed."""
+    """The decompressed bytes of a file.
+
+    Raises ConfigError if the package for it is not installed.
+    """
     if not compression:
         return path.open("rb")
     return io.BufferedReader(Decompressed(path, compression), BUFFER)
@@ -89,7 +100,9 @@ class Decompressed(io.RawIOBase):
             self._file.close()
             raise
         self.allowance = Allowance(
-            os.fstat(self._file.fileno()).st_size, f"each line of JSON lines counts {LINE} bytes", "unpack it"
+            os.fstat(self._file.fileno()).st_size,
+            f"each line of JSON lines counts {LINE} bytes",
+            "unpack it",
         )
 
     @property
@@ -121,12 +134,17 @@ def _decompressor(path: Path) -> Any:
     try:
         import zstandard
     except ImportError:
-        raise ConfigError(f"{path}: needs the package zstandard: pip install 'titanlite[zstd]'") from None
+        raise ConfigError(
+            f"{path}: needs the package zstandard: pip install 'titanlite[zstd]'"
+        ) from None
     return zstandard.ZstdDecompressor(max_window_size=WINDOW)
 
 
 class _Zstandard(io.RawIOBase):
-    """All frames of a file. The package's own stream ends without an error where a file is cut off."""
+    """All frames of a file.
+
+    The package's own stream ends without an error where a file is cut off.
+    """
 
     def __init__(self, file: IO[bytes], decompressor: Any) -> None:
         super().__init__()
@@ -147,9 +165,11 @@ class _Zstandard(io.RawIOBase):
                     raise EOFError("Zstandard data ends within a frame")
                 return 0
             self._frame = self._frame or self._new_frame()
-            self._ready, self._rest = memoryview(self._frame.decompress(data)), b""
+            self._ready = memoryview(self._frame.decompress(data))
+            self._rest = b""
             if self._frame.eof:
-                self._rest, self._frame = self._frame.unused_data, None
+                self._rest = self._frame.unused_data
+                self._frame = None
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count

@@ -1,9 +1,11 @@
 """What a file contains: text, rows or token ids, and whether it is compressed.
 
-What it is: detection by the first bytes, and by the name (.bin, .idx, .jsonl) only where they are ambiguous. JSON lines
-and binary files are never read as text; the error for a known but unsupported format names it. A .bin may begin with
-any two ids, so that only marks of at least four bytes count there.
-What it costs: 4 KB of each file are read, once per preparation; of a long first line of JSON up to 1 MB.
+What it is: detection by the first bytes, and by the name (.bin, .idx, .jsonl) only where they are
+ambiguous. JSON lines and binary files are never read as text; the error for a known but unsupported
+format names it. A .bin may begin with any two ids, so that only marks of at least four bytes count
+there.
+What it costs: 4 KB of each file are read, once per preparation; of a long first line of JSON up to
+1 MB.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from titanlite.tools.prepare.compressed import COMPRESSIONS, damaged, open_file,
 from titanlite.tools.prepare.documents import BYTE_ORDER_MARK
 from titanlite.tools.prepare.sources import Source
 
-SAMPLE, MOST = 4096, 1 << 20  # bytes
+# bytes
+SAMPLE = 4096
+MOST = 1 << 20
 ROW_NAMES = (".jsonl", ".ndjson")
 FOREIGN = {  # magic bytes -> (what it is, what to do)
     b"PK\x03\x04": ("a zip archive", "unpack it"),
@@ -34,14 +38,18 @@ FOREIGN = {  # magic bytes -> (what it is, what to do)
     b"\x93NUMPY": ("a NumPy file", "write its ids as raw uint16 or uint32"),
 }
 WEAK = 4  # bytes; shorter magic bytes may be the first ids of a .bin
-GZIP = re.compile(rb"\x1f\x8b\x08[\x00-\x1f].{4}[\x00\x02\x04]", re.DOTALL)  # method, flags, time, level: RFC 1952
+# Method, flags, time, level: RFC 1952
+GZIP = re.compile(rb"\x1f\x8b\x08[\x00-\x1f].{4}[\x00\x02\x04]", re.DOTALL)
 MEGATRON = b"MMIDIDX\x00\x00"
-ARRAY = re.compile(rb'(\xef\xbb\xbf)?\s*\[\s*\{\s*"')  # of objects; Markdown and TOML can begin with [, too
-LLMC = {20240520: "<u2", 20240801: "<u4"}  # the magic number in the header of llm.c's token files -> type of its ids
+# Of objects; Markdown and TOML can begin with [, too
+ARRAY = re.compile(rb'(\xef\xbb\xbf)?\s*\[\s*\{\s*"')
+# The magic number in the header of llm.c's token files -> type of its ids
+LLMC = {20240520: "<u2", 20240801: "<u4"}
 
 
 def detect(path: Path, source: Source) -> tuple[str, str]:
-    """(kind, compression) of a file; the kind is "" for Megatron's index, which is read with its .bin.
+    """(kind, compression) of a file; the kind is "" for Megatron's index, which is read with its
+    .bin.
 
     Raises ConfigError for a file that is none of these, naming what it is if that is known.
     """
@@ -49,7 +57,9 @@ def detect(path: Path, source: Source) -> tuple[str, str]:
     try:
         with path.open("rb") as file:
             start = file.read(16)
-        compression = next((name for name, magic in COMPRESSIONS.items() if start.startswith(magic)), "")
+        compression = next(
+            (name for name, magic in COMPRESSIONS.items() if start.startswith(magic)), ""
+        )
         if compression == "gzip" and path.suffix == ".bin" and not GZIP.match(start):
             compression = ""
         with open_file(path, compression) as file:
@@ -89,11 +99,16 @@ def _is_text(sample: bytes) -> bool:
     try:
         return "\0" not in sample.decode("utf-8")
     except UnicodeDecodeError as error:
-        return error.start >= len(sample) - 3 and b"\0" not in sample and "unexpected end" in error.reason
+        return (
+            error.start >= len(sample) - 3
+            and b"\0" not in sample
+            and "unexpected end" in error.reason
+        )
 
 
 def _is_rows(path: Path, sample: bytes, source: Source, named: bool) -> bool:
-    """Whether the lines are JSON objects. Raises ConfigError if they are, without the field of the text.
+    """Whether the lines are JSON objects. Raises ConfigError if they are, without the field of the
+    text.
 
     `named`: the name says so.
     """
@@ -102,18 +117,25 @@ def _is_rows(path: Path, sample: bytes, source: Source, named: bool) -> bool:
     if not lines and len(sample) < SAMPLE and last.strip():  # a single line without a line end
         lines.append(last)
     objects = [value for line in lines if isinstance(value := _parse(line), dict)]
-    if not lines and sample.lstrip().startswith((b'{"', b"{ ")):  # its first line is longer than the sample
+    # Its first line is longer than the sample
+    if not lines and sample.lstrip().startswith((b'{"', b"{ ")):
         return True
     if named and lines and not objects:
-        raise ConfigError(f"{path}: is named as JSON lines, but none of its first {len(lines)} lines is a JSON object")
+        raise ConfigError(
+            f"{path}: is named as JSON lines, but none of its first {len(lines)} lines is a JSON object"
+        )
     if not named and ARRAY.match(sample) and f'"{source.field}"'.encode() in sample:
-        raise ConfigError(f"{path}: is one JSON array; write one object per line (jq -c '.[]' FILE > FILE.jsonl)")
+        raise ConfigError(
+            f"{path}: is one JSON array; write one object per line (jq -c '.[]' FILE > FILE.jsonl)"
+        )
     with_field = sum(source.field in value for value in objects)  # among rows, some may be broken
     is_rows = named or (len(objects) == len(lines) > 1) or (2 * with_field >= len(lines) > 0)
     if is_rows and objects and not with_field:
         names = list(objects[0])
         near = suggestion(source.field, names) or f"; it has {', '.join(map(str, names[:20]))}"
-        raise ConfigError(f"{path}: its rows have no field {source.keys.field} = {source.field!r}{near}")
+        raise ConfigError(
+            f"{path}: its rows have no field {source.keys.field} = {source.field!r}{near}"
+        )
     return is_rows
 
 

@@ -1,8 +1,9 @@
 """Documents, as every reader yields them.
 
-What it is: a reader is a function of a piece of a file (`job.py`) that yields documents in a fixed order, a `BadRow`
-for each that it cannot read, and a `Skipped` where it reads for long without either. There is one reader for text
-(`text_files.py`), one for rows (`rows.py`), and one for token ids that other programs wrote (`token_files.py`).
+What it is: a reader is a function of a piece of a file (`job.py`) that yields documents in a fixed
+order, a `BadRow` for each that it cannot read, and a `Skipped` where it reads for long without
+either. There is one reader for text (`text_files.py`), one for rows (`rows.py`), and one for token
+ids that other programs wrote (`token_files.py`).
 """
 
 from __future__ import annotations

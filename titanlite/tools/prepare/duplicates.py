@@ -1,24 +1,30 @@
-"""Which documents of a corpus are duplicates of an earlier one: exact ones, and near ones by MinHash LSH.
+"""Which documents of a corpus are duplicates of an earlier one: exact ones, and near ones by
+MinHash LSH.
 
-What it is: documents with the same hash of their text are exact duplicates. For near duplicates the 160 numbers of each
-signature are cut into 32 bands of 5; documents with an equal band are candidates (locality-sensitive hashing,
-Broder 1997; Leskovec et al., Mining of Massive Datasets, chapter 3), and they are duplicates if their estimated
-Jaccard similarity reaches the threshold. Documents are decided one after the other: one that is similar to a document
-that stays is dropped. So each dropped document has one that stays and is similar to it, and first of all a document
-from a separate validation source stays.
-Why not connected components, as datatrove and NeMo Curator: a chain of similar pairs leads to documents that have
-little in common. Of 4,000 manual pages they drop 62 %, and 87 % of these have nothing similar among those that stay;
-this way it is 49 %, and each has (`benchmarks/duplicates.py --pages`).
-What it finds: a pair is a candidate with probability 1 - (1 - J^5)^32: 0.81 at J = 0.55, 0.92 at 0.6, 0.997 at 0.7.
-Documents with fewer than 160 distinct shingles (about 170 bytes of text) are compared for equality only: in one short
-sentence a different word is a different statement.
-What it costs: the signatures stay in files. Memory grows with the number of documents and of similar pairs; 4 bands are
-read at a time and sorted. A document is compared with the first and the previous document that have the same band, not
-with all, so the work of a round is proportional to the number of documents even where thousands have a band in common.
-As these two may be dropped themselves, the search is repeated among the documents that stay, until it finds no more,
-but at most 20 times: a corpus can be made so that each round finds one document. Then a warning says that similar
-documents may be left. Those that were dropped have one that stays and is similar, whatever the number of rounds.
-Why not a library: datasketch and rensa keep the bands of all documents in memory, 11 or 3 kB per document.
+What it is: documents with the same hash of their text are exact duplicates. For near duplicates the
+160 numbers of each signature are cut into 32 bands of 5; documents with an equal band are
+candidates (locality-sensitive hashing, Broder 1997; Leskovec et al., Mining of Massive Datasets,
+chapter 3), and they are duplicates if their estimated Jaccard similarity reaches the threshold.
+Documents are decided one after the other: one that is similar to a document that stays is dropped.
+So each dropped document has one that stays and is similar to it, and first of all a document from a
+separate validation source stays.
+Why not connected components, as datatrove and NeMo Curator: a chain of similar pairs leads to
+documents that have little in common. Of 4,000 manual pages they drop 62 %, and 87 % of these have
+nothing similar among those that stay; this way it is 49 %, and each has (`benchmarks/duplicates.py
+--pages`).
+What it finds: a pair is a candidate with probability 1 - (1 - J^5)^32: 0.81 at J = 0.55, 0.92 at
+0.6, 0.997 at 0.7. Documents with fewer than 160 distinct shingles (about 170 bytes of text) are
+compared for equality only: in one short sentence a different word is a different statement.
+What it costs: the signatures stay in files. Memory grows with the number of documents and of
+similar pairs; 4 bands are read at a time and sorted. A document is compared with the first and the
+previous document that have the same band, not with all, so the work of a round is proportional to
+the number of documents even where thousands have a band in common. As these two may be dropped
+themselves, the search is repeated among the documents that stay, until it finds no more, but at
+most 20 times: a corpus can be made so that each round finds one document. Then a warning says that
+similar documents may be left. Those that were dropped have one that stays and is similar, whatever
+the number of rounds.
+Why not a library: datasketch and rensa keep the bands of all documents in memory, 11 or 3 kB per
+document.
 """
 
 from __future__ import annotations
@@ -61,7 +67,8 @@ class DuplicateConfig:
 class Duplicates:
     """What was found."""
 
-    first: Indices  # (documents,): the index of the document that stays in place of this one; its own if it stays
+    # (documents,): the index of the document that stays in place of this one; its own if it stays
+    first: Indices
     exact: int
     near: int
 
@@ -75,10 +82,11 @@ class Duplicates:
 def find_duplicates(
     files: Sequence[Path], config: DuplicateConfig, preferred: NDArray[np.bool_] | None = None
 ) -> Duplicates:
-    """The duplicates among the documents whose signatures are in these files, one record after the other.
+    """The duplicates among the documents whose signatures are in these files, one record after the
+    other.
 
-    The index of a document is its place in all files. It decides which of two documents stays, but a `preferred` one
-    stays before any other.
+    The index of a document is its place in all files. It decides which of two documents stays, but
+    a `preferred` one stays before any other.
     Raises ConfigError for a file that is not a whole number of records.
     """
     starts = np.cumsum([0, *(_num_records(path) for path in files)])
@@ -96,14 +104,17 @@ def find_duplicates(
     pairs = np.empty(0, np.uint64)
     near = np.arange(count)
     for _ in range(MAX_ROUNDS):
-        found = _similar_pairs(files, starts, distinct & (near == np.arange(count)), config.threshold, pairs)
+        found = _similar_pairs(
+            files, starts, distinct & (near == np.arange(count)), config.threshold, pairs
+        )
         if len(found) == len(pairs):
             break
         pairs = found
         near = _decide(pairs, rank)
     else:
         logger.warning(
-            "the search for near duplicates ended after %d rounds; some similar documents may be left", MAX_ROUNDS
+            "the search for near duplicates ended after %d rounds; some similar documents may be left",
+            MAX_ROUNDS,
         )
     return Duplicates(near[first], exact, int(np.count_nonzero(near != np.arange(count))))
 
@@ -123,7 +134,9 @@ def _similar_pairs(
     threshold: float,
     known: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
-    """The known similar pairs and those found among the selected documents: i * documents + j with i < j, in order."""
+    """The known similar pairs and those found among the selected documents: i * documents + j with
+    i < j, in order.
+    """
     documents = np.flatnonzero(selected).astype(np.uint64)  # the rows of the bands
     count = np.uint64(len(selected))
     for band in range(0, BANDS, BANDS_AT_A_TIME):
@@ -131,9 +144,15 @@ def _similar_pairs(
             left, right = (documents[rows] for rows in _candidates(keys))
             pairs = left * count + right
             unknown = ~_contains(known, pairs)
-            left, right, pairs = left[unknown], right[unknown], pairs[unknown]
-            similar = _similarity(files, starts, left.astype(np.int64), right.astype(np.int64)) >= threshold
-            known = np.sort(np.concatenate([known, pairs[similar]]), kind="stable")  # fast where most are in order
+            left = left[unknown]
+            right = right[unknown]
+            pairs = pairs[unknown]
+            similar = (
+                _similarity(files, starts, left.astype(np.int64), right.astype(np.int64))
+                >= threshold
+            )
+            # Fast where most are in order
+            known = np.sort(np.concatenate([known, pairs[similar]]), kind="stable")
     return known
 
 
@@ -141,15 +160,22 @@ def _contains(ordered: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArra
     """Whether each of the values is among the ordered ones."""
     if not len(ordered):
         return np.zeros(len(values), bool)
-    found: NDArray[np.bool_] = ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values
+    found: NDArray[np.bool_] = (
+        ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values
+    )
     return found
 
 
 def _decide(pairs: NDArray[np.uint64], rank: Indices) -> Indices:
-    """For each document the first one that stays and is similar to it, its own index if it stays; in order of rank."""
-    one, other = (place.astype(np.int64) for place in np.divmod(pairs, np.uint64(max(1, len(rank)))))
+    """For each document the first one that stays and is similar to it, its own index if it stays;
+    in order of rank.
+    """
+    one, other = (
+        place.astype(np.int64) for place in np.divmod(pairs, np.uint64(max(1, len(rank))))
+    )
     swapped = rank[one] > rank[other]
-    earlier, later = np.where(swapped, other, one), np.where(swapped, one, other)
+    earlier = np.where(swapped, other, one)
+    later = np.where(swapped, one, other)
     order = np.lexsort((rank[earlier], rank[later]))
     first = list(range(len(rank)))
     for start in range(0, len(order), READ):
@@ -163,7 +189,9 @@ def _decide(pairs: NDArray[np.uint64], rank: Indices) -> Indices:
 def _num_records(path: Path) -> int:
     size = path.stat().st_size
     if size % RECORD.itemsize:
-        raise ConfigError(f"{path}: {size} bytes, expected a multiple of {RECORD.itemsize}; the file is incomplete")
+        raise ConfigError(
+            f"{path}: {size} bytes, expected a multiple of {RECORD.itemsize}; the file is incomplete"
+        )
     return size // RECORD.itemsize
 
 
@@ -195,12 +223,15 @@ def _run_starts(new: NDArray[np.bool_]) -> Indices:
     return np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
 
 
-def _band_keys(files: Sequence[Path], selected: NDArray[np.bool_], bands: range) -> NDArray[np.uint64]:
+def _band_keys(
+    files: Sequence[Path], selected: NDArray[np.bool_], bands: range
+) -> NDArray[np.uint64]:
     """(bands, selected documents): a hash of the numbers of each band."""
     keys = np.empty((len(bands), np.count_nonzero(selected)), np.uint64)
     row = 0
     for start, records in _records(files):
-        numbers = records["minhash"][selected[start : start + len(records)]].astype(np.uint64)  # (documents, 160)
+        # (documents, 160)
+        numbers = records["minhash"][selected[start : start + len(records)]].astype(np.uint64)
         for key, band in zip(keys, bands, strict=True):
             combined = np.zeros(len(numbers), np.uint64)
             for number in numbers[:, band * ROWS : (band + 1) * ROWS].T:
@@ -224,20 +255,31 @@ def _candidates(keys: NDArray[np.uint64]) -> tuple[Indices, Indices]:
     return order[left], order[right]
 
 
-def _similarity(files: Sequence[Path], starts: Indices, left: Indices, right: Indices) -> NDArray[np.float64]:
-    """The estimated Jaccard similarity of each pair of documents: the share of the 160 numbers that are equal."""
+def _similarity(
+    files: Sequence[Path], starts: Indices, left: Indices, right: Indices
+) -> NDArray[np.float64]:
+    """The estimated Jaccard similarity of each pair of documents: the share of the 160 numbers that
+    are equal.
+    """
     equal = np.empty(len(left))
     for begin in range(0, len(left), COMPARE):
         pairs = slice(begin, begin + COMPARE)
-        equal[pairs] = (_minhashes(files, starts, left[pairs]) == _minhashes(files, starts, right[pairs])).sum(axis=1)
+        equal[pairs] = (
+            _minhashes(files, starts, left[pairs]) == _minhashes(files, starts, right[pairs])
+        ).sum(axis=1)
     return equal / NUM_HASHES
 
 
 def _minhashes(files: Sequence[Path], starts: Indices, documents: Indices) -> NDArray[np.uint16]:
-    """(documents, 160). The files are mapped for this call only, so that their pages do not add up in memory."""
+    """(documents, 160).
+
+    The files are mapped for this call only, so that their pages do not add up in memory.
+    """
     numbers = np.empty((len(documents), NUM_HASHES), np.uint16)
     where = np.searchsorted(starts, documents, side="right") - 1
     for index in np.unique(where):
         here = where == index
-        numbers[here] = np.memmap(files[index], RECORD, "r")["minhash"][documents[here] - starts[index]]
+        numbers[here] = np.memmap(files[index], RECORD, "r")["minhash"][
+            documents[here] - starts[index]
+        ]
     return numbers

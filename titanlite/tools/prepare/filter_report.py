@@ -1,10 +1,11 @@
 """What the preparation of a corpus dropped, and why.
 
-What it is: for each rule (`filters.py`, and the removal of duplicates) the number of documents and bytes that it
-dropped, with the first three as examples. Each part of a corpus has its own report; the reports are added in order, so
-that the sum does not depend on how parts were assigned to processes. A report is plain data that JSON stores.
-Why it is here: a limit that fits one kind of text can drop nearly all of another without an error. The summary warns
-of each rule that drops more than half of the documents that reach it.
+What it is: for each rule (`filters.py`, and the removal of duplicates) the number of documents and
+bytes that it dropped, with the first three as examples. Each part of a corpus has its own report;
+the reports are added in order, so that the sum does not depend on how parts were assigned to
+processes. A report is plain data that JSON stores.
+Why it is here: a limit that fits one kind of text can drop nearly all of another without an error.
+The summary warns of each rule that drops more than half of the documents that reach it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class ShownExample(TypedDict):
 
 
 class Example(ShownExample, total=False):
-    """In the record of a part: `row` is from 0 on in the piece of the file that begins at byte `begin`."""
+    """In the record of a part: `row` is from 0 on in the piece of the file that begins at byte
+    `begin`.
+    """
 
     begin: Count
 
@@ -54,12 +57,15 @@ class FilterReport:
     def __post_init__(self) -> None:
         """Raises ValueError if more is said to be dropped than was read, as a damaged file can say."""
         if sum(dropped.documents for dropped in self.rules.values()) > self.documents:
-            raise ValueError(f"report: its rules drop more than {self.documents} documents, all that there were")
+            raise ValueError(
+                f"report: its rules drop more than {self.documents} documents, all that there were"
+            )
 
     def count(self, text: str, rule: str, file: str, row: int, begin: int) -> None:
         """Counts a document that was read; `rule` dropped it, "" if it stays.
 
-        `row`: its number, from 0 on, in the piece of the file that begins at byte `begin` (`rows.numbered`).
+        `row`: its number, from 0 on, in the piece of the file that begins at byte `begin`
+        (`rows.numbered`).
         """
         size = len(text.encode("utf-8", "surrogatepass"))
         self.documents += 1
@@ -68,12 +74,16 @@ class FilterReport:
             self.drop(text, rule, file, row, begin)
 
     def drop(self, text: str, rule: str, file: str, row: int, begin: int) -> None:
-        """Counts a document that has been counted before as dropped, after all: duplicates are found last."""
+        """Counts a document that has been counted before as dropped, after all: duplicates are
+        found last.
+        """
         dropped = self.rules.setdefault(rule, Dropped())
         dropped.documents += 1
         dropped.bytes += len(text.encode("utf-8", "surrogatepass"))
         if len(dropped.examples) < EXAMPLES:
-            dropped.examples.append({"file": file, "row": row, "begin": begin, "text": _printable(text)})
+            dropped.examples.append(
+                {"file": file, "row": row, "begin": begin, "text": _printable(text)}
+            )
 
     def add(self, other: FilterReport) -> None:
         """Adds the report of the next part."""
@@ -94,18 +104,26 @@ class FilterReport:
         return typed(cls, data)
 
     def summary(self) -> list[str]:
-        """The lines that a user sees, with a warning for each rule that drops more than half of what reaches it."""
+        """The lines that a user sees, with a warning for each rule that drops more than half of
+        what reaches it.
+        """
         total = sum(dropped.documents for dropped in self.rules.values())
         size = sum(dropped.bytes for dropped in self.rules.values())
-        lines = [f"read {self.documents:,} documents, {self.bytes / 1e6:,.1f} MB; dropped {self._amount(total, size)}"]
+        lines = [
+            f"read {self.documents:,} documents, {self.bytes / 1e6:,.1f} MB; dropped {self._amount(total, size)}"
+        ]
         reached = self.documents
-        for rule in sorted(self.rules, key=lambda rule: RULES.index(rule) if rule in RULES else len(RULES)):
+        for rule in sorted(
+            self.rules, key=lambda rule: RULES.index(rule) if rule in RULES else len(RULES)
+        ):
             dropped = self.rules[rule]
             lines.append(f"  {rule}: {self._amount(dropped.documents, dropped.bytes)}")
             lines += [f"    {e['file']}:{e['row']}: {e['text']}" for e in dropped.examples]
             if dropped.documents > TOO_MANY * reached:
                 share = 100 * dropped.documents / reached
-                lines.append(f"  WARNING: {rule} drops {share:.1f} % of what reaches it; does it suit this text?")
+                lines.append(
+                    f"  WARNING: {rule} drops {share:.1f} % of what reaches it; does it suit this text?"
+                )
             reached -= dropped.documents
         return lines
 

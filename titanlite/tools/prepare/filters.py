@@ -1,11 +1,14 @@
 """Quality filters: simple measures of a document, and limits beyond which it is dropped.
 
-What it is: measures of the kind that MassiveText filters web text by (Gopher, arXiv 2112.11446, appendix A.1): length,
-mean length of words, share of symbols, share of letters, repetition. No limit is set unless asked for, because none
-fits every corpus: limits for English prose drop most source code (docs/prepare.md has values for each kind of text).
-What is measured is the text of a row without its prompt.
-Letters are those of every script, and words are measured only in scripts that separate them by spaces.
-What it costs: nothing for a measure without a limit; with all of them 9 to 18 MB of text per second on one core.
+What it is: measures of the kind that MassiveText filters web text by (Gopher, arXiv 2112.11446,
+appendix A.1): length, mean length of words, share of symbols, share of letters, repetition. No
+limit is set unless asked for, because none fits every corpus: limits for English prose drop most
+source code (docs/prepare.md has values for each kind of text). What is measured is the text of a
+row without its prompt.
+Letters are those of every script, and words are measured only in scripts that separate them by
+spaces.
+What it costs: nothing for a measure without a limit; with all of them 9 to 18 MB of text per second
+on one core.
 """
 
 from __future__ import annotations
@@ -22,8 +25,15 @@ from titanlite.tools.prepare.shingles import BLOCK, window_hashes
 
 REPEAT = 32  # bytes of text that occur again: about five English words
 SPACE, LETTER, UNSPACED, DIGIT, SYMBOL = range(5)  # the kinds of characters
-# Scripts whose words are not separated by spaces: Thai and Lao, Tibetan, Burmese, Khmer, kana, Chinese characters.
-UNSPACED_SCRIPTS = [(0x0E00, 0x0FFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3005, 0x30FF), (0x31F0, 0x31FF)]
+# Scripts whose words are not separated by spaces: Thai and Lao, Tibetan, Burmese, Khmer, kana,
+# Chinese characters.
+UNSPACED_SCRIPTS = [
+    (0x0E00, 0x0FFF),
+    (0x1000, 0x109F),
+    (0x1780, 0x17FF),
+    (0x3005, 0x30FF),
+    (0x31F0, 0x31FF),
+]
 UNSPACED_SCRIPTS += [(0x3400, 0x9FFF), (0xF900, 0xFAFF), (0xFF66, 0xFF9F), (0x20000, 0x3FFFF)]
 
 
@@ -33,16 +43,27 @@ def _limit(text: str) -> Any:
 
 @dataclass(frozen=True)
 class FilterConfig:
-    """The limits, cheapest first; a document is dropped by the first that it breaks. None: no limit."""
+    """The limits, cheapest first; a document is dropped by the first that it breaks.
+
+    None: no limit.
+    """
 
     min_chars: float | None = _limit("smallest number of characters of a document")
     max_chars: float | None = _limit("largest number of characters of a document")
     min_mean_word_length: float | None = _limit("smallest mean number of characters per word")
     max_mean_word_length: float | None = _limit("largest mean number of characters per word")
-    max_symbol_ratio: float | None = _limit("largest share of symbols and punctuation in all but white space")
-    min_alphabetic_ratio: float | None = _limit("smallest share of letters of any script in all but white space")
-    max_repeated_lines: float | None = _limit("largest share of text in lines that have occurred before")
-    max_repeated_text: float | None = _limit(f"largest share of {REPEAT}-byte pieces that have occurred before")
+    max_symbol_ratio: float | None = _limit(
+        "largest share of symbols and punctuation in all but white space"
+    )
+    min_alphabetic_ratio: float | None = _limit(
+        "smallest share of letters of any script in all but white space"
+    )
+    max_repeated_lines: float | None = _limit(
+        "largest share of text in lines that have occurred before"
+    )
+    max_repeated_text: float | None = _limit(
+        f"largest share of {REPEAT}-byte pieces that have occurred before"
+    )
 
 
 RULES = tuple(rule.name for rule in fields(FilterConfig))
@@ -52,7 +73,8 @@ def rejection(text: str, config: FilterConfig) -> str:
     """The first rule that drops a document, such as "min_chars"; "" if none does."""
     measures = Measures(text)
     for rule in RULES:
-        if (limit := getattr(config, rule)) is None:
+        limit = getattr(config, rule)
+        if limit is None:
             continue
         bound, _, measure = rule.partition("_")
         value = getattr(measures, measure)
@@ -62,7 +84,9 @@ def rejection(text: str, config: FilterConfig) -> str:
 
 
 class Measures:
-    """The measures of a document, each computed when it is first asked for; None where one does not apply."""
+    """The measures of a document, each computed when it is first asked for; None where one does not
+    apply.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -73,10 +97,15 @@ class Measures:
 
     @functools.cached_property
     def _counts(self) -> tuple[NDArray[np.int64], int]:
-        """The number of characters of each kind; the number of words, which are between spaces or unspaced letters."""
-        kinds, words = np.zeros(5, np.int64), 0
+        """The number of characters of each kind; the number of words, which are between spaces or
+        unspaced letters.
+        """
+        kinds = np.zeros(5, np.int64)
+        words = 0
         for start in range(0, len(self.text), BLOCK):
-            codes = np.frombuffer(self.text[start : start + BLOCK].encode("utf-32-le", "surrogatepass"), "<u4")
+            codes = np.frombuffer(
+                self.text[start : start + BLOCK].encode("utf-32-le", "surrogatepass"), "<u4"
+            )
             found = _kinds()[codes]
             kinds += np.bincount(found, minlength=5)
             inside = (found != SPACE) & (found != UNSPACED)
@@ -91,7 +120,9 @@ class Measures:
 
     @property
     def mean_word_length(self) -> float | None:
-        """None if there are no words, or more than half of the letters belong to scripts without spaces."""
+        """None if there are no words, or more than half of the letters belong to scripts without
+        spaces.
+        """
         kinds, words = self._counts
         if not words or kinds[UNSPACED] > kinds[LETTER]:
             return None
@@ -107,14 +138,18 @@ class Measures:
 
     @functools.cached_property
     def repeated_lines(self) -> float | None:
-        """The share of the text in lines that have occurred before in the document; white space does not count."""
+        """The share of the text in lines that have occurred before in the document; white space
+        does not count.
+        """
         lines = [line for line in map(str.strip, self.text.splitlines()) if line]
         total = sum(map(len, lines))
         return 1 - sum(map(len, set(lines))) / total if total else None
 
     @functools.cached_property
     def repeated_text(self) -> float | None:
-        """The share of the windows of 32 bytes that have occurred before (in the same million characters)."""
+        """The share of the windows of 32 bytes that have occurred before (in the same million
+        characters).
+        """
         total = distinct = 0
         for hashes in window_hashes(self.text, REPEAT):
             hashes.sort()

@@ -1,7 +1,8 @@
 """`titanlite prepare --inspect`: summary, verification and decoded samples of a prepared folder.
 
-What it is: the manifest in a few lines, a verification of every byte, and samples of documents decoded by the tokenizer
-that it was prepared with. In a sample, tokens that are not targets are between marks.
+What it is: the manifest in a few lines, a verification of every byte, and samples of documents
+decoded by the tokenizer that it was prepared with. In a sample, tokens that are not targets are
+between marks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ SPAN = 1 << 20  # tokens before a position that are searched for the start of it
 def inspect(folder: Path, tokenizer_path: str) -> int:
     """Prints; returns the exit code 0. Raises ConfigError with what is damaged."""
     if not is_prepared(folder):  # perhaps the user's texts, with a manifest.json of another program
-        raise ConfigError(f"{folder}: not a prepared folder: it needs a manifest.json and shards (train-00000.bin)")
+        raise ConfigError(
+            f"{folder}: not a prepared folder: it needs a manifest.json and shards (train-00000.bin)"
+        )
     manifest = read_manifest(folder)
     for line in describe(manifest):
         print(line)
@@ -44,19 +47,25 @@ def inspect(folder: Path, tokenizer_path: str) -> int:
 
 
 def _tokenizer(manifest: dict[str, Any], path: str) -> Tokenizer | None:
-    """The tokenizer at `path`, or the bundled one if the data was made with it. Raises ConfigError for another one."""
+    """The tokenizer at `path`, or the bundled one if the data was made with it.
+
+    Raises ConfigError for another one.
+    """
     tokenizer = Tokenizer(path)
     if tokenizer.sha256 == manifest["tokenizer"]["sha256"]:
         return tokenizer
     if path:
         found = manifest["tokenizer"]["sha256"][:8]
-        raise ConfigError(f"--tokenizer {path}: has SHA-256 {tokenizer.sha256[:8]}; the data was made with {found}")
+        raise ConfigError(
+            f"--tokenizer {path}: has SHA-256 {tokenizer.sha256[:8]}; the data was made with {found}"
+        )
     return None
 
 
 def describe(manifest: dict[str, Any]) -> list[str]:
     """The manifest in lines."""
-    tokenizer, rows = manifest["tokenizer"], manifest["rows"]
+    tokenizer = manifest["tokenizer"]
+    rows = manifest["rows"]
     lines = [
         f"name         {manifest['name']}, fingerprint {manifest['fingerprint'][:16]}, format {manifest['format']}",
         f"source       {manifest['files']:,} files, {manifest['bytes'] / 1e6:,.1f} MB: {', '.join(manifest['roots'])}",
@@ -71,7 +80,9 @@ def describe(manifest: dict[str, Any]) -> list[str]:
     if any(shard["mask"] for entry in manifest["splits"].values() for shard in entry["shards"]):
         lines.append("loss mask    yes: prompts are not targets")
     if rows["bad"]:
-        lines.append(f"left out     {rows['bad']:,} of {rows['rows']:,} documents that could not be read, such as:")
+        lines.append(
+            f"left out     {rows['bad']:,} of {rows['rows']:,} documents that could not be read, such as:"
+        )
         lines += [f"  {example}" for example in rows["examples"]]
     report = FilterReport.from_json(manifest["filters"])
     lines += report.summary() if report.documents or report.rules else []
@@ -84,25 +95,31 @@ def samples(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
     positions = (0, len(tokens) // 2, len(tokens) - 1) if len(tokens) else ()
     for start in sorted({_document_start(tokens, position) for position in positions}):
         count = min(SAMPLE_TOKENS, len(tokens) - start)
-        ids, targets = tokens.read(start, count), tokens.targets(start, count)
+        ids = tokens.read(start, count)
+        targets = tokens.targets(start, count)
         lines.append(f"token {start:,}: {printable(_marked(ids, targets, tokenizer))}")
     return lines
 
 
 def _document_start(tokens: Tokens, position: int) -> int:
     """The start of the document that the token at `position` belongs to."""
-    span, end = SPAN, position + 1
+    span = SPAN
+    end = position + 1
     while not len(starts := tokens.document_starts(max(0, end - span), end)) and span < end:
         span *= 2
     return int(starts[-1]) if len(starts) else 0
 
 
-def _marked(ids: np.ndarray[Any, Any], targets: np.ndarray[Any, Any] | None, tokenizer: Tokenizer) -> str:
+def _marked(
+    ids: np.ndarray[Any, Any], targets: np.ndarray[Any, Any] | None, tokenizer: Tokenizer
+) -> str:
     if targets is None:
         return tokenizer.decode(ids.tolist())
     cuts = np.flatnonzero(np.diff(targets)) + 1
     parts = zip(np.split(ids, cuts), np.split(targets, cuts), strict=True)
     return "".join(
-        tokenizer.decode(part.tolist()) if target[0] else f"[not a target: {tokenizer.decode(part.tolist())}]"
+        tokenizer.decode(part.tolist())
+        if target[0]
+        else f"[not a target: {tokenizer.decode(part.tolist())}]"
         for part, target in parts
     )

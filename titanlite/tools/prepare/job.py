@@ -1,10 +1,11 @@
 """A job of preparation: its files and settings, and how it is cut into parts.
 
-What it is: the files of a job are concatenated in order into one sequence of bytes and divided into n equal ranges;
-part i is the i-th range. A large text or JSONL file is cut where the sequence is cut: rows and lines belong to the part
-in which they begin. So a part is a function of the job, i and n alone: parts can be made in any order, on any number of
-cores or machines, and again after an interruption, and give the same bytes. The number of parts follows from the
-input's size or `--part I/N`.
+What it is: the files of a job are concatenated in order into one sequence of bytes and divided into
+n equal ranges; part i is the i-th range. A large text or JSONL file is cut where the sequence is
+cut: rows and lines belong to the part in which they begin. So a part is a function of the job, i
+and n alone: parts can be made in any order, on any number of cores or machines, and again after an
+interruption, and give the same bytes. The number of parts follows from the input's size or `--part
+I/N`.
 """
 
 from __future__ import annotations
@@ -33,26 +34,38 @@ from titanlite.tools.prepare.filters import FilterConfig
 
 HOLDOUT = 20  # one document of so many is for validation
 PART = 1 << 26  # bytes of input of a part, or more of a large input
-MOST_PARTS = 256  # of any input, unless a number is asked for: each part has separate files, which training maps
+# Of any input, unless a number is asked for: each part has separate files, which training maps
+MOST_PARTS = 256
 MOST_ASKED = 99_999  # parts that may be asked for
 CUT = 1 << 23
-NO_FILTERS, ALL_DOCUMENTS = FilterConfig(), DuplicateConfig()
+NO_FILTERS = FilterConfig()
+ALL_DOCUMENTS = DuplicateConfig()
 REMOVED = ("none", "exact", "near")
 # Settings whose option has another name
-OPTIONS = {"remove": "--drop-duplicates", "threshold": "--near-threshold", "tokenizer_sha256": "--tokenizer, SHA-256"}
+OPTIONS = {
+    "remove": "--drop-duplicates",
+    "threshold": "--near-threshold",
+    "tokenizer_sha256": "--tokenizer, SHA-256",
+}
 OPTIONS |= {"parts": "number of parts"}
 SHOWN = 200  # characters of a value in a message
 # What link fails with where a file system has no hard links: FAT, and some over a network
 NO_LINKS = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP)
-NAME, LARGEST = "job.json", 1 << 30  # the file of a job, and its size at most
+# The file of a job, and its size at most
+NAME = "job.json"
+LARGEST = 1 << 30
 
 
-# A path that the system can have: no NUL, and no half of a surrogate pair but those that stand for bytes
+# A path that the system can have: no NUL, and no half of a surrogate pair but those that stand for
+# bytes
 Name: TypeAlias = Annotated[str, re.compile("[^\0\ud800-\udc7f\udd00-\udfff]*")]
 
 
 class File(NamedTuple):
-    """An input file. `split`: train, validation, hash (of each document), or tail (its last twentieth is held out)."""
+    """An input file.
+
+    `split`: train, validation, hash (of each document), or tail (its last twentieth is held out).
+    """
 
     path: Name
     relative: Name
@@ -98,7 +111,8 @@ class Job:
     files: tuple[File, ...]
     field: str
     prompt_field: str
-    tokenizer: Name = dataclasses.field(compare=False)  # absolute path, "" for the bundled one; its hash is compared
+    # Absolute path, "" for the bundled one; its hash is compared
+    tokenizer: Name = dataclasses.field(compare=False)
     tokenizer_sha256: str
     parts: Annotated[int, range(1, MOST_ASKED + 1)]
     filters: FilterConfig = NO_FILTERS
@@ -113,7 +127,9 @@ class Job:
 
     @functools.cached_property
     def has_known_size(self) -> bool:
-        """Whether `bytes` is the size of the input; shards of a data set on the Hub count as PART bytes each."""
+        """Whether `bytes` is the size of the input; shards of a data set on the Hub count as PART
+        bytes each.
+        """
         return all(file.has_known_size for file in self.files)
 
     @functools.cached_property
@@ -130,11 +146,14 @@ class Job:
         """What part number `part`, from 0 on, reads."""
         low, high = (self.bytes * i // self.parts for i in (part, part + 1))
         for number in range(bisect.bisect_left(self._ends, low), len(self.files)):
-            file, offset = self.files[number], self._ends[number]
-            if (first := offset - file.size) >= high:
+            file = self.files[number]
+            offset = self._ends[number]
+            first = offset - file.size
+            if first >= high:
                 break
             if self._can_be_cut(file):
-                begin, end = max(low, first) - first, min(high, offset) - first
+                begin = max(low, first) - first
+                end = min(high, offset) - first
                 if begin < end:
                     yield Piece(file, begin, end)
             elif low <= first < high:
@@ -146,7 +165,11 @@ class Job:
         return total if self.has_known_size else None
 
     def _can_be_cut(self, file: File) -> bool:
-        cuttable = not file.compression and file.kind != "hf" and not (file.kind == "text" and self.whole_documents)
+        cuttable = (
+            not file.compression
+            and file.kind != "hf"
+            and not (file.kind == "text" and self.whole_documents)
+        )
         return cuttable and file.size >= self.cut
 
 
@@ -157,15 +180,20 @@ def number_of_parts(total: int) -> int:
 
 
 def begin_job(job: Job, work: Path) -> None:
-    """Writes the job into its working folder, or checks that the folder was begun with the same job.
+    """Writes the job into its working folder, or checks that the folder was begun with the same
+    job.
 
-    Of several processes that begin at the same time, one writes its job, and the others compare theirs with it.
+    Of several processes that begin at the same time, one writes its job, and the others compare
+    theirs with it.
     """
     path = work / NAME
     if not path.exists() and _create(path, _content(job)):
         return
-    if changed := differences(read_job(work), job):
-        raise ConfigError(f"{work}: was begun differently ({changed}); repeat the former command, or {afresh(work)}")
+    changed = differences(read_job(work), job)
+    if changed:
+        raise ConfigError(
+            f"{work}: was begun differently ({changed}); repeat the former command, or {afresh(work)}"
+        )
     write_job(job, work)  # what is not compared may differ
 
 
@@ -175,7 +203,10 @@ def write_job(job: Job, work: Path) -> None:
 
 
 def _create(path: Path, content: bytes) -> bool:
-    """Makes a file that is complete from the moment at which it is there. False: it was there, and stays as it is."""
+    """Makes a file that is complete from the moment at which it is there.
+
+    False: it was there, and stays as it is.
+    """
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     try:
         write_synced(temporary, content)
@@ -184,11 +215,13 @@ def _create(path: Path, content: bytes) -> bool:
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            write_synced(path, content)  # a process that reads it too early fails, and can be repeated
+            # a process that reads it too early fails, and can be repeated
+            write_synced(path, content)
     except FileExistsError:
         return False
     except OSError as error:
-        error.filename, error.filename2 = str(path), None
+        error.filename = str(path)
+        error.filename2 = None
         raise
     finally:
         temporary.unlink(missing_ok=True)
@@ -206,16 +239,22 @@ def afresh(work: Path) -> str:
 
 
 def differences(was: Job, now: Job) -> str:
-    """The options and files in which two jobs differ, as the command line names them; "" if they are equal."""
+    """The options and files in which two jobs differ, as the command line names them; "" if they
+    are equal.
+    """
     found = []
     for setting in (field for field in dataclasses.fields(Job) if field.compare):
-        before, after = getattr(was, setting.name), getattr(now, setting.name)
+        before = getattr(was, setting.name)
+        after = getattr(now, setting.name)
         if before == after:
             continue
         if setting.name == "files":
             found.append(_changed_files(before, after))
         elif isinstance(before, FilterConfig | DuplicateConfig):
-            pairs = ((f.name, getattr(before, f.name), getattr(after, f.name)) for f in dataclasses.fields(before))
+            pairs = (
+                (f.name, getattr(before, f.name), getattr(after, f.name))
+                for f in dataclasses.fields(before)
+            )
             found += [_difference(name, a, b) for name, a, b in pairs if a != b]
         else:
             found.append(_difference(setting.name, before, after))
@@ -223,9 +262,14 @@ def differences(was: Job, now: Job) -> str:
 
 
 def _difference(name: str, *values: Any) -> str:
-    option = OPTIONS.get(name, name if name in ("name", "roots", "format", "cut") else f"--{name.replace('_', '-')}")
+    option = OPTIONS.get(
+        name, name if name in ("name", "roots", "format", "cut") else f"--{name.replace('_', '-')}"
+    )
     texts = [", ".join(value) if isinstance(value, tuple) else value for value in values]
-    was, now = ("unset" if text in (None, "") else f"{text:g}" if isinstance(text, float) else text for text in texts)
+    was, now = (
+        "unset" if text in (None, "") else f"{text:g}" if isinstance(text, float) else text
+        for text in texts
+    )
     return f"{option}: {str(was)[:SHOWN]}, now {str(now)[:SHOWN]}"
 
 
@@ -248,7 +292,9 @@ def read_job(work: Path) -> Job:
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{work / NAME}: damaged ({error}); delete {work} and start again") from None
+        raise ConfigError(
+            f"{work / NAME}: damaged ({error}); delete {work} and start again"
+        ) from None
     return job
 
 
@@ -260,7 +306,8 @@ def _require_consistent(job: Job) -> None:
         if file.kind == "hf":
             valid = re.fullmatch(r"(?s)hf:.+#\d{1,9}", file.path) is not None
         else:
-            path, relative = PurePath(file.path), PurePath(file.relative)
+            path = PurePath(file.path)
+            relative = PurePath(file.relative)
             valid = path.is_absolute() and path.name != "" and relative.name != ""
         if not valid:
             raise ValueError(f"files: {file.path!r:.200} is not a path of {file.kind}")
@@ -271,9 +318,13 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(read_bounded(path, LARGEST))
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; expected a file that the preparation wrote") from None
+        raise ConfigError(
+            f"{path}: {error.strerror}; expected a file that the preparation wrote"
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: damaged ({type(error).__name__}); delete {path.parent} and start again") from None
+        raise ConfigError(
+            f"{path}: damaged ({type(error).__name__}); delete {path.parent} and start again"
+        ) from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: damaged (not an object); delete {path.parent} and start again")
     return content

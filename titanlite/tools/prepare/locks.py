@@ -1,11 +1,12 @@
 """Which processes may work on a prepared folder at the same time.
 
-What it is: `hold(folder)` admits one process, or with `shared` any number that make separate parts. It locks the file
-`.NAME.lock` beside the folder, which the last process removes. The system frees the lock of a process that is killed.
-Where the file system has no locks, each process instead creates a file that names it (computer and process), and then
-looks for those of others. As it creates its file before it looks, two that exclude each other cannot both go on. A file
-is removed if its process ran on this computer and has ended; of one on another computer, that cannot be determined,
-so the message names the file.
+What it is: `hold(folder)` admits one process, or with `shared` any number that make separate parts.
+It locks the file `.NAME.lock` beside the folder, which the last process removes. The system frees
+the lock of a process that is killed. Where the file system has no locks, each process instead
+creates a file that names it (computer and process), and then looks for those of others. As it
+creates its file before it looks, two that exclude each other cannot both go on. A file is removed
+if its process ran on this computer and has ended; of one on another computer, that cannot be
+determined, so the message names the file.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ Log = Callable[[str], None]
 
 @contextlib.contextmanager
 def hold(folder: Path, shared: bool = False, wait: Log | None = None) -> Iterator[None]:
-    """Keeps processes away that must not work on a folder at the same time; `shared` ones admit each other.
+    """Keeps processes away that must not work on a folder at the same time; `shared` ones admit
+    each other.
 
-    `wait`: wait for them, and log which process works there; without it they are a ConfigError. Raises OSError if no
-    file can be made.
+    `wait`: wait for them, and log which process works there; without it they are a ConfigError.
+    Raises OSError if no file can be made.
     """
     make_folder(folder.parent)
     path = folder.with_name(f".{folder.name}.lock")
@@ -83,9 +85,12 @@ def _lock(path: Path, shared: bool, wait: bool) -> int:
 
 def _announce(path: Path, shared: bool, wait: Log | None) -> Path:
     """The file that stands for this process, on a file system without locks."""
-    kind, logged = "shared" if shared else "alone", False
+    kind = "shared" if shared else "alone"
+    logged = False
     for attempt in itertools.count(1):
-        mark = path.with_name(f"{path.name}-{kind}-{os.getpid()}-{secrets.token_hex(4)}-{socket.gethostname()}")
+        mark = path.with_name(
+            f"{path.name}-{kind}-{os.getpid()}-{secrets.token_hex(4)}-{socket.gethostname()}"
+        )
         mark.touch(exist_ok=False)
         try:
             other = _other(path, mark, shared)
@@ -98,7 +103,11 @@ def _announce(path: Path, shared: bool, wait: Log | None) -> Path:
         if attempt >= ATTEMPTS:
             _, process, _, host = _parts(path, other)
             if wait is None:
-                raise _refusal(path, f"process {process} on {host}", f", or delete {other} if that process has ended")
+                raise _refusal(
+                    path,
+                    f"process {process} on {host}",
+                    f", or delete {other} if that process has ended",
+                )
             if not logged:
                 wait(f"waiting for process {process} on {host}; if it has ended, delete {other}")
                 logged = True
@@ -110,7 +119,9 @@ def _other(path: Path, mark: Path, shared: bool) -> Path | None:
     """The file of a process that excludes this one. Removes files of processes that have ended."""
     for name in sorted(os.listdir(path.parent)):
         other = path.with_name(name)
-        if name == mark.name or not re.match(rf"{re.escape(path.name)}-(shared|alone)-\d+-\w+-.", name):
+        if name == mark.name or not re.match(
+            rf"{re.escape(path.name)}-(shared|alone)-\d+-\w+-.", name
+        ):
             continue
         kind, process, _, host = _parts(path, other)
         if host == socket.gethostname() and not _runs(int(process)):

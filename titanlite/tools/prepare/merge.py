@@ -1,10 +1,12 @@
-"""The steps that need all parts of a job: the search for duplicates, and the manifest of the prepared folder.
+"""The steps that need all parts of a job: the search for duplicates, and the manifest of the
+prepared folder.
 
-What it is: the shards of the parts are the shards of the result; nothing is copied. The manifest lists them in order,
-then the records of the parts are removed, and the working folder gets its final name. So a prepared folder is complete
-or absent, and each of these steps can be repeated after an interruption.
-What it costs: the search for duplicates needs memory for each document (`duplicates.py`); the rest reads only the
-records.
+What it is: the shards of the parts are the shards of the result; nothing is copied. The manifest
+lists them in order, then the records of the parts are removed, and the working folder gets its
+final name. So a prepared folder is complete or absent, and each of these steps can be repeated
+after an interruption.
+What it costs: the search for duplicates needs memory for each document (`duplicates.py`); the rest
+reads only the records.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def missing_parts(job: Job, work: Path, read: bool = False) -> list[int]:
 def decide_duplicates(job: Job, work: Path, log: Callable[[str], None]) -> None:
     """Marks the duplicates among the documents of all parts, which must have been read.
 
-    A copy of a document from a separate validation source is dropped from the training documents, not the other way.
+    A copy of a document from a separate validation source is dropped from the training documents,
+    not the other way.
     """
     if verdicts_path(work, job.parts - 1, final=True).exists():
         return
@@ -63,9 +66,15 @@ def decide_duplicates(job: Job, work: Path, log: Callable[[str], None]) -> None:
         if len(kept) != signed:
             problem = f"keeps {len(kept)} documents, and {signed} have a signature"
             raise ConfigError(f"{verdicts_path(work, part)}: {problem}; {afresh(work)}")
-    held_out = np.concatenate([part[kept] == HELD_OUT for part, kept in zip(verdicts, passed, strict=True)])
-    found = find_duplicates([signatures_path(work, part) for part in range(job.parts)], job.duplicates, held_out)
-    log(f"duplicates among {len(found.first):,} documents: {found.exact:,} equal, {found.near:,} similar")
+    held_out = np.concatenate(
+        [part[kept] == HELD_OUT for part, kept in zip(verdicts, passed, strict=True)]
+    )
+    found = find_duplicates(
+        [signatures_path(work, part) for part in range(job.parts)], job.duplicates, held_out
+    )
+    log(
+        f"duplicates among {len(found.first):,} documents: {found.exact:,} equal, {found.near:,} similar"
+    )
     stays = np.split(found.stays, np.cumsum([len(kept) for kept in passed])[:-1])
     for part in range(job.parts):  # the last one says that all are there
         verdicts[part][passed[part]] = np.where(stays[part], KEPT, DUPLICATE)
@@ -73,11 +82,16 @@ def decide_duplicates(job: Job, work: Path, log: Callable[[str], None]) -> None:
 
 
 def check_bad_rows(job: Job, records: list[PartRecord], limit: float) -> None:
-    """Raises ConfigError if more rows than the limit could not be read: a number, or below 1 a share of all."""
-    rows, bad = sum(record.rows for record in records), sum(record.bad for record in records)
+    """Raises ConfigError if more rows than the limit could not be read: a number, or below 1 a
+    share of all.
+    """
+    rows = sum(record.rows for record in records)
+    bad = sum(record.bad for record in records)
     if bad > (limit * rows if limit < 1 else limit):
         allowed = f"{100 * limit:g} %" if limit < 1 else f"{limit:g}"
-        problem = f"{bad:,} of {rows:,} documents cannot be read; allowed: {allowed} (--max-bad-rows)"
+        problem = (
+            f"{bad:,} of {rows:,} documents cannot be read; allowed: {allowed} (--max-bad-rows)"
+        )
         raise ConfigError([problem, *_bad_rows(job, records)])
 
 
@@ -88,14 +102,22 @@ def _bad_rows(job: Job, records: list[PartRecord]) -> list[str]:
 
 
 def merge(
-    job: Job, work: Path, folder: Path, tokenizer: Tokenizer, limit: float, log: Callable[[str], None]
+    job: Job,
+    work: Path,
+    folder: Path,
+    tokenizer: Tokenizer,
+    limit: float,
+    log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Makes the complete parts in `work` the prepared folder; returns its manifest.
 
-    Raises ConfigError if more rows than `limit` could not be read, a shard is incomplete, or no document is left.
+    Raises ConfigError if more rows than `limit` could not be read, a shard is incomplete, or no
+    document is left.
     """
     if folder.exists():
-        raise ConfigError(f"{folder}: exists; move it away and repeat the command, which goes on with {work}")
+        raise ConfigError(
+            f"{folder}: exists; move it away and repeat the command, which goes on with {work}"
+        )
     if not (work / MANIFEST).exists():
         records = [read_record(job, work, part) for part in range(job.parts)]
         check_inputs(job.files, work)
@@ -104,14 +126,21 @@ def merge(
         _check_shards(job, work, manifest)
         if not any(split["tokens"] for split in manifest["splits"].values()):
             _report(manifest, log)
-            shutil.rmtree(work)  # its parts are of no use to another attempt, whose options must differ
+            # Its parts are of no use to another attempt, whose options must differ
+            shutil.rmtree(work)
             raise ConfigError(f"{', '.join(job.roots)}: no document is left to train on")
         replace_file(work / MANIFEST, json.dumps(manifest, indent=1).encode())
     manifest = read_manifest(work)
     shards = [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]
-    files = {e["file"] for shard in shards for e in (shard, shard["starts"], shard["mask"]) if e is not None}
+    files = {
+        e["file"]
+        for shard in shards
+        for e in (shard, shard["starts"], shard["mask"])
+        if e is not None
+    }
     for path in work.iterdir():
-        if path.name not in files | {MANIFEST, NAME}:  # the job stays, so that the command can be repeated
+        # The job stays, so that the command can be repeated
+        if path.name not in files | {MANIFEST, NAME}:
             path.unlink()
     sync_folder(work)
     work.rename(folder)
@@ -121,8 +150,11 @@ def merge(
 
 
 def _check_shards(job: Job, work: Path, manifest: dict[str, Any]) -> None:
-    """Raises ConfigError for shard files that are absent or incomplete; their parts are then to be made again."""
-    problems, parts = [], set()
+    """Raises ConfigError for shard files that are absent or incomplete; their parts are then to be
+    made again.
+    """
+    problems = []
+    parts = set()
     for name, expected in expected_files(manifest).items():
         path = work / name
         size = path.stat().st_size if path.is_file() else 0
@@ -163,7 +195,11 @@ def _manifest(job: Job, records: list[PartRecord], tokenizer: Tokenizer) -> dict
         "bytes": job.bytes if job.has_known_size else text_bytes,
         "parts": job.parts,
         "fingerprint": fingerprints[0] if len(fingerprints) == 1 else joined,
-        "tokenizer": {"file": tokenizer.path.name, "sha256": tokenizer.sha256, "size": tokenizer.size},
+        "tokenizer": {
+            "file": tokenizer.path.name,
+            "sha256": tokenizer.sha256,
+            "size": tokenizer.size,
+        },
         "dtype": token_dtype(tokenizer.size).str,
         "rows": {
             "rows": sum(record.rows for record in records),

@@ -1,13 +1,14 @@
 """The rows of a Parquet file: read in a process with limits.
 
-What it is: pyarrow reads the file in a child process, which writes the bytes of each row to a pipe. Its memory and CPU
-time have limits that grow with the size of what is read, and a row longer than a document may be is not sent. The child
-starts with this file as its program, knows no folder but those of Python and pyarrow, and is used for the next file.
-Why it is here: a page of a few bytes can stand for gigabytes, and what the file says of its own sizes need not be true.
-Within a process, pyarrow has no limit of memory, and an allocation that fails is not always an error but sometimes the
-end of the process.
-What it costs: 0.15 s for the process. 200 MB of rows take 1.5 CPU seconds, in place of 0.8 without the process;
-tokenising them takes 28.
+What it is: pyarrow reads the file in a child process, which writes the bytes of each row to a pipe.
+Its memory and CPU time have limits that grow with the size of what is read, and a row longer than a
+document may be is not sent. The child starts with this file as its program, knows no folder but
+those of Python and pyarrow, and is used for the next file.
+Why it is here: a page of a few bytes can stand for gigabytes, and what the file says of its own
+sizes need not be true. Within a process, pyarrow has no limit of memory, and an allocation that
+fails is not always an error but sometimes the end of the process.
+What it costs: 0.15 s for the process. 200 MB of rows take 1.5 CPU seconds, in place of 0.8 without
+the process; tokenising them takes 28.
 """
 
 from __future__ import annotations
@@ -26,13 +27,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-MEMORY, MEMORY_PER_BYTE = 1 << 30, 8  # bytes: of any file, and for each byte of the columns that are read
-SECONDS, BYTES_PER_SECOND = 10, 1 << 22  # of CPU time: for any file, and for the bytes of the columns
+# Bytes: of any file, and for each byte of the columns that are read
+MEMORY = 1 << 30
+MEMORY_PER_BYTE = 8
+# Of CPU time: for any file, and for the bytes of the columns
+SECONDS = 10
+BYTES_PER_SECOND = 1 << 22
 BATCH = 256  # rows that are read at a time; one, where so many do not fit into memory
 BUFFER = 1 << 20  # bytes of the file that are read at a time
 TOO_LARGE = "reading it takes more memory than its size allows (1 GB and 8 times its columns)"
-ENDED = "reading it ended the process that read it, which its size allows 1 GB and 8 times its columns"
-MOST_NAMES, LONGEST_NAME = 1000, 200  # of columns, which only messages need
+ENDED = (
+    "reading it ended the process that read it, which its size allows 1 GB and 8 times its columns"
+)
+# Of columns, which only messages need
+MOST_NAMES = 1000
+LONGEST_NAME = 200
 
 
 class UnreadableParquet(ValueError):
@@ -54,7 +63,8 @@ class Table(NamedTuple):
 
 class Row(NamedTuple):
     group: int
-    values: list[bytes | int | str | None]  # of each column: its text, a length that is too large, or another type
+    # Of each column: its text, a length that is too large, or another type
+    values: list[bytes | int | str | None]
 
 
 def installed() -> bool:
@@ -69,7 +79,8 @@ def describe(path: str, columns: list[str]) -> Table:
 
 
 def read_rows(path: str, columns: list[str], groups: list[int], longest: int) -> Iterator[Row]:
-    """The rows of row groups, one at a time. Of a text of more than `longest` bytes only the length is read.
+    """The rows of row groups, one at a time. Of a text of more than `longest` bytes only the length
+    is read.
 
     Raises UnreadableParquet.
     """
@@ -95,7 +106,8 @@ _idle: list[subprocess.Popen[bytes]] = []  # children that wait for a file
 
 
 def _ask(request: dict[str, Any]) -> Iterator[tuple[dict[str, Any], IO[bytes]]]:
-    """The answers of a child, each with the stream from which the bytes that it announces are to be read.
+    """The answers of a child, each with the stream from which the bytes that it announces are to be
+    read.
 
     Raises UnreadableParquet if the child says so or ends.
     """
@@ -142,12 +154,20 @@ def _ended(code: int) -> UnreadableParquet:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    # Neither the current folder nor PYTHONPATH is searched (-I -S), only the folders of these packages.
+    # Neither the current folder nor PYTHONPATH is searched (-I -S), only the folders of these
+    # packages.
     specs = (importlib.util.find_spec(name) for name in ("pyarrow", "numpy"))
-    folders = [str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin]
+    folders = [
+        str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin
+    ]
     command = [sys.executable, "-I", "-S", "-B", __file__, *dict.fromkeys(folders)]
-    environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}  # others reserve addresses, which are limited
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    # Others reserve addresses, which are limited
+    environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.DEVNULL,
+    }
     return subprocess.Popen(command, env=environment, **pipes)
 
 
@@ -175,7 +195,8 @@ def main(folders: list[str]) -> None:
     for what in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
         resource.setrlimit(what, (0, 0))
     sys.path += folders
-    import pyarrow.parquet  # the time of this import is the child's, and the file names the folder it comes from
+    # The time of this import is the child's, and the file names the folder it comes from
+    import pyarrow.parquet
 
     output = sys.stdout.buffer
     base = _address_space()
@@ -183,7 +204,9 @@ def main(folders: list[str]) -> None:
         request = json.loads(line)
         try:
             _limit(request, base, 0)
-            with pyarrow.parquet.ParquetFile(request["path"], pre_buffer=False, buffer_size=BUFFER) as table:
+            with pyarrow.parquet.ParquetFile(
+                request["path"], pre_buffer=False, buffer_size=BUFFER
+            ) as table:
                 _answer(request, table, base, output)
             _send(output, {"end": True})
         except MemoryError:
@@ -199,7 +222,9 @@ def _send(output: IO[bytes], answer: dict[str, Any]) -> None:
 
 
 def _address_space() -> int:
-    """The bytes of memory that this process has, with the code of libraries; 0 where that is not known."""
+    """The bytes of memory that this process has, with the code of libraries; 0 where that is not
+    known.
+    """
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:
@@ -211,18 +236,26 @@ def _limit(request: dict[str, Any], base: int, size: int) -> None:
     memory = base + request["memory"] + MEMORY_PER_BYTE * size
     seconds = int(time.process_time()) + 1 + request["seconds"] + size // BYTES_PER_SECOND
     for what, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds)):
-        with contextlib.suppress(ValueError, OSError):  # unknown to the system, or above its own limit
+        # Unknown to the system, or above its own limit
+        with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
 
 
 def _answer(request: dict[str, Any], table: Any, base: int, output: IO[bytes]) -> None:
-    schema, metadata = table.schema_arrow, table.metadata
+    schema = table.schema_arrow
+    metadata = table.metadata
     columns = request["columns"]
     if "groups" not in request:
         names = [name[:LONGEST_NAME] for name in schema.names[:MOST_NAMES]]
-        types = {name: str(schema.field(name).type)[:LONGEST_NAME] for name in columns if name in schema.names}
+        types = {
+            name: str(schema.field(name).type)[:LONGEST_NAME]
+            for name in columns
+            if name in schema.names
+        }
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        sizes = [_compressed_size(metadata, group, columns) for group in range(metadata.num_row_groups)]
+        sizes = [
+            _compressed_size(metadata, group, columns) for group in range(metadata.num_row_groups)
+        ]
         _send(output, {"names": names, "types": types, "rows": rows, "sizes": sizes})
         return
     total = sum(_compressed_size(metadata, group, columns) for group in request["groups"])
@@ -241,15 +274,21 @@ def _compressed_size(metadata: Any, group: int, columns: list[str]) -> int:
     size = 0
     for leaf in range(metadata.num_columns):
         path = metadata.schema.column(leaf).path
-        if path in columns or path.split(".")[0] in columns:  # the name of a column can contain a dot
+        # The name of a column can contain a dot
+        if path in columns or path.split(".")[0] in columns:
             size += max(0, part.column(leaf).total_compressed_size)
     return size
 
 
 def _send_batch(output: IO[bytes], request: dict[str, Any], group: int, columns: list[Any]) -> None:
-    """The lengths of all values, column by column, and then the bytes of those that are not too long, row by row."""
+    """The lengths of all values, column by column, and then the bytes of those that are not too
+    long, row by row.
+    """
     values = [[_value(scalar) for scalar in column] for column in columns]
-    lengths = [[len(value) if isinstance(value, memoryview) else value for value in column] for column in values]
+    lengths = [
+        [len(value) if isinstance(value, memoryview) else value for value in column]
+        for column in values
+    ]
     _send(output, {"group": group, "columns": lengths})
     for row in zip(*values, strict=True):
         for value in row:

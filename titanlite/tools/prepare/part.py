@@ -1,10 +1,11 @@
 """One part of a job -> its shard files and a record of what was read.
 
-What it is: the work of one process, alone or among many on any machines. `tokenise_part` writes the shards of part i.
-If duplicates are to be removed, `read_part` comes first: it writes the signatures of all documents that the filters
-keep, and a byte for each document; when the duplicates among all parts are known (`merge.py`), `tokenise_part` follows.
-What it costs: two thirds of the time is spent in tiktoken (`benchmarks/prepare.py`). Memory does not grow with the
-input: a block of text or ids, or one row, at a time.
+What it is: the work of one process, alone or among many on any machines. `tokenise_part` writes the
+shards of part i. If duplicates are to be removed, `read_part` comes first: it writes the signatures
+of all documents that the filters keep, and a byte for each document; when the duplicates among all
+parts are known (`merge.py`), `tokenise_part` follows.
+What it costs: two thirds of the time is spent in tiktoken (`benchmarks/prepare.py`). Memory does
+not grow with the input: a block of text or ids, or one row, at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from titanlite.tools.prepare.shard_writer import HashedFile, ShardWriter
 from titanlite.tools.prepare.signatures import signature
 
 EXAMPLES = 5  # bad rows that are shown, of each part
-FILTERED, KEPT, DUPLICATE, HELD_OUT = range(4)  # what becomes of a document; HELD_OUT is kept before an equal KEPT one
+# What becomes of a document; HELD_OUT is kept before an equal KEPT one
+FILTERED, KEPT, DUPLICATE, HELD_OUT = range(4)
 
 Progress = Callable[[int], Any]
 
@@ -49,7 +51,10 @@ def verdicts_path(work: Path, part: int, final: bool = False) -> Path:
 
 
 def run_part(job: Job, work: Path, tokenizer: Tokenizer, part: int, progress: Progress) -> None:
-    """The next step of a part that is not done yet. Raises ConfigError if its input has changed since the job began."""
+    """The next step of a part that is not done yet.
+
+    Raises ConfigError if its input has changed since the job began.
+    """
     read = job.duplicates.remove != "none" and not verdicts_path(work, part, final=True).exists()
     if not record_path(work, part, read).exists():
         check_inputs((piece.file for piece in job.pieces(part)), work)
@@ -60,13 +65,20 @@ class Tally:
     """What was read and what was left out."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.rows, self.bad = job, 0, 0
+        self.job = job
+        self.rows = 0
+        self.bad = 0
         self._advanced = 0  # progress within the document that is being read
         self.examples: list[Example] = []  # of bad rows
         self.report = FilterReport()
 
-    def documents(self, part: int, tokenizer: Tokenizer, progress: Progress) -> Iterator[tuple[Piece, Document]]:
-        """The documents of a part. Bad rows are counted here. Progress amounts to the size of each piece, if known."""
+    def documents(
+        self, part: int, tokenizer: Tokenizer, progress: Progress
+    ) -> Iterator[tuple[Piece, Document]]:
+        """The documents of a part.
+
+        Bad rows are counted here. Progress amounts to the size of each piece, if known.
+        """
         for piece in self.job.pieces(part):
             left = piece.end - piece.begin if piece.file.has_known_size else 1 << 62
             for found in read_documents(self.job, piece, tokenizer):
@@ -76,7 +88,12 @@ class Tally:
                     self.bad += 1
                     if len(self.examples) < EXAMPLES:
                         self.examples.append(
-                            {"file": piece.file.path, "row": found.row, "begin": piece.begin, "text": found.problem}
+                            {
+                                "file": piece.file.path,
+                                "row": found.row,
+                                "begin": piece.begin,
+                                "text": found.problem,
+                            }
                         )
                 elif isinstance(found, Document):
                     self.rows += 1
@@ -98,16 +115,26 @@ class Tally:
                 progress(place - self._advanced)
                 self._advanced = place
 
-        return document._replace(blocks=blocks()) if isinstance(document.blocks, Iterator) else document
+        return (
+            document._replace(blocks=blocks())
+            if isinstance(document.blocks, Iterator)
+            else document
+        )
 
     def as_json(self) -> dict[str, Any]:
-        return {"rows": self.rows, "bad": self.bad, "examples": self.examples, "report": self.report.to_json()}
+        return {
+            "rows": self.rows,
+            "bad": self.bad,
+            "examples": self.examples,
+            "report": self.report.to_json(),
+        }
 
 
 def read_part(job: Job, work: Path, tokenizer: Tokenizer, part: int, progress: Progress) -> None:
     """Filters the documents of a part and writes their signatures."""
     tally = Tally(job)
-    signatures, verdicts = HashedFile(signatures_path(work, part)), HashedFile(verdicts_path(work, part))
+    signatures = HashedFile(signatures_path(work, part))
+    verdicts = HashedFile(verdicts_path(work, part))
     try:
         for piece, document in tally.documents(part, tokenizer, progress):
             text = "".join(document.blocks)
@@ -123,18 +150,31 @@ def read_part(job: Job, work: Path, tokenizer: Tokenizer, part: int, progress: P
         signatures.discard()
         verdicts.discard()
         raise
-    replace_file(record_path(work, part, read=True), json.dumps(tally.as_json()).encode(), shared=True)
+    replace_file(
+        record_path(work, part, read=True), json.dumps(tally.as_json()).encode(), shared=True
+    )
 
 
-def tokenise_part(job: Job, work: Path, tokenizer: Tokenizer, part: int, progress: Progress) -> None:
+def tokenise_part(
+    job: Job, work: Path, tokenizer: Tokenizer, part: int, progress: Progress
+) -> None:
     """Writes the shards of a part, and then its record."""
     if tokenizer.sha256 != job.tokenizer_sha256:
-        raise ConfigError(f"{tokenizer.path}: has SHA-256 {tokenizer.sha256[:8]}, not {job.tokenizer_sha256[:8]}")
-    dtype, masked = token_dtype(tokenizer.size), bool(job.prompt_field)
+        raise ConfigError(
+            f"{tokenizer.path}: has SHA-256 {tokenizer.sha256[:8]}, not {job.tokenizer_sha256[:8]}"
+        )
+    dtype = token_dtype(tokenizer.size)
+    masked = bool(job.prompt_field)
     writers = {split: ShardWriter(work, split, part, dtype, masked) for split in SPLITS}
-    digest, tally = hashlib.sha256(tokenizer.sha256.encode()), Tally(job)
-    verdicts = np.fromfile(verdicts_path(work, part, True), np.uint8) if job.duplicates.remove != "none" else None
-    token_bytes = np.asarray(tokenizer.token_bytes)  # once: of 128,000 ids this takes as long as many documents
+    digest = hashlib.sha256(tokenizer.sha256.encode())
+    tally = Tally(job)
+    verdicts = (
+        np.fromfile(verdicts_path(work, part, True), np.uint8)
+        if job.duplicates.remove != "none"
+        else None
+    )
+    # Once: of 128,000 ids this takes as long as many documents
+    token_bytes = np.asarray(tokenizer.token_bytes)
     count = 0
     try:
         for piece, document in tally.documents(part, tokenizer, progress):
@@ -163,14 +203,18 @@ def tokenise_part(job: Job, work: Path, tokenizer: Tokenizer, part: int, progres
 def _other_documents(job: Job, part: int) -> ConfigError:
     names = list(dict.fromkeys(piece.file.path for piece in job.pieces(part)))
     others = f" or {len(names) - 1} others" if len(names) > 1 else ""
-    return ConfigError(f"{names[0]}{others}: has another number of documents than before; repeat the command")
+    return ConfigError(
+        f"{names[0]}{others}: has another number of documents than before; repeat the command"
+    )
 
 
 def _stays(tally: Tally, piece: Piece, document: Document, verdict: int | None) -> bool:
     """Whether a document is kept; counts it if it is not."""
     if verdict is not None:
         if verdict == DUPLICATE:
-            tally.report.drop("".join(document.blocks), "duplicate", piece.file.path, document.row, piece.begin)
+            tally.report.drop(
+                "".join(document.blocks), "duplicate", piece.file.path, document.row, piece.begin
+            )
         return verdict == KEPT
     if tally.job.filters == NO_FILTERS or document.ids is not None:
         return True
@@ -187,16 +231,23 @@ def _write(
     digest: Any,
     token_bytes: NDArray[np.int64],
 ) -> None:
-    """Appends a document to the shard of its split: bos, prompt, text, eos. Ids of others are appended as they are."""
+    """Appends a document to the shard of its split: bos, prompt, text, eos.
+
+    Ids of others are appended as they are.
+    """
     content: Iterator[Any] = iter(document.ids if document.ids is not None else document.blocks)
     split = document.split
     if split == "hash":  # of the text, or of the first block of ids
         first = next(content)
         content = itertools.chain([first], content)
-        identity = document.prompt + first if document.ids is None else first.astype("<u4").tobytes()
+        identity = (
+            document.prompt + first if document.ids is None else first.astype("<u4").tobytes()
+        )
         data = identity if isinstance(identity, bytes) else identity.encode()
         split = SPLITS[int.from_bytes(hashlib.sha256(data).digest(), "big") % HOLDOUT == 0]
-    digest.update(f"{document.label} {split} {document.length}\n".encode("utf-8", "surrogateescape"))
+    digest.update(
+        f"{document.label} {split} {document.length}\n".encode("utf-8", "surrogateescape")
+    )
     writer = writers[split]
     if document.begins:
         writer.begin_document()
@@ -217,7 +268,9 @@ def _write(
         writer.write([tokenizer.eos])
 
 
-def _write_ids(blocks: Iterator[Any], writer: ShardWriter, digest: Any, token_bytes: NDArray[np.int64]) -> None:
+def _write_ids(
+    blocks: Iterator[Any], writer: ShardWriter, digest: Any, token_bytes: NDArray[np.int64]
+) -> None:
     for block in blocks:
         ids = block.astype("<u4")
         digest.update(ids.tobytes())

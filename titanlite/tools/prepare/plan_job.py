@@ -1,8 +1,9 @@
 """Sources -> a job: what each file contains, which documents are held out, and the number of parts.
 
-What it is: the decisions that precede any work. One document of twenty is for validation, chosen by a hash: of its text
-for rows, of its relative path for a text file. If that leaves all text files or none for validation (as with a single
-file), it is the last twentieth of each. Or validation documents come from a separate source.
+What it is: the decisions that precede any work. One document of twenty is for validation, chosen by
+a hash: of its text for rows, of its relative path for a text file. If that leaves all text files or
+none for validation (as with a single file), it is the last twentieth of each. Or validation
+documents come from a separate source.
 """
 
 from __future__ import annotations
@@ -18,12 +19,30 @@ from titanlite.tools.prepare.detect_content import detect
 from titanlite.tools.prepare.duplicates import DuplicateConfig
 from titanlite.tools.prepare.filters import FilterConfig
 from titanlite.tools.prepare.inputs import companions_of
-from titanlite.tools.prepare.job import ALL_DOCUMENTS, HOLDOUT, NO_FILTERS, PART, File, Job, number_of_parts
+from titanlite.tools.prepare.job import (
+    ALL_DOCUMENTS,
+    HOLDOUT,
+    NO_FILTERS,
+    PART,
+    File,
+    Job,
+    number_of_parts,
+)
 from titanlite.tools.prepare.rows import hub_columns, open_hub
-from titanlite.tools.prepare.sources import HUB, STDLIB, Found, Source, find, hub_files, index_of, version_of
+from titanlite.tools.prepare.sources import (
+    HUB,
+    STDLIB,
+    Found,
+    Source,
+    find,
+    hub_files,
+    index_of,
+    version_of,
+)
 from titanlite.tools.prepare.token_files import has_documents
 
-Known = dict[tuple[str, int, int], tuple[str, str]]  # (path, size, time) of a file -> (kind, compression)
+# (path, size, time) of a file -> (kind, compression)
+Known = dict[tuple[str, int, int], tuple[str, str]]
 ROWS = ("jsonl", "parquet", "hf")  # kinds of files with fields
 IDS = ("tokens", "megatron")  # kinds of files of token ids
 MOST_PROBLEMS = 10  # that are shown
@@ -31,7 +50,10 @@ MOST_PROBLEMS = 10  # that are shown
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the bytes of the result besides the sources. `parts`: 0 for a number by the size of the input."""
+    """What decides the bytes of the result besides the sources.
+
+    `parts`: 0 for a number by the size of the input.
+    """
 
     parts: int = 0
     filters: FilterConfig = NO_FILTERS
@@ -39,16 +61,25 @@ class Settings:
 
 
 def plan_job(
-    sources: list[tuple[Source, Found]], tokenizer: Tokenizer, settings: Settings, begun: Job | None = None
+    sources: list[tuple[Source, Found]],
+    tokenizer: Tokenizer,
+    settings: Settings,
+    begun: Job | None = None,
 ) -> Job:
     """The job of preparing these sources, with the same settings for all rows, as one set of data.
 
     `begun`: an earlier job; its files need not be looked into again if they have not changed.
-    Raises ConfigError for each file that cannot be read, or that lacks what is asked for: text to filter, a prompt.
+    Raises ConfigError for each file that cannot be read, or that lacks what is asked for: text to
+    filter, a prompt.
     """
     first, found = sources[0]
-    known = {(f.path, f.size, f.mtime_ns): (f.kind, f.compression) for f in begun.files} if begun else {}
-    files, roots = [], []
+    known = (
+        {(f.path, f.size, f.mtime_ns): (f.kind, f.compression) for f in begun.files}
+        if begun
+        else {}
+    )
+    files = []
+    roots = []
     for source, here in sources:
         files += _files(source, here, "", tokenizer, known)
         roots.append(here.root)
@@ -72,13 +103,19 @@ def plan_job(
         separate_validation=bool(first.validation),
     )
     if job.prompt_field and not any(file.kind in ROWS for file in files):
-        raise ConfigError(f"{files[0].path}: contains {files[0].kind}, which has no field {job.prompt_field!r}")
+        raise ConfigError(
+            f"{files[0].path}: contains {files[0].kind}, which has no field {job.prompt_field!r}"
+        )
     if job.whole_documents and (ids := [file.path for file in files if file.kind in IDS]):
-        raise ConfigError(f"{ids[0]}: consists of token ids, which cannot be filtered or compared as text")
+        raise ConfigError(
+            f"{ids[0]}: consists of token ids, which cannot be filtered or compared as text"
+        )
     return job
 
 
-def _files(source: Source, found: Found, split: str, tokenizer: Tokenizer, known: Known) -> list[File]:
+def _files(
+    source: Source, found: Found, split: str, tokenizer: Tokenizer, known: Known
+) -> list[File]:
     """The files of a source, each with what it contains and which split its documents are for."""
     if source.path.startswith(HUB):
         return _hub_shards(source, split or "hash")
@@ -89,11 +126,14 @@ def _files(source: Source, found: Found, split: str, tokenizer: Tokenizer, known
         indexed = index_of(file.path, file.relative) is not None
         try:
             if not file.size or source.path in ("", STDLIB):
-                kind, compression = "text", ""
+                kind = "text"
+                compression = ""
             elif not kind or (kind == "megatron") != indexed:
                 kind, compression = detect(Path(file.path), source)
             if compression and kind in IDS:
-                raise ConfigError(f"{file.path}: token ids in {compression}, which cannot be mapped; unpack it")
+                raise ConfigError(
+                    f"{file.path}: token ids in {compression}, which cannot be mapped; unpack it"
+                )
         except ConfigError as error:
             problems += error.problems
         if kind:
@@ -101,7 +141,11 @@ def _files(source: Source, found: Found, split: str, tokenizer: Tokenizer, known
             files.append(File(*file, kind, compression, split or "hash", companions))
     if not files and not problems:
         index = Path(found.files[0].path)
-        beside = f"give {index.with_suffix('.bin')}" if index.with_suffix(".bin").is_file() else "without its .bin file"
+        beside = (
+            f"give {index.with_suffix('.bin')}"
+            if index.with_suffix(".bin").is_file()
+            else "without its .bin file"
+        )
         problems = [f"{index}: an index of token ids, {beside}"]
     if problems:
         more = len(problems) - MOST_PROBLEMS
@@ -122,12 +166,16 @@ def _files(source: Source, found: Found, split: str, tokenizer: Tokenizer, known
 
 
 def _require_distinct(files: list[File], source: Source) -> None:
-    """Raises ConfigError for a file that is given twice: in both splits, validation would measure what was trained."""
+    """Raises ConfigError for a file that is given twice: in both splits, validation would measure
+    what was trained.
+    """
     seen: set[str] = set()
     for file in files:
         if file.path in seen and source.validation and file.split == "validation":
             given = f"{source.keys.validation} = {source.validation!r}"
-            raise ConfigError(f"{given}: {file.path} is also a file of {source.keys.path}; expected other files")
+            raise ConfigError(
+                f"{given}: {file.path} is also a file of {source.keys.path}; expected other files"
+            )
         if file.path in seen:
             raise ConfigError(f"{source.keys.path}: {file.path} is given twice")
         seen.add(file.path)
@@ -139,18 +187,26 @@ def _is_held_out(relative: str) -> bool:
 
 
 def _hub_shards(source: Source, split: str) -> list[File]:
-    """The shards of a data set of the package `datasets`, each as a file. Raises ConfigError as `_shards` does.
+    """The shards of a data set of the package `datasets`, each as a file. Raises ConfigError as
+    `_shards` does.
 
-    Of a local data set, all shards together have the size of its files. The size of one on the Hub is not known.
+    Of a local data set, all shards together have the size of its files. The size of one on the Hub
+    is not known.
     """
-    count, files = _shards(source), hub_files(source.path)
-    total, version, spec = sum(file.size for file in files), version_of(files) if files else "", source.path
+    count = _shards(source)
+    files = hub_files(source.path)
+    total = sum(file.size for file in files)
+    version = version_of(files) if files else ""
+    spec = source.path
     if files:  # by an absolute path, as other files
         name = spec.removeprefix(HUB).split(":")[0]
         spec = HUB + str(Path(name).absolute()) + spec.removeprefix(HUB + name)
     sizes = [total * (i + 1) // count - total * i // count if files else PART for i in range(count)]
     names = [f"{spec}#{i}" for i in range(count)]
-    return [File(n, n, max(1, size), 0, "hf", "", split, version) for n, size in zip(names, sizes, strict=True)]
+    return [
+        File(n, n, max(1, size), 0, "hf", "", split, version)
+        for n, size in zip(names, sizes, strict=True)
+    ]
 
 
 def _shards(source: Source) -> int:
@@ -158,10 +214,13 @@ def _shards(source: Source) -> int:
 
     Raises ConfigError if it does not have the column of the text.
     """
-    data, names = open_hub(source.path), hub_columns(source.path)
+    data = open_hub(source.path)
+    names = hub_columns(source.path)
     if names and source.field not in names:
         near = suggestion(source.field, names) or f"; it has {', '.join(names[:20])}"
-        raise ConfigError(f"{source.path}: has no column {source.keys.field} = {source.field!r}{near}")
+        raise ConfigError(
+            f"{source.path}: has no column {source.keys.field} = {source.field!r}{near}"
+        )
     return max(1, data.num_shards)
 
 
@@ -170,9 +229,13 @@ def text_files(source: Source, found: Found) -> list[File]:
     files = []
     for file in found.files:
         kind, compression = (
-            ("text", "") if source.path in ("", STDLIB) or not file.size else detect(Path(file.path), source)
+            ("text", "")
+            if source.path in ("", STDLIB) or not file.size
+            else detect(Path(file.path), source)
         )
         if kind != "text":
-            raise ConfigError(f"{file.path}: contains {kind}, expected text; select files with {source.keys.pattern}")
+            raise ConfigError(
+                f"{file.path}: contains {kind}, expected text; select files with {source.keys.pattern}"
+            )
         files.append(File(*file, kind, compression, "train"))
     return files

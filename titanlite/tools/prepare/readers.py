@@ -12,8 +12,13 @@ from titanlite.tools.prepare.text_files import text_documents
 from titanlite.tools.prepare.token_files import token_documents
 
 
-def read_documents(job: Job, piece: Piece, tokenizer: Tokenizer) -> Iterator[Document | BadRow | Skipped]:
-    """The documents that begin in a piece. Raises ConfigError for a file that is damaged as a whole."""
+def read_documents(
+    job: Job, piece: Piece, tokenizer: Tokenizer
+) -> Iterator[Document | BadRow | Skipped]:
+    """The documents that begin in a piece.
+
+    Raises ConfigError for a file that is damaged as a whole.
+    """
     if piece.file.kind == "text":
         return text_documents(piece, job.whole_documents)
     if piece.file.kind in ("tokens", "megatron"):

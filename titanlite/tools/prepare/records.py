@@ -1,9 +1,11 @@
 """The records of a job's parts: what each complete part wrote beside its files.
 
-What it is: `read-<part>.json` for a part whose documents have signatures, `part-<part>.json` for one whose shards are
-complete. A record stands for its files: as long as it is absent, the part is to be made (again).
-Why it is here: a working folder may have been interrupted, copied or damaged, so a record is checked as a whole when it
-is read: its types, that its shards are those of its part, and that its examples are of the job's files.
+What it is: `read-<part>.json` for a part whose documents have signatures, `part-<part>.json` for
+one whose shards are complete. A record stands for its files: as long as it is absent, the part is
+to be made (again).
+Why it is here: a working folder may have been interrupted, copied or damaged, so a record is
+checked as a whole when it is read: its types, that its shards are those of its part, and that its
+examples are of the job's files.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ class Shard(FileEntry):
 
 @dataclass(frozen=True)
 class PartRecord:
-    """What a part consists of. Of a part that was only read, there are no shards, and no fingerprint."""
+    """What a part consists of.
+
+    Of a part that was only read, there are no shards, and no fingerprint.
+    """
 
     rows: Count
     bad: Count
@@ -81,6 +86,11 @@ def _require_consistent(job: Job, part: int, record: PartRecord, read: bool) -> 
             if entry is not None and entry["file"] != (name := f"{split}-{part:05d}{kind}.bin"):
                 raise ValueError(f"shards.{split}: expected {name}, found {entry['file']!r:.100}")
     sizes = {file.path: file.size for file in job.files}
-    for example in (*record.examples, *(e for rule in record.report.rules.values() for e in rule.examples)):
+    for example in (
+        *record.examples,
+        *(e for rule in record.report.rules.values() for e in rule.examples),
+    ):
         if not 0 <= example.get("begin", -1) <= sizes.get(example["file"], -1):
-            raise ValueError(f"examples: expected a row of a file of the job, found {example['file']!r:.100}")
+            raise ValueError(
+                f"examples: expected a row of a file of the job, found {example['file']!r:.100}"
+            )

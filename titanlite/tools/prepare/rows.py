@@ -1,9 +1,10 @@
 """Rows: JSON lines, Parquet, and data sets of the package `datasets`. A row is a document.
 
-What it is: for each row its text, and the prompt before it if there is a prompt field. A row that cannot be used
-(broken JSON, not UTF-8, no such field, another type) becomes a `BadRow`; an empty text is passed over, as an empty file
-is.
-What it costs: a row must fit into memory; a longer line than 64 MB, or a longer text with its prompt, is a bad row.
+What it is: for each row its text, and the prompt before it if there is a prompt field. A row that
+cannot be used (broken JSON, not UTF-8, no such field, another type) becomes a `BadRow`; an empty
+text is passed over, as an empty file is.
+What it costs: a row must fit into memory; a longer line than 64 MB, or a longer text with its
+prompt, is a bad row.
 """
 
 from __future__ import annotations
@@ -27,17 +28,33 @@ from titanlite.tools.prepare.compressed import (
     open_file,
     unreadable,
 )
-from titanlite.tools.prepare.documents import BYTE_ORDER_MARK, MAX_DOCUMENT, BadRow, Document, Skipped
+from titanlite.tools.prepare.documents import (
+    BYTE_ORDER_MARK,
+    MAX_DOCUMENT,
+    BadRow,
+    Document,
+    Skipped,
+)
 from titanlite.tools.prepare.filter_report import Example
 from titanlite.tools.prepare.job import File, Job, Piece
-from titanlite.tools.prepare.parquet_reader import Table, UnreadableParquet, describe, installed, read_rows
+from titanlite.tools.prepare.parquet_reader import (
+    Table,
+    UnreadableParquet,
+    describe,
+    installed,
+    read_rows,
+)
 from titanlite.tools.prepare.sources import HUB
 
-COUNTED = 1 << 22  # bytes that are read at a time, and after which progress is reported also without a document
+# Bytes that are read at a time, and after which progress is reported also without a document
+COUNTED = 1 << 22
 
 
 def row_documents(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
-    """The rows that begin in a piece. Raises ConfigError for a file that is damaged as a whole, or expands too far."""
+    """The rows that begin in a piece.
+
+    Raises ConfigError for a file that is damaged as a whole, or expands too far.
+    """
     read: dict[str, Callable[[Job, Piece], Iterator[Document | BadRow | Skipped]]]
     read = {"jsonl": _json_lines, "parquet": _parquet, "hf": _hub}
     return read[piece.file.kind](job, piece)
@@ -46,8 +63,11 @@ def row_documents(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skippe
 def _document(row: int, values: Any, job: Job, split: str) -> Document | BadRow | None:
     """The document of a row, which should be a dict; None for an empty text."""
     if not isinstance(values, dict):
-        return BadRow(row, f"expected an object with a field {job.field!r}, found {type(values).__name__}")
-    texts, size = [], 0
+        return BadRow(
+            row, f"expected an object with a field {job.field!r}, found {type(values).__name__}"
+        )
+    texts = []
+    size = 0
     for name in (job.field, job.prompt_field):
         value = values.get(name, values) if name else ""  # a value cannot contain itself
         if value is values:
@@ -73,7 +93,10 @@ def _document(row: int, values: Any, job: Job, split: str) -> Document | BadRow 
 
 
 def _json_lines(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
-    """The lines that begin in the piece. Blank lines are passed over, and counted for line numbers."""
+    """The lines that begin in the piece.
+
+    Blank lines are passed over, and counted for line numbers.
+    """
     file = piece.file
     row = 0
     try:
@@ -138,17 +161,24 @@ def _skip_line(stream: IO[bytes]) -> int:
 
 
 def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
-    """The rows of the row groups that begin in the piece, as if all groups had equal sizes in bytes."""
+    """The rows of the row groups that begin in the piece, as if all groups had equal sizes in
+    bytes.
+    """
     file = piece.file
     columns = [name for name in (job.field, job.prompt_field) if name]
     table = _table(file, columns)
     _check_columns(file, columns, table)
     bounds = _group_bounds(file, table)
-    groups = [i for i, rows in enumerate(table.rows) if rows > 0 and piece.begin <= bounds[i] < piece.end]
+    groups = [
+        i for i, rows in enumerate(table.rows) if rows > 0 and piece.begin <= bounds[i] < piece.end
+    ]
     if not groups:
         return
-    size_of_groups = min(file.size, sum(table.sizes[group] for group in groups))  # what a file states can be untrue
-    allowance = Allowance(size_of_groups, f"each row counts {ROW} bytes", "write Parquet as JSON lines")
+    # What a file states can be untrue
+    size_of_groups = min(file.size, sum(table.sizes[group] for group in groups))
+    allowance = Allowance(
+        size_of_groups, f"each row counts {ROW} bytes", "write Parquet as JSON lines"
+    )
     row = 0
     skipped = 0  # bytes that counted since something was yielded
     reported = bounds[groups[0]]  # a place in the file
@@ -159,7 +189,9 @@ def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
             size = ROW + sum(_length(value) for value in values)
             allowance.spend(size)
             skipped += size
-            found: Document | BadRow | Skipped | None = _parquet_document(row, columns, values, job, file.split)
+            found: Document | BadRow | Skipped | None = _parquet_document(
+                row, columns, values, job, file.split
+            )
             row += 1
             if found is None and skipped >= COUNTED:
                 found = Skipped()
@@ -220,7 +252,9 @@ def _check_columns(file: File, columns: list[str], table: Table) -> None:
             near = suggestion(name, table.names) or f"; it has {', '.join(table.names[:20])}"
             raise ConfigError(f"{file.path}: has no column {name!r}{near}")
         if "string" not in table.types[name]:
-            raise ConfigError(f"{file.path}: column {name!r} is of type {table.types[name]}, expected string")
+            raise ConfigError(
+                f"{file.path}: column {name!r} is of type {table.types[name]}, expected string"
+            )
 
 
 def _hub(job: Job, piece: Piece) -> Iterator[Document | BadRow]:
@@ -228,15 +262,23 @@ def _hub(job: Job, piece: Piece) -> Iterator[Document | BadRow]:
     spec, _, index = piece.file.path.rpartition("#")
     data = open_hub(spec)
     try:
-        shard = data.shard(num_shards=data.num_shards, index=int(index)) if data.num_shards > 1 else data
+        shard = (
+            data.shard(num_shards=data.num_shards, index=int(index))
+            if data.num_shards > 1
+            else data
+        )
         for row, values in enumerate(shard):
             found = _document(row, values, job, piece.file.split)
             if isinstance(found, Document):
-                found = found._replace(progress=sum(len(text.encode()) for text in (found.prompt, *found.blocks)))
+                found = found._replace(
+                    progress=sum(len(text.encode()) for text in (found.prompt, *found.blocks))
+                )
             if found is not None:
                 yield found
     except Exception as error:  # datasets raises whatever its readers raise
-        raise ConfigError(f"{spec}: {type(error).__name__}: {(str(error) or '?').splitlines()[0]}") from None
+        raise ConfigError(
+            f"{spec}: {type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
+        ) from None
 
 
 @functools.lru_cache(4)
@@ -246,41 +288,57 @@ def open_hub(spec: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise ConfigError(f"{spec}: needs the package datasets: pip install 'titanlite[hf]'") from None
+        raise ConfigError(
+            f"{spec}: needs the package datasets: pip install 'titanlite[hf]'"
+        ) from None
     try:
-        if Path(name, "state.json").is_file() or Path(name, "dataset_dict.json").is_file():  # from save_to_disk
+        # From save_to_disk
+        if Path(name, "state.json").is_file() or Path(name, "dataset_dict.json").is_file():
             data = datasets.load_from_disk(name)
             data = data[split or "train"] if isinstance(data, dict) else data
             return data.to_iterable_dataset(num_shards=max(1, len(data.cache_files)))
         return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
     except Exception as error:  # not found, no network, a wrong config or split, a damaged file
-        raise ConfigError(f"{spec}: {type(error).__name__}: {(str(error) or '?').splitlines()[0]}") from None
+        raise ConfigError(
+            f"{spec}: {type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
+        ) from None
 
 
 def numbered(job: Job, examples: list[Example]) -> list[Example]:
-    """Examples of rows with their number in the file in place of that in a piece, which begins at byte `begin`.
+    """Examples of rows with their number in the file in place of that in a piece, which begins at
+    byte `begin`.
 
-    Only for those that are shown, after all parts: the lines before a piece have to be read and counted.
+    Only for those that are shown, after all parts: the lines before a piece have to be read and
+    counted.
     """
-    files, found = {file.path: file for file in job.files}, list[Example]()
+    files = {file.path: file for file in job.files}
+    found = list[Example]()
     for example in examples:
-        file, begin = files[example["file"]], example["begin"]
+        file = files[example["file"]]
+        begin = example["begin"]
         row = first_row_number(job, Piece(file, begin, file.size)) + example["row"]
         found.append({"file": file.path, "row": row, "text": example["text"]})
     return found
 
 
 def hub_columns(spec: str) -> list[str]:
-    """The columns of a data set; if it does not list them, those of its first row, which is read for that."""
+    """The columns of a data set; if it does not list them, those of its first row, which is read
+    for that.
+    """
     data = open_hub(spec)
     try:
         return list(data.column_names or next(iter(data), {}))
     except Exception as error:  # datasets raises whatever its readers raise
-        raise ConfigError(f"{spec}: {type(error).__name__}: {(str(error) or '?').splitlines()[0]}") from None
+        raise ConfigError(
+            f"{spec}: {type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
+        ) from None
 
 
 def first_row_number(job: Job, piece: Piece) -> int:
-    """The number of a piece's first row in its file, from 1 on. A piece within a JSONL file has to count lines."""
+    """The number of a piece's first row in its file, from 1 on.
+
+    A piece within a JSONL file has to count lines.
+    """
     if piece.begin and piece.file.kind == "jsonl":
         with open(piece.file.path, "rb") as stream:
             stream.seek(piece.begin - 1)
@@ -288,10 +346,13 @@ def first_row_number(job: Job, piece: Piece) -> int:
             stream.seek(0)
             lines = 1
             while left > 0 and (block := stream.read(min(COUNTED, left))):
-                lines, left = lines + block.count(b"\n"), left - len(block)
+                lines = lines + block.count(b"\n")
+                left = left - len(block)
         return lines
     if piece.begin and piece.file.kind == "parquet":
         table = _table(piece.file, [])
         bounds = _group_bounds(piece.file, table)
-        return 1 + sum(rows for rows, begin in zip(table.rows, bounds, strict=False) if begin < piece.begin)
+        return 1 + sum(
+            rows for rows, begin in zip(table.rows, bounds, strict=False) if begin < piece.begin
+        )
     return 1

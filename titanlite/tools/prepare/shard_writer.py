@@ -1,7 +1,7 @@
 """Writes the shard files of one part of a corpus.
 
-What it is: ids, document starts and target masks of one split, written under temporary names, hashed as they are
-written, and renamed when they are complete and on the disk.
+What it is: ids, document starts and target masks of one split, written under temporary names,
+hashed as they are written, and renamed when they are complete and on the disk.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ class HashedFile:
     """A new file that is hashed while it is written."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._temporary = path, path.with_name(f"{path.name}{TEMPORARY}{secrets.token_hex(4)}")
-        self._file, self._hash = self._temporary.open("xb"), hashlib.sha256()
+        self.path = path
+        self._temporary = path.with_name(f"{path.name}{TEMPORARY}{secrets.token_hex(4)}")
+        self._file = self._temporary.open("xb")
+        self._hash = hashlib.sha256()
 
     def write(self, content: bytes) -> None:
         self._file.write(content)
@@ -46,10 +48,15 @@ class HashedFile:
 class ShardWriter:
     """Appends documents to `folder/<split>-<number>.bin` and the files beside it."""
 
-    def __init__(self, folder: Path, split: str, number: int, dtype: np.dtype[Any], masked: bool = False) -> None:
+    def __init__(
+        self, folder: Path, split: str, number: int, dtype: np.dtype[Any], masked: bool = False
+    ) -> None:
         name = f"{split}-{number:05d}"
-        self.dtype, self.text_bytes = dtype, 0
-        self._ids, self._starts = (HashedFile(folder / f"{name}{kind}.bin") for kind in ("", ".starts"))
+        self.dtype = dtype
+        self.text_bytes = 0
+        self._ids, self._starts = (
+            HashedFile(folder / f"{name}{kind}.bin") for kind in ("", ".starts")
+        )
         self._mask = HashedFile(folder / f"{name}.mask.bin") if masked else None
         self._bits = np.empty(0, dtype=bool)  # of the mask, less than a byte, until there are eight
         self.tokens = self.documents = 0

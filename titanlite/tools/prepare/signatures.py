@@ -1,14 +1,18 @@
 """The signature of a document: what the removal of duplicates compares instead of texts.
 
-What it is: a record of 340 bytes with (1) a 128-bit hash of the text, equal for equal texts, and (2) a MinHash of its
-shingles (`shingles.py`): 160 numbers of 16 bits, of which about a share J is equal in two documents with Jaccard
-similarity J = |A & B| / |A | B| of their sets of shingles A and B.
-The MinHash is computed in one pass (one-permutation hashing, NeurIPS 2012): the hash of a shingle selects one of 160
-bins, and the smallest hash in each bin is its number. A bin without a shingle takes the number of another, in an order
-that is the same for all documents (optimal densification, arXiv 1703.04664). The usual way, 160 hashes for each
-shingle, is 160 times the work for the same accuracy: a standard error of sqrt(J (1 - J) / 160), 0.04 at J = 0.6.
-Why it is here: the signature depends on the text alone, so that parts of a corpus can be read anywhere, in any order.
-What it costs: one core computes signatures of 14 to 30 MB of text per second (`benchmarks/duplicates.py`).
+What it is: a record of 340 bytes with (1) a 128-bit hash of the text, equal for equal texts, and
+(2) a MinHash of its shingles (`shingles.py`): 160 numbers of 16 bits, of which about a share J is
+equal in two documents with Jaccard similarity J = |A & B| / |A | B| of their sets of shingles A and
+B.
+The MinHash is computed in one pass (one-permutation hashing, NeurIPS 2012): the hash of a shingle
+selects one of 160 bins, and the smallest hash in each bin is its number. A bin without a shingle
+takes the number of another, in an order that is the same for all documents (optimal densification,
+arXiv 1703.04664). The usual way, 160 hashes for each shingle, is 160 times the work for the same
+accuracy: a standard error of sqrt(J (1 - J) / 160), 0.04 at J = 0.6.
+Why it is here: the signature depends on the text alone, so that parts of a corpus can be read
+anywhere, in any order.
+What it costs: one core computes signatures of 14 to 30 MB of text per second
+(`benchmarks/duplicates.py`).
 """
 
 from __future__ import annotations
@@ -27,9 +31,14 @@ RECORD = np.dtype([("exact", "<u8", (2,)), ("shingles", "<u4"), ("minhash", "<u2
 
 
 def _orders() -> NDArray[np.int64]:
-    """(64, 160): column i lists the bins from which bin i takes its number: itself, then others until one is filled."""
-    bins, attempts = np.arange(NUM_HASHES, dtype=np.uint64), np.arange(64, dtype=np.uint64)[:, None]
-    orders = (mix_hashes(bins + attempts * np.uint64(NUM_HASHES)) % np.uint64(NUM_HASHES)).astype(np.int64)
+    """(64, 160): column i lists the bins from which bin i takes its number: itself, then others
+    until one is filled.
+    """
+    bins = np.arange(NUM_HASHES, dtype=np.uint64)
+    attempts = np.arange(64, dtype=np.uint64)[:, None]
+    orders = (mix_hashes(bins + attempts * np.uint64(NUM_HASHES)) % np.uint64(NUM_HASHES)).astype(
+        np.int64
+    )
     orders[0] = np.arange(NUM_HASHES)
     return orders
 
@@ -42,13 +51,19 @@ _ORDERS = _orders()
 def signature(text: str, near: bool = True, prompt: str = "") -> bytes:
     """The record of a document; without `near` only for the removal of equal documents.
 
-    Equal are documents that differ in Unicode's spelling (NFC), in line ends, or in white space at start and end.
-    `prompt`: of a row, before its text. Many rows have the same answer to different prompts, so both are compared.
+    Equal are documents that differ in Unicode's spelling (NFC), in line ends, or in white space at
+    start and end. `prompt`: of a row, before its text. Many rows have the same answer to different
+    prompts, so both are compared.
     """
     if prompt:
         text = f"{prompt}\0{text}"  # documents contain no NUL
     record = np.zeros((), RECORD)
-    same = unicodedata.normalize("NFC", text).replace("\r\n", "\n").strip().encode("utf-8", "surrogatepass")
+    same = (
+        unicodedata.normalize("NFC", text)
+        .replace("\r\n", "\n")
+        .strip()
+        .encode("utf-8", "surrogatepass")
+    )
     record["exact"] = np.frombuffer(hashlib.blake2b(same, digest_size=16).digest(), "<u8")
     if near:
         record["shingles"], record["minhash"] = _minhash(text)
@@ -65,7 +80,8 @@ def _minhash(text: str) -> tuple[int, NDArray[np.uint16]]:
             continue
         hashes.sort()
         shingles = max(shingles, 1 + int(np.count_nonzero(hashes[1:] != hashes[:-1])))
-        # Bins are ranges of hashes, so the smallest hash of a bin is the first from the start of the range on.
+        # Bins are ranges of hashes, so the smallest hash of a bin is the first from the start of
+        # the range on.
         found = hashes[np.minimum(np.searchsorted(hashes, _BIN_STARTS), len(hashes) - 1)]
         inside = (found >= _BIN_STARTS) & (found <= _BIN_ENDS)
         smallest = np.where(inside, np.minimum(smallest, found), smallest)

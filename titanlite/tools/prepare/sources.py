@@ -1,11 +1,12 @@
 """What a source of data is: files, found and listed in a fixed order.
 
-What it is: a path as it stands in a config or on the command line -> a name, a root and a list of files with sizes and
-times of modification. Hidden files and folders are left out, and `**` does not follow links to folders. A folder that
-cannot be listed is an error, and so are prepared data below a source, whose files would be read as ids and text once
-more. Nothing is opened here, so that a start of training that finds its data prepared costs one `stat`
-per file. `python-stdlib` is the source of the running interpreter's standard library: Python code with English
-documentation, which every machine has. `hf:NAME` is a data set that the package `datasets` reads.
+What it is: a path as it stands in a config or on the command line -> a name, a root and a list of
+files with sizes and times of modification. Hidden files and folders are left out, and `**` does not
+follow links to folders. A folder that cannot be listed is an error, and so are prepared data below
+a source, whose files would be read as ids and text once more. Nothing is opened here, so that a
+start of training that finds its data prepared costs one `stat` per file. `python-stdlib` is the
+source of the running interpreter's standard library: Python code with English documentation, which
+every machine has. `hf:NAME` is a data set that the package `datasets` reads.
 """
 
 from __future__ import annotations
@@ -23,12 +24,23 @@ from typing import NamedTuple
 
 from titanlite.runtime.errors import ConfigError
 
-STDLIB, HUB = "python-stdlib", "hf:"
-NO_CORPUS = {"test", "tests", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+STDLIB = "python-stdlib"
+HUB = "hf:"
+NO_CORPUS = {
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
 
 
 class Keys(NamedTuple):
-    """How messages name the settings of a source: as keys of a config, or as options of the command line."""
+    """How messages name the settings of a source: as keys of a config, or as options of the command
+    line.
+    """
 
     path: str = "data.path"
     pattern: str = "data.pattern"
@@ -72,8 +84,12 @@ class Found(NamedTuple):
 
 
 def find(source: Source) -> Found:
-    """The files of a source in a fixed order. Raises ConfigError if there are none, or all are empty."""
-    path, keys = source.path, source.keys
+    """The files of a source in a fixed order.
+
+    Raises ConfigError if there are none, or all are empty.
+    """
+    path = source.path
+    keys = source.keys
     if path in ("", STDLIB):
         return _standard_library(keys)
     if path.startswith(HUB):
@@ -99,9 +115,13 @@ def find(source: Source) -> Found:
         raise ConfigError(
             f"{keys.pattern} = {source.pattern!r}: {error}; expected a glob pattern such as **/*.txt"
         ) from None
-    files = [p for p in files if not any(part.startswith(".") for part in p.relative_to(root).parts)]
+    files = [
+        p for p in files if not any(part.startswith(".") for part in p.relative_to(root).parts)
+    ]
     if not files:
-        raise ConfigError(f"{keys.path} = {path!r}: no file matches {keys.pattern} = {source.pattern!r}")
+        raise ConfigError(
+            f"{keys.path} = {path!r}: no file matches {keys.pattern} = {source.pattern!r}"
+        )
     for folder in sorted({p.parent for p in files if p.suffix in (".bin", ".json")}):
         if is_prepared(folder):
             raise ConfigError(
@@ -115,7 +135,9 @@ def find(source: Source) -> Found:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a path is a prepared folder, perhaps a damaged one: it has a manifest and at least one shard."""
+    """Whether a path is a prepared folder, perhaps a damaged one: it has a manifest and at least
+    one shard.
+    """
     with contextlib.suppress(OSError):
         shards = (*folder.glob("train-*.bin"), *folder.glob("validation-*.bin"))
         return (folder / "manifest.json").is_file() and bool(shards)
@@ -123,8 +145,11 @@ def is_prepared(folder: Path) -> bool:
 
 
 def require_apart(source: Source, found: Found, target: Path) -> None:
-    """Raises ConfigError if the prepared folder would be within the source, or the source is within it."""
-    root, target = Path(found.root.removeprefix(HUB).split(":")[0]).resolve(), target.resolve()
+    """Raises ConfigError if the prepared folder would be within the source, or the source is within
+    it.
+    """
+    root = Path(found.root.removeprefix(HUB).split(":")[0]).resolve()
+    target = target.resolve()
     if source.path in ("", STDLIB) or not root.is_dir():
         return
     given = f"{source.keys.path} = {source.path!r}"
@@ -172,10 +197,13 @@ def index_of(path: str, relative: str) -> FoundFile | None:
 
 
 def versions(files: Iterable[FoundFile]) -> list[tuple[str, int, int]]:
-    """(relative path, size, time) of all files that are read: these, and the indexes that belong to them."""
+    """(relative path, size, time) of all files that are read: these, and the indexes that belong to
+    them.
+    """
     listed = {file.path: file for file in files}
     for file in [*listed.values()]:
-        if index := index_of(file.path, file.relative):
+        index = index_of(file.path, file.relative)
+        if index:
             listed.setdefault(index.path, index)
     return [(file.relative, file.size, file.mtime_ns) for file in listed.values()]
 
@@ -201,10 +229,15 @@ def _standard_library(keys: Keys) -> Found:
 
 
 def _hub(path: str, keys: Keys) -> Found:
-    """A data set of the package `datasets`. A local folder is identified by its files, any other by its name."""
+    """A data set of the package `datasets`.
+
+    A local folder is identified by its files, any other by its name.
+    """
     name = path.removeprefix(HUB).split(":")[0]
     if not name:
-        raise ConfigError(f"{keys.path} = {path!r}: has no name; expected {HUB}NAME[:CONFIG[:SPLIT]]")
+        raise ConfigError(
+            f"{keys.path} = {path!r}: has no name; expected {HUB}NAME[:CONFIG[:SPLIT]]"
+        )
     if name.startswith((".", "/")) and not Path(name).is_dir():
         raise ConfigError(f"{keys.path} = {path!r}: no such folder")
     found = Found(_plain(Path(name).name), path, hub_files(path))

@@ -1,9 +1,11 @@
 """Text files: a file is a document.
 
-What it is: the text of a file in blocks that end at line ends, so that a file of any size is read with little memory.
-A file whose split is `tail` is two documents: its last twentieth is for validation. A large file may be cut into pieces
-at line ends; its document then begins in one part and ends in another.
-What it costs: a file is read twice, first to check that all of it is text; one that is cut into pieces, only once.
+What it is: the text of a file in blocks that end at line ends, so that a file of any size is read
+with little memory. A file whose split is `tail` is two documents: its last twentieth is for
+validation. A large file may be cut into pieces at line ends; its document then begins in one part
+and ends in another.
+What it costs: a file is read twice, first to check that all of it is text; one that is cut into
+pieces, only once.
 """
 
 from __future__ import annotations
@@ -15,11 +17,18 @@ from typing import IO
 
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.prepare.compressed import damaged, decompression, open_file, unreadable
-from titanlite.tools.prepare.documents import BYTE_ORDER_MARK, MAX_DOCUMENT, BadRow, Document, Skipped
+from titanlite.tools.prepare.documents import (
+    BYTE_ORDER_MARK,
+    MAX_DOCUMENT,
+    BadRow,
+    Document,
+    Skipped,
+)
 from titanlite.tools.prepare.job import HOLDOUT, File, Piece
 
 BLOCK = 400_000  # bytes of text that are tokenised at a time
-CHECKED = 1 << 24  # bytes of compressed text, after which the check that it is text reports its progress
+# Bytes of compressed text, after which the check that it is text reports its progress
+CHECKED = 1 << 24
 
 
 def text_documents(piece: Piece, joined: bool) -> Iterator[Document | BadRow | Skipped]:
@@ -45,17 +54,24 @@ def text_documents(piece: Piece, joined: bool) -> Iterator[Document | BadRow | S
             yield Skipped(left - rest)
             left = rest
     if joined and size > MAX_DOCUMENT:
-        yield BadRow(0, f"a document of {size} bytes; to filter or compare it, at most {MAX_DOCUMENT}", left)
+        yield BadRow(
+            0, f"a document of {size} bytes; to filter or compare it, at most {MAX_DOCUMENT}", left
+        )
         return
     low = 0 if piece.begin == 0 else _line_end(file, piece.begin)
     high = size if piece.end >= file.size else _line_end(file, piece.end)
     start = _start(file)
-    cut = {"tail": _line_end(file, size - size // HOLDOUT), "validation": start}.get(file.split, size)
+    cut = {"tail": _line_end(file, size - size // HOLDOUT), "validation": start}.get(
+        file.split, size
+    )
     row = 0
     for split, first, last in (("train", start, cut), ("validation", cut, size)):
-        begin, end = max(low, first), min(high, last)
+        begin = max(low, first)
+        end = min(high, last)
         if begin < end:
-            blocks: Iterator[str] | list[str] = (_decode(block, file) for block in _read(file, begin, end))
+            blocks: Iterator[str] | list[str] = (
+                _decode(block, file) for block in _read(file, begin, end)
+            )
             if joined:
                 blocks = ["".join(blocks)]
             yield Document(
@@ -90,10 +106,18 @@ def _raw_blocks(file: File) -> Iterator[tuple[str, int, int]]:
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                yield f"not UTF-8 text ({error.reason} near byte {offset + error.start})", len(block), position
+                yield (
+                    f"not UTF-8 text ({error.reason} near byte {offset + error.start})",
+                    len(block),
+                    position,
+                )
                 return
             if "\0" in text:
-                yield f"contains a NUL byte near byte {offset + block.find(0)}, so it is not text", len(block), position
+                yield (
+                    f"contains a NUL byte near byte {offset + block.find(0)}, so it is not text",
+                    len(block),
+                    position,
+                )
                 return
             if not block:
                 return
@@ -140,10 +164,13 @@ def _line_end(file: File, offset: int) -> int:
 
 
 def _read(file: File, begin: int, end: int) -> Iterator[bytes]:
-    """The bytes of a part of a file in blocks that end at line ends, or between characters in a very long line."""
+    """The bytes of a part of a file in blocks that end at line ends, or between characters in a
+    very long line.
+    """
     with _open(file) as stream:
         _skip(stream, begin, file)
-        rest, left = b"", end - begin
+        rest = b""
+        left = end - begin
         while left > 0:
             read = _read_some(stream, min(BLOCK, left), file)
             if not read and not file.compression:
@@ -158,7 +185,11 @@ def _read(file: File, begin: int, end: int) -> Iterator[bytes]:
 
 def _whole_characters(block: bytes, from_start: bool = False) -> int:
     """The offset of the last UTF-8 character of a block; with `from_start` of the first."""
-    positions = range(min(4, len(block))) if from_start else range(len(block) - 1, max(0, len(block) - 5), -1)
+    positions = (
+        range(min(4, len(block)))
+        if from_start
+        else range(len(block) - 1, max(0, len(block) - 5), -1)
+    )
     return next((i for i in positions if block[i] & 0xC0 != 0x80), len(block))
 
 
@@ -167,7 +198,11 @@ def _decode(block: bytes, file: File) -> str:
     try:
         text = block.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file.path}: not UTF-8 text ({error.reason}); leave the file out of the source") from None
+        raise ConfigError(
+            f"{file.path}: not UTF-8 text ({error.reason}); leave the file out of the source"
+        ) from None
     if "\0" in text:
-        raise ConfigError(f"{file.path}: contains a NUL byte, so it is not text; leave the file out of the source")
+        raise ConfigError(
+            f"{file.path}: contains a NUL byte, so it is not text; leave the file out of the source"
+        )
     return text

@@ -1,12 +1,15 @@
 """Token ids that other programs wrote: nanoGPT's and llm.c's .bin, Megatron's .bin with .idx.
 
-What it is: the ids as they are, without a bos or eos around a document. Megatron's index lists the documents. The other
-files are one sequence of ids; documents are between occurrences of the tokenizer's eos or bos: if the first id of a
-file is one of them, it begins documents (llm.c, nanochat), otherwise eos ends them (nanoGPT). A file without either is
-a single document, and its last twentieth is for validation.
-Why it is here: ids need not be decoded and encoded again, so runs can be compared with the other program on equal ids.
-The file does not name its tokenizer; an id beyond the vocabulary of the given one is an error.
-What it costs: a block of a million ids, and of an index the places of as many sequences, are in memory at a time.
+What it is: the ids as they are, without a bos or eos around a document. Megatron's index lists the
+documents. The other files are one sequence of ids; documents are between occurrences of the
+tokenizer's eos or bos: if the first id of a file is one of them, it begins documents (llm.c,
+nanochat), otherwise eos ends them (nanoGPT). A file without either is a single document, and its
+last twentieth is for validation.
+Why it is here: ids need not be decoded and encoded again, so runs can be compared with the other
+program on equal ids. The file does not name its tokenizer; an id beyond the vocabulary of the given
+one is an error.
+What it costs: a block of a million ids, and of an index the places of as many sequences, are in
+memory at a time.
 """
 
 from __future__ import annotations
@@ -24,10 +27,13 @@ from titanlite.tools.prepare.detect_content import LLMC, MEGATRON
 from titanlite.tools.prepare.documents import Document
 from titanlite.tools.prepare.job import HOLDOUT, File, Piece
 
-BLOCK = 1 << 20  # ids that are read at a time; also the most that are hashed to choose a document's split
+# Ids that are read at a time; also the most that are hashed to choose a document's split
+BLOCK = 1 << 20
 DOCUMENTS = 1 << 16  # whose places are read from an index at a time
 LLMC_HEADER = 1024  # bytes
-INDEX_HEADER = np.dtype([("magic", "S9"), ("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("bounds", "<u8")])
+INDEX_HEADER = np.dtype(
+    [("magic", "S9"), ("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("bounds", "<u8")]
+)
 DTYPES = {3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # Megatron's codes of integers that ids can be
 
 Ids = np.ndarray[Any, Any]
@@ -42,7 +48,10 @@ class Layout(NamedTuple):
 
 
 def token_documents(piece: Piece, tokenizer: Tokenizer) -> Iterator[Document]:
-    """The documents that begin in a piece. Raises ConfigError for a damaged file, or an id beyond the vocabulary."""
+    """The documents that begin in a piece.
+
+    Raises ConfigError for a damaged file, or an id beyond the vocabulary.
+    """
     file = piece.file
     layout = token_layout(file.path, file.size, tokenizer)
     low, high = (_first_id(layout, place) for place in (piece.begin, piece.end))
@@ -70,23 +79,34 @@ def _first_id(layout: Layout, place: int) -> int:
 
 
 def token_layout(path: str, size: int, tokenizer: Tokenizer) -> Layout:
-    """The layout of a file, from its header, its index, or a look at its ids. Raises ConfigError for a wrong size."""
+    """The layout of a file, from its header, its index, or a look at its ids.
+
+    Raises ConfigError for a wrong size.
+    """
     start = np.fromfile(path, "<u4", 1024)
     offset = 0
     dtype: np.dtype[Any] = np.dtype("<u2")
     if len(start) and int(start[0]) in LLMC:
         if size < LLMC_HEADER:
-            raise ConfigError(f"{path}: {size} bytes, fewer than its header of {LLMC_HEADER}; it is truncated")
-        offset, dtype = LLMC_HEADER, np.dtype(LLMC[int(start[0])])
+            raise ConfigError(
+                f"{path}: {size} bytes, fewer than its header of {LLMC_HEADER}; it is truncated"
+            )
+        offset = LLMC_HEADER
+        dtype = np.dtype(LLMC[int(start[0])])
         if size - offset != int(start[2]) * dtype.itemsize:
             found = (size - offset) // dtype.itemsize
-            raise ConfigError(f"{path}: its header says {start[2]} ids at byte 8, but {found} follow; it is truncated")
+            raise ConfigError(
+                f"{path}: its header says {start[2]} ids at byte 8, but {found} follow; it is truncated"
+            )
     elif (index := Path(path).with_suffix(".idx")).is_file():
         dtype = np.dtype(DTYPES[_header(index)[0]])
     elif size % 4 == 0 and len(start) > 1 and int(start.max()) < max(tokenizer.size, 1 << 16):
-        dtype = np.dtype("<u4")  # two ids of 16 bits would be a larger number, unless each second one is 0
+        # Two ids of 16 bits would be a larger number, unless each second one is 0
+        dtype = np.dtype("<u4")
     if (size - offset) % dtype.itemsize:
-        raise ConfigError(f"{path}: {size} bytes, not a whole number of {dtype.itemsize}-byte ids; it is truncated")
+        raise ConfigError(
+            f"{path}: {size} bytes, not a whole number of {dtype.itemsize}-byte ids; it is truncated"
+        )
     return Layout(dtype, offset, (size - offset) // dtype.itemsize)
 
 
@@ -114,8 +134,12 @@ def _read(file: File, layout: Layout, begin: int, end: int, tokenizer: Tokenizer
         yield ids
 
 
-def _bounds(file: File, layout: Layout, tokenizer: Tokenizer, low: int, high: int) -> Iterator[tuple[int, int, str]]:
-    """(first id, end, split) of each document that begins from id `low` to `high` - 1; only these are scanned."""
+def _bounds(
+    file: File, layout: Layout, tokenizer: Tokenizer, low: int, high: int
+) -> Iterator[tuple[int, int, str]]:
+    """(first id, end, split) of each document that begins from id `low` to `high` - 1; only these
+    are scanned.
+    """
     first = np.fromfile(file.path, layout.dtype, 1, offset=layout.offset)
     begins = len(first) > 0 and int(first[0]) in (tokenizer.bos, tokenizer.eos)
     delimiter = int(first[0]) if begins else tokenizer.eos
@@ -124,7 +148,9 @@ def _bounds(file: File, layout: Layout, tokenizer: Tokenizer, low: int, high: in
     for start in range(max(0, low - after), layout.num_ids, BLOCK):
         if begin < 0 and start + after >= high:
             return
-        ids = np.fromfile(file.path, layout.dtype, BLOCK, offset=layout.offset + start * layout.dtype.itemsize)
+        ids = np.fromfile(
+            file.path, layout.dtype, BLOCK, offset=layout.offset + start * layout.dtype.itemsize
+        )
         for place in np.flatnonzero(ids == delimiter):
             cut = start + int(place) + after
             if 0 <= begin < cut:
@@ -140,10 +166,14 @@ def _header(index: Path) -> tuple[int, int, int]:
     """(code of the type, number of sequences, number of document bounds) of Megatron's index."""
     header = np.fromfile(index, INDEX_HEADER, 1)
     if not len(header) or header[0]["magic"] != MEGATRON.rstrip(b"\0") or header[0]["version"] != 1:
-        raise ConfigError(f"{index}: not a Megatron index of version 1: its first {INDEX_HEADER.itemsize} bytes differ")
+        raise ConfigError(
+            f"{index}: not a Megatron index of version 1: its first {INDEX_HEADER.itemsize} bytes differ"
+        )
     code = int(header[0]["dtype"])
     if code not in DTYPES:
-        raise ConfigError(f"{index}: type {code} at byte 17; expected one of {', '.join(map(str, DTYPES))} (integers)")
+        raise ConfigError(
+            f"{index}: type {code} at byte 17; expected one of {', '.join(map(str, DTYPES))} (integers)"
+        )
     return code, int(header[0]["sequences"]), int(header[0]["bounds"])
 
 
@@ -157,7 +187,11 @@ class Index(NamedTuple):
 
     def start(self, sequence: int, itemsize: int) -> int:
         """The byte at which a sequence begins: where the one before it ends."""
-        return int(self.pointers[sequence - 1]) + int(self.sizes[sequence - 1]) * itemsize if sequence else 0
+        return (
+            int(self.pointers[sequence - 1]) + int(self.sizes[sequence - 1]) * itemsize
+            if sequence
+            else 0
+        )
 
     def document(self, number: int, itemsize: int) -> int:
         """The byte at which a document begins."""
@@ -176,8 +210,11 @@ def _open_index(path: Path) -> Index:
     _, sequences, count = _header(path)
     at = INDEX_HEADER.itemsize
     expected = at + sequences * 12 + count * 8
-    if (size := path.stat().st_size) != expected:
-        raise ConfigError(f"{path}: {size} bytes, expected {expected} by its header; it is truncated")
+    size = path.stat().st_size
+    if size != expected:
+        raise ConfigError(
+            f"{path}: {size} bytes, expected {expected} by its header; it is truncated"
+        )
     data = np.memmap(path, np.uint8, "r")
     cuts = at + 4 * sequences, at + 12 * sequences
     places = data[cuts[0] : cuts[1]].view("<i8"), data[cuts[1] :].view("<i8")
@@ -188,14 +225,20 @@ def _open_index(path: Path) -> Index:
 
 
 def _indexed(file: File, layout: Layout, low: int, high: int) -> Iterator[tuple[int, int, str]]:
-    """(first id, end, split) of each document of a Megatron file that begins from id `low` to `high` - 1.
+    """(first id, end, split) of each document of a Megatron file that begins from id `low` to
+    `high` - 1.
 
-    Only their part of the index is read and checked; the parts of all pieces are the whole index, also of a damaged
-    one. Raises ConfigError if index and file do not fit.
+    Only their part of the index is read and checked; the parts of all pieces are the whole index,
+    also of a damaged one. Raises ConfigError if index and file do not fit.
     """
-    index, itemsize = _open_index(Path(file.path).with_suffix(".idx")), layout.dtype.itemsize
+    index = _open_index(Path(file.path).with_suffix(".idx"))
+    itemsize = layout.dtype.itemsize
     documents = range(max(0, len(index.bounds) - 1))
-    first = bisect.bisect_left(documents, low * itemsize, key=lambda i: index.document(i, itemsize)) if low else 0
+    first = (
+        bisect.bisect_left(documents, low * itemsize, key=lambda i: index.document(i, itemsize))
+        if low
+        else 0
+    )
     last = bisect.bisect_left(documents, high * itemsize, key=lambda i: index.document(i, itemsize))
     last = len(documents) if high >= layout.num_ids else last
     for begin in range(first, last, DOCUMENTS):
@@ -203,18 +246,22 @@ def _indexed(file: File, layout: Layout, low: int, high: int) -> Iterator[tuple[
         if bounds[0] < 0 or bounds[-1] > len(index.sizes) or (np.diff(bounds) < 0).any():
             raise index.disorder()
         _check_sequences(index, file, layout, range(int(bounds[0]), int(bounds[-1])))
-        before, starts = bounds[bounds > 0] - 1, np.zeros(len(bounds), np.int64)
+        before = bounds[bounds > 0] - 1
+        starts = np.zeros(len(bounds), np.int64)
         starts[bounds > 0] = index.pointers[before] // itemsize + index.sizes[before]
         for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
             yield start, end, file.split
 
 
 def _check_sequences(index: Index, file: File, layout: Layout, sequences: range) -> None:
-    """Raises ConfigError unless each of these sequences begins where the one before it ends, within the file."""
+    """Raises ConfigError unless each of these sequences begins where the one before it ends, within
+    the file.
+    """
     itemsize = layout.dtype.itemsize
     for begin in sequences[::BLOCK]:
         place = slice(begin, min(begin + BLOCK, sequences.stop))
-        sizes, pointers = index.sizes[place].astype("<i8"), np.array(index.pointers[place])
+        sizes = index.sizes[place].astype("<i8")
+        pointers = np.array(index.pointers[place])
         ends = pointers + sizes * itemsize
         expected = np.concatenate([[index.start(begin, itemsize)], ends[:-1]])
         wrong = (pointers != expected) | (sizes < 0) | (ends > layout.num_ids * itemsize)

@@ -1,11 +1,13 @@
 """Parts of a job on the cores of this machine, or on Ray.
 
-What it is: each worker is a separate process. It reads the numbers of parts from its standard input, one at a time,
-and writes one JSON line per message: bytes read, a part that is done, or what is wrong. A worker needs nothing but the
-working folder, so the same function runs as a task of Ray on other machines that share the file system.
-Why it is here: a child process started by command, unlike one of `multiprocessing`, imports neither the main program
-nor torch, and it ends when its pipe closes, also if this process is killed.
-What it costs: a quarter of a second per worker. Two workers and this process take 75 to 83 MB of memory in all (PSS).
+What it is: each worker is a separate process. It reads the numbers of parts from its standard
+input, one at a time, and writes one JSON line per message: bytes read, a part that is done, or what
+is wrong. A worker needs nothing but the working folder, so the same function runs as a task of Ray
+on other machines that share the file system.
+Why it is here: a child process started by command, unlike one of `multiprocessing`, imports neither
+the main program nor torch, and it ends when its pipe closes, also if this process is killed.
+What it costs: a quarter of a second per worker. Two workers and this process take 75 to 83 MB of
+memory in all (PSS).
 """
 
 from __future__ import annotations
@@ -33,11 +35,18 @@ Message = dict[str, Any]
 
 
 def run_parts(
-    job: Job, work: Path, tokenizer: Tokenizer, parts: list[int], workers: int, progress: Callable[[int], Any]
+    job: Job,
+    work: Path,
+    tokenizer: Tokenizer,
+    parts: list[int],
+    workers: int,
+    progress: Callable[[int], Any],
 ) -> Iterator[int]:
-    """Runs the next step of these parts on up to `workers` processes; yields the number of each part that is done.
+    """Runs the next step of these parts on up to `workers` processes; yields the number of each
+    part that is done.
 
-    A single worker is this process. Raises ConfigError as the first part that fails does; then the others are ended.
+    A single worker is this process. Raises ConfigError as the first part that fails does; then the
+    others are ended.
     """
     if min(workers, len(parts)) <= 1:
         for part in parts:
@@ -45,7 +54,8 @@ def run_parts(
             yield part
         return
     messages: queue.Queue[Message] = queue.Queue()
-    waiting, children = iter(parts), []
+    waiting = iter(parts)
+    children = []
     try:
         for _ in range(min(workers, len(parts))):
             child = _start(work)
@@ -74,9 +84,16 @@ def run_parts(
 
 def _start(work: Path) -> subprocess.Popen[str]:
     environment = os.environ | interpreter.environment()
-    piped: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
+    piped: dict[str, Any] = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "encoding": "utf-8",
+    }
     # Not in this process's group: Ctrl-C is for this process, which ends the workers.
-    return subprocess.Popen(interpreter.call(main, work), env=environment, start_new_session=True, **piped)
+    return subprocess.Popen(
+        interpreter.call(main, work), env=environment, start_new_session=True, **piped
+    )
 
 
 def _send(child: subprocess.Popen[str], part: int | None) -> None:
@@ -96,11 +113,20 @@ def _listen(child: subprocess.Popen[str], messages: queue.Queue[Message]) -> Non
     try:
         for line in child.stdout:
             messages.put({**json.loads(line), "from": child})
-    except ValueError as error:  # not a message; or the pipe is closed, because another worker failed
+    except (
+        ValueError
+    ) as error:  # not a message; or the pipe is closed, because another worker failed
         messages.put({"problems": [f"a worker wrote something unexpected: {error}"]})
-    if code := child.wait():
-        how = f"signal {-code} (the system may have run out of memory)" if code < 0 else f"exit code {code}"
-        messages.put({"problems": [f"a worker ended with {how}; the same command goes on where it was"]})
+    code = child.wait()
+    if code:
+        how = (
+            f"signal {-code} (the system may have run out of memory)"
+            if code < 0
+            else f"exit code {code}"
+        )
+        messages.put(
+            {"problems": [f"a worker ended with {how}; the same command goes on where it was"]}
+        )
 
 
 def _open(work: Path) -> tuple[Job, Tokenizer]:
@@ -109,11 +135,15 @@ def _open(work: Path) -> tuple[Job, Tokenizer]:
 
 
 def run_on_ray(work: Path, parts: list[int]) -> Iterator[int]:
-    """Runs the next step of these parts as tasks of Ray: a running cluster's ($RAY_ADDRESS), or one on this machine."""
+    """Runs the next step of these parts as tasks of Ray: a running cluster's ($RAY_ADDRESS), or one
+    on this machine.
+    """
     try:
         import ray
     except ImportError:
-        raise ConfigError("--engine ray: needs the package ray: pip install 'titanlite[ray]'") from None
+        raise ConfigError(
+            "--engine ray: needs the package ray: pip install 'titanlite[ray]'"
+        ) from None
 
     @ray.remote(num_cpus=1)
     def task(part: int) -> int | list[str]:
@@ -123,12 +153,15 @@ def run_on_ray(work: Path, parts: list[int]) -> Iterator[int]:
 
     env = {"env_vars": {"PYTHONPATH": interpreter.environment()["PYTHONPATH"]}}
     # Ray puts this process's current folder into the sys.path of its workers.
-    interpreter.in_root_folder(lambda: ray.init(ignore_reinit_error=True, log_to_driver=False, runtime_env=env))
+    interpreter.in_root_folder(
+        lambda: ray.init(ignore_reinit_error=True, log_to_driver=False, runtime_env=env)
+    )
     try:
         tasks = [task.remote(part) for part in parts]
         while tasks:
             (done, *_), tasks = ray.wait(tasks)
-            if isinstance(result := ray.get(done), list):
+            result = ray.get(done)
+            if isinstance(result, list):
                 raise ConfigError(result)
             yield result
     finally:
@@ -154,9 +187,12 @@ def problems(error: ConfigError | OSError) -> list[str]:
 
 
 def main(folder: str) -> None:
-    """A worker process for a working folder: parts from standard input, messages to standard output."""
+    """A worker process for a working folder: parts from standard input, messages to standard
+    output.
+    """
     work = Path(folder)
-    read, output = 0, sys.stdout
+    read = 0
+    output = sys.stdout
 
     def report(message: Message) -> None:
         print(json.dumps(message), file=output, flush=True)

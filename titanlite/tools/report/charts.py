@@ -1,8 +1,9 @@
 """The charts of a report: which columns are drawn, with which titles and units.
 
-What it is: `charts` returns plain data, for JSON: a list of charts, each with its series, whose points are thinned so
-that the whole page stays below a megabyte. A chart without a value is left out. Columns of single layers or blocks,
-such as `gradient_norm/layers.3`, make a chart for each measure, of a single run.
+What it is: `charts` returns plain data, for JSON: a list of charts, each with its series, whose
+points are thinned so that the whole page stays below a megabyte. A chart without a value is left
+out. Columns of single layers or blocks, such as `gradient_norm/layers.3`, make a chart for each
+measure, of a single run.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from titanlite.tools.report.run_data import Column, Run
 from titanlite.tools.report.thin import extremes, means, numbers
 
 BYTES = 600_000  # of all points, at about 15 bytes each
-MOST_POINTS, LEAST_POINTS = 1000, 60  # of a series
+# Of a series
+MOST_POINTS = 1000
+LEAST_POINTS = 60
 MOST_LINES = 8  # of a chart of layers
 MOST_EVALUATIONS = 60  # metrics of all tasks
-SPLIT = ("data", "forward", "backward", "communication", "optimizer", "other")  # time/..., from the bottom up
+# time/..., from the bottom up
+SPLIT = ("data", "forward", "backward", "communication", "optimizer", "other")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A column in a chart; its points are drawn faint with a smoothed line over them, or as a line, or as points."""
+    """A column in a chart; its points are drawn faint with a smoothed line over them, or as a line,
+    or as points.
+    """
 
     column: str
     label: str
@@ -60,19 +66,30 @@ CHARTS = (
         "of the steps since the row before",
         log=True,
     ),
-    Chart("Speed", "Waiting for data", "%", (Line("data_wait_percent", "share of the time", "smooth"),)),
+    Chart(
+        "Speed",
+        "Waiting for data",
+        "%",
+        (Line("data_wait_percent", "share of the time", "smooth"),),
+    ),
     Chart(
         "Speed",
         "Ranks",
         "s",
-        (Line("slowest_rank_seconds", "slowest rank"), Line("fastest_rank_seconds", "fastest rank")),
+        (
+            Line("slowest_rank_seconds", "slowest rank"),
+            Line("fastest_rank_seconds", "fastest rank"),
+        ),
         "time of a step without waiting for other ranks",
     ),
     Chart(
         "Speed",
         "Validation and saving",
         "s",
-        (Line("time/validation", "validation", "points"), Line("time/checkpoint", "checkpoint", "points")),
+        (
+            Line("time/validation", "validation", "points"),
+            Line("time/checkpoint", "checkpoint", "points"),
+        ),
         "time beside the steps, since the row before",
     ),
     Chart(
@@ -89,7 +106,13 @@ CHARTS = (
     ),
     Chart("Memory", "GPU utilisation", "%", (Line("gpu_utilisation", "rank 0", "smooth"),)),
     Chart("Optimisation", "Learning rate", "", (Line("lr", "learning rate"),), log=True),
-    Chart("Optimisation", "Gradient norm", "", (Line("grad_norm", "before clipping", "smooth"),), log=True),
+    Chart(
+        "Optimisation",
+        "Gradient norm",
+        "",
+        (Line("grad_norm", "before clipping", "smooth"),),
+        log=True,
+    ),
     Chart(
         "Optimisation",
         "Gradient noise scale",
@@ -120,29 +143,58 @@ LAYERS = {
 
 def charts(runs: list[Run], trends: list[Trend]) -> list[dict[str, Any]]:
     """The charts that have data, in the order in which they are shown."""
-    wanted = [_loss_chart(runs), *_validation_charts(runs), *CHARTS, *_data_charts(runs), *_layer_charts(runs)]
+    wanted = [
+        _loss_chart(runs),
+        *_validation_charts(runs),
+        *CHARTS,
+        *_data_charts(runs),
+        *_layer_charts(runs),
+    ]
     wanted += _evaluation_charts(runs)
     chosen = [chart for chart in wanted if not chart.single or len(runs) == 1]
     if all("mfu" in run.columns for run in runs):
         chosen = [chart for chart in chosen if chart.title != "TFLOPS per device"]  # the same curve
     chosen.sort(key=lambda chart: SECTIONS.index(chart.section))
-    drawn = [(run, line) for run in runs for chart in chosen for line in chart.lines if line.column in run.columns]
+    drawn = [
+        (run, line)
+        for run in runs
+        for chart in chosen
+        for line in chart.lines
+        if line.column in run.columns
+    ]
     most = int(np.clip(BYTES / 15 / max(1, len(drawn)), LEAST_POINTS, MOST_POINTS))
     result = [_drawn(chart, runs, most) for chart in chosen]
-    if len(runs) == 1 and (law := trends[0].law):  # of several runs, these lines would hide the others
+    # Of several runs, these lines would hide the others
+    if len(runs) == 1 and (law := trends[0].law):
         s = np.geomspace(law.first, law.last, 60)
-        fit = {"run": 0, "label": "power law", "style": "fit", "x": numbers(s, 6), "y": numbers(law(s))}
+        fit = {
+            "run": 0,
+            "label": "power law",
+            "style": "fit",
+            "x": numbers(s, 6),
+            "y": numbers(law(s)),
+        }
         result[0]["series"].append(fit)
     split = [_time_split(number, run, most, len(runs) > 1) for number, run in enumerate(runs)]
-    after = next((i for i, chart in enumerate(result) if chart["title"] == "Time of a step"), len(result))
+    after = next(
+        (i for i, chart in enumerate(result) if chart["title"] == "Time of a step"), len(result)
+    )
     result[after:after] = split
-    return [chart | {"id": f"chart-{i}"} for i, chart in enumerate(chart for chart in result if chart["series"])]
+    return [
+        chart | {"id": f"chart-{i}"}
+        for i, chart in enumerate(chart for chart in result if chart["series"])
+    ]
 
 
 def _drawn(chart: Chart, runs: list[Run], most: int) -> dict[str, Any]:
     """A chart with its points."""
     series = [
-        {"run": number, "label": line.label, "style": line.style, **_points(run.columns[line.column], line.style, most)}
+        {
+            "run": number,
+            "label": line.label,
+            "style": line.style,
+            **_points(run.columns[line.column], line.style, most),
+        }
         for number, run in enumerate(runs)
         for line in chart.lines
         if line.column in run.columns
@@ -159,7 +211,9 @@ def _drawn(chart: Chart, runs: list[Run], most: int) -> dict[str, Any]:
 
 
 def _points(column: Column, style: str, most: int) -> dict[str, Any]:
-    """x and y of a series; for a smoothed one also the means of buckets, if its points were thinned."""
+    """x and y of a series; for a smoothed one also the means of buckets, if its points were
+    thinned.
+    """
     x, y = extremes(column.steps, column.values, most)
     points = {"x": numbers(x, 15), "y": numbers(y)}
     if style == "smooth" and len(x) < len(column.steps):
@@ -171,10 +225,14 @@ def _points(column: Column, style: str, most: int) -> dict[str, Any]:
 def _loss_chart(runs: list[Run]) -> Chart:
     """Training and validation loss together: the gap between them shows overfitting."""
     lines = [Line("loss", "training", "smooth")]
-    if mean := any("validation/loss" in run.columns for run in runs):
+    mean = any("validation/loss" in run.columns for run in runs)
+    if mean:
         lines.append(Line("validation/loss", "validation, mean of all sets", "points"))
     if not mean or len(runs) == 1:
-        lines += [Line(f"validation/{name}/loss", f"validation, {name}", "points") for name in validation_sets(runs)]
+        lines += [
+            Line(f"validation/{name}/loss", f"validation, {name}", "points")
+            for name in validation_sets(runs)
+        ]
     return Chart("Loss", "Loss", "nats per token", tuple(lines), log=True)
 
 
@@ -187,20 +245,35 @@ def validation_sets(runs: list[Run]) -> list[str]:
 def _validation_charts(runs: list[Run]) -> list[Chart]:
     sets = validation_sets(runs)
     bits = tuple(Line(f"validation/{name}/bits_per_byte", name, "points") for name in sets)
-    averaged = tuple(Line(f"validation/{name}/ema_loss", f"{name}, averaged weights", "points") for name in sets)
+    averaged = tuple(
+        Line(f"validation/{name}/ema_loss", f"{name}, averaged weights", "points") for name in sets
+    )
     plain = tuple(Line(f"validation/{name}/loss", name, "points") for name in sets)
     help = "can be compared across tokenizers"
     found = [Chart("Loss", "Validation, bits per byte", "", bits, help)]
     if any(line.column in run.columns for run in runs for line in averaged):
-        found.append(Chart("Loss", "Validation of averaged weights", "nats per token", plain + averaged))
+        found.append(
+            Chart("Loss", "Validation of averaged weights", "nats per token", plain + averaged)
+        )
     return found
 
 
 def evaluation_columns(runs: list[Run]) -> dict[str, str]:
-    """Column -> label, of the metrics of `titanlite evaluate`, without their standard errors and numbers of tokens."""
-    found = [re.fullmatch(r"evaluate(_ema)?/(.+)/(.+)", name) for run in runs for name in run.columns]
-    chosen = [match for match in found if match and not match[3].endswith("_stderr") and match[3] != "tokens"]
-    labels = {match[0]: f"{match[2]}, {match[3]}" + (" (averaged weights)" * bool(match[1])) for match in chosen}
+    """Column -> label, of the metrics of `titanlite evaluate`, without their standard errors and
+    numbers of tokens.
+    """
+    found = [
+        re.fullmatch(r"evaluate(_ema)?/(.+)/(.+)", name) for run in runs for name in run.columns
+    ]
+    chosen = [
+        match
+        for match in found
+        if match and not match[3].endswith("_stderr") and match[3] != "tokens"
+    ]
+    labels = {
+        match[0]: f"{match[2]}, {match[3]}" + (" (averaged weights)" * bool(match[1]))
+        for match in chosen
+    }
     return dict(list(labels.items())[:MOST_EVALUATIONS])
 
 
@@ -211,11 +284,16 @@ def _evaluation_charts(runs: list[Run]) -> list[Chart]:
         if any(len(run.column(name).steps) > 1 for run in runs):
             task, _, metric = label.partition(", ")
             groups.setdefault(metric, []).append(Line(name, task, "points"))
-    return [Chart("Evaluation", metric, "", tuple(lines[:MOST_LINES])) for metric, lines in groups.items()]
+    return [
+        Chart("Evaluation", metric, "", tuple(lines[:MOST_LINES]))
+        for metric, lines in groups.items()
+    ]
 
 
 def _data_charts(runs: list[Run]) -> list[Chart]:
-    names = sorted({name for run in runs for name in run.columns if name.startswith("epochs/")})[:MOST_LINES]
+    names = sorted({name for run in runs for name in run.columns if name.startswith("epochs/")})[
+        :MOST_LINES
+    ]
     lines = tuple(Line(name, name.removeprefix("epochs/")) for name in names)
     return [Chart("Data", "Passes over the text", "epochs", lines)] if lines else []
 
@@ -225,23 +303,43 @@ def _layer_charts(runs: list[Run]) -> list[Chart]:
     result = list[Chart]()
     for prefix, title in LAYERS.items():
         names = [name for name in runs[0].columns if name.startswith(f"{prefix}/")]
-        chosen = [names[i] for i in np.unique(np.linspace(0, len(names) - 1, min(len(names), MOST_LINES)).astype(int))]
+        chosen = [
+            names[i]
+            for i in np.unique(
+                np.linspace(0, len(names) - 1, min(len(names), MOST_LINES)).astype(int)
+            )
+        ]
         lines = tuple(Line(name, name.partition("/")[2]) for name in chosen)
         help = f"{len(chosen)} of {len(names)}" if len(chosen) < len(names) else ""
-        result.append(Chart("Layers", title, "", lines, help, log=prefix != "activation_mean", single=True))
+        result.append(
+            Chart("Layers", title, "", lines, help, log=prefix != "activation_mean", single=True)
+        )
     return result
 
 
 def _time_split(number: int, run: Run, most: int, several: bool) -> dict[str, Any]:
-    """The parts of a step's time, stacked: one chart for each run. Parts of the same row belong together."""
+    """The parts of a step's time, stacked: one chart for each run.
+
+    Parts of the same row belong together.
+    """
     parts = [name for name in SPLIT if f"time/{name}" in run.columns]
     steps = run.column(f"time/{parts[0]}").steps if parts else np.empty(0, np.int64)
-    chosen = np.unique(np.linspace(0, max(0, len(steps) - 1), min(len(steps), most // 2)).astype(int))
+    chosen = np.unique(
+        np.linspace(0, max(0, len(steps) - 1), min(len(steps), most // 2)).astype(int)
+    )
     series = []
     for name in parts:
         column = run.column(f"time/{name}")
         y = np.interp(steps[chosen], column.steps, column.values)
-        series.append({"run": number, "label": name, "style": "area", "x": numbers(steps[chosen], 15), "y": numbers(y)})
+        series.append(
+            {
+                "run": number,
+                "label": name,
+                "style": "area",
+                "x": numbers(steps[chosen], 15),
+                "y": numbers(y),
+            }
+        )
     return {
         "section": "Speed",
         "title": f"Time of a step by part, {run.name}" if several else "Time of a step by part",
@@ -255,10 +353,13 @@ def _time_split(number: int, run: Run, most: int, several: bool) -> dict[str, An
 
 def axis(run: Run, most: int = 400) -> dict[str, list[float]]:
     """Steps with their tokens and hours of training, between which the page interpolates."""
-    tokens, seconds = run.column("tokens"), run.column("seconds")
+    tokens = run.column("tokens")
+    seconds = run.column("seconds")
     if not len(tokens.steps):
         return {"step": [0, max(1, run.last_step)], "tokens": [], "hours": []}
-    chosen = np.unique(np.linspace(0, len(tokens.steps) - 1, min(len(tokens.steps), most)).astype(int))
+    chosen = np.unique(
+        np.linspace(0, len(tokens.steps) - 1, min(len(tokens.steps), most)).astype(int)
+    )
     steps = np.append(0, tokens.steps[chosen])
     hours = np.interp(steps, np.append(0, seconds.steps), np.append(0.0, seconds.values)) / 3600
     return {

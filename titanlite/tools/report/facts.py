@@ -1,6 +1,7 @@
 """What a report says in words: the final table, the findings, and how the settings differ.
 
-What it is: functions from a `Run` and its `Trend` to strings. The page and the text for a terminal show the same.
+What it is: functions from a `Run` and its `Trend` to strings. The page and the text for a terminal
+show the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ from titanlite.tools.report.fit import THRESHOLD, Trend
 from titanlite.tools.report.run_data import Run, finite
 
 MOST_FOUND = 12  # spikes, and plateaus, that are listed
-EVENTS = ("start", "resume", "save", "signal", "spike", "skip", "rollback", "diverged", "restart", "end")
+EVENTS = (
+    "start",
+    "resume",
+    "save",
+    "signal",
+    "spike",
+    "skip",
+    "rollback",
+    "diverged",
+    "restart",
+    "end",
+)
 PLACES = ("run.name", "run.folder")  # say where a run is, not how it trains
 
 
@@ -37,7 +49,10 @@ def table(run: Run) -> list[tuple[str, str]]:
         ("checkpoints saved", _count(run, "save")),
         ("restarts after a failure", _count(run, "restart")),
         ("rollbacks", _count(run, "rollback")),
-        ("steps skipped", _last(run, "bad_steps", "{:,.0f}".format) if "bad_steps" in run.columns else ""),
+        (
+            "steps skipped",
+            _last(run, "bad_steps", "{:,.0f}".format) if "bad_steps" in run.columns else "",
+        ),
         ("model", str(run.config.get("model.flavor", ""))),
         ("parameters", f"{about['parameters']:,}" if type(about.get("parameters")) is int else ""),
         ("batch", _batch(run)),
@@ -70,7 +85,8 @@ def _last(run: Run, name: str, form: Any) -> str:
 
 
 def _median(run: Run, name: str, form: str) -> str:
-    values = run.column(name).values[1:]  # the first row has the first step, which allocates and compiles
+    # The first row has the first step, which allocates and compiles
+    values = run.column(name).values[1:]
     return form.format(float(np.median(values))) if len(values) else ""
 
 
@@ -93,13 +109,22 @@ def _validation(run: Run) -> list[tuple[str, str]]:
     sets = validation_sets([run])
     for name in [""] * ("validation/loss" in run.columns) + sets:
         prefix = f"validation/{name}".rstrip("/")
-        column, label = run.column(f"{prefix}/loss"), f", {name or 'mean'}" if len(sets) > 1 else ""
+        column = run.column(f"{prefix}/loss")
+        label = f", {name or 'mean'}" if len(sets) > 1 else ""
         if len(column.values):
-            best, last = int(column.values.argmin()), float(column.values[-1])
+            best = int(column.values.argmin())
+            last = float(column.values[-1])
             rows.append((f"validation loss{label}", f"{last:.4f}"))
-            rows.append((f"best validation loss{label}", f"{column.values[best]:.4f} at step {column.steps[best]:,}"))
+            rows.append(
+                (
+                    f"best validation loss{label}",
+                    f"{column.values[best]:.4f} at step {column.steps[best]:,}",
+                )
+            )
             rows.append((f"perplexity{label}", f"{math.exp(min(last, 700)):,.2f}"))
-        rows.append((f"bits per byte{label}", _last(run, f"{prefix}/bits_per_byte", "{:.4f}".format)))
+        rows.append(
+            (f"bits per byte{label}", _last(run, f"{prefix}/bits_per_byte", "{:.4f}".format))
+        )
     return rows
 
 
@@ -107,7 +132,8 @@ def _evaluations(run: Run) -> list[tuple[str, str]]:
     """The newest result of each metric of `titanlite evaluate`, with its standard error and step."""
     rows = []
     for name, label in evaluation_columns([run]).items():
-        column, error = run.columns[name], run.column(f"{name}_stderr").values
+        column = run.columns[name]
+        error = run.column(f"{name}_stderr").values
         shown = f"{column.values[-1]:.4f}" + (f" ± {error[-1]:.4f}" if len(error) else "")
         rows.append((f"evaluated: {label}", f"{shown} at step {column.steps[-1]:,}"))
     return rows
@@ -123,14 +149,20 @@ def _count(run: Run, name: str) -> str:
 
 
 def _batch(run: Run) -> str:
-    sequences, length = run.config.get("training.global_batch_size"), run.config.get("training.seq_len")
-    return f"{sequences:,} sequences of {length:,} tokens" if type(sequences) is type(length) is int else ""
+    sequences = run.config.get("training.global_batch_size")
+    length = run.config.get("training.seq_len")
+    return (
+        f"{sequences:,} sequences of {length:,} tokens"
+        if type(sequences) is type(length) is int
+        else ""
+    )
 
 
 def findings(run: Run, found: Trend) -> list[str]:
     """What the loss curve shows, one sentence or two for each finding."""
     lines = []
-    if law := found.law:
+    law = found.law
+    if law:
         low, high = law.exponents
         range_ = f"{low:.2g} to {high:.2g} (and E from {law.floors[0]:.3g} to {law.floors[1]:.3g})"
         lines.append(
@@ -140,27 +172,43 @@ def findings(run: Run, found: Trend) -> list[str]:
             f"sum of deviations at most 10% larger."
         )
         for spike in found.spikes[:MOST_FOUND]:
-            where = f"step {spike.first:,}" if spike.first == spike.last else f"steps {spike.first:,} to {spike.last:,}"
+            where = (
+                f"step {spike.first:,}"
+                if spike.first == spike.last
+                else f"steps {spike.first:,} to {spike.last:,}"
+            )
             lines.append(
                 f"Spike at {where}: a loss of {spike.value:.4g}, {spike.z:,.1f} robust standard deviations above the "
                 f"local median, after the trend was removed."
             )
         more = len(found.spikes) - MOST_FOUND
         lines += [f"{more} more spikes."] if more > 0 else []
-        lines += [] if found.spikes else [f"No spike: no loss is {THRESHOLD:g} robust standard deviations too high."]
+        lines += (
+            []
+            if found.spikes
+            else [f"No spike: no loss is {THRESHOLD:g} robust standard deviations too high."]
+        )
         for flat in found.plateaus[:MOST_FOUND]:
             lines.append(
                 f"Plateau from step {flat.first:,} to {flat.last:,}: the loss fell by {flat.fall:.3g} (standard error "
                 f"{flat.error:.1g}); the power law of the steps before it predicts {flat.expected:.3g}."
             )
         if found.judged and not found.plateaus:
-            lines.append("No plateau: wherever the trend predicts a fall larger than the noise, the loss fell.")
+            lines.append(
+                "No plateau: wherever the trend predicts a fall larger than the noise, the loss fell."
+            )
         elif not found.judged:
-            lines.append("Plateaus cannot be distinguished from noise: the predicted fall is too small everywhere.")
+            lines.append(
+                "Plateaus cannot be distinguished from noise: the predicted fall is too small everywhere."
+            )
     else:
-        lines.append(f"No trend: {found.why}. Spikes and plateaus cannot be distinguished from noise.")
+        lines.append(
+            f"No trend: {found.why}. Spikes and plateaus cannot be distinguished from noise."
+        )
     if run.broken:
-        lines.append(f"The loss was not finite in {len(run.broken):,} rows, first at step {run.broken[0]:,}.")
+        lines.append(
+            f"The loss was not finite in {len(run.broken):,} rows, first at step {run.broken[0]:,}."
+        )
     return lines + [f"{note}." for note in run.notes]
 
 
@@ -170,7 +218,11 @@ def differences(runs: list[Run]) -> dict[str, Any]:
     if len(runs) > 1:
         values = {key: [_shown(run.config.get(key)) for run in runs] for key in keys}
         rows = [[key, *row] for key, row in values.items() if len(set(row)) > 1]
-        return {"title": "Settings that differ", "head": ["key", *(run.name for run in runs)], "rows": rows}
+        return {
+            "title": "Settings that differ",
+            "head": ["key", *(run.name for run in runs)],
+            "rows": rows,
+        }
     defaults = {
         f"{section}.{name}": value
         for section, keys_ in dataclasses.asdict(Config()).items()
@@ -178,7 +230,11 @@ def differences(runs: list[Run]) -> dict[str, Any]:
     }
     shown = [(key, _shown(runs[0].config[key]), _shown(defaults.get(key))) for key in keys]
     rows = [list(row) for row in shown if row[1] != row[2]]
-    return {"title": "Settings other than the defaults", "head": ["key", "value", "default"], "rows": rows}
+    return {
+        "title": "Settings other than the defaults",
+        "head": ["key", "value", "default"],
+        "rows": rows,
+    }
 
 
 def _shown(value: Any) -> str:

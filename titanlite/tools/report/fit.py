@@ -1,20 +1,24 @@
 """The trend of a loss, and what departs from it: spikes and plateaus.
 
-What it is: the trend is a power law, L(s) = E + A s^-b with E, A, b >= 0, where s is the step: E is the loss that the
-run approaches, b how fast. It is fitted to the medians of BINS bins of equal width in log(s), so that the many late
-steps do not outweigh the early ones and spikes do not count. For each b of a grid, E and A minimise the sum of absolute
-deviations (least squares, reweighted); the b with the smallest sum is taken.
-Why it is here: a loss falls all the time, so a fixed threshold takes the first steps for a spike, and a flat stretch
-near the end, where little is left to fall, for a plateau. Both are judged after the trend has been removed:
+What it is: the trend is a power law, L(s) = E + A s^-b with E, A, b >= 0, where s is the step: E is
+the loss that the run approaches, b how fast. It is fitted to the medians of BINS bins of equal
+width in log(s), so that the many late steps do not outweigh the early ones and spikes do not count.
+For each b of a grid, E and A minimise the sum of absolute deviations (least squares, reweighted);
+the b with the smallest sum is taken.
+Why it is here: a loss falls all the time, so a fixed threshold takes the first steps for a spike,
+and a flat stretch near the end, where little is left to fall, for a plateau. Both are judged after
+the trend has been removed:
 
     spike      a value that is THRESHOLD robust standard deviations above the local median of what is left, and
                far above the steps just before it. The deviation is 1.4826 MAD, as in `optim/stability.py`.
     plateau    a quarter of the run in which the loss has not fallen, though the power law of the steps before it
                predicts a fall larger than the noise.
 
-With fewer than FEWEST logged steps after the warmup neither can be decided, and nothing is returned.
+With fewer than FEWEST logged steps after the warmup neither can be decided, and nothing is
+returned.
 What it costs: 0.4 s for 10,000 steps, most of it for plateaus; 2.5 s for a million.
-Reference: Hestness et al. 2017 (arXiv 1712.00409); here over the steps of one run, which a schedule may bend.
+Reference: Hestness et al. 2017 (arXiv 1712.00409); here over the steps of one run, which a schedule
+may bend.
 """
 
 from __future__ import annotations
@@ -29,8 +33,12 @@ BINS = 80
 THRESHOLD = 8.0
 FLOOR = 1e-3  # least deviation, as a fraction of the value: see optim/stability.py
 BLOCKS = 12  # of the local median: at least so many, of at least SHORTEST values
-SHORTEST, LONGEST = 16, 64
-WINDOW, STRIDE, EARLIEST = 0.25, 0.05, 0.35  # of a plateau, as fractions of the run
+SHORTEST = 16
+LONGEST = 64
+# Of a plateau, as fractions of the run
+WINDOW = 0.25
+STRIDE = 0.05
+EARLIEST = 0.35
 
 
 @dataclass(frozen=True)
@@ -71,24 +79,35 @@ class Plateau:
 
 @dataclass(frozen=True)
 class Trend:
-    """What was found in a loss curve; `law` is None if there are too few steps, with the reason in `why`."""
+    """What was found in a loss curve; `law` is None if there are too few steps, with the reason in
+    `why`.
+    """
 
     law: PowerLaw | None
     spikes: list[Spike]
     plateaus: list[Plateau]
-    judged: bool = False  # whether there was a part in which a plateau could be distinguished from noise
+    # Whether there was a part in which a plateau could be distinguished from noise
+    judged: bool = False
     why: str = ""
 
 
 def trend(steps: np.ndarray, values: np.ndarray, warmup: int) -> Trend:
-    """The trend of the loss at these steps, of which those of the learning rate's warmup are left out."""
+    """The trend of the loss at these steps, of which those of the learning rate's warmup are left
+    out.
+    """
     if len(steps) == 0:
         return Trend(None, [], [], why="no loss has been logged")
     begin = max(warmup, int(steps[-1]) // 20, 1)
     used = steps > begin
-    s, v = steps[used], values[used]
+    s = steps[used]
+    v = values[used]
     if len(s) < FEWEST:
-        return Trend(None, [], [], why=f"{len(s)} steps were logged after the warmup, and a fit needs {FEWEST}")
+        return Trend(
+            None,
+            [],
+            [],
+            why=f"{len(s)} steps were logged after the warmup, and a fit needs {FEWEST}",
+        )
     law = fit_power_law(s, v)
     return Trend(law, find_spikes(s, v, law), *find_plateaus(s, v))
 
@@ -103,7 +122,8 @@ def fit_power_law(steps: np.ndarray, values: np.ndarray) -> PowerLaw:
     fine = np.geomspace(grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)], 21)
     exponents = np.concatenate([grid, fine])
     more, others = zip(*(_fit_linear((s / unit) ** -b, v) for b in fine), strict=True)
-    deviations, results = np.array(sums + more), np.array(found + others)
+    deviations = np.array(sums + more)
+    results = np.array(found + others)
     best = int(deviations.argmin())
     near = deviations <= 1.1 * deviations[best] + 1e-12
     b, (floor, scale) = float(exponents[best]), results[best]
@@ -126,21 +146,29 @@ def _bin_medians(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.
     edges = np.geomspace(steps[0], steps[-1] + 1, BINS + 1)
     at = np.unique(np.searchsorted(steps, edges))
     parts = [slice(a, b) for a, b in itertools.pairwise(at.tolist())]
-    return np.array([np.median(steps[p]) for p in parts]), np.array([np.median(values[p]) for p in parts])
+    return np.array([np.median(steps[p]) for p in parts]), np.array(
+        [np.median(values[p]) for p in parts]
+    )
 
 
 def _fit_linear(x: np.ndarray, y: np.ndarray) -> tuple[float, tuple[float, float]]:
-    """The least sum of absolute deviations of y from floor + scale x, with both >= 0, and (floor, scale)."""
+    """The least sum of absolute deviations of y from floor + scale x, with both >= 0, and (floor,
+    scale).
+    """
     weight = np.ones_like(y)
     floor = scale = 0.0
     for _ in range(12):
-        total, mx, my = weight.sum(), (weight * x).sum(), (weight * y).sum()
-        mx, my = mx / total, my / total
+        total = weight.sum()
+        mx = (weight * x).sum()
+        my = (weight * y).sum()
+        mx = mx / total
+        my = my / total
         spread = (weight * (x - mx) ** 2).sum()
         scale = max(0.0, (weight * (x - mx) * (y - my)).sum() / spread) if spread > 1e-18 else 0.0
         floor = my - scale * mx
         if floor < 0:
-            floor, scale = 0.0, max(0.0, (weight * x * y).sum() / (weight * x * x).sum())
+            floor = 0.0
+            scale = max(0.0, (weight * x * y).sum() / (weight * x * x).sum())
         deviation = np.abs(y - floor - scale * x)
         weight = 1 / np.maximum(deviation, 1e-3 * np.abs(y).mean() + 1e-12)
     return float(np.abs(y - floor - scale * x).sum()), (float(floor), float(scale))
@@ -156,9 +184,13 @@ def find_spikes(steps: np.ndarray, values: np.ndarray, law: PowerLaw) -> list[Sp
     for i in np.flatnonzero(z > THRESHOLD).tolist():
         before = values[max(0, i - 8) : i]
         inside = bool(found) and steps[i - 1] <= found[-1].last
-        if not inside and (not len(before) or values[i] - np.median(before) < THRESHOLD / 2 * deviation[i]):
+        if not inside and (
+            not len(before) or values[i] - np.median(before) < THRESHOLD / 2 * deviation[i]
+        ):
             continue  # the loss has fallen to it: the power law does not fit the first steps
-        step, value, height = int(steps[i]), float(values[i]), float(z[i])
+        step = int(steps[i])
+        value = float(values[i])
+        height = float(z[i])
         if inside:
             old = found.pop()
             peak = (step, value, height) if height > old.z else (old.peak, old.value, old.z)
@@ -176,8 +208,12 @@ def _local(rest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     middle = (edges[:-1] + edges[1:] - 1) / 2
     medians = np.array([np.median(part) for part in parts])
     level = np.interp(np.arange(len(rest)), middle, medians)
-    for half, at, other in ((slice(0, int(middle[0])), 0, 1), (slice(int(middle[-1]) + 1, None), -1, -2)):
-        slope = (medians[at] - medians[other]) / (middle[at] - middle[other])  # goes on beyond the middle of a block
+    for half, at, other in (
+        (slice(0, int(middle[0])), 0, 1),
+        (slice(int(middle[-1]) + 1, None), -1, -2),
+    ):
+        # Goes on beyond the middle of a block
+        slope = (medians[at] - medians[other]) / (middle[at] - middle[other])
         level[half] = medians[at] + slope * (np.arange(len(rest))[half] - middle[at])
     off = np.abs(rest - level)
     deviations = np.array([1.4826 * np.median(off[a:b]) for a, b in itertools.pairwise(edges)])
@@ -187,13 +223,19 @@ def _local(rest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def find_plateaus(steps: np.ndarray, values: np.ndarray) -> tuple[list[Plateau], bool]:
-    """The plateaus, overlapping ones as one, in the order of their steps; and whether noise could not hide them all."""
-    begin, length, judged = int(steps[0]), int(steps[-1] - steps[0]), False
+    """The plateaus, overlapping ones as one, in the order of their steps; and whether noise could
+    not hide them all.
+    """
+    begin = int(steps[0])
+    length = int(steps[-1] - steps[0])
+    judged = False
     flat = list[tuple[int, int]]()
     for start in np.arange(EARLIEST, 1 - WINDOW + 1e-9, STRIDE).tolist():
-        first, last = begin + int(start * length), begin + int((start + WINDOW) * length)
+        first = begin + int(start * length)
+        last = begin + int((start + WINDOW) * length)
         joined = bool(flat) and first <= flat[-1][1]
-        until = flat[-1][0] if joined else first  # a plateau must not be part of the trend that it departs from
+        # a plateau must not be part of the trend that it departs from
+        until = flat[-1][0] if joined else first
         plateau = _measure(steps, values, first, last, until)
         judged |= plateau is not None
         if plateau and plateau.fall < min(2 * plateau.error, plateau.expected / 4):
@@ -202,17 +244,23 @@ def find_plateaus(steps: np.ndarray, values: np.ndarray) -> tuple[list[Plateau],
     return [plateau for plateau in measured if plateau], judged
 
 
-def _measure(steps: np.ndarray, values: np.ndarray, first: int, last: int, until: int) -> Plateau | None:
+def _measure(
+    steps: np.ndarray, values: np.ndarray, first: int, last: int, until: int
+) -> Plateau | None:
     """The fall between two steps, and what the power law of the steps before `until` predicts.
 
     None if the noise could hide a fall of this size, or there are few values.
     """
-    inside, before = (steps >= first) & (steps <= last), steps < until
+    inside = (steps >= first) & (steps <= last)
+    before = steps < until
     if inside.sum() < FEWEST // 2 or before.sum() < FEWEST // 2:
         return None
-    law, s, v = fit_power_law(steps[before], values[before]), steps[inside], values[inside]
+    law = fit_power_law(steps[before], values[before])
+    s = steps[inside]
+    v = values[inside]
     quarter = len(s) // 4
-    start, end = slice(0, quarter), slice(len(s) - quarter, None)
+    start = slice(0, quarter)
+    end = slice(len(s) - quarter, None)
     expected = float(np.median(law(s[start])) - np.median(law(s[end])))
     rest = v - np.polyval(np.polyfit(s - s[0], v, 1), s - s[0])
     noise = 1.4826 * float(np.median(np.abs(rest - np.median(rest))))

@@ -1,9 +1,11 @@
-"""The report while the run goes on: a server on the loopback address, whose page asks for newer data.
+"""The report while the run goes on: a server on the loopback address, whose page asks for newer
+data.
 
-What it is: `/` is the page, `/data.json` its data. The data is rebuilt on a request after a file of a run has changed.
-The page waits ten times as long as that took (5 to 300 s) before it asks again. The server listens on 127.0.0.1 only,
-and answers only requests whose Host is 127.0.0.1 or localhost, with any port. Otherwise a web page could read the data:
-its own host name can be made to resolve to 127.0.0.1 (DNS rebinding), and a browser would take both for one site.
+What it is: `/` is the page, `/data.json` its data. The data is rebuilt on a request after a file of
+a run has changed. The page waits ten times as long as that took (5 to 300 s) before it asks again.
+The server listens on 127.0.0.1 only, and answers only requests whose Host is 127.0.0.1 or
+localhost, with any port. Otherwise a web page could read the data: its own host name can be made to
+resolve to 127.0.0.1 (DNS rebinding), and a browser would take both for one site.
 To see it from another machine, forward a port: `ssh -L 8765:127.0.0.1:8765 machine`.
 What it costs: nothing while no page asks.
 """
@@ -23,9 +25,12 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tools.report.page import contents, page
 from titanlite.tools.report.run_data import read_runs
 
-HOST, PORT = "127.0.0.1", 8765
+HOST = "127.0.0.1"
+PORT = 8765
 FILES = ("metrics.jsonl", "events.jsonl", "samples.jsonl", "config.toml")
-SLOWEST_POLL, FASTEST_POLL = 300, 5  # seconds
+# seconds
+SLOWEST_POLL = 300
+FASTEST_POLL = 5
 
 
 class Source:
@@ -35,7 +40,8 @@ class Source:
         self.folders = folders
         self._lock = threading.Lock()
         self._state: list[tuple[int, int]] = []
-        self._text, self.poll = "", FASTEST_POLL
+        self._text = ""
+        self.poll = FASTEST_POLL
 
     def text(self) -> str:
         """The data as JSON."""
@@ -44,8 +50,11 @@ class Source:
             if state != self._state:
                 started = time.monotonic()
                 data = contents(read_runs(self.folders), live=True)
-                self._text, self._state = json.dumps(data, separators=(",", ":"), allow_nan=False), state
-                self.poll = round(min(SLOWEST_POLL, max(FASTEST_POLL, 10 * (time.monotonic() - started))))
+                self._text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+                self._state = state
+                self.poll = round(
+                    min(SLOWEST_POLL, max(FASTEST_POLL, 10 * (time.monotonic() - started)))
+                )
             return self._text
 
     @staticmethod
@@ -65,7 +74,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        name = self.headers.get("Host", "").partition(":")[0]  # the port is another one if it was forwarded
+        # The port is another one if it was forwarded
+        name = self.headers.get("Host", "").partition(":")[0]
         if name not in (HOST, "localhost"):
             self._answer(403, "text/plain", b"this server answers requests for 127.0.0.1 only\n")
         elif self.path.partition("?")[0] == "/":
@@ -109,4 +119,6 @@ def build_server(folders: list[Path], port: int) -> Server:
     try:
         return Server((HOST, port), handler)
     except OSError as error:
-        raise ConfigError(f"--port {port}: {error.strerror or error}; expected a free port, or 0 for any") from None
+        raise ConfigError(
+            f"--port {port}: {error.strerror or error}; expected a free port, or 0 for any"
+        ) from None

@@ -1,9 +1,10 @@
 """What a run left in its folder: metrics, events, samples and settings.
 
-What it is: `read_run` reads metrics.jsonl, evaluations.jsonl, events.jsonl, samples.jsonl and config.toml. What is not
-there is skipped, since the run may be young or of an older version; damaged lines are skipped and counted in `notes`.
-Nothing here waits for a pipe or reads without end: a run's folder may have been copied from another machine. Of files
-beyond the limits below the end is read, and of events and samples the newest are kept.
+What it is: `read_run` reads metrics.jsonl, evaluations.jsonl, events.jsonl, samples.jsonl and
+config.toml. What is not there is skipped, since the run may be young or of an older version;
+damaged lines are skipped and counted in `notes`. Nothing here waits for a pipe or reads without
+end: a run's folder may have been copied from another machine. Of files beyond the limits below the
+end is read, and of events and samples the newest are kept.
 What it costs: 16 bytes of memory per number, and about 3 s per 100,000 rows of 22 columns.
 """
 
@@ -44,7 +45,8 @@ class Event:
     step: int
     name: str
     text: str
-    about: dict[str, Any] = field(default_factory=dict)  # of a start: model, device, layout; of an end: finished
+    # Of a start: model, device, layout; of an end: finished
+    about: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ class Run:
     @property
     def last_step(self) -> int:
         """The last step of the metrics or events, 0 if there is none."""
-        steps = [int(column.steps[-1]) for column in self.columns.values()] + [event.step for event in self.events]
+        steps = [int(column.steps[-1]) for column in self.columns.values()] + [
+            event.step for event in self.events
+        ]
         return max(steps, default=0)
 
     def column(self, name: str) -> Column:
@@ -94,7 +98,10 @@ class Run:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Reads different folders. If two have the same name, the names get as many last parts of the path as differ."""
+    """Reads different folders.
+
+    If two have the same name, the names get as many last parts of the path as differ.
+    """
     runs = [read_run(folder) for folder in folders]
     for run in runs:
         others = [other.folder.parts for other in runs if other.folder != run.folder]
@@ -126,7 +133,10 @@ def read_run(folder: Path) -> Run:
 
 
 def _objects(path: Path, run: Run, most_bytes: int) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file's lines; a note says how many lines were damaged. Raises OSError."""
+    """The JSON objects of a file's lines; a note says how many lines were damaged.
+
+    Raises OSError.
+    """
     damaged = 0
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not os.path.isfile(file.fileno()):
@@ -147,7 +157,9 @@ def _objects(path: Path, run: Run, most_bytes: int) -> Iterator[dict[str, Any]]:
                 continue
             yield value
     if damaged:
-        run.notes.append(f"{path.name}: {damaged} damaged {'line was' if damaged == 1 else 'lines were'} skipped")
+        run.notes.append(
+            f"{path.name}: {damaged} damaged {'line was' if damaged == 1 else 'lines were'} skipped"
+        )
     if size > most_bytes:
         run.notes.append(f"{path.name}: only its last {most_bytes / 1e9:.1f} GB were read")
 
@@ -159,7 +171,11 @@ def _step(value: Any) -> int | None:
 def _read_metrics(path: Path, run: Run) -> None:
     def rows() -> Iterator[dict[str, Any]]:
         for row in _objects(path, run, MOST_BYTES):
-            if "loss" in row and row["loss"] is None and (step := _step(row.get("step"))) is not None:
+            if (
+                "loss" in row
+                and row["loss"] is None
+                and (step := _step(row.get("step"))) is not None
+            ):
                 run.broken.append(step)
             yield row
 
@@ -172,7 +188,11 @@ def _read_evaluations(path: Path, run: Run) -> None:
     def results() -> Iterator[dict[str, Any]]:
         for row in _objects(path, run, 1 << 26):
             prefix = "evaluate_ema/" if row.get("weights") == "ema" else "evaluate/"
-            found = {k.replace("evaluate/", prefix, 1): v for k, v in row.items() if k.startswith("evaluate/")}
+            found = {
+                k.replace("evaluate/", prefix, 1): v
+                for k, v in row.items()
+                if k.startswith("evaluate/")
+            }
             yield {"step": row.get("step"), **found}
 
     run.columns |= _columns(results())
@@ -200,12 +220,15 @@ def _columns(rows: Iterator[dict[str, Any]]) -> dict[str, Column]:
 
 def _ordered(steps: array[int], values: array[float]) -> Column:
     """Of a step that was written twice, the last value."""
-    s, v = np.frombuffer(steps, np.int64), np.frombuffer(values, np.float64)
+    s = np.frombuffer(steps, np.int64)
+    v = np.frombuffer(values, np.float64)
     if len(s) > 1 and not (np.diff(s) > 0).all():
         order = np.argsort(s, kind="stable")
-        s, v = s[order], v[order]
+        s = s[order]
+        v = v[order]
         last = np.append(np.diff(s) > 0, True)
-        s, v = s[last], v[last]
+        s = s[last]
+        v = v[last]
     return Column(s, v)
 
 
@@ -225,11 +248,14 @@ def _read_events(path: Path, run: Run) -> None:
 
 
 def _with_steps(found: list[tuple[float, int | None, str, str, dict[str, Any]]]) -> list[Event]:
-    """Events; a signal does not know its step, which is that of the save or the end that follows it at once.
+    """Events; a signal does not know its step, which is that of the save or the end that follows it
+    at once.
 
-    If another event follows, the process was killed before it had saved: then it is the largest step before.
+    If another event follows, the process was killed before it had saved: then it is the largest
+    step before.
     """
-    events, largest = list[Event](), 0
+    events = list[Event]()
+    largest = 0
     for (time, step, name, text, about), after in zip(found, [*found[1:], None], strict=False):
         if step is None and after and after[2] in ("save", *ENDS):
             step = after[1]
@@ -240,13 +266,17 @@ def _with_steps(found: list[tuple[float, int | None, str, str, dict[str, Any]]])
 
 
 def _with_restarts(events: list[Event]) -> list[Event]:
-    """Adds a restart before each start of a process whose predecessor has not written that it ended."""
-    result, running = list[Event](), False
+    """Adds a restart before each start of a process whose predecessor has not written that it
+    ended.
+    """
+    result = list[Event]()
+    running = False
     for event in events:
         if event.name == "start":
             if running:
                 lost = "the process before ended without a message: it was killed, failed with an error, or hung"
-                place = len(result) - (result[-1].name == "resume")  # a process resumes, then says that it starts
+                # a process resumes, then says that it starts
+                place = len(result) - (result[-1].name == "resume")
                 result.insert(place, Event(event.time, event.step, "restart", lost))
             running = True
         elif event.name in ENDS:
@@ -258,7 +288,9 @@ def _with_restarts(events: list[Event]) -> list[Event]:
 def _read_samples(path: Path, run: Run) -> None:
     found = deque[Sample](maxlen=MOST_SAMPLES)
     for row in _objects(path, run, 1 << 26):
-        step, prompt, text = _step(row.get("step")), row.get("prompt"), row.get("text")
+        step = _step(row.get("step"))
+        prompt = row.get("prompt")
+        text = row.get("text")
         if step is not None and isinstance(prompt, str) and isinstance(text, str):
             found.append(Sample(step, prompt[:2000], text[:4000]))
     run.samples = list(found)

@@ -1,4 +1,5 @@
-"""The end of a run: where its results are, a sample of text, commands to go on with, and its report.
+"""The end of a run: where its results are, a sample of text, commands to go on with, and its
+report.
 
 What it costs: the sample is generated on the CPU from the checkpoint just written, by rank 0.
 """
@@ -31,12 +32,17 @@ logger = logging.getLogger("titanlite")
 SAMPLE_BYTES = 8 << 30  # in fp32; a larger model is not loaded into CPU memory for a sample
 
 
-def log_end(config: Config, script: Path, step: int, tokenizer: Tokenizer, llama: LlamaConfig) -> int:
-    """Returns the exit code. Of a finished run rank 0 logs where the results are, a sample, and what to try next.
+def log_end(
+    config: Config, script: Path, step: int, tokenizer: Tokenizer, llama: LlamaConfig
+) -> int:
+    """Returns the exit code. Of a finished run rank 0 logs where the results are, a sample, and
+    what to try next.
 
-    Rank 0 also writes the report. All ranks call it together. `script`: the program that has trained.
+    Rank 0 also writes the report. All ranks call it together. `script`: the program that has
+    trained.
     """
-    folder, stopped = Path(config.run.folder, config.run.name), step < config.training.steps
+    folder = Path(config.run.folder, config.run.name)
+    stopped = step < config.training.steps
     event = {"event": "end", "step": step, "about": {"finished": not stopped}}
     if stopped:
         text = f"stopped after step {step} of {config.training.steps}; the same command resumes from here"
@@ -50,26 +56,37 @@ def log_end(config: Config, script: Path, step: int, tokenizer: Tokenizer, llama
 
 
 def report_together(folder: Path) -> None:
-    """Rank 0 writes the report while the others wait: at the first exit, a launcher may end the other processes."""
+    """Rank 0 writes the report while the others wait: at the first exit, a launcher may end the
+    other processes.
+    """
     if dist.get_rank() == 0:
         write_report(folder)
     broadcast(None, PATIENT)
 
 
-def _log_results(config: Config, script: Path, step: int, tokenizer: Tokenizer, llama: LlamaConfig) -> None:
+def _log_results(
+    config: Config, script: Path, step: int, tokenizer: Tokenizer, llama: LlamaConfig
+) -> None:
     folder = Path(config.run.folder, config.run.name)
     size = 4 * llama.num_parameters
     if config.run.sample_tokens and size > SAMPLE_BYTES:
         limit = f"at most {SAMPLE_BYTES / 1e9:.1f} GB are used for a sample"
-        logger.info(f"\nno sample: in fp32 the model takes {size / 1e9:.1f} GB of CPU memory; {limit}")
+        logger.info(
+            f"\nno sample: in fp32 the model takes {size / 1e9:.1f} GB of CPU memory; {limit}"
+        )
     elif config.run.sample_tokens:
-        text = "\n".join(f"  | {line}" for line in sample(config, folder, step, tokenizer).splitlines())
+        text = "\n".join(
+            f"  | {line}" for line in sample(config, folder, step, tokenizer).splitlines()
+        )
         logger.info("\na sample (temperature 0.7, top-k 50):\n%s", text)
     quoted_folder = shlex.quote(str(folder))
-    python = "python3" if shutil.which("python3") == sys.executable else os.path.relpath(sys.executable)
+    python = (
+        "python3" if shutil.which("python3") == sys.executable else os.path.relpath(sys.executable)
+    )
     command = titanlite_command(python)
     own = script.resolve()
-    if (shell := own.with_name("run_train.sh")).exists():  # a clone
+    shell = own.with_name("run_train.sh")
+    if shell.exists():  # a clone
         train = shlex.quote(os.path.join(".", os.path.relpath(shell)))
     elif own.parent == program_folder():  # an installed wheel
         train = f"{command} train"
@@ -82,7 +99,9 @@ def _log_results(config: Config, script: Path, step: int, tokenizer: Tokenizer, 
 
 
 def titanlite_command(python: str) -> str:
-    """How a shell in the current folder calls titanlite, without importing modules from a folder of data."""
+    """How a shell in the current folder calls titanlite, without importing modules from a folder of
+    data.
+    """
     installed = Path(sys.executable).with_name("titanlite")
     if shutil.which("titanlite"):
         return "titanlite"
@@ -97,9 +116,11 @@ def titanlite_command(python: str) -> str:
 def sample(config: Config, folder: Path, step: int, tokenizer: Tokenizer) -> str:
     """The text that the model generates after `run.sample_prompt`.
 
-    The checkpoint is loaded on the CPU, because the whole model may not fit in the memory of one device.
+    The checkpoint is loaded on the CPU, because the whole model may not fit in the memory of one
+    device.
     """
-    seq_len, seed = config.training.seq_len, config.run.seed
+    seq_len = config.training.seq_len
+    seed = config.run.seed
     prompt = [tokenizer.bos, *tokenizer.encode(config.run.sample_prompt)][: seq_len - 1]
     room = min(config.run.sample_tokens, seq_len - len(prompt))
     model = load_model(step_folder(folder / "checkpoints", step), torch.device("cpu"), seq_len)

@@ -1,8 +1,9 @@
 """Fewer points for a plot, in which the extremes remain.
 
-What it is: points are divided into buckets of equal number; of each, the smallest and the largest value stay, with
-their steps. So a spike of one step in a million is still in the picture, which an average or every n-th point would
-hide. Smoothed curves are made from the means of the buckets instead.
+What it is: points are divided into buckets of equal number; of each, the smallest and the largest
+value stay, with their steps. So a spike of one step in a million is still in the picture, which an
+average or every n-th point would hide. Smoothed curves are made from the means of the buckets
+instead.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import numpy as np
 
 
 def extremes(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most `most` points with the smallest and the largest value of each bucket, the first and the last point."""
+    """At most `most` points with the smallest and the largest value of each bucket, the first and
+    the last point.
+    """
     if len(x) <= most:
         return x, y
     kept = [0, len(x) - 1]
@@ -29,7 +32,9 @@ def means(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarr
     if len(x) <= most:
         return x, y
     parts = _buckets(len(x), most)
-    return np.array([x[part].mean() for part in parts]), np.array([y[part].mean() for part in parts])
+    return np.array([x[part].mean() for part in parts]), np.array(
+        [y[part].mean() for part in parts]
+    )
 
 
 def _buckets(count: int, number: int) -> list[slice]:

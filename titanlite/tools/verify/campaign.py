@@ -1,11 +1,12 @@
 """Runs the layouts of `titanlite verify` and compares them with one process.
 
-What it is: each layout of the ladder runs on a pool of workers and is compared with a reference, which is computed once
-for each model shape. A table shows the differences and whether they are within the tolerance of the dtype: in fp32 a
-layout may differ by the order of additions.
-Why it is here: layouts compute in fp32, also on GPUs, unless their name has another dtype. The rounding of bf16 would
-hide small mistakes.
-What it costs: minutes on a laptop for the default config, and the gradients and parameters of the model once on disk.
+What it is: each layout of the ladder runs on a pool of workers and is compared with a reference,
+which is computed once for each model shape. A table shows the differences and whether they are
+within the tolerance of the dtype: in fp32 a layout may differ by the order of additions.
+Why it is here: layouts compute in fp32, also on GPUs, unless their name has another dtype. The
+rounding of bf16 would hide small mistakes.
+What it costs: minutes on a laptop for the default config, and the gradients and parameters of the
+model once on disk.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ FIGURES = ("loss", "grad_norm", "gradient", "parameters")
 TOLERANCES = {  # the largest relative differences allowed
     "float32": {"loss": 1e-5, "grad_norm": 1e-5, "gradient": 1e-5, "parameters": 1e-5},
     "float16": {"loss": 1e-4, "grad_norm": 3e-3, "gradient": 5e-3, "parameters": 1e-2},
-    # A difference in fp32's last bit can round a number to its other neighbour in 8 bits, in every following layer too.
+    # A difference in fp32's last bit can round a number to its other neighbour in 8 bits, in every
+    # following layer too.
     "float8": {"loss": 1e-3, "grad_norm": 5e-2, "gradient": 1e-1, "parameters": 1e-1},
     "bfloat16": {"loss": 1e-3, "grad_norm": 1e-2, "gradient": 3e-2, "parameters": 3e-2},
 }
 
 
-def run_cases(cases: list[tuple[Case, LlamaConfig]], device: str, timeout: float, rows: list[dict[str, Any]]) -> None:
-    """Runs each case, prints its row and adds it to `rows`; computes one reference for each model shape."""
+def run_cases(
+    cases: list[tuple[Case, LlamaConfig]], device: str, timeout: float, rows: list[dict[str, Any]]
+) -> None:
+    """Runs each case, prints its row and adds it to `rows`; computes one reference for each model
+    shape.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"  # workers share the cores
     from titanlite.tools.verify.compare import measure, reference
     from titanlite.tools.verify.pool import Pool, WorkerError
@@ -42,19 +48,23 @@ def run_cases(cases: list[tuple[Case, LlamaConfig]], device: str, timeout: float
     references: dict[Any, Path] = {}
     width = max([len(case.name) for case, _ in cases], default=6)
     print(
-        f"{'layout':{width}}  processes  {'  '.join(f'{name:>10}' for name in FIGURES)}  seconds  verdict", flush=True
+        f"{'layout':{width}}  processes  {'  '.join(f'{name:>10}' for name in FIGURES)}  seconds  verdict",
+        flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
         for case, llama in cases:
             key = _same_reference(case.config, llama)
             started = time.monotonic()
-            found, error = dict.fromkeys(FIGURES, float("nan")), ""
+            found = dict.fromkeys(FIGURES, float("nan"))
+            error = ""
             try:
                 if key not in references:
                     path = Path(folder, f"{len(references)}.pt")
                     pool.run(1, reference, case.config, llama, path, timeout=timeout)
                     references[key], started = path, time.monotonic()
-                ranks = pool.run(case.processes, measure, case.config, llama, references[key], timeout=timeout)
+                ranks = pool.run(
+                    case.processes, measure, case.config, llama, references[key], timeout=timeout
+                )
                 found = {name: _largest([rank[name] for rank in ranks]) for name in FIGURES}
             except WorkerError as problem:
                 error = str(problem)
@@ -64,8 +74,17 @@ def run_cases(cases: list[tuple[Case, LlamaConfig]], device: str, timeout: float
 
 def _same_reference(config: Config, llama: LlamaConfig) -> Any:
     """The settings that the reference depends on: cases in which they are equal share one."""
-    training = dataclasses.replace(config.training, local_batch_size=1, compute_dtype="", reduce_dtype="")
-    fixed = config.optimizer, config.ema, config.loss.z_loss, config.float8, config.run.seed, config.data.document_mask
+    training = dataclasses.replace(
+        config.training, local_batch_size=1, compute_dtype="", reduce_dtype=""
+    )
+    fixed = (
+        config.optimizer,
+        config.ema,
+        config.loss.z_loss,
+        config.float8,
+        config.run.seed,
+        config.data.document_mask,
+    )
     return llama, training, *fixed
 
 
@@ -74,18 +93,35 @@ def judge(case: Case, found: dict[str, float], seconds: float) -> dict[str, Any]
     training = case.config.training
     dtypes = ["float8"] if case.config.float8.enabled else []
     dtypes += [training.compute_dtype, training.reduce_dtype, training.param_dtype]
-    tolerances = TOLERANCES[next(dtype for dtype in ("float8", "bfloat16", "float16", "float32") if dtype in dtypes)]
+    tolerances = TOLERANCES[
+        next(dtype for dtype in ("float8", "bfloat16", "float16", "float32") if dtype in dtypes)
+    ]
     passed = all(found[name] <= tolerances[name] for name in FIGURES)
     figures = {name: found[name] if found[name] == found[name] else None for name in FIGURES}
-    return {"layout": case.name, "processes": case.processes, **figures, "seconds": seconds, "passed": passed}
+    return {
+        "layout": case.name,
+        "processes": case.processes,
+        **figures,
+        "seconds": seconds,
+        "passed": passed,
+    }
 
 
 def _show(row: dict[str, Any], width: int, error: str) -> None:
-    figures = "  ".join(f"{row[name]:10.1e}" if row[name] is not None else f"{'-':>10}" for name in FIGURES)
+    figures = "  ".join(
+        f"{row[name]:10.1e}" if row[name] is not None else f"{'-':>10}" for name in FIGURES
+    )
     verdict = "passed" if row["passed"] else "FAILED"
-    print(f"{row['layout']:{width}}  {row['processes']:9}  {figures}  {row['seconds']:7.1f}  {verdict}", flush=True)
+    print(
+        f"{row['layout']:{width}}  {row['processes']:9}  {figures}  {row['seconds']:7.1f}  {verdict}",
+        flush=True,
+    )
     if error:
-        print("\n".join(f"    {line}" for line in error.strip().splitlines()), file=sys.stderr, flush=True)
+        print(
+            "\n".join(f"    {line}" for line in error.strip().splitlines()),
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _largest(values: list[float]) -> float:

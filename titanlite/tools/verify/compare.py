@@ -1,13 +1,15 @@
 """Compares a layout with one process: same weights, same data.
 
-What it is: `reference` trains the plain model in one process, with a plain PyTorch loop that uses nothing of
-`parallel/` (but the rounding of `float8.enabled`), `optim/clip.py` or `optim/loss.py`. With `data.document_mask` it
-computes each document alone, without a mask and without positions. `measure` trains in a layout, built from the parts
-that train.py is built from, and compares the loss and the gradient norm of each step, each parameter's full gradient at
-the first step, and the parameters after the last step. It also fails if anything is compiled after the second step.
-Why it is here: a mistake in parallel code often changes the numbers only slightly. The data makes such mistakes
-visible: the sequences have different numbers of targets, so a mean of means differs from the mean, and tokens are
-uniformly distributed, so every entry of the vocabulary is used. With `ema.decay` the averaged weights are compared too.
+What it is: `reference` trains the plain model in one process, with a plain PyTorch loop that uses
+nothing of `parallel/` (but the rounding of `float8.enabled`), `optim/clip.py` or `optim/loss.py`.
+With `data.document_mask` it computes each document alone, without a mask and without positions.
+`measure` trains in a layout, built from the parts that train.py is built from, and compares the
+loss and the gradient norm of each step, each parameter's full gradient at the first step, and the
+parameters after the last step. It also fails if anything is compiled after the second step.
+Why it is here: a mistake in parallel code often changes the numbers only slightly. The data makes
+such mistakes visible: the sequences have different numbers of targets, so a mean of means differs
+from the mean, and tokens are uniformly distributed, so every entry of the vocabulary is used. With
+`ema.decay` the averaged weights are compared too.
 What it costs: 5 steps in one process, once, and 5 steps in each layout.
 """
 
@@ -43,11 +45,13 @@ STEPS = 5
 
 
 def make_batch(step: int, config: Config, vocab_size: int) -> Batch:
-    """The global batch of a step, (global_batch_size, seq_len); earlier sequences have more targets.
+    """The global batch of a step, (global_batch_size, seq_len); earlier sequences have more
+    targets.
 
     With `data.document_mask` a sequence has about five documents.
     """
-    sequences, seq_len = config.training.global_batch_size, config.training.seq_len
+    sequences = config.training.global_batch_size
+    seq_len = config.training.seq_len
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(vocab_size, (sequences, seq_len + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -55,7 +59,8 @@ def make_batch(step: int, config: Config, vocab_size: int) -> Batch:
         labels[i, : i * seq_len // (2 * sequences)] = IGNORED
     if not config.data.document_mask:
         return Batch(tokens[:, :-1], labels)
-    starts, index = torch.rand(sequences, seq_len, generator=generator) < 4 / seq_len, torch.arange(seq_len)
+    starts = torch.rand(sequences, seq_len, generator=generator) < 4 / seq_len
+    index = torch.arange(seq_len)
     labels[:, :-1][starts[:, 1:]] = IGNORED
     return Batch(tokens[:, :-1], labels, index - torch.where(starts, index, 0).cummax(dim=1).values)
 
@@ -63,13 +68,21 @@ def make_batch(step: int, config: Config, vocab_size: int) -> Batch:
 def _alone(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and labels (1, n) of each row, or of each document of a row."""
     for i, (tokens, labels) in enumerate(zip(*batch[:2], strict=True)):
-        starts = [] if batch.positions is None else (batch.positions[i] == 0).nonzero().flatten()[1:].tolist()
-        yield from zip(tokens[None].tensor_split(starts, 1), labels[None].tensor_split(starts, 1), strict=True)
+        starts = (
+            []
+            if batch.positions is None
+            else (batch.positions[i] == 0).nonzero().flatten()[1:].tolist()
+        )
+        yield from zip(
+            tokens[None].tensor_split(starts, 1), labels[None].tensor_split(starts, 1), strict=True
+        )
 
 
 def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
     """Trains in this process alone and saves losses, norms, gradients and parameters to `path`."""
-    device, training, options = _device(config), config.training, config.optimizer
+    device = _device(config)
+    training = config.training
+    options = config.optimizer
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
     if config.float8.enabled:
@@ -79,7 +92,9 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
     model.to_empty(device=device)
     model.init_weights(config.run.seed)
     optimizer = Updates(model, options)  # always fp32, also where layouts compute in bf16
-    losses, norms, gradients = [], [], {}
+    losses = []
+    norms = []
+    gradients = {}
     averages = {name: p.detach().double() for name, p in model.named_parameters()}
     for step in range(STEPS):
         batch = make_batch(step, config, llama.vocab_size).apply(lambda tensor: tensor.to(device))
@@ -87,35 +102,54 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
         total = 0.0
         for tokens, labels in _alone(batch):
             logits = model(tokens)
-            loss = F.cross_entropy(logits[0], labels[0], ignore_index=IGNORED, reduction="sum") / count
+            loss = (
+                F.cross_entropy(logits[0], labels[0], ignore_index=IGNORED, reduction="sum") / count
+            )
             squares = logits[0].exp().sum(dim=-1).log().square()
             loss = loss + config.loss.z_loss * squares[labels[0] != IGNORED].sum() / count
             loss.backward()
             total += loss.item()
         losses.append(total)
         norms.append(
-            sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+            sum(
+                float(p.grad.double().square().sum())
+                for p in model.parameters()
+                if p.grad is not None
+            )
+            ** 0.5
         )
         if step == 0:
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            gradients = {
+                name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+            }
         clip(model, options, training.max_norm, norms[-1])
         optimizer.step()
         model.zero_grad()
         decay = min(config.ema.decay, (2 + step) / (11 + step))
-        averages = {name: decay * averages[name] + (1 - decay) * p.detach() for name, p in model.named_parameters()}
-    found = {"loss": losses, "grad_norm": norms, "gradient": gradients, "parameters": dict(model.named_parameters())}
+        averages = {
+            name: decay * averages[name] + (1 - decay) * p.detach()
+            for name, p in model.named_parameters()
+        }
+    found = {
+        "loss": losses,
+        "grad_norm": norms,
+        "gradient": gradients,
+        "parameters": dict(model.named_parameters()),
+    }
     found["averages"] = averages
     torch.save(found, path)
 
 
 def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
-    """Trains in this layout; all processes call it. Returns the largest relative differences from the reference.
+    """Trains in this layout; all processes call it. Returns the largest relative differences from
+    the reference.
 
-    Loss and gradient norm: the largest of all steps. Gradients and parameters: the norm of the difference divided by
-    the norm of the reference's tensor, the largest of all tensors.
+    Loss and gradient norm: the largest of all steps. Gradients and parameters: the norm of the
+    difference divided by the norm of the reference's tensor, the largest of all tensors.
     Raises RuntimeError if something is compiled after the second step.
     """
-    device, training = _device(config), config.training
+    device = _device(config)
+    training = config.training
     degrees = check_layout(config, llama, dist.get_world_size())
     config = resolve_auto(config, llama.dim, degrees, device.type)
     mesh = Mesh(device.type, degrees, config.comm.timeout_seconds)
@@ -125,7 +159,8 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     stages = Stages(parts, config, mesh, device)
     optimizer = build_optimizer(parts, config.optimizer, config.parallel.optimizer_offload)
     clip = build_clip(stages, optimizer, training, config.optimizer, device, {})
-    scale = training.loss_scale if training.compute_dtype == "float16" else 1.0  # of gradients that are not clipped
+    # Of gradients that are not clipped
+    scale = training.loss_scale if training.compute_dtype == "float16" else 1.0
     average: Any = None
     if config.ema.decay:
         from titanlite.optim.ema import WeightEMA
@@ -138,8 +173,14 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     compiles = config.compile.loss or config.compile.enabled == "true"
     for step in range(STEPS):
         whole = make_batch(step, config, llama.vocab_size)
-        rows = [slice(i, i + training.local_batch_size) for i in range(0, len(whole.tokens), training.local_batch_size)]
-        batches = [whole.apply(operator.itemgetter(part)) for part in rows[mesh.data_rank :: mesh.data_size]]
+        rows = [
+            slice(i, i + training.local_batch_size)
+            for i in range(0, len(whole.tokens), training.local_batch_size)
+        ]
+        batches = [
+            whole.apply(operator.itemgetter(part))
+            for part in rows[mesh.data_rank :: mesh.data_size]
+        ]
         num_targets = mesh.sum_counts(count_targets(batches).to(device))
         loss = torch.zeros((), device=device)
         for i, batch in enumerate(batches):
@@ -156,7 +197,9 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
         optimizer.zero_grad()
         graphs.append(num_compiled_graphs() if compiles else 0)
     if graphs[-1] > graphs[1]:
-        raise RuntimeError(f"compiled {graphs[-1] - graphs[1]} graphs after the second step; expected none")
+        raise RuntimeError(
+            f"compiled {graphs[-1] - graphs[1]} graphs after the second step; expected none"
+        )
     parameters = (named for part in parts for named in part.named_parameters())
     found["parameters"] = _farthest(parameters, expected["parameters"])
     if average:
@@ -170,8 +213,12 @@ def _device(config: Config) -> torch.device:
     return process_group.start(config.run.device, config.comm.timeout_seconds, config.run.seed)
 
 
-def _farthest(found: Iterable[tuple[str, Any]], expected: dict[str, Tensor], scale: float = 1.0) -> float:
-    """The largest relative difference of the tensors, divided by `scale`; infinite if one is missing."""
+def _farthest(
+    found: Iterable[tuple[str, Any]], expected: dict[str, Tensor], scale: float = 1.0
+) -> float:
+    """The largest relative difference of the tensors, divided by `scale`; infinite if one is
+    missing.
+    """
     largest = 0.0
     for name, tensor in found:
         if tensor is None:
@@ -180,9 +227,9 @@ def _farthest(found: Iterable[tuple[str, Any]], expected: dict[str, Tensor], sca
         if isinstance(tensor, DTensor):  # perhaps offloaded, while its mesh communicates on the GPU
             whole = whole.to(tensor.device_mesh.device_type).full_tensor()
         right = expected[name].detach().double()
-        difference = torch.linalg.vector_norm(whole.detach().cpu().double() / scale - right) / torch.linalg.vector_norm(
-            right
-        )
+        difference = torch.linalg.vector_norm(
+            whole.detach().cpu().double() / scale - right
+        ) / torch.linalg.vector_norm(right)
         largest = _worse(largest, float(difference))
     return largest
 

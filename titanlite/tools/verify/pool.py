@@ -1,11 +1,12 @@
 """Runs a function on several ranks, with new processes for each call.
 
-What it is: the process pool of `titanlite verify` and of the tests. The earliest error of any rank is raised. If a rank
-dies or exceeds the time-out, all ranks are ended.
-Why it is here: torch caches what depends on a mesh (placements, compiled blocks). In a process that had an earlier mesh
-of the same shape, a cached entry would refer to process groups that no longer exist. So each call has new processes.
-What it costs: milliseconds per call, not the seconds of a launch: workers are forked from a server that has imported
-torch.
+What it is: the process pool of `titanlite verify` and of the tests. The earliest error of any rank
+is raised. If a rank dies or exceeds the time-out, all ranks are ended.
+Why it is here: torch caches what depends on a mesh (placements, compiled blocks). In a process that
+had an earlier mesh of the same shape, a cached entry would refer to process groups that no longer
+exist. So each call has new processes.
+What it costs: milliseconds per call, not the seconds of a launch: workers are forked from a server
+that has imported torch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class WorkerError(AssertionError):
 
 
 def _work(connection: Connection, device: str, quiet: bool) -> None:
-    """The main function of a worker: joins a new process group, runs one function, sends the outcome."""
+    """The main function of a worker: joins a new process group, runs one function, sends the
+    outcome.
+    """
     if quiet:
         os.environ["LOG_RANK"] = "none"
         null = os.open(os.devnull, os.O_WRONLY)
@@ -48,7 +51,8 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
 
     from titanlite.distributed.process_group import join, open_device, use_loopback
 
-    gc.freeze()  # a collection would visit all that torch imported, and so copy the pages shared with the server
+    # a collection would visit all that torch imported, and so copy the pages shared with the server
+    gc.freeze()
 
     torch.set_num_threads(1)
     _share_no_progress_bars()
@@ -58,7 +62,9 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
         if device == "cuda":
             os.environ["LOCAL_RANK"] = str(rank)
         use_loopback()
-        join(open_device(device), GROUP_TIMEOUT, rank, world_size, dist.FileStore(store, world_size))
+        join(
+            open_device(device), GROUP_TIMEOUT, rank, world_size, dist.FileStore(store, world_size)
+        )
         outcome = (time.monotonic(), None, function(*arguments))
         dist.barrier()  # no rank exits while another still communicates with it
     except BaseException:
@@ -71,7 +77,10 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
 
 
 def _start_server() -> None:
-    """Starts the process that the workers are forked from, unless it runs. By its environment it finds titanlite."""
+    """Starts the process that the workers are forked from, unless it runs.
+
+    By its environment it finds titanlite.
+    """
     variables = interpreter.environment()
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -88,7 +97,8 @@ def _start_server() -> None:
 def _share_no_progress_bars() -> None:
     """Gives tqdm a lock of this process alone.
 
-    Its default one has a named semaphore, which stays behind when a worker ends by `os._exit`. The compiler draws bars.
+    Its default one has a named semaphore, which stays behind when a worker ends by `os._exit`. The
+    compiler draws bars.
     """
     with contextlib.suppress(ImportError):
         import tqdm
@@ -106,38 +116,68 @@ class Pool:
         self._options = (device, quiet)
 
     def run(
-        self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60, grace: float = 1.0
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        timeout: float = 60,
+        grace: float = 1.0,
     ) -> list[Any]:
-        """The results of all ranks in order. Raises WorkerError, `grace` seconds after the first rank has failed."""
+        """The results of all ranks in order.
+
+        Raises WorkerError, `grace` seconds after the first rank has failed.
+        """
         interpreter.in_root_folder(_start_server)
         workers: list[tuple[Any, Connection]] = []
         try:
             with tempfile.TemporaryDirectory() as folder:
                 for rank in range(world_size):
                     ours, theirs = self._context.Pipe()
-                    process = self._context.Process(target=_work, args=(theirs, *self._options), daemon=True)
+                    process = self._context.Process(
+                        target=_work, args=(theirs, *self._options), daemon=True
+                    )
                     process.start()
                     theirs.close()
-                    ours.send((sys.path, rank, world_size, str(Path(folder, "store")), function, arguments))
+                    ours.send(
+                        (
+                            sys.path,
+                            rank,
+                            world_size,
+                            str(Path(folder, "store")),
+                            function,
+                            arguments,
+                        )
+                    )
                     workers.append((process, ours))
-                outcomes = _collect([connection for _, connection in workers], time.monotonic() + timeout, grace)
+                outcomes = _collect(
+                    [connection for _, connection in workers], time.monotonic() + timeout, grace
+                )
         finally:
             for process, connection in workers:
                 connection.close()
                 process.kill()
                 process.join()
-        errors = sorted((outcome for outcome in outcomes.values() if outcome[1]), key=lambda outcome: outcome[0])
+        errors = sorted(
+            (outcome for outcome in outcomes.values() if outcome[1]), key=lambda outcome: outcome[0]
+        )
         if errors or len(outcomes) < world_size:
             missing = sorted(set(range(world_size)) - set(outcomes))
-            raise WorkerError(errors[0][1] if errors else f"ranks {missing} did not answer within {timeout} s")
+            raise WorkerError(
+                errors[0][1] if errors else f"ranks {missing} did not answer within {timeout} s"
+            )
         return [outcomes[rank][2] for rank in range(world_size)]
 
 
 def _collect(connections: list[Connection], deadline: float, grace: float) -> dict[int, Outcome]:
-    """Waits until all ranks have an outcome, one has failed, or the time is up. Outcomes by rank."""
+    """Waits until all ranks have an outcome, one has failed, or the time is up.
+
+    Outcomes by rank.
+    """
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(connections) and (left := deadline - time.monotonic()) > 0:
-        silent = {connection: rank for rank, connection in enumerate(connections) if rank not in outcomes}
+        silent = {
+            connection: rank for rank, connection in enumerate(connections) if rank not in outcomes
+        }
         ready: list[Any] = wait(list(silent), timeout=left)
         for connection in ready:
             rank = silent[connection]
@@ -146,5 +186,6 @@ def _collect(connections: list[Connection], deadline: float, grace: float) -> di
             except EOFError:
                 outcomes[rank] = (time.monotonic(), f"rank {rank} died", None)
         if any(error for _, error, _ in outcomes.values()):
-            deadline = min(deadline, time.monotonic() + grace)  # the error of another rank may be the cause
+            # The error of another rank may be the cause
+            deadline = min(deadline, time.monotonic() + grace)
     return outcomes
