@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import shlex
 from fractions import Fraction
@@ -152,17 +153,34 @@ def test_the_table_of_verify_has_a_row_for_every_layout_of_the_quick_ladder():
     assert f"\n{len(rows)} of {len(rows)} layouts equal one process\n" in PARALLELISM
 
 
-@pytest.mark.parametrize("document", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+PAGES = [*sorted(DOCS.parent.glob("*.md")), *sorted(DOCS.glob("*.md"))]
+
+
+@pytest.mark.parametrize("document", PAGES, ids=lambda path: str(path.relative_to(DOCS.parent)))
 def test_links_of_documents_lead_somewhere(document):
-    for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", document.read_text()):
+    prose = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", prose):
         if link.startswith("https://"):
             continue
         target = document.parent / link if link else document
         assert target.exists(), link
-        headings = (
-            re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
-            if target.suffix == ".md"
-            else []
-        )
-        names = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-        assert not anchor or anchor in names, anchor
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{link}#{anchor}"
+
+
+def test_the_picture_of_four_layouts_is_drawn_from_the_stored_losses():
+    newest = max((DOCS.parent / "benchmarks/results").glob("*-four_layouts.json"))
+    layouts = json.loads(newest.read_text())["results"]["layouts"]
+    picture = (DOCS / "images/four_layouts.svg").read_text()
+    assert len(layouts) == 4
+    assert all(f">{name}</text>" in picture for name in layouts)
+    one, *others = layouts.values()
+    for losses in others:
+        largest = max(abs(a - b) for a, b in zip(losses, one, strict=True))
+        assert f"largest: {largest:.3f}</text>" in picture

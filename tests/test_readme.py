@@ -1,5 +1,8 @@
-"""What the README says is so: the core route, the rooms, the sections of the config, the commands."""
+"""What the README and the pages beside it say is so: length, links, commands, route, rooms."""
 
+from __future__ import annotations
+
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -9,25 +12,88 @@ from test_architecture import floor
 
 from titanlite.config.load import flavors, load_config
 from titanlite.config.schema import sections
+from titanlite.tools.cli.main import COMMANDS as SUBCOMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
+CONFIGURATION = (ROOT / "docs/configuration.md").read_text()
+PAGES = (ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md")))
+
+NUMBERED = re.compile(r"^\d+\. \[`([^`]+)`\]\((?:\.\./)?([^)]+)\):\s.+", re.MULTILINE)
+FIRST_SITTING = NUMBERED.findall(README)
+ROUTE = NUMBERED.findall(ARCHITECTURE)
+# The table "left out": files, and packages with all that is in them
+EXCUSED = re.findall(
+    r"^\| \[`(titanlite/[^`]+)`\]\(\.\./([^)]+)\) \| .+ \|$", ARCHITECTURE, re.MULTILINE
+)
 
 
-ROUTE = re.findall(r"^\d+\. \[`([^`]+)`\]\(([^)]+)\): .+", README, re.MULTILINE)
+def test_the_readme_is_short():
+    assert len(README.split()) <= 900
+
+
+def test_links_of_the_readme_lead_somewhere():
+    for link in re.findall(r"\]\(([^)]+)\)", README):
+        assert link.startswith("https://") or (ROOT / link.partition("#")[0]).exists(), link
+
+
+def test_the_readme_names_every_document():
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"(docs/{page.name})" in README, page.name
+
+
+def test_the_map_of_the_documents_names_every_document():
+    page_map = (ROOT / "docs/README.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or re.search(rf"\({page.name}[#)]", page_map), page.name
+
+
+def test_the_first_sitting_is_six_files_of_the_route():
+    assert len(FIRST_SITTING) == 6
+    assert set(FIRST_SITTING) <= set(ROUTE)
 
 
 def test_the_core_route_exists():
-    """Files that exist, each once, as many as the text says."""
+    """Files that exist, each once, as many as the texts say."""
     assert all(name == link for name, link in ROUTE)
     names = [name for name, _ in ROUTE]
     assert len(set(names)) == len(names)
     assert all((ROOT / name).is_file() for name in names)
+    assert f"{len(names)} files" in ARCHITECTURE
     assert f"{len(names)} files" in README
 
 
+def imports_of_train() -> set[str]:
+    """The files and packages of ours that train.py imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / "train.py").read_text())):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("titanlite"):
+            continue
+        path = (node.module or "").replace(".", "/")
+        if (ROOT / path).is_dir():
+            names |= {f"{path}/{alias.name}.py" for alias in node.names}
+        else:
+            names.add(f"{path}.py")
+    return names
+
+
+def test_every_module_that_train_imports_is_on_the_route_or_excused():
+    assert all(name == link and (ROOT / link).exists() for name, link in EXCUSED)
+    route = {name for name, _ in ROUTE}
+    excused = {name for name, _ in EXCUSED}
+    assert not route & excused
+    unexplained = [
+        name
+        for name in sorted(imports_of_train() - route)
+        if name not in excused and str(Path(*Path(name).parts[:2])) not in excused
+    ]
+    assert not unexplained
+
+
 def test_every_room_has_its_line_from_the_ground_up():
-    rooms = re.findall(r"^\| \[`(\w+)/`\]\(titanlite/(\w+)\) \| .+ \|$", README, re.MULTILINE)
+    pattern = r"^\| \[`(\w+)/`\]\(\.\./titanlite/(\w+)\) \| .+ \|$"
+    rooms = re.findall(pattern, ARCHITECTURE, re.MULTILINE)
     folders = {path.parent.name for path in (ROOT / "titanlite").glob("*/__init__.py")}
     assert [name for name, _ in rooms] == [link for _, link in rooms]
     assert {name for name, _ in rooms} == folders
@@ -35,24 +101,51 @@ def test_every_room_has_its_line_from_the_ground_up():
     assert floors == sorted(floors)
 
 
+def test_every_tool_has_its_line():
+    pattern = r"^\| \[`(\w+)/`\]\(\.\./titanlite/tools/(\w+)\) \| .+ \|$"
+    tools = re.findall(pattern, ARCHITECTURE, re.MULTILINE)
+    folders = {path.parent.name for path in (ROOT / "titanlite/tools").glob("*/__init__.py")}
+    assert {name for name, _ in tools} == {link for _, link in tools} == folders
+
+
 def test_every_section_and_flavor_is_described():
-    assert re.findall(r"^\| `\[(\w+)\]` \|", README, re.MULTILINE) == list(sections())
-    assert all(f"`{flavor}`" in README for flavor in flavors())
+    described = re.findall(r"^\| `\[(\w+)\]` \|", CONFIGURATION, re.MULTILINE)
+    assert described == list(sections())
+    assert all(f"`{flavor}`" in CONFIGURATION for flavor in flavors())
 
 
-def test_links_lead_somewhere():
-    for link in re.findall(r"\]\(([^)]+)\)", README):
-        assert link.startswith("https://") or (ROOT / link).exists(), link
+def commands(text: str) -> list[str]:
+    """The lines of the shell blocks of a page, without comments."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
 
 
-COMMANDS = [
-    line.partition("#")[0]
-    for line in README.splitlines()
-    if "./run_train.sh" in line and line[:1] in ".N"
+def test_the_readme_has_three_commands_in_the_order_in_which_they_work():
+    first, second, third = commands(README)
+    assert first == "./run_train.sh"
+    assert second.startswith("NGPU=2 ./run_train.sh debug ")
+    assert third == ".venv/bin/python -m titanlite verify --quick"
+    resumed = load_config(shlex.split(second)[2:])
+    assert resumed.training.steps > load_config(["debug"]).training.steps
+
+
+PAGES_WITH_COMMANDS = [ROOT / "README.md", ROOT / "docs/running.md"]
+TRAINING = [
+    command
+    for page in PAGES_WITH_COMMANDS
+    for command in commands(page.read_text())
+    if "./run_train.sh" in command
+]
+TOOLS = [
+    command
+    for page in PAGES_WITH_COMMANDS
+    for command in commands(page.read_text())
+    if command.startswith("titanlite ")
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", TRAINING)
 def test_commands_parse(command):
     words = shlex.split(command)
     arguments = words[words.index("./run_train.sh") + 1 :]
@@ -60,12 +153,13 @@ def test_commands_parse(command):
         load_config(arguments)
 
 
-def test_there_are_commands():
-    assert len(COMMANDS) >= 5
+def test_every_subcommand_is_shown():
+    assert len(TRAINING) >= 5
+    assert {shlex.split(command)[1] for command in TOOLS} >= set(SUBCOMMANDS) - {"train", "config"}
 
 
 def test_documents_name_existing_files():
-    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for document in PAGES:
         for name in re.findall(
             r"`((?:titanlite|tests|train_configs|docs)/[\w./-]+\.\w+)`", document.read_text()
         ):

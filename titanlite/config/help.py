@@ -14,7 +14,7 @@ USAGE = """usage: titanlite train [CONFIG] [--section.key=value ...]      (./run
   CONFIG                 a TOML file, or the name of one in train_configs/ (default: debug)
                          flavors here: {flavors}
   --section.key=value    overrides a key; also `--section.key value`, and `--section.key` for true
-  NGPU, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, LOG_RANK: environment variables, see README.md
+  NGPU, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, LOG_RANK: environment variables, see docs/running.md
 """
 
 
