@@ -46,8 +46,15 @@ OPTIONS = {
 }
 PICTURE = report.ROOT / "docs/images/four_layouts.svg"
 
-WIDTH, HEIGHT = 760, 420
-LEFT, RIGHT, TOP, BOTTOM = 62, 742, 44, 352  # the frame of the plot
+WIDTH = 760
+HEIGHT = 420
+
+# The frame of the plot
+LEFT = 62
+RIGHT = 742
+TOP = 44
+BOTTOM = 352
+
 COLOURS = ("#1b1b1b", "#0072b2", "#e69f00", "#009e73")  # told apart by colour-blind readers too
 GREY = "#666666"
 TURN = 3  # steps that one curve draws before the next one does

@@ -48,9 +48,10 @@ def rank_orders(
 
 
 def _forwards_and_backwards(stage: int, microbatches: int, warmup: int) -> list[Task]:
-    """Warmup: `warmup` forwards.
+    """The order of GPipe and 1F1B.
 
-    Steady: one backward, one forward. Cooldown: the backwards that are left.
+    Warmup: `warmup` forwards. Steady state: one backward, one forward. Cooldown: the backwards that
+    are left.
     """
     order = [Task("F", stage, i) for i in range(warmup)]
     for i in range(microbatches - warmup):
@@ -93,9 +94,7 @@ def _order_of_torch(
 
 
 def place_in_slots(order: list[list[Task]]) -> list[list[Task | None]]:
-    """The same tasks in slots of time, each rank's in its order and as early as its inputs are
-    there; None is idle.
-    """
+    """The tasks of each rank in its order, as early as their inputs allow; None is an idle slot."""
     last_stage = max(task.stage for tasks in order for task in tasks)
     slots: list[list[Task | None]] = [[] for _ in order]
     finished: set[Task] = set()
@@ -134,8 +133,11 @@ def bubble(slots: list[list[Task | None]]) -> Fraction:
 
 
 def draw(slots: list[list[Task | None]]) -> str:
-    """One line per rank: `>0` is the forward of microbatch 0, `<0` its backward, `2>0` names stage
-    2 as well, `.` is an idle slot."""
+    """One line per rank.
+
+    `>0` is the forward of microbatch 0, `<0` its backward; `2>0` names stage 2 as well; `.` is an
+    idle slot.
+    """
     several = any(task and task.stage != rank for rank, row in enumerate(slots) for task in row)
     cells = [[_cell(task, several) for task in row] for row in slots]
     width = max(len(cell) for row in cells for cell in row)
