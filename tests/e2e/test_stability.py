@@ -69,7 +69,7 @@ def run_with_nan(
 def ask_with_nan(arguments: list[str], folder: Path) -> str:
     """As `run_with_nan`, and the file SAVE appears in the bad step."""
     from titanlite.checkpoint.manager import Checkpointer
-    from titanlite.optim.stability import Guard
+    from titanlite.optim.stability import Guard, Pending
 
     judge, wants_save = Guard.judge, Checkpointer.wants_save
     steps: list[int] = []
@@ -284,7 +284,7 @@ def read_late(arguments: list[str], delays: list[int]) -> tuple[list[int], list[
     """As `run_with_nan` on a device: numbers arrive some steps later, on each rank after another
     number of steps.
     """
-    from titanlite.optim.stability import Guard
+    from titanlite.optim.stability import Guard, Pending
 
     judged: list[int] = []
 
@@ -298,11 +298,11 @@ def read_late(arguments: list[str], delays: list[int]) -> tuple[list[int], list[
         def synchronize(self) -> None:
             pass
 
-    def send(guard, where, numbers):
-        judged.append(where[0])
-        guard._pending.append((where, numbers, Copy()))
+    def send(guard, step, first, end, numbers):
+        judged.append(step)
+        guard.pending.append(Pending(step, first, end, numbers, Copy()))
 
-    with mock.patch.object(Guard, "_send", send):
+    with mock.patch.object(Guard, "send", send):
         return run_with_nan(arguments, 0, "loss", 41)
 
 
@@ -368,7 +368,7 @@ def test_a_rollback_survives_a_kill(pool, arguments, tmp_path):
 
 def always_bad(arguments: list[str], step: int) -> str:
     """The error of a run whose step `step` is bad with any samples."""
-    from titanlite.optim.stability import Guard
+    from titanlite.optim.stability import Guard, Pending
 
     original = Guard.judge
 

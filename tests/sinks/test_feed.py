@@ -232,7 +232,9 @@ class SlowFeed(threading.Thread):
 
 def test_the_end_waits_for_a_sink_that_makes_progress(path, monkeypatch):
     monkeypatch.setattr(sinks, "PATIENCE", 1.0)
-    many = Sinks(MetricsConfig(), path.parent, {}, {"comm": {"timeout_seconds": 60}})
+    many = Sinks(
+        MetricsConfig(sinks=("mlflow",)), path.parent, {}, {"comm": {"timeout_seconds": 60}}
+    )
     for sent, complete in ((range(10, 30), True), ([0] * 20, False)):
         feed = SlowFeed(sent)
         many.feeds = [feed]

@@ -12,6 +12,7 @@ import os
 import sys
 from pathlib import Path
 
+from titanlite.observe.console import TableFormatter
 from titanlite.observe.line_file import LineFileHandler
 
 logger = logging.getLogger("titanlite")
@@ -32,9 +33,7 @@ def setup_logging(rank: int) -> None:
     console = logging.StreamHandler(sys.stdout)
     console.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
     if sys.stdout.isatty():
-        # a file gets plain lines, which scripts read
-        from titanlite.observe.console import TableFormatter
-
+        # A file gets plain lines, which scripts read
         console.setFormatter(TableFormatter(prefix))
     console.setLevel(level if str(rank) in shown else logging.WARNING)
     logger.addHandler(console)
