@@ -1,9 +1,9 @@
 """Trains a Llama: the whole run, read top to bottom.
 
-    ./run_train.sh debug                              creates the Python environment if needed, then runs this file
+    ./run_train.sh debug             makes the Python environment if needed, then runs this file
     NGPU=4 ./run_train.sh llama3_8b --training.steps=100
-    python train.py debug                             one process, no launcher
-    torchrun --nproc-per-node 4 train.py llama3_8b    several processes, started by torchrun
+    python train.py debug            one process, no launcher
+    torchrun --nproc-per-node 4 train.py llama3_8b
 
 Off is a value, not an absence. A mesh axis that is not used has size 1. A part that is switched off
 (loss scale, guard, average of the weights, probes, sampler, sinks, profiler) is built all the same:

@@ -1,4 +1,4 @@
-"""Step times: phases add up to the time that a run took, and delays are found where they were put."""
+"""Step times: phases add up to the time of a run, and delays are found where they were put."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ POSITIONS = torch.tensor([*range(5), *range(11)]).expand(4, -1)  # two documents
 
 
 def scaled(model: Any) -> Any:
-    """Weights that make activations and logits large enough to differ between blocks and documents."""
+    """Weights with activations and logits that differ between blocks and documents."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "attention.w" in name or "feed_forward" in name:

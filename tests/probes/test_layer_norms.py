@@ -24,7 +24,7 @@ OPTIMIZER = OptimizerConfig(lr=0.01, eps=1e-5)
 
 
 def rows_of_a_run(parallel: dict, tied: bool) -> list[dict[str, Any]]:
-    """The rows of three steps, of which the second is measured; and the clipped norm of that step."""
+    """The rows of three steps, of which the second is measured."""
     local = 4 // (parallel.get("dp_shard", 1) * parallel.get("dp_replicate", 1))
     stages = build_stages(parallel, 0, TIED if tied else EVEN, local_batch_size=local)
     optimizer = build_optimizer(stages.model_parts, OPTIMIZER)

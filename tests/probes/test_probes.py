@@ -1,4 +1,4 @@
-"""What runs beside training, in whole runs: its rows, its state, and that training does not notice."""
+"""What is measured in whole runs: its rows, its state, and that training is the same."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_a_run_writes_samples_and_has_the_losses_of_one_without(whole_run):
 
 
 def test_a_resumed_run_has_each_sample_once(pool, arguments, whole_run, tmp_path):
-    """Killed by a request after step 4, which is saved; then samples of a later step, which is not."""
+    """Stopped after step 4, which is saved; then samples of a later step, which is not."""
     assert pool.run(1, train_until, 4, [*arguments, *OPTIONS]) == [75]
     later = {"step": 6, "prompt": "lost", "text": "lost"}
     with (tmp_path / "debug" / SAMPLES).open("a") as file:

@@ -182,7 +182,7 @@ class Metrics:
         logger.info(step_line(self._position(), row), extra={"row": row})
 
     def _speed(self, tokens: int, seconds: float) -> dict[str, Any]:
-        """The speed of `tokens`, over all ranks, in `seconds`. `mfu` is None without a known peak."""
+        """The speed of `tokens` (of all ranks) in `seconds`; `mfu` is None without a known peak."""
         tps = tokens / seconds / dist.get_world_size()
         tflops = tps * self.flops_per_token / 1e12
         mfu = None

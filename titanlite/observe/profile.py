@@ -5,9 +5,11 @@ folder, the processes in `profiling.ranks` record some steps, after warmup steps
 Each writes into `traces/`, with N the last recorded step:
 
     step-N-rank-R.json.gz            the trace, for https://ui.perfetto.dev or chrome://tracing
-    step-N-rank-R.txt                the kernels that took most time, and communication that was not hidden
+    step-N-rank-R.txt                the kernels that took most time, and communication that was
+                                     not hidden
     step-N-rank-R.collectives.json   the last collectives, where torch's flight recorder keeps them
-    step-N-rank-R.memory.pickle      on CUDA, with `profiling.memory`: every allocation, for torch's memory viewer
+    step-N-rank-R.memory.pickle      on CUDA, with `profiling.memory`: every allocation, for torch's
+                                     memory viewer
 
 What it costs: nothing between recordings; a recorded step is slower, and a trace has megabytes per
 step.

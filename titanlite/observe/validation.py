@@ -88,8 +88,9 @@ class Validator:
             if sums is None:
                 return None
             if sums.num_targets == 0:
+                number = self.config.samples or "any"
                 raise ConfigError(
-                    f"the validation text of {name} has no targets in {self.config.samples or 'any'} "
+                    f"the validation text of {name} has no targets in {number} "
                     "sequences; expected more validation.samples, or another validation text"
                 )
             losses[name] = sums.loss / sums.num_targets

@@ -143,7 +143,7 @@ class WeightEMA:
 
     @torch.no_grad()
     def _exchange(self, copies: list[Tensor]) -> list[Tensor]:
-        """Exchanges average and weights; of weights that are not fp32, restores or returns copies."""
+        """Exchanges average and weights; restores or returns copies of weights that are not fp32."""
         for part in self.parts:
             for module in part.modules():
                 if isinstance(module, FSDPModule):

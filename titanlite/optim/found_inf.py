@@ -39,5 +39,5 @@ def require_withholding(optimizer: torch.optim.Optimizer, asked_by: str) -> None
 
 
 def withheld(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """1.0 on the device if the last update was withheld, 0.0 if not; None if nothing decides that."""
+    """1.0 on the device if the last update was withheld, 0.0 if not; None without a decision."""
     return getattr(optimizer, "found_inf", None)

@@ -4,7 +4,9 @@ What it is: before each optimizer step the `Guard` judges the loss of all ranks 
 whole gradient. A step is bad if one of them is NaN or infinite, or a spike: with x a loss or a norm
 and X those of the last `window` steps,
 
-    z = (x - median(X)) / (1.4826 MAD(X)),   MAD(X) = median(|X - median(X)|),   a spike if z > threshold.
+    z = (x - median(X)) / (1.4826 MAD(X)),   MAD(X) = median(|X - median(X)|)
+
+and it is a spike if z > threshold.
 
 1.4826 MAD estimates the standard deviation of a normal distribution, and a few outliers do not
 change it. It is taken as at least FLOOR times the median. While a loss falls, X are lowered by the

@@ -1,8 +1,8 @@
-"""What a run measures if asked: one object with the points of a step at which something is measured.
+"""What a run measures if asked: one object with the points of a step at which it is measured.
 
-What it is: the probes of `[metrics]`, each with a key that says every how many steps it measures; 0,
-the default, is never. A probe that is off returns at once. docs/measures.md says what each number
-means.
+What it is: the probes of `[metrics]`, each with a key that says every how many steps it measures;
+0, the default, is never. A probe that is off returns at once. docs/measures.md says what each
+number means.
 What it costs: nothing on steps that are not measured.
 """
 

@@ -112,7 +112,7 @@ class Feed(threading.Thread):
                 self.sink.close(False)
                 self.reader = None
                 continue
-            new = [found for row in rows if (found := self._new(row)).values]
+            new = [scalars for scalars in map(self._new, rows) if scalars.values]
             if new:
                 self.sink.send(new)
             self.sent = self.reader.position
@@ -126,7 +126,8 @@ class Feed(threading.Thread):
         for name, value in scalars(row).items():
             name = self.sink.metric_name(name)
             if step > self._last[name]:
-                self._last[name], values[name] = step, value
+                self._last[name] = step
+                values[name] = value
         return Scalars(step, row.get("time", time.time()), values)
 
     def _report(self, error: BaseException) -> None:
@@ -135,7 +136,8 @@ class Feed(threading.Thread):
         if self._failures == 1:
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             logger.warning(
-                f"metrics.sinks: {self.sink_name}: {text}; training continues, the rows are sent later"
+                f"metrics.sinks: {self.sink_name}: {text}; "
+                "training continues, the rows are sent later"
             )
 
     def unsent(self) -> int:
