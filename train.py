@@ -1,22 +1,26 @@
 """Trains a Llama: the whole run, read top to bottom.
 
-    ./run_train.sh debug                              creates the Python environment if needed, then runs this file
+    ./run_train.sh debug             makes the Python environment if needed, then runs this file
     NGPU=4 ./run_train.sh llama3_8b --training.steps=100
-    python train.py debug                             one process, no launcher
-    torchrun --nproc-per-node 4 train.py llama3_8b    several processes, started by torchrun
+    python train.py debug            one process, no launcher
+    torchrun --nproc-per-node 4 train.py llama3_8b
+
+Off is a value, not an absence. A mesh axis that is not used has size 1. A part that is switched off
+(loss scale, guard, average of the weights, probes, sampler, sinks, profiler) is built all the same:
+it has no state and does nothing. So `main` has no branch for a feature, and what it shows is what
+every run does, in this order.
 
 Letters in shapes: B sequences of a local batch, S tokens of a sequence.
 """
 
-import contextlib
 import dataclasses
 import json
 import logging
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +29,10 @@ from titanlite.checkpoint.manager import Checkpointer, NonFinite
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError
+from titanlite.config.budget import epochs_in_steps
+from titanlite.config.help import help_text
 from titanlite.config.load import load_config
-from titanlite.config.schema import Config, DataConfig, ProfilingConfig, portable
+from titanlite.config.schema import Config, DataConfig, portable
 from titanlite.config.to_toml import to_toml
 from titanlite.data.prepared import PreparedData, description, fingerprint_of, load_sources
 from titanlite.data.stream import TrainStream, build_samples, count_targets
@@ -37,6 +43,7 @@ from titanlite.distributed.agreement import (
     PATIENT,
     JoinError,
     StorageError,
+    broadcast,
     broadcast_from_rank0,
     require_agreement,
 )
@@ -44,21 +51,30 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.run_folder import claim_folder
 from titanlite.distributed.signals import FileRequest, Requests
 from titanlite.distributed.watchdog import Watchdog
-from titanlite.model.attention import attention_kernel
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.observe.logging import log_to_file, setup_logging
-from titanlite.observe.metrics import Metrics, Progress, Workload
+from titanlite.observe.metrics import Metrics, Progress
+from titanlite.observe.profile import Profiler
+from titanlite.observe.start_and_end import log_end, log_start
 from titanlite.observe.validation import Validator
-from titanlite.optim.clip import build_clip
-from titanlite.optim.optimizer import build_guard, build_optimizer
+from titanlite.optim.clip import clip_gradients
+from titanlite.optim.ema import WeightEMA
+from titanlite.optim.loss_scale import LossScale
+from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
+from titanlite.optim.stability import Guard
 from titanlite.parallel.auto import resolve_auto
 from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
-from titanlite.rules.check import check_layout, unused_settings
+from titanlite.probes.noise_scale import NoiseScale
+from titanlite.probes.probes import Probes
+from titanlite.probes.samples import Sampler
+from titanlite.rules.check import check_layout
 from titanlite.runtime.errors import EXIT_CONFIG, LAUNCHED, ConfigError
+from titanlite.runtime.failure import report_failure
 from titanlite.runtime.files import replace_file
+from titanlite.sinks.feed import Sinks
 
 logger = logging.getLogger("titanlite")
 
@@ -70,11 +86,11 @@ def main(config: Config) -> int:
     """
     # 1. World: the ranks, how they are arranged, and the folder they share
     timeout = config.comm.group_timeout_seconds
-    deterministic = config.debug.deterministic
-    device = process_group.start(config.run.device, timeout, config.run.seed, deterministic)
-    rank = dist.get_rank()
+    device = process_group.start(
+        config.run.device, timeout, config.run.seed, config.debug.deterministic
+    )
     folder = Path(config.run.folder, config.run.name)
-    setup_logging(rank)
+    setup_logging(dist.get_rank())
     require_agreement(configuration=portable(config))
     tokenizer = Tokenizer(config.data.tokenizer)
     llama = resolve_flavor(config.model, tokenizer.size)
@@ -83,20 +99,18 @@ def main(config: Config) -> int:
     broadcast_from_rank0(lambda: log_to_file(folder / "log.txt"))
     asked = config
     config = resolve_auto(config, llama.dim, degrees, device.type)
+    compiled = config.compile.enabled == "true"
     mesh = Mesh(device.type, degrees, timeout)
     progress = Progress()
-    # Reports a rank that hangs
+    # Ends the run if a rank hangs, and names the rank
     watchdog = Watchdog(config.comm, folder, lambda: progress.step, device.type == "cpu")
     requests = Requests()  # from here on a signal makes the run save and end
 
     # 2. Data: text is tokenised once; sample i of the stream is a function of (seed, i)
     data = load_sources(config.data, prepared_folders(config.data, tokenizer), tokenizer)
-    # Preparing it takes a node as long as it takes
-    require_agreement(PATIENT, data=fingerprint_of(data))
+    require_agreement(PATIENT, data=fingerprint_of(data))  # preparing takes nodes different times
     samples = build_samples(data, config.data, config.training, config.run.seed)
     if config.training.epochs:
-        from titanlite.config.budget import epochs_in_steps
-
         config = epochs_in_steps(config, samples.rows[0].count)
     training = config.training
     stream = TrainStream(
@@ -110,152 +124,134 @@ def main(config: Config) -> int:
     model_parts = build_model_parts(model, config, mesh, device)
     stages = Stages(model_parts, config, mesh, device)
 
-    # 4. Training state: everything that a step changes, and its checkpoints
+    # 4. Training state: everything that a step changes. A checkpoint holds exactly these
     optimizer = build_optimizer(model_parts, config.optimizer, config.parallel.optimizer_offload)
     schedule = Schedule(optimizer, config.schedule, config.optimizer.lr, training.steps)
-    states: dict[str, Any] = {
+    scaler = LossScale(training, optimizer, device)  # of float16
+    guard = Guard(config.stability, stream, optimizer, scaler, mesh, device)
+    ema = WeightEMA(config.ema, model_parts, optimizer)
+    noise_scale = NoiseScale(config.metrics, stages, scaler, progress)
+    states = {
         "model": ModelState(model_parts),
         "optimizer": OptimizerState(model_parts, optimizer),
         "data": stream,
         "progress": progress,
         "random": RandomState(),
+        "loss_scale": scaler,
+        f"stability-{config.stability.window}": guard,  # another window begins empty
+        "ema": ema,
+        "noise_scale": noise_scale,
     }
-    clip = build_clip(stages, optimizer, training, config.optimizer, device, states)
-    # Checkpoints keep `auto`: each start resolves it
+    # Checkpoints keep compile.enabled = auto, because a resumed run may be on another device
     record = dataclasses.replace(config, compile=asked.compile)
     metadata = RunMetadata(mesh.degrees, dataclasses.asdict(record), fingerprint_of(data))
     files = checkpoint_files(record, data, llama)
     checkpoint = Checkpointer(config.checkpoint, folder, states, files, metadata, device)
-    guard = checkpoint.guard = build_guard(config.stability, states, optimizer, device, mesh)
-    stages, connect = build_measures(config, stages, optimizer, states)
-    if not checkpoint.load() and config.checkpoint.initial_load:
-        # Other formats: imported only if used
-        from titanlite.tools.formats.load_weights import load_weights
-
-        load_weights(config.checkpoint, ModelState(model_parts), llama, tokenizer)
+    checkpoint.guard = guard
+    if not checkpoint.load():
+        load_initial_weights(config, model_parts, llama, tokenizer)
+    ema.start()  # with these weights, unless the checkpoint had an average
 
     # 5. Metrics and validation
-    workload = Workload(
-        training, config.validation, config.checkpoint, llama, process_group.device_name(device)
-    )
-    metrics = Metrics(config.metrics, folder, device, progress, workload)
-    metrics.more += [state.columns for state in states.values() if hasattr(state, "columns")]
-    validator = connect(Validator(config.validation, data, stream, stages.evaluate, mesh, metrics))
+    metrics = Metrics(config, llama, folder, device, progress, (scaler, guard, noise_scale))
+    probes = Probes(config.metrics, stages, noise_scale, metrics)
+    validator = Validator(config.validation, data, stream, stages.evaluate, mesh, metrics)
+    sampler = Sampler(config.validation, config.run.seed, tokenizer, stages, stream, metrics)
+    profiler = Profiler(config.profiling, folder, progress)
+    profile_file = FileRequest(folder / "PROFILE")
     garbage = process_group.GarbageCollection(training.gc_freq)
     broadcast_from_rank0(lambda: replace_file(folder / "config.toml", to_toml(record).encode()))
-    log_start(config, llama, mesh, device, progress.step)
-    if progress.step == 0:
-        validator.maybe_run(0, False, requests.agree_to_stop)
-        metrics.end_pause()
+    log_start(config, llama, mesh, device, compiled, progress)
+    if progress.step == 0 and validator.due(finished=False):
+        with metrics.paused():
+            validate(validator, ema, sampler, requests)
 
     # 6. Loop: one optimizer step after the other
     requests.agree()  # a signal may have arrived during the set-up
-    wants_profile, profile_step = build_profiler(config.profiling, folder, progress)
-    with sinks(config, folder, metadata):
+    with Sinks(config.metrics, folder, metadata.layout, metadata.config):
         metrics.start()
         while progress.step < training.steps and not requests.stop:
             progress.step += 1
 
             # One optimizer step
             batches = stream.next_step()  # local batches of tokens and labels (B, S)
+            num_batches = len(batches)
             # Over all ranks
             num_targets = mesh.sum_counts(to_device(count_targets(batches), device))
+            probes.before_step(batches)
             loss = torch.zeros((), device=device)
             for i, batch in enumerate(prefetch(batches, device)):
-                loss += stages.forward_backward(batch, num_targets, last=i == len(batches) - 1)
-            grad_norm = clip()
+                last_batch = i == num_batches - 1  # after it gradients are reduced over ranks
+                loss += stages.forward_backward(batch, num_targets, scaler.scale, last_batch)
+                probes.after_backward(i, num_batches, num_targets)
+            scaler.unscale()
+            grad_norm = clip_gradients(
+                model_parts, training.max_norm, config.optimizer, device, stages.shared_params
+            )
+            scaler.judge(grad_norm)  # an overflow withholds the update and halves the scale
             lr = schedule.set_lr(progress.step)
-            checkpoint.wait_for_staging()  # weights and moments are about to change
-            if guard:
-                # Withholds the update if the step is bad
-                guard.judge(progress.step, loss, grad_norm)
+            checkpoint.wait_for_staging()  # a save may still be copying what follows changes
+            guard.judge(progress.step, loss, grad_norm)  # withholds the update of a bad step
+            probes.before_update()
             optimizer.step()
+            probes.after_update()
+            ema.update()
             optimizer.zero_grad()
             metrics.count_step(stream.step_tokens)
 
             # After some steps: log, validate, save, stop. All ranks take the same branches
-            agreed = requests.agree(checkpoint.wants_save(), checkpoint.failed, wants_profile())
+            agreed = requests.agree(
+                checkpoint.wants_save(), checkpoint.failed or guard.noticed, profile_file.seen()
+            )
+            profile_file.open = False
             finished = progress.step == training.steps
             last = finished or agreed.stop
             logs = metrics.due(last)
+            validates = validator.due(finished) or sampler.due(finished)
             saves = checkpoint.due(progress.step, last, agreed.save)
-            validates = validator.due(progress.step, finished)
-            read = logs or saves or validates or checkpoint.unproven or agreed.failed
-            if read:
+            if logs or validates or saves or agreed.failed or checkpoint.unproven:
                 loss = mesh.sum_losses(loss)
-                if checkpoint.require_finite(progress.step, grad_norm, loss):
+                # The only place in the loop where the host waits for the device
+                outcome = guard.read(progress.step, loss, grad_norm)
+                if checkpoint.judge(outcome):
                     metrics.start()  # rolled back
                     continue
             if logs:
                 metrics.log(loss, grad_norm, num_targets, lr, stream)
             if agreed.failed:
                 checkpoint.close()  # raises the error of the save
-            if saves or validates:
+            if validates or saves:
                 with metrics.paused():
-                    held_out_loss = validator.maybe_run(
-                        progress.step, finished, requests.agree_to_stop
-                    )
-                    checkpoint.maybe_save(
-                        progress.step, last or requests.stop, agreed.save, held_out_loss
-                    )
+                    held_out_loss = None
+                    if validates:
+                        held_out_loss = validate(validator, ema, sampler, requests)
+                    last = last or requests.stop  # a signal ends a validation
+                    checkpoint.maybe_save(progress.step, last, agreed.save, held_out_loss)
             garbage.step(progress.step)
-            profile_step(agreed.profile, last or requests.stop)
+            profiler.step(agreed.profile, last)
     watchdog.close()
     garbage.close()
-    # With what it needs for a sample and the report
-    from titanlite.tools.report.summary import log_end
-
-    code = log_end(config, Path(__file__), progress.step, tokenizer, llama)
+    code = log_end(config, Path(__file__), progress.step, sampler.texts)
+    write_report(folder)
     requests.restore()
     return code
 
 
-def build_profiler(config: ProfilingConfig, folder: Path, progress: Progress) -> Any:
-    """Two functions for each step: whether this process has a request to record steps, and what
-    records them.
+def validate(
+    validator: Validator, ema: WeightEMA, sampler: Sampler, requests: Requests
+) -> float | None:
+    """The loss on held-out text, which decides about `keep_best`; also that of the averaged
+    weights, and samples.
+
+    None if there is no validation, or if a signal has arrived: then the run saves and ends.
     """
-    profiler = None
-    file = FileRequest(folder / "PROFILE")
-
-    def step(requested: bool, last: bool) -> None:
-        nonlocal profiler
-        file.open = False
-        if profiler is None and (requested or config.enabled or config.ranks != "all"):
-            from titanlite.observe.profile import Profiler  # when it is used first
-
-            profiler = Profiler(config, folder / "traces", progress)
-        if profiler:
-            profiler.after_step(requested, last)
-
-    if config.enabled or config.ranks != "all":
-        step(requested=False, last=False)  # refuses wrong ranks before the first step
-    return file.seen, step
-
-
-def sinks(config: Config, folder: Path, metadata: RunMetadata) -> Any:
-    """A context manager that copies metrics.jsonl to `metrics.sinks`; without any it does nothing."""
-    if not config.metrics.sinks:
-        return contextlib.nullcontext()
-    from titanlite.sinks.feed import Sinks
-
-    return Sinks(config.metrics, folder, metadata.layout, metadata.config)
-
-
-def build_measures(config: Config, stages: Stages, optimizer: Any, states: dict[str, Any]) -> Any:
-    """Adds [ema], measures of [metrics], and samples.
-
-    Returns the run's stages, and a function of its validator.
-    """
-    section = config.metrics
-    keys = ("noise_scale_freq", "layer_norms_freq", "activations_freq")
-    if not any(
-        (config.ema.decay, config.validation.prompts, *(getattr(section, key) for key in keys))
-    ):
-        return stages, lambda validator: validator
-    from titanlite.probes.probes import Measures
-
-    measures = Measures(config, stages, optimizer, states)
-    return measures, measures.connect
+    loss = validator.run(requests)
+    if ema.validates and not requests.stop:
+        with ema.in_place_of_weights():
+            validator.run_average(requests)
+    if not requests.stop:
+        sampler.run(requests)
+    return loss
 
 
 def prepared_folders(section: DataConfig, tokenizer: Tokenizer) -> list[Path]:
@@ -269,6 +265,29 @@ def prepared_folders(section: DataConfig, tokenizer: Tokenizer) -> list[Path]:
     from titanlite.tools.prepare.cache import prepare  # without the launcher
 
     return [prepare(part, tokenizer, logger.info) for part in section.parts()]
+
+
+def load_initial_weights(
+    config: Config, model_parts: list[Llama], llama: LlamaConfig, tokenizer: Tokenizer
+) -> None:
+    """Weights of another run, or of a file in any format that `titanlite convert` reads, if
+    `checkpoint.initial_load` names one.
+    """
+    if config.checkpoint.initial_load:
+        from titanlite.tools.formats.load_weights import load_weights  # other formats
+
+        load_weights(config.checkpoint, ModelState(model_parts), llama, tokenizer)
+
+
+def write_report(folder: Path) -> None:
+    """Rank 0 writes the report while the others wait: at the first exit, a launcher may end the
+    other processes.
+    """
+    if dist.get_rank() == 0 and find_spec("titanlite.tools"):
+        from titanlite.tools.report import page
+
+        page.write_report(folder)
+    broadcast(None, PATIENT)
 
 
 def checkpoint_files(
@@ -285,60 +304,9 @@ def checkpoint_files(
     }
 
 
-def log_start(
-    config: Config, llama: LlamaConfig, mesh: Mesh, device: torch.device, step: int
-) -> None:
-    """Logs the model, the ranks and the batch, which settings have no effect, and if the run is
-    already complete.
-    """
-    for note in unused_settings(config, mesh.degrees):
-        logger.info(note)
-    training = config.training
-    dtype = getattr(torch, training.compute_dtype)
-    whole_sequences = mesh.degrees["cp"] == 1
-    attention = (
-        attention_kernel(llama, training.seq_len, dtype, device)
-        if whole_sequences
-        else "over ranks"
-    )
-    # See `block_mask.py`
-    attention = "within documents" if config.data.document_mask else attention
-    layout = (
-        ", ".join(f"{axis} {degree}" for axis, degree in mesh.degrees.items() if degree > 1)
-        or "one process"
-    )
-    compiled = (
-        f"compiled by {config.compile.backend}"
-        if config.compile.enabled == "true"
-        else "not compiled"
-    )
-    later = f" (later {training.batch_ramp})" if training.batch_ramp else ""
-    local_batches = training.global_batch_size // (training.local_batch_size * mesh.data_size)
-    used = f"{process_group.device_name(device)} x {dist.get_world_size()}"
-    about = {
-        "parameters": llama.num_parameters,
-        "device": used,
-        "layout": layout,
-        "torch": torch.__version__,
-    }
-    logger.info(
-        f"{config.model.flavor}: {llama.num_parameters:,} parameters, vocabulary {llama.vocab_size:,}; "
-        f"{used} ({layout}), compute {training.compute_dtype}, reduce {training.reduce_dtype}, attention {attention}, "
-        f"blocks {compiled}; {training.global_batch_size} sequences of {training.seq_len} per step{later}, "
-        f"{local_batches} x {training.local_batch_size} in each process",
-        extra={"event": "start", "step": step, "about": about},
-    )
-    if step >= training.steps:
-        logger.info(
-            f"nothing left to train: the run is at step {step}, and training.steps = {training.steps}"
-        )
-
-
 def run(argv: list[str]) -> int:
     """Calls `main`, and turns errors into messages and exit codes."""
     if {"-h", "--help"} & set(argv):
-        from titanlite.config.help import help_text
-
         print(help_text())
         return 0
     try:
@@ -349,16 +317,11 @@ def run(argv: list[str]) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0" or not dist.is_initialized():
             print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
         if isinstance(error, NonFinite):  # on all ranks
-            # What the run did until then
-            from titanlite.tools.report.summary import report_together
-
-            report_together(Path(config.run.folder, config.run.name))
+            write_report(Path(config.run.folder, config.run.name))  # what the run did until then
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        from titanlite.runtime.failure import report_failure  # when it is used
-
         return report_failure(error, __file__)
 
 

@@ -37,7 +37,9 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.watchdog import mark_phase
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
+from titanlite.observe.step_times import StepTimes
 from titanlite.optim.clip import clip_grad_norm
+from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
 from titanlite.optim.stability import Guard
@@ -99,24 +101,23 @@ class Titanlite:
             self.optimizer, constant, self.config.optimizer.lr, self.config.training.steps
         )
         reason = reason_not_compiled(asked, degrees, self.llama.dim, self.device.type)
-        self.guard = None
-        if self.config.stability.action != "stop" or self.config.stability.threshold:
-            stream: Any = SimpleNamespace(order=None, begun=0, samples=1)
-            self.guard = Guard(self.config.stability, stream, self.optimizer, self.device, mesh)
+        stream: Any = SimpleNamespace(order=None, begun=0, samples=1)
+        self.scaler = LossScale(self.config.training, self.optimizer, self.device)
+        self.guard = Guard(
+            self.config.stability, stream, self.optimizer, self.scaler, mesh, self.device
+        )
         self.not_compiled = "" if self.config.compile.enabled == "true" else reason or "no compiler"
         self.steps = 0
-        self.times = None
-        if self.config.metrics.step_times:
-            from titanlite.observe.step_times import StepTimes
-
-            self.times = StepTimes(self.device)
+        self.times = StepTimes(self.config.metrics.step_times, self.device)
 
     def step(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """A batch that is in CPU memory goes to the device as in train.py.
 
         With `data.document_mask` each sequence is taken for four documents of equal length.
         """
-        watchdog.recorder = self.times.mark if self.times else None  # of the one whose turn it is
+        watchdog.recorder = (
+            self.times.mark if self.times.enabled else None
+        )  # of the one whose turn it is
         mark_phase("reading data", times_only=True)
         batch = Batch(tokens, labels)
         if self.config.data.document_mask:
@@ -126,19 +127,20 @@ class Titanlite:
         if tokens.device.type != self.device.type:
             num_targets = to_device(num_targets, self.device)
             (batch,) = prefetch([batch], self.device)
-        loss = self.stages.forward_backward(batch, num_targets, True)
+        loss = self.stages.forward_backward(batch, num_targets, self.scaler.scale)
+        self.scaler.unscale()
         norm = clip_grad_norm(
             self.parts, self.config.training.max_norm, self.device, self.stages.shared_params
         )
+        self.scaler.judge(norm)
         self.steps += 1
         self.schedule.set_lr(self.steps)
-        if self.guard is not None:
-            self.guard.judge(self.steps, loss, norm)
+        self.guard.judge(self.steps, loss, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.guard is not None and self.guard.noticed:
-            raise RuntimeError(f"expected no bad step: {self.guard.read_all()}")
-        if self.times and self.steps % self.config.metrics.log_freq == 0:
+        if self.guard.noticed:
+            raise RuntimeError(f"expected no bad step: {self.guard.read(self.steps, loss, norm)}")
+        if self.times.enabled and self.steps % self.config.metrics.log_freq == 0:
             mark_phase("start of timing", times_only=True)
             self.times.columns()
         return loss

@@ -31,8 +31,8 @@ def nan_with(sample: int, victim: int, where: str):
         begin[0] = len(seen)
         return next_step(stream)
 
-    def spoiled(stages, batch, num_targets, last=True):
-        loss = forward_backward(stages, batch, num_targets, last)
+    def spoiled(stages, batch, num_targets, scale, last):
+        loss = forward_backward(stages, batch, num_targets, scale, last)
         if not last or dist.get_rank() != victim or sample not in seen[begin[0] :]:
             return loss
         if where == "loss":

@@ -284,7 +284,7 @@ def read_late(arguments: list[str], delays: list[int]) -> tuple[list[int], list[
     """As `run_with_nan` on a device: numbers arrive some steps later, on each rank after another
     number of steps.
     """
-    from titanlite.optim.stability import Guard
+    from titanlite.optim.stability import Guard, Pending
 
     judged: list[int] = []
 
@@ -298,11 +298,11 @@ def read_late(arguments: list[str], delays: list[int]) -> tuple[list[int], list[
         def synchronize(self) -> None:
             pass
 
-    def send(guard, where, numbers):
-        judged.append(where[0])
-        guard._pending.append((where, numbers, Copy()))
+    def send(guard, step, first, end, numbers):
+        judged.append(step)
+        guard.pending.append(Pending(step, first, end, numbers, Copy()))
 
-    with mock.patch.object(Guard, "_send", send):
+    with mock.patch.object(Guard, "send", send):
         return run_with_nan(arguments, 0, "loss", 41)
 
 

@@ -20,7 +20,7 @@ from launches import ROOT, environment
 from titanlite.observe.console import (
     TableFormatter,
     duration,
-    short,
+    fixed,
     short_duration,
     significant,
     step_line,
@@ -30,8 +30,8 @@ from titanlite.observe.logging import log_to_file, setup_logging
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 ROW = {
-    "step": 120, "steps": 800, "loss": 3.14159, "grad_norm": 0.98765, "lr": 3e-4, "tps": 123456.7, "tflops": 1.2345,
-    "mfu": None, "memory_gib": 0.512, "data_percent": 12.34, "data_wait_percent": 1.2, "eta": 754.0,
+    "step": 120, "steps": 800, "loss": 3.14159, "grad_norm": 0.98765, "lr": 3e-4,
+    "tps": 123456.7, "tflops": 1.2345, "mfu": None, "memory_gib": 0.512, "data_percent": 12.34, "data_wait_percent": 1.2, "eta": 754.0,
 }  # fmt: skip
 EXTREMES = [
     {},
@@ -65,7 +65,8 @@ def terminal(monkeypatch):
 
 def test_the_plain_line():
     assert step_line("step 120/800", ROW) == (
-        "step 120/800  loss 3.1416  grad_norm 0.988  lr 3.00e-04  tps 123,457  tflops 1.23  mfu n/a  memory 0.51GiB  "
+        "step 120/800  loss 3.1416  grad_norm 0.988  lr 3.00e-04  "
+        "tps 123,457  tflops 1.23  mfu n/a  memory 0.51GiB  "
         "data 12.3%  wait 1.2%  eta 12:34"
     )
     assert "  mfu 41.2%  " in step_line("", ROW | {"mfu": 41.23})
@@ -79,9 +80,9 @@ def test_durations():
 
 
 def test_short_numbers():
-    found = [short(x, 4, 8) for x in (3.14159, 1234.56, 1e6, 1e9, math.nan)]
+    found = [fixed(x, 4, 8) for x in (3.14159, 1234.56, 1e6, 1e9, math.nan)]
     assert found == ["3.1416", "1,234.56", "1.0e+06", "1.0e+09", "nan"]
-    assert short(123456.0, 2, 5) == "1e+05"
+    assert fixed(123456.0, 2, 5) == "1e+05"
     assert [significant(x, 6) for x in (0.0062345, 0.01, 123.4, 12345.6, 1e-7)] == [
         "0.0062",
         "0.0100",

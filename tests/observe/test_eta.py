@@ -13,6 +13,7 @@ import torch
 from titanlite.config.batch_sizes import samples_after
 from titanlite.config.schema import (
     CheckpointConfig,
+    Config,
     MetricsConfig,
     TrainingConfig,
     ValidationConfig,
@@ -20,7 +21,7 @@ from titanlite.config.schema import (
 from titanlite.model.flavors import FLAVORS
 from titanlite.observe import metrics as metrics_module
 from titanlite.observe.eta import Eta
-from titanlite.observe.metrics import Metrics, Progress, Workload
+from titanlite.observe.metrics import Metrics, Progress
 
 
 class Times(NamedTuple):
@@ -46,10 +47,15 @@ def simulated(
     Calls Metrics as train.py does.
     """
     now, shown, progress = [1000.0], list[dict[str, Any]](), Progress()
-    data: Any = SimpleNamespace(samples=0, seconds=0.0, epochs={"text": 0.1})
+    data: Any = SimpleNamespace(samples=0, epochs={"text": 0.1}, take_seconds=lambda: 0.0)
     data.samples_after = lambda steps: samples_after(training, data.samples, steps)
     llama = FLAVORS["debug"].__class__(**{**vars(FLAVORS["debug"]), "vocab_size": 4112})
-    workload = Workload(training, validation, checkpoint, llama, "cpu")
+    config = Config(
+        training=training,
+        validation=validation,
+        checkpoint=checkpoint,
+        metrics=MetricsConfig(step_times=False),
+    )
     saved_at = now[0]
 
     def validate() -> None:
@@ -66,11 +72,11 @@ def simulated(
             metrics_module.logger, "info", lambda text, extra: shown.append(extra["row"])
         ),
     ):
-        run = Metrics(MetricsConfig(), folder, torch.device("cpu"), progress, workload)
+        run = Metrics(config, llama, folder, torch.device("cpu"), progress)
         now[0] += 0.3  # the rest of the set-up
         if validation.freq:
-            validate()
-            run.end_pause()
+            with run.paused():
+                validate()
         run.start()
         found, zero = [], torch.zeros(())
         while progress.step < training.steps:

@@ -18,7 +18,7 @@ from titanlite.observe.line_file import LineFile
 
 
 def limit_file_size(size: int) -> None:
-    """Makes writes beyond this size fail, after a part has been written, as they do on a full disk."""
+    """Makes writes beyond this size fail, after a part has been written, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 

@@ -19,7 +19,8 @@ def test_log_rank_chooses_who_speaks(monkeypatch, capsys, tmp_path):
             logger.info("step")
             logger.warning("careful")
         assert capsys.readouterr().out.splitlines() == [
-            "careful", "[rank 1] step", "[rank 1] careful", "[rank 2] careful", "[rank 3] step", "[rank 3] careful",
+            "careful", "[rank 1] step", "[rank 1] careful",
+            "[rank 2] careful", "[rank 3] step", "[rank 3] careful",
         ]  # fmt: skip
         assert "INFO step" in (tmp_path / "log.txt").read_text()
     finally:

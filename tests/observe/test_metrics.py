@@ -28,7 +28,8 @@ def test_contract_of_metrics_jsonl(pool, arguments, tmp_path):
     for row in steps:
         assert list(row)[:18] == [
             "step", "loss", "grad_norm", "lr", "tokens", "tps", "tps_global",
-            "tflops", "mfu", "memory_gib", "data_percent", "seconds", "targets", "data_wait_percent",
+            "tflops", "mfu", "memory_gib", "data_percent", "seconds", "targets",
+            "data_wait_percent",
             "samples", "samples_per_second", "perplexity", "epochs/numbers",
         ]  # fmt: skip
         assert ("step_seconds" in row) == (row["step"] > 1)  # the first step compiles

@@ -31,7 +31,7 @@ def test_damaged_lines_are_left_out(tmp_path):
 
 
 def test_lines_that_were_removed_are_noticed(tmp_path):
-    """Even if as many were written since, and whether the file is shortened, replaced or deleted."""
+    """Even if as many were written since; and if the file is shortened, replaced or deleted."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(line(1, time=1.5) + line(2, time=2.5))
     reader = RowReader(path)

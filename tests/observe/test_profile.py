@@ -127,8 +127,4 @@ def test_a_wrong_rank_is_reported_before_the_first_step(pool, arguments, tmp_pat
         AssertionError, match=r"profiling.ranks = '2': expected all, or ranks from 0 to 1"
     ):
         pool.run(2, train_run, [*arguments, "--profiling.ranks=2"])
-    assert not [
-        row
-        for row in (tmp_path / "debug/metrics.jsonl").read_text().splitlines()
-        if '"loss"' in row
-    ]
+    assert not (tmp_path / "debug/metrics.jsonl").exists()

@@ -14,7 +14,7 @@ from runs import rows, train_run
 from titanlite.config.schema import ValidationConfig
 from titanlite.data.stream import Batch
 from titanlite.observe import validation
-from titanlite.observe.validation import Validator
+from titanlite.observe.validation import Sums, Validator
 
 
 def test_bits_per_byte_follows_from_the_text(pool, arguments, tmp_path):
@@ -43,10 +43,12 @@ def test_bits_per_byte_follows_from_the_text(pool, arguments, tmp_path):
 def test_a_text_without_targets_is_refused(monkeypatch):
     """For example, if the first sequences are all prompts."""
     validator = object.__new__(Validator)
-    validator.config, validator.windows = ValidationConfig(freq=1, samples=4), {"web": None}
-    monkeypatch.setattr(Validator, "sums_over", lambda *arguments: (0.0, 0, 0))
+    validator.config = ValidationConfig(freq=1, samples=4)
+    validator.windows = {"web": None}
+    validator.metrics = SimpleNamespace(progress=SimpleNamespace(step=1))
+    monkeypatch.setattr(Validator, "sums", lambda *arguments: Sums(0.0, 0, 0))
     with refused("validation text of web", "no targets in 4 sequences", "validation.samples"):
-        validator.maybe_run(1, True, lambda: False)
+        validator.run(None)
 
 
 def test_the_first_forward_is_timed_for_the_eta(monkeypatch):
@@ -63,5 +65,6 @@ def test_the_first_forward_is_timed_for_the_eta(monkeypatch):
     validator.evaluate = lambda batch: time.sleep(next(seconds)) or torch.zeros(())
     validator.metrics = SimpleNamespace(device=torch.device("cpu"), compiling=0.0)
     validator.mesh = SimpleNamespace(sum_counts=lambda count: count, sum_losses=lambda loss: loss)
-    assert validator.sums_over(None, lambda: False) == (0.0, 8, 8)
+    requests = SimpleNamespace(agree_to_stop=lambda: False)
+    assert validator.sums(None, requests) == (0.0, 8, 8)
     assert 0.05 <= validator.metrics.compiling < 0.2

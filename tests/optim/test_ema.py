@@ -23,10 +23,13 @@ TOKENS = torch.randint(104, (2, 17), generator=torch.Generator().manual_seed(3))
 BATCH = Batch(TOKENS[:, :-1], TOKENS[:, 1:])
 
 
-def step_on_random_gradients(layer: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def step_on_random_gradients(
+    layer: nn.Module, optimizer: torch.optim.Optimizer, ema: WeightEMA
+) -> None:
     for parameter in layer.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
+    ema.update()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -34,11 +37,11 @@ def step_on_random_gradients(layer: nn.Module, optimizer: torch.optim.Optimizer)
 def test_the_average_equals_its_definition(dtype, decay):
     layer = nn.Linear(7, 5).to(dtype)
     optimizer = build_optimizer([layer], OptimizerConfig(lr=0.1))
-    ema = WeightEMA([layer], EmaConfig(decay=decay), optimizer)
+    ema = WeightEMA(EmaConfig(decay=decay), [layer], optimizer)
     expected = layer.weight.detach().double()
     ema.start()
     for step in range(1, 8):
-        step_on_random_gradients(layer, optimizer)
+        step_on_random_gradients(layer, optimizer, ema)
         d = min(decay, (1 + step) / (10 + step))
         expected = d * expected + (1 - d) * layer.weight.detach().double()
     assert ema.averages[0].dtype == torch.float32
@@ -52,29 +55,43 @@ def test_a_withheld_update_leaves_the_average(dtype):
     """Weights, which the optimizer leaves too, would otherwise pull the average towards them."""
     layer = nn.Linear(7, 5).to(dtype)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
-    ema = WeightEMA([layer], EmaConfig(decay=0.9), optimizer)
+    ema = WeightEMA(EmaConfig(decay=0.9), [layer], optimizer)
     ema.start()
     optimizer.found_inf = torch.tensor(0.0)
-    step_on_random_gradients(layer, optimizer)
+    step_on_random_gradients(layer, optimizer, ema)
     before, weights = [a.clone() for a in ema.averages], layer.weight.detach().clone()
     optimizer.found_inf = torch.tensor(1.0)
-    step_on_random_gradients(layer, optimizer)
+    step_on_random_gradients(layer, optimizer, ema)
     assert torch.equal(layer.weight, weights)
     assert all(torch.equal(a, b) for a, b in zip(ema.averages, before, strict=True))
     optimizer.found_inf = torch.tensor(0.0)
-    step_on_random_gradients(layer, optimizer)
+    step_on_random_gradients(layer, optimizer, ema)
     assert not torch.equal(ema.averages[0], before[0])
 
 
-def test_steps_before_the_start_are_not_followed():
-    """Loading a checkpoint allocates the optimizer's state by a step."""
+def test_it_begins_with_the_weights_unless_a_checkpoint_had_an_average():
     layer = nn.Linear(3, 2)
     optimizer = build_optimizer([layer], OptimizerConfig())
-    ema = WeightEMA([layer], EmaConfig(decay=0.9), optimizer)
-    step_on_random_gradients(layer, optimizer)
-    assert ema.steps == -1
+    ema = WeightEMA(EmaConfig(decay=0.9), [layer], optimizer)
     ema.start()
     assert torch.equal(ema.averages[0], layer.weight)
+    step_on_random_gradients(layer, optimizer, ema)
+    resumed = WeightEMA(EmaConfig(decay=0.9), [layer], optimizer)
+    resumed.load_state_dict(ema.state_dict())
+    resumed.start()
+    assert torch.equal(resumed.averages[0], ema.averages[0])
+    assert resumed.steps == 1
+
+
+def test_without_a_decay_there_is_none():
+    layer = nn.Linear(3, 2)
+    optimizer = build_optimizer([layer], OptimizerConfig())
+    ema = WeightEMA(EmaConfig(), [layer], optimizer)
+    ema.start()
+    step_on_random_gradients(layer, optimizer, ema)
+    assert ema.state_dict() == {}
+    ema.load_state_dict({})
+    assert not ema.validates
 
 
 def losses_of_weights_and_average(parallel: dict, param_dtype: str) -> tuple[float, float, float]:
@@ -85,11 +102,12 @@ def losses_of_weights_and_average(parallel: dict, param_dtype: str) -> tuple[flo
     """
     stages = build_stages(parallel, 0, EVEN, param_dtype=param_dtype)
     optimizer = build_optimizer(stages.model_parts, OptimizerConfig(lr=0.1))
-    ema = WeightEMA(stages.model_parts, EmaConfig(decay=0.9), optimizer)
+    ema = WeightEMA(EmaConfig(decay=0.9), stages.model_parts, optimizer)
     ema.start()
     for _ in range(3):
         stages.forward_backward(BATCH, torch.tensor(32))
         optimizer.step()
+        ema.update()
         optimizer.zero_grad()
     weights, averages = (
         [full(t).detach().clone() for t in group] for group in (ema.parameters, ema.averages)

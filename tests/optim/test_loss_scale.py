@@ -4,7 +4,6 @@ several layouts.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 from unittest import mock
 
@@ -27,22 +26,35 @@ from titanlite.optim.optimizer import build_optimizer
 CPU = torch.device("cpu")
 
 
-class Holder:
-    """Has the attributes of `Stages` that loss scaling uses."""
-
-    class runner:
-        evaluate = None
-
-
 def scaled(model: Any, **training: Any) -> tuple[LossScale, Any]:
     optimizer = build_optimizer([model], OptimizerConfig())
-    return LossScale(TrainingConfig(**training), Holder(), optimizer, CPU), optimizer
+    config = TrainingConfig(compute_dtype="float16", **training)
+    return LossScale(config, optimizer, CPU), optimizer
+
+
+def clip(loss_scale: LossScale, parts: list[Any], max_norm: float, shared: Any = ()) -> Any:
+    """Between backward and update, as train.py does it; returns the norm."""
+    loss_scale.unscale()
+    norm = clip_grad_norm(parts, max_norm, CPU, shared)
+    loss_scale.judge(norm)
+    return norm
+
+
+def test_in_other_dtypes_it_is_one_and_has_no_state():
+    model = torch.nn.Linear(3, 3, bias=False)
+    optimizer = build_optimizer([model], OptimizerConfig())
+    loss_scale = LossScale(TrainingConfig(compute_dtype="bfloat16"), optimizer, CPU)
+    model.weight.grad = torch.full((3, 3), float("inf"))
+    clip(loss_scale, [model], 1.0)
+    assert float(loss_scale.scale) == 1
+    assert not hasattr(optimizer, "found_inf")
+    assert (loss_scale.state_dict(), loss_scale.columns()) == ({}, {})
+    loss_scale.load_state_dict({})
 
 
 def test_an_overflow_withholds_the_update_and_halves_the_scale():
     model = torch.nn.Linear(3, 3, bias=False)
     loss_scale, optimizer = scaled(model, loss_scale=8.0, loss_scale_growth=2)
-    clip = functools.partial(loss_scale.clip, functools.partial(clip_grad_norm, [model], 1.0, CPU))
     found = []
     for value in (1.0, float("inf"), 1.0, 1.0, float("nan"), 2.0, 2.0, 2.0):
         scale = float(loss_scale.scale)
@@ -51,7 +63,7 @@ def test_an_overflow_withholds_the_update_and_halves_the_scale():
             model.weight.clone(),
             *(tensor.clone() for tensor in optimizer.state[model.weight].values()),
         ]
-        norm = clip()
+        norm = clip(loss_scale, [model], 1.0)
         optimizer.step()
         after = [model.weight, *optimizer.state[model.weight].values()]
         same = [torch.equal(a, b) for a, b in zip(before, after, strict=False)]
@@ -60,7 +72,7 @@ def test_an_overflow_withholds_the_update_and_halves_the_scale():
             assert not any(same)
         else:
             assert all(same)
-            assert loss_scale.tolerates()
+            assert loss_scale.tolerated
         found.append((scale, loss_scale.columns()["skipped_steps"]))
     assert found == [(8, 0), (8, 1), (4, 1), (4, 1), (8, 2), (4, 2), (4, 2), (8, 2)]
     assert float(optimizer.state[model.weight]["step"]) == 6
@@ -69,7 +81,9 @@ def test_an_overflow_withholds_the_update_and_halves_the_scale():
 def test_an_optimizer_that_cannot_withhold_an_update_is_refused():
     with refused("training.compute_dtype = float16", "RAdam cannot withhold an update"):
         LossScale(
-            TrainingConfig(), Holder(), torch.optim.RAdam([torch.nn.Parameter(torch.ones(3))]), CPU
+            TrainingConfig(compute_dtype="float16"),
+            torch.optim.RAdam([torch.nn.Parameter(torch.ones(3))]),
+            CPU,
         )
 
 
@@ -78,13 +92,13 @@ def test_an_overflow_at_the_lowest_scale_is_not_tolerated():
     loss_scale, _ = scaled(model, loss_scale=2.0)
     tolerated = []
     for _ in range(3):
-        loss_scale.clip(lambda: torch.tensor(float("nan")))
-        tolerated.append(loss_scale.tolerates())
+        loss_scale.judge(torch.tensor(float("nan")))
+        tolerated.append(bool(loss_scale.tolerated))
     assert tolerated == [True, False, False]
     assert loss_scale.columns()["loss_scale"] == 1
     loss_scale.reset()  # a rollback to a checkpoint in which there was none
     assert (loss_scale.columns()["loss_scale"], loss_scale.columns()["skipped_steps"]) == (2, 0)
-    assert not loss_scale.tolerates()  # nothing has overflowed since
+    assert not loss_scale.tolerated  # nothing has overflowed since
 
 
 def batch_of(step: int) -> Batch:
@@ -99,13 +113,14 @@ MANY = torch.tensor(64 * 2**20)
 def gradients_of(scale: float, chunks: int) -> dict[str, torch.Tensor]:
     """Unscaled, not clipped."""
     stages = build_stages({}, 0, EVEN, LossConfig(num_chunks=chunks), compute_dtype="float16")
-    training = TrainingConfig(loss_scale=scale)
+    training = TrainingConfig(compute_dtype="float16", loss_scale=scale)
     optimizer = build_optimizer(stages.model_parts, OptimizerConfig())
-    loss_scale = LossScale(training, stages, optimizer, CPU)
+    loss_scale = LossScale(training, optimizer, CPU)
     for rows_ in (slice(0, 2), slice(2, 4)):
-        loss = stages.forward_backward(batch_of(0).apply(lambda t, r=rows_: t[r]), MANY)
+        batch = batch_of(0).apply(lambda t, r=rows_: t[r])
+        loss = stages.forward_backward(batch, MANY, loss_scale.scale)
     assert 1 < float(loss) * 2**20 < 4, "the loss itself is returned"
-    loss_scale.clip(functools.partial(clip_grad_norm, stages.model_parts, 0, CPU))
+    clip(loss_scale, stages.model_parts, 0)
     return {name: p.grad for name, p in stages.model_parts[0].named_parameters()}
 
 
@@ -142,19 +157,19 @@ def train_small(parallel: dict[str, int]) -> list[tuple[float, float, float, int
     stages = build_stages(parallel, 0, EVEN, **training, loss_scale_growth=2)
     config = TrainingConfig(**training, loss_scale_growth=2)
     optimizer = build_optimizer(stages.model_parts, OptimizerConfig(lr=1e-3, eps=1e-5))
-    loss_scale = LossScale(config, stages, optimizer, CPU)
-    clip = functools.partial(clip_grad_norm, stages.model_parts, 1.0, CPU, stages.shared_params)
+    loss_scale = LossScale(config, optimizer, CPU)
     found = []
     for step in range(6):
         count = count_targets([batch_of(step)])
         part = slice(stages.mesh.data_rank * 4 // data, (stages.mesh.data_rank + 1) * 4 // data)
-        loss = stages.forward_backward(batch_of(step).apply(lambda t, p=part: t[p]), count)
+        batch = batch_of(step).apply(lambda t, p=part: t[p])
+        loss = stages.forward_backward(batch, count, loss_scale.scale)
         if step in (1, 4) and dist.get_rank() == dist.get_world_size() - 1:
             local(
                 dict(stages.model_parts[0].named_parameters())["layers.3.attention.wq.weight"].grad
             )[0, 0] = float("inf")
         before = [full(p).clone() for p in stages.model_parts[0].parameters()]
-        norm = loss_scale.clip(clip)
+        norm = clip(loss_scale, stages.model_parts, 1.0, stages.shared_params)
         optimizer.step()
         optimizer.zero_grad()
         after = [full(p) for p in stages.model_parts[0].parameters()]

@@ -15,32 +15,37 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titanlite.config.schema import StabilityConfig, TrainingConfig
 from titanlite.optim.loss_scale import LossScale
-from titanlite.optim.stability import Guard, robust_z
+from titanlite.optim.stability import Guard, Pending, Verdict, robust_z
 from titanlite.runtime.errors import ConfigError
 
 CPU, NAN = torch.device("cpu"), float("nan")
 
 
-def make_guard(**keys) -> Guard:
+def make_guard(dtype: str = "float32", scale: float = 1.0, **keys) -> Guard:
     """A guard of one parameter, whose steps have eight samples each."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.1, fused=True)
     stream = SimpleNamespace(order=None, begun=0, samples=8)
-    return Guard(
-        StabilityConfig(**keys), stream, optimizer, CPU, SimpleNamespace(degrees={"tp": 1})
-    )
+    scaler = LossScale(TrainingConfig(compute_dtype=dtype, loss_scale=scale), optimizer, CPU)
+    mesh = SimpleNamespace(degrees={"tp": 1})
+    return Guard(StabilityConfig(**keys), stream, optimizer, scaler, mesh, CPU)
 
 
 def make_float16_guard(scale: float, **keys) -> Guard:
-    guard = make_guard(**keys)
-    stages = SimpleNamespace(runner=SimpleNamespace(evaluate=None))
-    guard.loss_scale = LossScale(TrainingConfig(loss_scale=scale), stages, guard.optimizer, CPU)
-    return guard
+    return make_guard("float16", scale, **keys)
+
+
+def acts_on(guard: Guard) -> Verdict:
+    """The bad step on which the run must act, after waiting for all numbers."""
+    return guard.read(0, torch.ones(()), torch.ones(())).acts_on
+
+
+NO_OVERFLOW = torch.zeros((), dtype=torch.bool)
 
 
 def withheld(guard: Guard, losses: Tensor, norms: Tensor, first: int = 1) -> list[int]:
     """The positions of the steps whose updates are withheld."""
     decided = (
-        guard._decide(first + i, now, None)[1]
+        guard.decide(first + i, now, NO_OVERFLOW)[1]
         for i, now in enumerate(torch.stack([losses, norms], dim=1))
     )
     return [i for i, bad in enumerate(decided) if bad]
@@ -143,7 +148,7 @@ def test_deciding_reads_nothing_from_the_device(action):
     with FakeTensorMode():
         guard = make_guard(action=action, threshold=8, warmup_steps=0)
         for step in range(1, 4):
-            numbers, flag = guard._decide(step, torch.ones(2), torch.zeros((), dtype=torch.bool))
+            numbers, flag = guard.decide(step, torch.ones(2), torch.zeros((), dtype=torch.bool))
     assert (numbers.shape, flag.shape, flag.dtype) == ((7,), (), torch.bool)
 
 
@@ -154,8 +159,9 @@ def test_an_optimizer_that_would_ignore_the_flag_is_refused():
             StabilityConfig(action="skip"),
             SimpleNamespace(),
             optimizer,
-            CPU,
+            SimpleNamespace(),
             SimpleNamespace(degrees={"tp": 1}),
+            CPU,
         )
 
 
@@ -169,8 +175,7 @@ def step(guard: Guard, number: int, loss: float, norm: float = 1.0) -> bool:
     optimizer = guard.optimizer
     (parameter,) = optimizer.param_groups[0]["params"]
     parameter.grad = torch.full((3,), norm)
-    if guard.loss_scale:
-        guard.loss_scale.clip(lambda: torch.tensor(norm))
+    guard.scaler.judge(torch.tensor(norm))
     guard.judge(number, torch.tensor(loss), torch.tensor(norm))
     before = [
         tensor.detach().clone() for tensor in (parameter, *optimizer.state[parameter].values())
@@ -185,7 +190,7 @@ def step(guard: Guard, number: int, loss: float, norm: float = 1.0) -> bool:
 @pytest.mark.parametrize("action", ["stop", "skip", "rollback"])
 def test_the_update_of_a_bad_step_is_withheld(alone, action):
     """With `skip` that of this step, otherwise all until the run acts on it."""
-    guard = make_guard(action=action)
+    guard = make_guard(action=action, threshold=8)
     kept = [step(guard, i, NAN if i == 2 else 3.0) for i in range(1, 6)]
     assert kept == (
         [False, True, False, False, False] if action == "skip" else [False, True, True, True, True]
@@ -193,7 +198,7 @@ def test_the_update_of_a_bad_step_is_withheld(alone, action):
     assert guard.noticed == (action != "skip")
     if action != "skip":
         assert (
-            str(guard.read_all())
+            str(acts_on(guard))
             == "step 2 (samples 0 to 7): the loss is nan, the gradient norm is 1"
         )
         guard.reset()
@@ -210,16 +215,16 @@ def test_an_overflow_of_loss_scaling_is_not_a_bad_step(alone):
     assert guard.counts.tolist() == [1, 0, 0]
     assert not step(guard, 3, 3.0)
     assert step(guard, 4, NAN, math.inf)
-    assert guard.read_all().step == 4
+    assert acts_on(guard).step == 4
 
 
 @pytest.mark.parametrize("action", ["stop", "skip", "rollback"])
 def test_an_overflow_at_the_lowest_scale_is_a_bad_step(alone, action):
     """What happens then is decided by `stability.action`, as in other dtypes."""
-    guard = make_float16_guard(2.0, action=action)
+    guard = make_float16_guard(2.0, action=action, threshold=8)
     assert not step(guard, 1, 3.0)
     assert step(guard, 2, 3.0, math.inf)
-    assert (float(guard.loss_scale.scale), guard.counts.tolist()) == (1, [1, 0, 0])
+    assert (float(guard.scaler.scale), guard.counts.tolist()) == (1, [1, 0, 0])
     assert step(guard, 3, 3.0, math.inf)
     assert guard.counts.tolist() == [1, 1, 1]
     assert guard.noticed == (action != "skip")
@@ -247,12 +252,13 @@ class Copy:
 
 
 def test_the_host_waits_for_no_copy_until_it_must(alone):
-    guard, copies = make_guard(action="stop"), [Copy() for _ in range(4)]
+    guard = make_guard(action="stop", threshold=8)
+    copies = [Copy() for _ in range(4)]
 
-    def send(where, numbers):
-        guard._pending.append((where, numbers, copies[where[0] - 1]))
+    def send(step, first, end, numbers):
+        guard.pending.append(Pending(step, first, end, numbers, copies[step - 1]))
 
-    with mock.patch.object(guard, "_send", send):
+    with mock.patch.object(guard, "send", send):
         for number in range(1, 5):
             step(guard, number, NAN if number == 2 else 3.0)
             assert not guard.noticed
@@ -261,7 +267,7 @@ def test_the_host_waits_for_no_copy_until_it_must(alone):
     copies[1].complete = True
     assert guard.noticed
     assert [copy.waits for copy in copies] == [0, 0, 0, 0]
-    assert guard.read_all().step == 2
+    assert acts_on(guard).step == 2
     assert [copy.waits for copy in copies] == [0, 0, 1, 1]
 
 
@@ -271,7 +277,20 @@ def test_too_many_bad_steps_in_a_row(alone):
     for number, loss in enumerate([NAN, NAN, 3.0, NAN, NAN, NAN, NAN], 1):
         step(guard, number, loss)
         assert guard.noticed == (number >= 6)
-    assert (guard.read_all().step, guard.read_all().row) == (6, 3)
+    assert (acts_on(guard).step, acts_on(guard).num_not_finite) == (6, 3)
+
+
+def test_without_a_setting_it_judges_nothing_and_has_no_state(alone):
+    guard = make_guard()
+    assert not step(guard, 1, NAN)
+    assert not hasattr(guard.optimizer, "found_inf")
+    assert not guard.noticed
+    assert (guard.state_dict(), guard.columns()) == ({}, {})
+    guard.load_state_dict({})
+    outcome = guard.read(1, torch.tensor(NAN), torch.tensor(math.inf))
+    assert (outcome.diverged, outcome.finite) == (True, False)
+    assert outcome.description == "step 1: the gradient norm is inf"
+    assert not guard.read(1, torch.tensor(3.0), torch.tensor(1.0)).diverged
 
 
 def test_columns_and_state(alone):

@@ -142,12 +142,12 @@ def one_step(guard: Path, config: Config, llama, device: torch.device = GPU) -> 
             tokens = torch.zeros(2, config.training.seq_len, dtype=torch.long, device=device)
             batch = Batch(tokens, tokens, tokens if config.data.document_mask else None)
             total = mesh.sum_counts(torch.ones((), dtype=torch.long, device=device))
-            with stages._ready(batch) as (_, _, packing):
+            with stages.inputs(batch) as (_, _, packing):
                 loss = stages.runner.loss(parts[0](tokens, **packing), tokens) / total
             for parameter in parts[0].parameters():
                 parameter.grad = torch.empty_like(parameter)
             factor = config.optimizer.agc_factor if config.optimizer.clip == "agc" else 0.0
-            norm = clip_grad_norm(parts, config.training.max_norm, device, agc=factor)
+            norm = clip_grad_norm(parts, config.training.max_norm, device, agc_factor=factor)
             if step == 1 and device == GPU:
                 optimizer.found_inf = torch.ones((), device=device)
             optimizer.step()
@@ -256,7 +256,7 @@ def withhold_an_offloaded_update(guard: Path) -> None:
     with FakeTensorMode():
         model = nn.Linear(3, 3)
         optimizer = build_optimizer([model], OptimizerConfig())
-        scale = LossScale(TrainingConfig(), mock.Mock(), optimizer, GPU)
+        scale = LossScale(TrainingConfig(compute_dtype="float16"), optimizer, GPU)
         stream, mesh, empty = (
             mock.Mock(begun=0, samples=2),
             mock.Mock(degrees={"tp": 1}),
@@ -265,15 +265,17 @@ def withhold_an_offloaded_update(guard: Path) -> None:
         with mock.patch.object(
             torch, "empty", lambda *size, pin_memory=False, **keys: empty(*size, **keys)
         ):
-            bad_steps = Guard(StabilityConfig("skip"), stream, optimizer, GPU, mesh)
+            bad_steps = Guard(StabilityConfig("skip"), stream, optimizer, scale, mesh, GPU)
         for step in range(2):
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
-            norm = scale.clip(lambda: torch.ones((), device=GPU))
+            scale.unscale()
+            norm = torch.ones((), device=GPU)
+            scale.judge(norm)
             assert optimizer.found_inf.device.type == "cpu"
-            with mock.patch.object(bad_steps, "_send") as send:
+            with mock.patch.object(bad_steps, "send") as send:
                 bad_steps.judge(step, torch.ones((), device=GPU), norm)
-            assert send.call_args.args[1].device == GPU
+            assert send.call_args.args[3].device == GPU
             assert optimizer.found_inf.device.type == "cpu"
             optimizer.step()
             with pytest.raises(DataDependentOutputException):

@@ -25,7 +25,7 @@ POSITIONS = torch.tensor([*range(5), *range(11)]).expand(4, -1)  # two documents
 
 
 def scaled(model: Any) -> Any:
-    """Weights that make activations and logits large enough to differ between blocks and documents."""
+    """Weights with activations and logits that differ between blocks and documents."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "attention.w" in name or "feed_forward" in name:
@@ -53,7 +53,8 @@ def row_in_a_layout(
     )
     own = slice(stages.mesh.data_rank, None, stages.mesh.data_size)
     batch = Batch(TOKENS[own], TOKENS[own].roll(-1, 1), POSITIONS[own] if documents else None)
-    measured = Activations(stages, metrics, logits)
+    measured = Activations(1, stages, metrics)
+    measured.has_logits = lambda batch: logits
     graphs = []
     for _ in range(2):
         stages.forward_backward(batch, torch.tensor(64))

@@ -24,7 +24,7 @@ OPTIMIZER = OptimizerConfig(lr=0.01, eps=1e-5)
 
 
 def rows_of_a_run(parallel: dict, tied: bool) -> list[dict[str, Any]]:
-    """The rows of three steps, of which the second is measured; and the clipped norm of that step."""
+    """The rows of three steps, of which the second is measured."""
     local = 4 // (parallel.get("dp_shard", 1) * parallel.get("dp_replicate", 1))
     stages = build_stages(parallel, 0, TIED if tied else EVEN, local_batch_size=local)
     optimizer = build_optimizer(stages.model_parts, OPTIMIZER)
@@ -33,13 +33,15 @@ def rows_of_a_run(parallel: dict, tied: bool) -> list[dict[str, Any]]:
     metrics: Any = SimpleNamespace(
         progress=SimpleNamespace(step=0), device=device, write=rows.append
     )
-    LayerNorms(stages, optimizer, metrics, 2)
+    norms = LayerNorms(2, stages, metrics)
     own = slice(stages.mesh.data_rank, None, stages.mesh.data_size)
     for step in (1, 2, 3):
         metrics.progress.step = step
         stages.forward_backward(Batch(TOKENS[own, :-1], TOKENS[own, 1:]), torch.tensor(64))
         clip_grad_norm(stages.model_parts, 0.5, device, stages.shared_params)
+        norms.before_update()
         optimizer.step()
+        norms.after_update()
         optimizer.zero_grad()
     return rows
 
@@ -110,12 +112,14 @@ def test_a_row_is_json_also_where_a_norm_is_not_finite():
     metrics: Any = SimpleNamespace(
         progress=SimpleNamespace(step=4), device=torch.device("cpu"), write=written.append
     )
-    LayerNorms(stages, optimizer, metrics, 4)
+    norms = LayerNorms(4, stages, metrics)
     for name, parameter in stages.model_parts[0].named_parameters():
         parameter.grad = torch.full_like(
             parameter, float("inf") if name.startswith("norm") else 0.0
         )
+    norms.before_update()
     optimizer.step()
+    norms.after_update()
     (row,) = written
     json.dumps(row, allow_nan=False)
     assert row["gradient_norm/norm"] is None

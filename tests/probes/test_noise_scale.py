@@ -13,11 +13,10 @@ import torch
 from model_builder import EVEN, build_stages
 from torch import Tensor, nn
 
-from titanlite.config.schema import Config, MetricsConfig, ParallelConfig, TrainingConfig
+from titanlite.config.schema import MetricsConfig
 from titanlite.data.stream import IGNORED, Batch
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.probes.noise_scale import NoiseScale
-from titanlite.probes.probes import Measures
 
 
 class Quadratic:
@@ -35,19 +34,27 @@ class Quadratic:
 
     def evaluate(self, batch: Batch) -> None: ...
 
-    def forward_backward(self, batch: Batch, num_targets: Tensor, last: bool) -> Tensor:
+    def forward_backward(self, batch: Batch, num_targets: Tensor, scale: float = 1.0) -> Tensor:
         used = batch.tokens[batch.labels[:, 0] != IGNORED]
-        loss = (self.model.weight - used).square().sum() / 2 / num_targets
+        loss = (self.model.weight - used).square().sum() / 2 / num_targets * scale
         loss.backward()
-        return loss.detach()
+        return loss.detach() / scale
 
 
-def measured(training: TrainingConfig, stages: Any, progress: Any) -> tuple[Measures, NoiseScale]:
-    config = Config(training=training, metrics=MetricsConfig(noise_scale_freq=2))
-    states = {"progress": progress}
-    return Measures(
-        config, stages, torch.optim.SGD(stages.model_parts[0].parameters()), states
-    ), states["noise_scale"]
+ONE: Any = SimpleNamespace(scale=torch.ones(()))  # without a loss scale
+
+
+def every_second(stages: Any, progress: Any, scaler: Any = ONE) -> NoiseScale:
+    return NoiseScale(MetricsConfig(noise_scale_freq=2), stages, scaler, progress)
+
+
+def run_step(noise: NoiseScale, stages: Any, batches: list[Batch], num_targets: Tensor) -> None:
+    """Forward and backward of a step, as train.py does it."""
+    noise.before_step(batches)
+    for i, batch in enumerate(batches):
+        scale = float(noise.scaler.scale)
+        stages.forward_backward(batch, num_targets, scale)
+        noise.after_backward(i, len(batches), num_targets)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -61,9 +68,7 @@ def test_of_a_quadratic_with_known_covariance(seed):
     expected = float(deviation.square().sum() / mean.square().sum())
     assert 5 < expected < 100
     stages, progress = Quadratic(width), SimpleNamespace(step=0)
-    measures, noise = measured(
-        TrainingConfig(global_batch_size=128, local_batch_size=8), stages, progress
-    )
+    noise = every_second(stages, progress)
     assert noise.columns() == {"noise_scale": None}
     for step in range(1, 161):
         progress.step = step
@@ -73,8 +78,7 @@ def test_of_a_quadratic_with_known_covariance(seed):
         labels[0] = 0  # without any, a measurement is left out
         batches = [Batch(*pair) for pair in zip(rows.split(8), labels.split(8), strict=True)]
         before = noise.averages
-        for i, batch in enumerate(batches):
-            measures.forward_backward(batch, (labels != IGNORED).sum(), last=i == 15)
+        run_step(noise, stages, batches, (labels != IGNORED).sum())
         assert torch.equal(noise.averages, before) == (step % 2 == 1)
         stages.model.zero_grad()
     assert noise.columns()["noise_scale"] == pytest.approx(expected, rel=0.2)
@@ -89,16 +93,10 @@ def noise_in_a_layout(
     training = {"local_batch_size": local_batch_size, "global_batch_size": 8}
     stages = build_stages(parallel, 0, replace(EVEN, tied_embeddings=tied), **training)
     progress = SimpleNamespace(step=0)
-    config = Config(
-        training=TrainingConfig(seq_len=16, **training),
-        parallel=ParallelConfig(**parallel),
-        metrics=MetricsConfig(noise_scale_freq=1),
-    )
-    states: dict[str, Any] = {"progress": progress}
     optimizer = torch.optim.SGD(
         [p for part in stages.model_parts for p in part.parameters()], lr=0.1
     )
-    measures = Measures(config, stages, optimizer, states)
+    noise = NoiseScale(MetricsConfig(noise_scale_freq=1), stages, ONE, progress)
     mesh, norm = stages.mesh, torch.zeros(())
     for step in range(2):
         progress.step += 1
@@ -109,16 +107,15 @@ def noise_in_a_layout(
             tokens[:, :-1].split(local_batch_size), labels.split(local_batch_size), strict=True
         )
         batches = [Batch(*pair) for pair in pairs][mesh.data_rank :: mesh.data_size]
+        num_targets = (labels != IGNORED).sum()
+        noise.before_step(batches)
         for i, batch in enumerate(batches):
-            measures.forward_backward(batch, (labels != IGNORED).sum(), last=i == len(batches) - 1)
+            stages.forward_backward(batch, num_targets, last=i == len(batches) - 1)
+            noise.after_backward(i, len(batches), num_targets)
         norm = clip_grad_norm(stages.model_parts, 0.0, torch.device("cpu"), stages.shared_params)
         optimizer.step()
         optimizer.zero_grad()
-    return (
-        states["noise_scale"].columns()["noise_scale"],
-        states["noise_scale"].averages.tolist(),
-        float(norm),
-    )
+    return noise.columns()["noise_scale"], noise.averages.tolist(), float(norm)
 
 
 @pytest.fixture(scope="module")
@@ -157,22 +154,20 @@ def test_is_the_same_in_every_layout(pool, alone, parallel, local_batch_size, ti
 
 def test_the_averages_are_saved_and_bad_measurements_are_left_out():
     stages, progress = Quadratic(3), SimpleNamespace(step=2)
-    measures, noise = measured(
-        TrainingConfig(global_batch_size=8, local_batch_size=4), stages, progress
-    )
+    noise = every_second(stages, progress)
     rows = torch.randn(8, 3)
 
     def step(first: Tensor) -> None:
         labels = torch.zeros(4, 1, dtype=torch.int64)
-        measures.forward_backward(Batch(first, labels), torch.tensor(8), last=False)
-        measures.forward_backward(Batch(rows[4:], labels), torch.tensor(8), last=True)
+        batches = [Batch(first, labels), Batch(rows[4:], labels)]
+        run_step(noise, stages, batches, torch.tensor(8))
 
     step(rows[:4])
     before = noise.averages
     assert before.abs().min() > 0
     step(rows[:4] * float("nan"))
     assert torch.equal(noise.averages, before)
-    _, other = measured(TrainingConfig(global_batch_size=8, local_batch_size=4), stages, progress)
+    other = every_second(stages, progress)
     other.load_state_dict(noise.state_dict())
     assert other.columns() == noise.columns()
 
@@ -186,14 +181,12 @@ def test_in_float16_the_average_does_not_depend_on_the_scale():
     )
     for scales in ((1.0, 1.0), (2.0**24, 2.0**3)):
         stages = Quadratic(3)
-        noise = NoiseScale(stages, SimpleNamespace(scale=torch.ones(())))
+        scaler = SimpleNamespace(scale=torch.ones(()))
+        noise = every_second(stages, SimpleNamespace(step=2), scaler)
         for scale, (first, second) in zip(scales, rows, strict=True):
-            noise.loss_scale.scale = torch.tensor(scale)
-            noise.before_first(Batch(first, labels))
-            stages.forward_backward(Batch(first, labels), torch.tensor(8) / scale, last=False)
-            noise.after_first()
-            stages.forward_backward(Batch(second, labels), torch.tensor(8) / scale, last=True)
-            noise.after_last(torch.tensor(8))
+            scaler.scale = torch.tensor(scale)
+            batches = [Batch(first, labels), Batch(second, labels)]
+            run_step(noise, stages, batches, torch.tensor(8))
             stages.model.zero_grad()
         found.append(noise.averages)
     assert torch.equal(found[0], found[1]), "scales are powers of two"

@@ -1,15 +1,17 @@
-"""What runs beside training, in whole runs: its rows, its state, and that training does not notice."""
+"""What is measured in whole runs: its rows, its state, and that training is the same."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from messages import refused
 from runs import curve, rows, train_run, train_until
 
-import train
-from titanlite.config.schema import Config
+from titanlite.config.schema import MetricsConfig
+from titanlite.probes.noise_scale import NoiseScale
+from titanlite.probes.probes import Probes
 from titanlite.tools.formats.convert import load_full_state
 
 MEASURED = [
@@ -75,10 +77,19 @@ def test_what_cannot_be_measured_is_refused(pool, arguments):
     assert pool.run(2, refused_run, wrong) == [None, None]
 
 
-def test_at_the_defaults_nothing_is_added():
-    stages: Any = SimpleNamespace()
-    states: dict[str, Any] = {}
-    same, connect = train.build_measures(Config(), stages, None, states)
-    assert same is stages
-    assert connect("validator") == "validator"
-    assert states == {}
+def test_at_the_defaults_nothing_is_measured():
+    model = SimpleNamespace(
+        config=SimpleNamespace(num_layers=0, tied_embeddings=True), named_parameters=list
+    )
+    mesh = SimpleNamespace(device_type="cpu")
+    stages: Any = SimpleNamespace(mesh=mesh, model_parts=[model], shared_params=[])
+    metrics: Any = SimpleNamespace(device=torch.device("cpu"), progress=SimpleNamespace(step=0))
+    config = MetricsConfig()
+    noise_scale = NoiseScale(config, stages, SimpleNamespace(), metrics.progress)
+    probes = Probes(config, stages, noise_scale, metrics)
+    probes.before_step([])
+    probes.after_backward(0, 2, torch.tensor(8))
+    probes.before_update()
+    probes.after_update()
+    assert (noise_scale.state_dict(), noise_scale.columns()) == ({}, {})
+    noise_scale.load_state_dict({})

@@ -42,16 +42,12 @@ def sampler(
     stages = build_stages(parallel, 0, EVEN, *sections, seq_len=SEQ_LEN, local_batch_size=2)
     data = next((section for section in sections if isinstance(section, DataConfig)), DataConfig())
     training: Any = SimpleNamespace(seq_len=SEQ_LEN, local_batch_size=2)
-    validator: Any = SimpleNamespace(
-        config=ValidationConfig(prompts=PROMPTS, prompt_tokens=NEW, prompt_temperature=temperature),
-        mesh=stages.mesh,
-        stream=SimpleNamespace(training=training, document_mask=data.document_mask),
-        metrics=SimpleNamespace(
-            device=torch.device("cpu"), file=SimpleNamespace(path=Path("unused/metrics.jsonl"))
-        ),
-        data=[SimpleNamespace(tokenizer=TOKENIZER)],
+    config = ValidationConfig(prompts=PROMPTS, prompt_tokens=NEW, prompt_temperature=temperature)
+    stream: Any = SimpleNamespace(training=training, document_mask=data.document_mask)
+    metrics: Any = SimpleNamespace(
+        device=torch.device("cpu"), file=SimpleNamespace(path=Path("unused/metrics.jsonl"))
     )
-    return Sampler(stages, validator, 5), stages
+    return Sampler(config, 5, TOKENIZER, stages, stream, metrics), stages
 
 
 def texts(parallel: dict[str, Any], *sections: Any, temperature: float = 0.0) -> list[str] | None:
@@ -176,18 +172,16 @@ def test_a_model_that_is_not_finite_gives_no_text(pool):
 
 
 def room_for(prompt: list[int]) -> Sampler:
-    validator: Any = SimpleNamespace(
-        config=ValidationConfig(prompts=("a", "b")),
-        mesh=None,
-        stream=SimpleNamespace(training=SimpleNamespace(seq_len=SEQ_LEN)),
-        metrics=SimpleNamespace(device=None, file=SimpleNamespace(path=Path("metrics.jsonl"))),
-        data=[
-            SimpleNamespace(
-                tokenizer=SimpleNamespace(bos=0, encode=lambda text: prompt if text == "b" else [])
-            ),
-        ],
+    stages: Any = SimpleNamespace(mesh=None)
+    stream: Any = SimpleNamespace(training=SimpleNamespace(seq_len=SEQ_LEN))
+    metrics: Any = SimpleNamespace(
+        device=None,
+        file=SimpleNamespace(path=Path("metrics.jsonl")),
+        progress=SimpleNamespace(step=7),
     )
-    return Sampler(None, validator, 0)
+    tokenizer: Any = SimpleNamespace(bos=0, encode=lambda text: prompt if text == "b" else [])
+    config = ValidationConfig(prompts=("a", "b"))
+    return Sampler(config, 0, tokenizer, stages, stream, metrics)
 
 
 def test_prompts_that_are_too_long_are_refused():
@@ -205,7 +199,9 @@ def test_a_sample_is_one_line_whatever_it_contains(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     shown: list[str] = []
     monkeypatch.setattr(logging.getLogger("titanlite"), "info", shown.append)
-    sampled.run(7, lambda: False)
+    requests: Any = SimpleNamespace(agree_to_stop=lambda: False)
+    sampled.run(requests)
+    assert sampled.texts == ["a" + text, "b"]
     assert samples(tmp_path) == [
         {"step": 7, "prompt": "a", "text": text},
         {"step": 7, "prompt": "b", "text": ""},
@@ -237,7 +233,7 @@ def test_a_run_writes_samples_and_has_the_losses_of_one_without(whole_run):
 
 
 def test_a_resumed_run_has_each_sample_once(pool, arguments, whole_run, tmp_path):
-    """Killed by a request after step 4, which is saved; then samples of a later step, which is not."""
+    """Stopped after step 4, which is saved; then samples of a later step, which is not."""
     assert pool.run(1, train_until, 4, [*arguments, *OPTIONS]) == [75]
     later = {"step": 6, "prompt": "lost", "text": "lost"}
     with (tmp_path / "debug" / SAMPLES).open("a") as file:

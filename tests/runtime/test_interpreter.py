@@ -107,7 +107,7 @@ STARTERS = {
     "tools/prepare/parquet_reader.py": "the same",
     "tools/verify/pool.py": "starts its server in / and in `interpreter.environment`",
     "tools/cli/eject_command.py": "prints the interpreter's name",
-    "tools/report/summary.py": "prints the interpreter's name",
+    "observe/start_and_end.py": "prints the interpreter's name",
 }
 
 

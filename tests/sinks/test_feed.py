@@ -20,7 +20,7 @@ SETTINGS = {"run": {"device": "cpu"}, "comm": {"timeout_seconds": 300}}
 
 
 class Store:
-    """A sink in memory, which can keep rows (a server) or begins anew when it is opened (a file)."""
+    """A sink in memory, which keeps rows (a server) or begins anew when it is opened (a file)."""
 
     def __init__(self, keeps: bool = True) -> None:
         self.keeps, self.found, self.opened, self.closed = (
@@ -205,7 +205,8 @@ def test_a_sink_that_hangs_ends_neither_the_steps_nor_the_end(path, monkeypatch,
         assert time.monotonic() < started + 5
     assert 0.3 < time.monotonic() - started < 5
     assert messages == [
-        "metrics.sinks: mlflow: up to 4 rows of metrics.jsonl were not sent; the next start of this run sends them"
+        "metrics.sinks: mlflow: up to 4 rows of metrics.jsonl were not sent; "
+        "the next start of this run sends them"
     ]
     store.hangs.set()
 
@@ -232,7 +233,9 @@ class SlowFeed(threading.Thread):
 
 def test_the_end_waits_for_a_sink_that_makes_progress(path, monkeypatch):
     monkeypatch.setattr(sinks, "PATIENCE", 1.0)
-    many = Sinks(MetricsConfig(), path.parent, {}, {"comm": {"timeout_seconds": 60}})
+    many = Sinks(
+        MetricsConfig(sinks=("mlflow",)), path.parent, {}, {"comm": {"timeout_seconds": 60}}
+    )
     for sent, complete in ((range(10, 30), True), ([0] * 20, False)):
         feed = SlowFeed(sent)
         many.feeds = [feed]

@@ -133,7 +133,7 @@ def react(run: Any, step: int, what: str, bad: Verdict | None) -> str:
             return ""
         what = f"{what}; {problem}"
     elif bad is not None and run.guard.config.action == "skip":
-        what = f"{what}; {bad.row} steps in a row were not finite (stability.max_skips)"
+        what = f"{what}; {bad.num_not_finite} steps in a row were not finite (stability.max_skips)"
     logger.info("%s: training has diverged", what, extra={"event": "diverged", "step": step})
     advice = broadcast_from_rank0(lambda: _end(run, what))
     return f"{what}: training has diverged; {advice}"

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from titanlite.checkpoint.async_save import AsyncSaver
 from titanlite.checkpoint.manifest import RunMetadata
@@ -37,7 +36,7 @@ from titanlite.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.retention import Retention
-    from titanlite.optim.stability import Guard
+    from titanlite.optim.stability import Guard, Outcome
 
 logger = logging.getLogger("titanlite")
 
@@ -138,8 +137,8 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether an asynchronous save has failed on this process, or it has read of a bad step."""
-        return self.saver.failed or (self.guard is not None and self.guard.noticed)
+        """Whether an asynchronous save has failed on this process."""
+        return self.saver.failed
 
     def due(self, step: int, last: bool, asked: bool = False) -> bool:
         """Whether `maybe_save` would save after this step; `asked`: all ranks have agreed to a
@@ -173,38 +172,28 @@ class Checkpointer:
         if last:
             self.close()
 
-    def require_finite(self, step: int, grad_norm: Tensor, loss: Tensor) -> bool:
-        """Reads the gradient norm from the device. If it is finite, the newest checkpoint is
-        proven.
+    def judge(self, outcome: Outcome) -> bool:
+        """Proves the newest checkpoint if the outcome of a step is finite; rolls back or raises
+        NonFinite if the run cannot go on.
 
-        Otherwise completes the save in progress and raises NonFinite. All ranks call it together:
-        the norm is that of the whole gradient, and a NaN loss makes it NaN. With a guard, its
-        verdict decides. `loss`: of this step, over all ranks. Returns whether the state was rolled
-        back.
+        All ranks call it together. Returns whether the state was rolled back.
         """
-        bad = self.guard.read_all() if self.guard else None
-        finite = math.isfinite(norm := float(grad_norm))
-        # Action = skip may leave a bad loss
-        if bad is None and finite and self.unproven and math.isfinite(loss):
-            mark_phase("deleting old checkpoints")
-            self.unproven = False
-            self.resumed = 0
-            self.returned = False
-            if dist.get_rank() == 0:
-                losses = (
-                    float(loss),
-                    math.log(json.loads(self.extra_files["model.json"])["vocab_size"]),
-                )
-                self.saver.after_save(
-                    functools.partial(self.retention.prove, self.newest, *losses, self.config)
-                )
-        scale = self.states.get("loss_scale")  # in float16
-        if bad is None and (finite or self.guard or (scale and scale.tolerates())):
-            # If it is not finite, the update was withheld, so the weights are as before
+        if not outcome.diverged:
+            if outcome.finite and self.unproven:
+                mark_phase("deleting old checkpoints")
+                self.unproven = False
+                self.resumed = 0
+                self.returned = False
+                if dist.get_rank() == 0:
+                    vocab_size = json.loads(self.extra_files["model.json"])["vocab_size"]
+                    losses = (outcome.loss, math.log(vocab_size))
+                    self.saver.after_save(
+                        functools.partial(self.retention.prove, self.newest, *losses, self.config)
+                    )
             return False
         from titanlite.checkpoint.divergence import react
 
-        why = react(self, step, str(bad or f"step {step}: the gradient norm is {norm}"), bad)
+        why = react(self, outcome.step, outcome.description, outcome.acts_on)
         if why:
             raise NonFinite(why)
         return True

@@ -226,9 +226,11 @@ def saved_parts(manifest: Manifest, states: dict[str, Any], state: State) -> Sta
     a method `reset`.
     """
     saved = {name.partition(".")[0] for name in manifest.tensors}
-    missing = [
-        name for name in state if name not in saved and getattr(states[name], "optional", False)
-    ]
+    missing = []
+    for name, values in state.items():
+        # A part that is switched off has no values
+        if values and name not in saved and getattr(states[name], "optional", False):
+            missing.append(name)
     for name in missing:
         logger.info("%s: not in the checkpoint, so it starts anew", name)
     return {name: values for name, values in state.items() if name not in missing}

@@ -250,6 +250,12 @@ class TrainStream:
 
         return samples_after(self.training, self.samples, steps)
 
+    def take_seconds(self) -> float:
+        """Seconds spent in `next_step` since the last call."""
+        seconds = self.seconds
+        self.seconds = 0.0
+        return seconds
+
     @property
     def epochs(self) -> dict[str, float]:
         """The number of passes over each source so far."""

@@ -6,8 +6,7 @@ a table in 80 columns, with a header from time to time instead of a name before 
 narrower terminal the least important columns are left out. Colours mark what needs attention:
 warnings, a loss or norm that is not finite, and a long wait for data. They are left out if NO_COLOR
 is set (no-color.org) or TERM is dumb.
-What it costs: microseconds for each logged step. It is imported at the first log, or at the start
-on a terminal.
+What it costs: microseconds for each logged step.
 """
 
 from __future__ import annotations
@@ -30,49 +29,73 @@ DIM = "\x1b[2m"
 RED = "\x1b[1;31m"
 YELLOW = "\x1b[33m"
 END = "\x1b[0m"
+WIDEST = 80  # characters of a row
+
 # That of metrics.jsonl, with `eta` in seconds and `steps`, the number of steps of the run
 Row = dict[str, Any]
 
 
 def step_line(position: str, row: Row) -> str:
     """The plain line of a logged step."""
-    mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1f}%"
+    mfu = "n/a"
+    if row["mfu"] is not None:
+        mfu = f"{row['mfu']:.1f}%"
     return (
-        f"{position}  loss {row['loss']:.4f}  grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
-        f"tps {row['tps']:,.0f}  tflops {row['tflops']:.3g}  mfu {mfu}  memory {row['memory_gib']:.2f}GiB  "
-        f"data {row['data_percent']:.1f}%  wait {row['data_wait_percent']:.1f}%  eta {duration(row['eta'])}"
+        f"{position}  "
+        f"loss {row['loss']:.4f}  "
+        f"grad_norm {row['grad_norm']:.3f}  "
+        f"lr {row['lr']:.2e}  "
+        f"tps {row['tps']:,.0f}  "
+        f"tflops {row['tflops']:.3g}  "
+        f"mfu {mfu}  "
+        f"memory {row['memory_gib']:.2f}GiB  "
+        f"data {row['data_percent']:.1f}%  "
+        f"wait {row['data_wait_percent']:.1f}%  "
+        f"eta {duration(row['eta'])}"
     )
 
 
 def duration(seconds: float) -> str:
     """1:05 for 65 seconds, 2:03:04 beyond an hour, with days in front beyond a day."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    clock = f"{hours}:{minutes:02}:{rest:02}" if hours or days else f"{minutes}:{rest:02}"
-    return f"{days} d {clock}" if days else clock
+    clock = f"{minutes}:{seconds:02}"
+    if hours or days:
+        clock = f"{hours}:{minutes:02}:{seconds:02}"
+    if days:
+        return f"{days} d {clock}"
+    return clock
 
 
 def short_duration(seconds: float) -> str:
     """The same, or days if it would be longer than 8 characters."""
     text = duration(seconds)
-    return text if len(text) <= 8 else f"{seconds / 86400:.1f}d"
+    if len(text) > 8:
+        return f"{seconds / 86400:.1f}d"
+    return text
 
 
-def short(value: float, digits: int, width: int) -> str:
+def fixed(value: float, digits: int, width: int) -> str:
     """The number with `digits` decimals, fewer if they do not fit into `width`."""
-    for fewer in range(digits, -1, -1):
-        text = f"{value:,.{fewer}f}"
+    while digits >= 0:
+        text = f"{value:,.{digits}f}"
         if len(text) <= width:
             return text
-    return f"{value:.1e}" if width >= 7 else f"{value:.0e}"
+        digits -= 1
+    if width >= 7:
+        return f"{value:.1e}"
+    return f"{value:.0e}"
 
 
 def significant(value: float, width: int) -> str:
     """Three digits, also of a small number, or as many as fit into the width."""
-    texts = (f"{value:#.3g}".rstrip("."), f"{value:#.2g}")
-    least = f"{value:.0e}" if abs(value) < 1 else short(value, 3, width)
-    return next((text for text in texts if len(text) <= width), least)
+    for text in (f"{value:#.3g}".rstrip("."), f"{value:#.2g}"):
+        if len(text) <= width:
+            return text
+    if abs(value) < 1:
+        return f"{value:.0e}"
+    return fixed(value, 3, width)
 
 
 class Column(NamedTuple):
@@ -85,44 +108,63 @@ class Column(NamedTuple):
     colour: Callable[[Row], str] = lambda row: ""
 
 
-def _alarm(key: str) -> Callable[[Row], str]:
-    return lambda row: "" if math.isfinite(row[key]) else RED
+def red_unless_finite(key: str) -> Callable[[Row], str]:
+    """The colour of a figure that must be finite."""
+
+    def colour(row: Row) -> str:
+        if math.isfinite(row[key]):
+            return ""
+        return RED
+
+    return colour
+
+
+def yellow_if_long(row: Row) -> str:
+    """The colour of the wait for data."""
+    if row["data_wait_percent"] > LONG_WAIT:
+        return YELLOW
+    return ""
 
 
 def columns(row: Row) -> list[Column]:
     """All columns, at most 80 characters wide with the spaces between them up to 99,999 steps."""
     title = f"step/{row['steps']}"
-    if row["mfu"] is None:
-        speed = Column("TFLOPS", 6, 3, lambda row: significant(row["tflops"], 6))
-    else:
+    speed = Column("TFLOPS", 6, 3, lambda row: significant(row["tflops"], 6))
+    if row["mfu"] is not None:
         speed = Column("MFU", 6, 3, lambda row: f"{row['mfu']:.1f}%")
     return [
         Column(title, max(9, len(title)), 9, lambda row: str(row["step"])),
-        Column("loss", 8, 8, lambda row: short(row["loss"], 4, 8), _alarm("loss")),
-        Column("grad_norm", 9, 5, lambda row: short(row["grad_norm"], 3, 9), _alarm("grad_norm")),
-        Column("lr", 8, 4, lambda row: f"{row['lr']:.2e}"),
-        Column("tps", 7, 6, lambda row: short(row["tps"], 0, 7)),
-        speed,
-        Column("GiB", 5, 2, lambda row: short(row["memory_gib"], 2, 5)),
-        Column("data", 6, 1, lambda row: short(row["data_percent"], 1, 5) + "%"),
+        Column("loss", 8, 8, lambda row: fixed(row["loss"], 4, 8), red_unless_finite("loss")),
         Column(
-            "wait",
-            4,
-            0,
-            lambda row: f"{row['data_wait_percent']:.0f}%",
-            lambda row: YELLOW if row["data_wait_percent"] > LONG_WAIT else "",
+            "grad_norm",
+            9,
+            5,
+            lambda row: fixed(row["grad_norm"], 3, 9),
+            red_unless_finite("grad_norm"),
         ),
+        Column("lr", 8, 4, lambda row: f"{row['lr']:.2e}"),
+        Column("tps", 7, 6, lambda row: fixed(row["tps"], 0, 7)),
+        speed,
+        Column("GiB", 5, 2, lambda row: fixed(row["memory_gib"], 2, 5)),
+        Column("data", 6, 1, lambda row: fixed(row["data_percent"], 1, 5) + "%"),
+        Column("wait", 4, 0, lambda row: f"{row['data_wait_percent']:.0f}%", yellow_if_long),
         Column("eta", 8, 7, lambda row: short_duration(row["eta"])),
     ]
 
 
-def fitting(found: list[Column], room: int) -> list[Column]:
-    """The most important of these columns that fit into so many characters, and at least step and
-    loss.
+def fitting(columns: list[Column], width: int) -> list[Column]:
+    """The most important of these columns that fit into `width` characters.
+
+    At least step and loss.
     """
-    while len(found) > 2 and sum(column.width + 1 for column in found) - 1 > room:
-        found = [column for column in found if column.importance > min(c.importance for c in found)]
-    return found
+
+    def total_width() -> int:
+        return sum(column.width + 1 for column in columns) - 1
+
+    while len(columns) > 2 and total_width() > width:
+        least = min(column.importance for column in columns)
+        columns = [column for column in columns if column.importance > least]
+    return columns
 
 
 class TableFormatter(logging.Formatter):
@@ -134,66 +176,73 @@ class TableFormatter(logging.Formatter):
         """`prefix` comes before every line."""
         super().__init__(f"{prefix}%(message)s")
         self.prefix = prefix
-        self.coloured = not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
-        self._shown: list[str] = []  # titles of the last header
+        dumb = os.environ.get("TERM", "dumb") == "dumb"
+        self.coloured = not os.environ.get("NO_COLOR") and not dumb
+        self._titles: list[str] = []  # of the last header
         self._rows = HEADER_EVERY  # since then
         self._interrupted = False
 
     def format(self, record: logging.LogRecord) -> str:
         row = getattr(record, "row", None)
-        if row:
+        if row is not None:
             return self._step(row)
-        found = getattr(record, "validation", None)
-        if found:
+        validation = getattr(record, "validation", None)
+        if validation is not None:
             self._rows += 1
-            return self._line(self._paint(validation_row(min(80, self._room), *found), BOLD))
+            return self.prefix + self._paint(validation_row(self._width, *validation), BOLD)
         self._interrupted = True
-        colour = (
-            RED
-            if record.levelno >= logging.ERROR
-            else YELLOW
-            if record.levelno >= logging.WARNING
-            else ""
-        )
-        return self._paint(super().format(record), colour)
+        text = super().format(record)
+        if record.levelno >= logging.ERROR:
+            return self._paint(text, RED)
+        if record.levelno >= logging.WARNING:
+            return self._paint(text, YELLOW)
+        return text
 
     @property
-    def _room(self) -> int:
-        return max(24, shutil.get_terminal_size().columns - len(self.prefix))
+    def _width(self) -> int:
+        """Characters of a row, without the prefix."""
+        terminal = shutil.get_terminal_size().columns
+        return min(WIDEST, max(24, terminal - len(self.prefix)))
 
     def _step(self, row: Row) -> str:
-        shown = fitting(columns(row), min(80, self._room))
-        cells = [self._paint(c.cell(row).rjust(c.width), c.colour(row)) for c in shown]
+        shown = fitting(columns(row), self._width)
+        cells = [
+            self._paint(column.cell(row).rjust(column.width), column.colour(row))
+            for column in shown
+        ]
         titles = [column.title.rjust(column.width) for column in shown]
-        lines = [self._line(" ".join(cells))]
+        lines = [self.prefix + " ".join(cells)]
         again = self._interrupted and self._rows >= HEADER_AGAIN
-        if titles != self._shown or self._rows >= HEADER_EVERY or again:
-            lines.insert(0, self._line(self._paint(" ".join(titles), DIM)))
-            self._shown = titles
+        if titles != self._titles or self._rows >= HEADER_EVERY or again:
+            header = self._paint(" ".join(titles), DIM)
+            lines.insert(0, self.prefix + header)
+            self._titles = titles
             self._rows = 0
             self._interrupted = False
         self._rows += 1
         return "\n".join(lines)
 
-    def _line(self, text: str) -> str:
-        return self.prefix + text
-
     def _paint(self, text: str, colour: str) -> str:
-        return f"{colour}{text}{END}" if colour and self.coloured else text
+        if colour and self.coloured:
+            return f"{colour}{text}{END}"
+        return text
 
 
-def validation_row(room: int, step: int, steps: int, name: str, values: dict[str, float]) -> str:
-    """A row in which the loss is in the column of the losses; as much of it as fits into `room`
-    characters.
+def validation_row(
+    width: int, step: int, num_steps: int, name: str, values: dict[str, float]
+) -> str:
+    """A row in which the loss is in the column of the losses.
+
+    As much of it as fits into `width` characters.
     """
-    width = max(9, len(f"step/{steps}"))
+    step_width = max(9, len(f"step/{num_steps}"))
     loss = next(value for key, value in values.items() if key.endswith("loss"))
-    text = f"{step:>{width}} {short(loss, 4, 8):>8}  validation {printable(name)[:24]}"
-    text += "  averaged weights" if "ema_loss" in values else ""
+    text = f"{step:>{step_width}} {fixed(loss, 4, 8):>8}  validation {printable(name)[:24]}"
+    if "ema_loss" in values:
+        text += "  averaged weights"
     for key, title, digits in (("bits_per_byte", "bits/byte", 3), ("perplexity", "perplexity", 1)):
-        if (
-            key in values
-            and len(more := f"{text}  {title} {short(values[key], digits, 6)}") <= room
-        ):
-            text = more
-    return text[:room]
+        if key in values:
+            longer = f"{text}  {title} {fixed(values[key], digits, 6)}"
+            if len(longer) <= width:
+                text = longer
+    return text[:width]

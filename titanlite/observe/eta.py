@@ -13,16 +13,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 from titanlite.config.schema import CheckpointConfig, ValidationConfig
 
 # Seconds of training from which the speed is taken: long enough for a mean, short enough to follow
 HORIZON = 300.0
-# Kinds of pauses: whether they validate and save
-VALIDATION = (True, False)
-SAVE = (False, True)
-BOTH = (True, True)
+
+
+class Kind(NamedTuple):
+    """What happens in a pause of training."""
+
+    validates: bool
+    saves: bool
+
+
+VALIDATION = Kind(True, False)
+SAVE = Kind(False, True)
+BOTH = Kind(True, True)
+NEITHER = Kind(False, False)
 
 
 class Eta:
@@ -35,12 +45,12 @@ class Eta:
         self.validation = validation
         self.checkpoint = checkpoint
         self.windows: deque[tuple[float, int]] = deque()  # seconds and tokens
-        # Their sums
+        # The sums of all windows
         self.seconds = 0.0
         self.tokens = 0
         self.pauses = {kind: deque[float](maxlen=8) for kind in (VALIDATION, SAVE, BOTH)}
-        # Waits for the second window, for the first validation
-        self._first_window = self._first_validation = True
+        self._first_window = True  # until there is a second one
+        self._first_validation = True
 
     def add_window(
         self,
@@ -55,38 +65,39 @@ class Eta:
         A pause has the step before it, and its seconds. `compiling`: seconds of the first
         evaluation of this process.
         """
-        for step, paused in pauses:
-            self._add_pause(step, paused, compiling)
+        for step, pause in pauses:
+            self._add_pause(step, pause, compiling)
         if self.windows and self._first_window:
             self._first_window = False
             self._drop_oldest()
         self.windows.append((seconds, tokens))
-        self.seconds = self.seconds + seconds
-        self.tokens = self.tokens + tokens
+        self.seconds += seconds
+        self.tokens += tokens
         while self.seconds - self.windows[0][0] > HORIZON:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         seconds, tokens = self.windows.popleft()
-        self.seconds = self.seconds - seconds
-        self.tokens = self.tokens - tokens
+        self.seconds -= seconds
+        self.tokens -= tokens
 
     def _add_pause(self, step: int, seconds: float, compiling: float) -> None:
-        validates, saves = self._kind(step)
-        if validates and self._first_validation:
+        kind = self._kind(step)
+        if kind.validates and self._first_validation:
             seconds = max(0.0, seconds - compiling)
             self._first_validation = False
-        if (validates, saves) in self.pauses:
-            self.pauses[validates, saves].append(seconds)
+        if kind in self.pauses:
+            self.pauses[kind].append(seconds)
 
-    def _kind(self, step: int) -> tuple[bool, bool]:
-        freq = self.checkpoint.freq
+    def _kind(self, step: int) -> Kind:
+        """What happens after this step."""
         last = step == self.steps
-        validates = self.validation.freq > 0 and (last or step % self.validation.freq == 0)
-        regular = step > 0 and freq > 0 and step % freq == 0
-        return validates, last or regular or (
-            step > 0 and not validates and self.checkpoint.freq_minutes > 0
-        )
+        validates = is_multiple(step, self.validation.freq) or (last and self.validation.freq > 0)
+        saves = last or (step > 0 and is_multiple(step, self.checkpoint.freq))
+        # A pause for neither was a save by minutes
+        if step > 0 and not validates and self.checkpoint.freq_minutes > 0:
+            saves = True
+        return Kind(validates, saves)
 
     def remaining(self, step: int, tokens: int) -> float:
         """Seconds from the log line of this step until the last step is saved; `tokens` are still
@@ -96,43 +107,49 @@ class Eta:
         """
         training = tokens * self.seconds / max(1, self.tokens)
         cost = self._costs()
+        both = self._count(step, math.lcm(self.validation.freq, self.checkpoint.freq))
+        validations = self._count(step, self.validation.freq) - both
+        saves = self._count(step, self.checkpoint.freq) - both
         pauses = cost[self._kind(self.steps)]
-        every = self.validation.freq
-        freq = self.checkpoint.freq
-        both = self._count(step, math.lcm(every, freq))
-        validations = self._count(step, every) - both
-        saves = self._count(step, freq) - both
         pauses += validations * cost[VALIDATION] + saves * cost[SAVE] + both * cost[BOTH]
-        # a save by steps restarts the minutes, so only what is not by steps is added
         if self.checkpoint.freq_minutes:
-            pauses += (
-                max(0.0, training / 60 / self.checkpoint.freq_minutes - saves - both) * cost[SAVE]
-            )
+            # A save by steps restarts the minutes, so only what is not by steps is added
+            by_minutes = training / 60 / self.checkpoint.freq_minutes - saves - both
+            pauses += max(0.0, by_minutes) * cost[SAVE]
         return training + pauses
 
     def _count(self, step: int, freq: int) -> int:
         """How many of the steps from `step` to the one before the last are multiples of `freq`; 0
         is never.
         """
-        return (max(step, self.steps) - 1) // freq - (step - 1) // freq if freq else 0
+        if freq == 0:
+            return 0
+        return (max(step, self.steps) - 1) // freq - (step - 1) // freq
 
-    def _costs(self) -> dict[tuple[bool, bool], float]:
-        """Expected seconds of each kind of pause; what has not occurred yet is taken from the other
-        kinds, or is 0.
+    def _costs(self) -> dict[Kind, float]:
+        """Expected seconds of each kind of pause.
+
+        What has not occurred yet is taken from the other kinds, or is 0.
         """
-        mean = {
-            kind: sum(values) / len(values) if values else None
-            for kind, values in self.pauses.items()
-        }
-        validation = mean[VALIDATION]
-        save = mean[SAVE]
-        both = mean[BOTH]
+        validation = mean(self.pauses[VALIDATION])
+        save = mean(self.pauses[SAVE])
+        both = mean(self.pauses[BOTH])
         if validation is None:
             validation = max(0.0, (both or 0.0) - (save or 0.0))
         if save is None:
             save = max(0.0, (both or 0.0) - validation)
-        return {
-            VALIDATION: validation,
-            SAVE: save,
-            BOTH: validation + save if both is None else both,
-        }
+        if both is None:
+            both = validation + save
+        return {NEITHER: 0.0, VALIDATION: validation, SAVE: save, BOTH: both}
+
+
+def is_multiple(step: int, freq: int) -> bool:
+    """Whether something that happens every `freq` steps, 0 for never, happens after this one."""
+    return freq > 0 and step % freq == 0
+
+
+def mean(values: Collection[float]) -> float | None:
+    """None without values."""
+    if not values:
+        return None
+    return sum(values) / len(values)

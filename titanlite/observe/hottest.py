@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
 from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 Interval = tuple[float, float]
 ROWS = 25
@@ -24,7 +24,7 @@ COLLECTIVES = ("nccl", "gloo:")  # how the names of kernels and operators begin
 LEFT_OUT = ("c10d::", "_c10d_functional::", "autograd::engine::", "ProfilerStep")
 
 
-def summary(events: Iterable[Any], steps: int) -> str:
+def summary(events: Iterable[FunctionEvent], steps: int) -> str:
     """Tables for a recording of `steps` steps. Times are per step, in milliseconds."""
     events = list(events)
     kernels = [
@@ -37,47 +37,54 @@ def summary(events: Iterable[Any], steps: int) -> str:
     for event in kernels or events:
         # gloo's collectives are annotations
         label = event.is_user_annotation and not is_collective(event.name)
-        if not label and not event.name.startswith(LEFT_OUT):
-            times[event.name] += [interval(event)] if kernels else own_intervals(event)
-            calls[event.name] += 1
-    collectives = [name for name in times if is_collective(name)]
-    busy = covered(
-        [part for name, parts in times.items() if not is_collective(name) for part in parts]
-    )
-    whole = covered([part for name in collectives for part in times[name]])
-    spent = {name: length(parts) for name, parts in times.items()}
+        if label or event.name.startswith(LEFT_OUT):
+            continue
+        calls[event.name] += 1
+        if kernels:
+            times[event.name].append(interval(event))
+        else:
+            times[event.name] += own_intervals(event)
+
+    computing: list[Interval] = []
+    communicating: list[Interval] = []
+    for name, intervals in times.items():
+        if is_collective(name):
+            communicating += intervals
+        else:
+            computing += intervals
+    busy = covered(computing)
+    spent = {name: length(intervals) for name, intervals in times.items()}
     ordered = sorted(spent, key=lambda name: -spent[name])
     total = sum(spent.values()) or 1.0
     steps = max(1, steps)
 
-    def line(first: float, second: str, number: str, name: str) -> str:
-        return f"{first / 1e3 / steps:10.3f}  {second:>10}  {number:>10}  {name[:100]}"
+    def line(microseconds: float, second: str, num_calls: str, name: str) -> str:
+        milliseconds = microseconds / 1e3 / steps
+        return f"{milliseconds:10.3f}  {second:>10}  {num_calls:>10}  {name[:100]}"
 
-    def exposed(parts: list[Interval]) -> str:
-        return f"{length(without(covered(parts), busy)) / 1e3 / steps:.3f}"
+    def per_step(name: str) -> str:
+        return f"{calls[name] / steps:.1f}"
 
-    lines = [
-        f"{'ms/step':>10}  {'share':>10}  {'calls/step':>10}  {'kernel' if kernels else 'operator'}"
-    ]
-    lines += [
-        line(spent[n], f"{spent[n] / total:.1%}", f"{calls[n] / steps:.1f}", n)
-        for n in ordered[:ROWS]
-    ]
-    rest = ordered[ROWS:]
-    if rest:
-        seconds = sum(spent[name] for name in rest)
-        lines.append(line(seconds, f"{seconds / total:.1%}", "", f"{len(rest)} more"))
+    def not_hidden(union: list[Interval]) -> str:
+        return f"{length(without(union, busy)) / 1e3 / steps:.3f}"
+
+    kind = "operator"
+    if kernels:
+        kind = "kernel"
+    lines = [f"{'ms/step':>10}  {'share':>10}  {'calls/step':>10}  {kind}"]
+    for name in ordered[:ROWS]:
+        lines.append(line(spent[name], f"{spent[name] / total:.1%}", per_step(name), name))
+    others = ordered[ROWS:]
+    if others:
+        time = sum(spent[name] for name in others)
+        lines.append(line(time, f"{time / total:.1%}", "", f"{len(others)} more"))
     lines += ["", f"{'ms/step':>10}  {'not hidden':>10}  {'calls/step':>10}  collective"]
-    for name in sorted(collectives, key=lambda name: -spent[name]):
-        lines.append(
-            line(
-                length(covered(times[name])),
-                exposed(times[name]),
-                f"{calls[name] / steps:.1f}",
-                name,
-            )
-        )
-    lines.append(line(length(whole), exposed(whole), "", "all, counted once"))
+    for name in ordered:
+        if is_collective(name):
+            union = covered(times[name])
+            lines.append(line(length(union), not_hidden(union), per_step(name), name))
+    union = covered(communicating)
+    lines.append(line(length(union), not_hidden(union), "", "all, counted once"))
     return "\n".join(lines) + "\n"
 
 
@@ -85,11 +92,11 @@ def is_collective(name: str) -> bool:
     return name.lower().startswith(COLLECTIVES)
 
 
-def interval(event: Any) -> Interval:
+def interval(event: FunctionEvent) -> Interval:
     return event.time_range.start, event.time_range.end
 
 
-def own_intervals(event: Any) -> list[Interval]:
+def own_intervals(event: FunctionEvent) -> list[Interval]:
     """The interval of an operator without those of the operators that it calls."""
     return without([interval(event)], covered([interval(child) for child in event.cpu_children]))
 
@@ -109,20 +116,21 @@ def without(intervals: list[Interval], others: list[Interval]) -> list[Interval]
     """The parts of `intervals` that no interval of `others` covers; both are unions as `covered`
     returns them.
     """
-    left: list[Interval] = []
-    first = 0
+    remaining: list[Interval] = []
+    first = 0  # of the others that end after the present interval begins
     for start, end in intervals:
         while first < len(others) and others[first][1] <= start:
             first += 1
-        at = first
-        while at < len(others) and others[at][0] < end:
-            if others[at][0] > start:
-                left.append((start, others[at][0]))
-            start = max(start, others[at][1])
-            at += 1
+        i = first
+        while i < len(others) and others[i][0] < end:
+            other_start, other_end = others[i]
+            if other_start > start:
+                remaining.append((start, other_start))
+            start = max(start, other_end)
+            i += 1
         if start < end:
-            left.append((start, end))
-    return left
+            remaining.append((start, end))
+    return remaining
 
 
 def length(intervals: list[Interval]) -> float:

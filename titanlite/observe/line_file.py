@@ -14,6 +14,7 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger("titanlite")
 MAX_WAITING = 100_000  # lines; older ones are dropped
@@ -36,9 +37,8 @@ class LineFile:
         try:
             try:
                 self._write(content)
-            except (
-                OSError
-            ):  # the last line of a run has no later one, before which it could be written
+            except OSError:
+                # The last line of a run has no later one, before which it could be written
                 self._write(content)
         except OSError as error:
             if not self._warned:  # set first, because the warning itself may be a line of this file
@@ -69,7 +69,7 @@ class LineFile:
 
 
 class LineFileHandler(logging.Handler):
-    """Appends log records to a `LineFile`, and to events.jsonl those with `extra={"event": name}`."""
+    """Appends log records to a `LineFile`; events (`extra={"event": name}`) also to events.jsonl."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -79,14 +79,12 @@ class LineFileHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self.file.append(self.format(record))
-            if hasattr(record, "event"):  # for `titanlite report`; a signal does not know its step
-                event = {
-                    name: value
-                    for name, value in vars(record).items()
-                    if name in ("event", "step", "about")
-                }
-                self.events.append(
-                    json.dumps({"time": record.created, **event, "text": record.getMessage()})
-                )
+            if hasattr(record, "event"):  # for `titanlite report`
+                event: dict[str, Any] = {"time": record.created}
+                for name in ("event", "step", "about"):  # a signal does not know its step
+                    if hasattr(record, name):
+                        event[name] = getattr(record, name)
+                event["text"] = record.getMessage()
+                self.events.append(json.dumps(event))
         except Exception:  # a message that cannot be formatted
             self.handleError(record)

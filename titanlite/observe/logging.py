@@ -12,6 +12,7 @@ import os
 import sys
 from pathlib import Path
 
+from titanlite.observe.console import TableFormatter
 from titanlite.observe.line_file import LineFileHandler
 
 logger = logging.getLogger("titanlite")
@@ -19,8 +20,6 @@ logger = logging.getLogger("titanlite")
 
 def setup_logging(rank: int) -> None:
     """Sends messages to the console. LOG_RANK is a comma-separated list of ranks."""
-    shown = {word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")}
-    prefix = "" if rank == 0 else f"[rank {rank}] "
     # Print no stack trace for each line if the console is closed (`| head`)
     logging.raiseExceptions = False
     logger.handlers.clear()
@@ -28,15 +27,20 @@ def setup_logging(rank: int) -> None:
     # DTensor warns that gloo has no all-to-all and that it gathers instead; that is expected here.
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     logger.setLevel(logging.DEBUG)
-    level = logging.DEBUG if os.environ.get("LOG_LEVEL", "").lower() == "debug" else logging.INFO
+    prefix = ""
+    if rank != 0:
+        prefix = f"[rank {rank}] "
     console = logging.StreamHandler(sys.stdout)
     console.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
-    if sys.stdout.isatty():
-        # a file gets plain lines, which scripts read
-        from titanlite.observe.console import TableFormatter
-
+    if sys.stdout.isatty():  # a file gets plain lines, which scripts read
         console.setFormatter(TableFormatter(prefix))
-    console.setLevel(level if str(rank) in shown else logging.WARNING)
+    shown = {word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")}
+    if str(rank) not in shown:
+        console.setLevel(logging.WARNING)
+    elif os.environ.get("LOG_LEVEL", "").lower() == "debug":
+        console.setLevel(logging.DEBUG)
+    else:
+        console.setLevel(logging.INFO)
     logger.addHandler(console)
 
 

@@ -22,11 +22,13 @@ GIB = 2**30
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The peak memory so far: reserved by the allocator on CUDA, resident in this process on CPU."""
+    """The peak so far: reserved by the allocator on CUDA, resident in this process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform != "darwin":  # bytes on macOS, KiB on Linux
+        peak *= 1024
+    return peak / GIB
 
 
 def memory_columns(device: torch.device) -> dict[str, float]:

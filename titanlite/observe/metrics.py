@@ -1,5 +1,4 @@
-"""Loss, speed and memory: the rows of metrics.jsonl, and what the console shows of them
-(`console.py`).
+"""Loss, speed and memory: the rows of metrics.jsonl, and what the console shows of them.
 
 What it is: the metrics of the logged steps, written by rank 0; docs/metrics.md explains each.
 Between logged steps (and those that validate or save) nothing is read from the device, so the host
@@ -10,35 +9,32 @@ a resume.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.config.schema import (
-    CheckpointConfig,
-    MetricsConfig,
-    TrainingConfig,
-    ValidationConfig,
-)
+from titanlite.config.schema import Config
 from titanlite.data.stream import TrainStream
-from titanlite.distributed import watchdog
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.distributed.mesh import sum_dtype
+from titanlite.distributed.process_group import device_name
+from titanlite.distributed.watchdog import mark_phase
 from titanlite.model.flavors import LlamaConfig
+from titanlite.model.flops import flops_per_token, peak_tflops
+from titanlite.observe.console import step_line
+from titanlite.observe.eta import Eta
 from titanlite.observe.line_file import LineFile
-
-if TYPE_CHECKING:
-    from titanlite.observe.eta import Eta
+from titanlite.observe.memory import peak_memory_gib
+from titanlite.observe.metrics_file import drop_later_lines
+from titanlite.observe.step_times import StepTimes
 
 logger = logging.getLogger("titanlite")
 
@@ -52,11 +48,10 @@ class Progress:
         self.seconds = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        seconds = torch.tensor(self.seconds, dtype=torch.float64)
         return {
             "step": torch.tensor(self.step),
             "tokens": torch.tensor(self.tokens),
-            "seconds": seconds,
+            "seconds": torch.tensor(self.seconds, dtype=torch.float64),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -65,59 +60,52 @@ class Progress:
         self.seconds = float(state["seconds"])
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Constants of the run from which metrics and the remaining time are computed."""
+class HasColumns(Protocol):
+    """Something that adds columns to logged steps; none if it is switched off."""
 
-    training: TrainingConfig
-    validation: ValidationConfig
-    checkpoint: CheckpointConfig
-    llama: LlamaConfig
-    device_name: str
+    def columns(self) -> dict[str, Any]:
+        """All ranks call it together."""
 
 
 class Metrics:
-    """Counts steps; logs every `log_freq`-th step, the first and the last."""
+    """Counts steps; logs every `metrics.log_freq`-th step, the first and the last."""
 
     def __init__(
         self,
-        config: MetricsConfig,
+        config: Config,
+        llama: LlamaConfig,
         folder: Path,
         device: torch.device,
         progress: Progress,
-        workload: Workload,
+        columns: Sequence[HasColumns] = (),
     ) -> None:
         """Removes lines after `progress.step` from metrics.jsonl in the run's `folder`; at step 0,
         all lines.
 
-        Raises ConfigError, on all ranks, if the file cannot be written.
+        `columns`: what adds its own columns to logged steps. Raises ConfigError, on all ranks, if
+        the file cannot be written.
         """
-        self.config = config
+        self.config = config.metrics
+        self.num_steps = config.training.steps
+        self.seq_len = config.training.seq_len
+        self.flops_per_token = flops_per_token(llama, self.seq_len)
+        self.peak_tflops = peak_tflops(device_name(device))
         self.device = device
         self.progress = progress
-        self.workload = workload
-        # Called by all ranks: further columns of a logged step
-        self.more: list[Callable[[], dict[str, Any]]] = []
+        self.columns = columns
+        self.step_times = StepTimes(self.config.step_times, device)
+        self.eta = Eta(self.num_steps, config.validation, config.checkpoint)
         self.file = LineFile(folder / "metrics.jsonl")
         broadcast_from_rank0(self._drop_later_lines)
         # Since the last log: after which step, and seconds
         self.pauses: list[tuple[int, float]] = []
         self.compiling = 0.0  # seconds of the first evaluation of this process
-        self._last = time.monotonic()
+        self.start()
 
     def _drop_later_lines(self) -> None:
         if self.file.path.exists():
-            # a new run has no such file
-            from titanlite.observe.metrics_file import drop_later_lines
-
-            drop_later_lines(self.file.path.parent, self.progress.step or -1)
-
-    @functools.cached_property
-    def eta(self) -> Eta:
-        # What the first step does not need is imported at the first log
-        from titanlite.observe.eta import Eta
-
-        return Eta(self.workload.training.steps, self.workload.validation, self.workload.checkpoint)
+            last_step = self.progress.step or -1  # a run that begins again keeps no line
+            drop_later_lines(self.file.path.parent, last_step)
 
     def start(self) -> None:
         """Starts the timing of the next steps."""
@@ -125,127 +113,123 @@ class Metrics:
         self._begin_window()
 
     def _begin_window(self) -> None:
-        watchdog.mark_phase("start of timing", times_only=True)
-        self._tokens = self.progress.tokens
-        self._since = self.progress.seconds
+        """Begins the time until the next logged step."""
+        mark_phase("start of timing", times_only=True)
+        self._tokens_before = self.progress.tokens
+        self._seconds_before = self.progress.seconds
 
-    def end_pause(self) -> None:
-        """Call it after the validation before the first step: the ETA expects more of them.
-
-        See `paused` for others.
-        """
-        now = time.monotonic()
-        self.pauses.append((self.progress.step, now - self._last))
-        self._last = now
-
-    def _tick(self) -> None:
+    def _add_time(self) -> None:
         """Adds the time since the last call to the training time."""
         now = time.monotonic()
-        self.progress.seconds = self.progress.seconds + now - self._last
+        self.progress.seconds += now - self._last
         self._last = now
 
     def count_step(self, tokens: int) -> None:
         """Call it after each step, with the tokens that it had over all ranks."""
-        self._tick()
+        self._add_time()
         self.progress.tokens += tokens
 
     def due(self, last: bool) -> bool:
         """Whether the current step is logged."""
-        return self.progress.step % self.config.log_freq == 0 or self.progress.step == 1 or last
+        step = self.progress.step
+        return step % self.config.log_freq == 0 or step == 1 or last
 
     def log(
-        self, loss: Tensor, grad_norm: Tensor, num_targets: Tensor, lr: float, data: TrainStream
+        self, loss: Tensor, grad_norm: Tensor, num_targets: Tensor, lr: float, stream: TrainStream
     ) -> None:
-        """Logs the current step.
-
-        `loss` is that of all ranks. Reads from the device, so the host waits for it.
+        """Logs the current step. `loss` is that of all ranks. Reads from the device, so the host
+        waits for it.
         """
-        from titanlite.observe.console import step_line  # not used before the end of the first step
-        from titanlite.observe.memory import peak_memory_gib
-        from titanlite.observe.speed import speed_columns
-
+        scalars = [value.to(sum_dtype(self.device)) for value in (loss, grad_norm, num_targets)]
+        loss_value, norm_value, targets = torch.stack(scalars).tolist()
+        self._add_time()
         progress = self.progress
-        work = self.workload
-        epochs = data.epochs
-        if self.config.step_times and watchdog.recorder is None:
-            from titanlite.observe.step_times import StepTimes
-
-            self.more.append(StepTimes(self.device).columns)
-        values = torch.stack(
-            [value.to(sum_dtype(self.device)) for value in (loss, grad_norm, num_targets)]
-        ).tolist()
-        self._tick()
-        elapsed = progress.seconds - self._since
-        tokens = progress.tokens - self._tokens
-        waited = data.seconds
-        data.seconds = 0.0
+        seconds = progress.seconds - self._seconds_before
+        tokens = progress.tokens - self._tokens_before
+        waited = stream.take_seconds()
+        epochs = stream.epochs
         self._begin_window()
-        row = {
+        row: dict[str, Any] = {
             "step": progress.step,
-            "loss": values[0],
-            "grad_norm": values[1],
+            "loss": loss_value,
+            "grad_norm": norm_value,
             "lr": lr,
             "tokens": progress.tokens,
-            **speed_columns(tokens, elapsed, work.llama, work.training.seq_len, work.device_name),
+            **self._speed(tokens, seconds),
             "memory_gib": peak_memory_gib(self.device),
             "data_percent": 100 * max(epochs.values()),
             "seconds": progress.seconds,
-            "targets": round(values[2]),
-            "data_wait_percent": 100 * waited / elapsed,
-            "samples": data.samples,
-            "samples_per_second": tokens / elapsed / work.training.seq_len,
-            "perplexity": math.exp(values[0]) if values[0] < 700 else math.inf,
+            "targets": round(targets),
+            "data_wait_percent": 100 * waited / seconds,
+            "samples": stream.samples,
+            "samples_per_second": tokens / seconds / self.seq_len,
+            "perplexity": perplexity(loss_value),
         }
-        row |= {f"epochs/{name}": passes for name, passes in epochs.items()}
-        for columns in self.more:
-            row |= columns()
+        for name, passes in epochs.items():
+            row[f"epochs/{name}"] = passes
+        for part in self.columns:
+            row |= part.columns()
+        row |= self.step_times.columns()
         self.write(row)
-        samples = data.samples_after(work.training.steps - progress.step) - data.samples
-        self.eta.add_window(elapsed, tokens, self.pauses, self.compiling)
+
+        # The console shows two more figures, which are not in the file
+        self.eta.add_window(seconds, tokens, self.pauses, self.compiling)
         self.pauses = []
-        row |= {
-            "steps": work.training.steps,
-            "eta": self.eta.remaining(progress.step, samples * work.training.seq_len),
-        }
+        remaining_steps = self.num_steps - progress.step
+        remaining_samples = stream.samples_after(remaining_steps) - stream.samples
+        row["steps"] = self.num_steps
+        row["eta"] = self.eta.remaining(progress.step, remaining_samples * self.seq_len)
         logger.info(step_line(self._position(), row), extra={"row": row})
 
-    def _position(self) -> str:
-        total = self.workload.training.steps
-        return f"step {self.progress.step:>{len(str(total))}}/{total}"
+    def _speed(self, tokens: int, seconds: float) -> dict[str, Any]:
+        """The speed of `tokens` (of all ranks) in `seconds`; `mfu` is None without a known peak."""
+        tps = tokens / seconds / dist.get_world_size()
+        tflops = tps * self.flops_per_token / 1e12
+        mfu = None
+        if self.peak_tflops:
+            mfu = 100 * tflops / self.peak_tflops
+        return {"tps": tps, "tps_global": tokens / seconds, "tflops": tflops, "mfu": mfu}
 
-    def validation(self, results: dict[str, dict[str, float]], mean: float) -> None:
-        """Writes the results of a validation after the current step, name -> metrics, and their
-        mean loss.
-        """
-        row: dict[str, Any] = {"step": self.progress.step}
-        for name, values in results.items():
-            row |= {f"validation/{name}/{key}": value for key, value in values.items()}
-            self.log_validation(name, values)
-        self.write(row | ({"validation/loss": mean} if len(results) > 1 else {}))
+    def _position(self) -> str:
+        width = len(str(self.num_steps))
+        return f"step {self.progress.step:>{width}}/{self.num_steps}"
 
     def log_validation(self, name: str, values: dict[str, float]) -> None:
+        """Shows the results of validation on one source."""
         shown = "  ".join(f"{key} {value:.4f}" for key, value in values.items())
-        found = (self.progress.step, self.workload.training.steps, name, values)
-        logger.info(f"{self._position()}  validation/{name}  {shown}", extra={"validation": found})
+        validation = (self.progress.step, self.num_steps, name, values)
+        text = f"{self._position()}  validation/{name}  {shown}"
+        logger.info(text, extra={"validation": validation})
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """A context for validation and saving, whose time does not count as training time."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        self._tick()
-        watchdog.mark_phase("pause", times_only=True)
+        self._add_time()
+        mark_phase("pause", times_only=True)
         yield
-        self.end_pause()
+        now = time.monotonic()
+        self.pauses.append((self.progress.step, now - self._last))  # the ETA expects more of them
+        self._last = now
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends one JSON object.
 
         Floats keep all digits, to compare runs bit by bit; NaN and infinity become null.
         """
-        if dist.get_rank() == 0:
-            row = {
-                k: None if isinstance(v, float) and not math.isfinite(v) else v
-                for k, v in row.items()
-            }
-            self.file.append(json.dumps(row | {"time": time.time()}))
+        if dist.get_rank() != 0:
+            return
+        finite = dict(row)
+        for key, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                finite[key] = None
+        finite["time"] = time.time()
+        self.file.append(json.dumps(finite))
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where that is beyond the range of a float."""
+    if loss < 700:
+        return math.exp(loss)
+    return math.inf

@@ -5,9 +5,11 @@ folder, the processes in `profiling.ranks` record some steps, after warmup steps
 Each writes into `traces/`, with N the last recorded step:
 
     step-N-rank-R.json.gz            the trace, for https://ui.perfetto.dev or chrome://tracing
-    step-N-rank-R.txt                the kernels that took most time, and communication that was not hidden
+    step-N-rank-R.txt                the kernels that took most time, and communication that was
+                                     not hidden
     step-N-rank-R.collectives.json   the last collectives, where torch's flight recorder keeps them
-    step-N-rank-R.memory.pickle      on CUDA, with `profiling.memory`: every allocation, for torch's memory viewer
+    step-N-rank-R.memory.pickle      on CUDA, with `profiling.memory`: every allocation, for torch's
+                                     memory viewer
 
 What it costs: nothing between recordings; a recorded step is slower, and a trace has megabytes per
 step.
@@ -40,61 +42,60 @@ class Profiler:
     """Records steps on this process if it is one of `profiling.ranks`."""
 
     def __init__(self, config: ProfilingConfig, folder: Path, progress: Progress) -> None:
-        """All processes construct it after the same step.
-
-        Raises ConfigError if `profiling.ranks` names no ranks.
-        """
+        """`folder`: of the run. Raises ConfigError if `profiling.ranks` names no ranks."""
         self.config = config
-        self.folder = folder
+        self.folder = folder / "traces"
         self.rank = dist.get_rank()
         self.progress = progress
         self.records = self.rank in parse_ranks(config.ranks, dist.get_world_size())
         self.memory = config.memory and torch.cuda.is_available()
         self._trace: profile | None = None  # on the ranks that record
-        self._left = 0  # steps until the recording ends
+        self._remaining = 0  # steps until the recording ends; the same on all ranks
 
-    def after_step(self, requested: bool, last: bool) -> None:
+    def step(self, requested: bool, last: bool) -> None:
         """All processes call it after each step, with the same request; `last`: no step follows, so
         a recording ends.
 
         What a recording has is written also if the end of the run cuts it short.
         """
+        recording = self._remaining > 0
+        if not (self.config.enabled or requested or recording):
+            return
         mark_phase("profiling")
-        if self._left:
-            if requested:
-                logger.info("PROFILE: a recording is in progress")
-            if self._trace is not None:
-                self._trace.step()
-            self._left -= 1
-            if self._left == 0 or last:
-                self._stop()
+        if recording and requested:
+            logger.info("PROFILE: a recording is in progress")
         elif requested and last:
             logger.info("PROFILE: no step follows that could be recorded")
-        if not self._left and not last:
-            self._maybe_start(requested)
+        if recording:
+            if self._trace is not None:
+                self._trace.step()
+            self._remaining -= 1
+            if self._remaining == 0 or last:
+                self._stop()
+        num_steps = self.config.warmup_steps + self.config.active_steps
+        scheduled = self.config.enabled and (self.progress.step + num_steps) % self.config.freq == 0
+        if self._remaining == 0 and not last and (requested or scheduled):
+            self._start(num_steps)
 
-    def _maybe_start(self, requested: bool) -> None:
-        steps = self.config.warmup_steps + self.config.active_steps
-        if not requested and not (
-            self.config.enabled and (self.progress.step + steps) % self.config.freq == 0
-        ):
-            return
-        first = self.progress.step + self.config.warmup_steps + 1
-        logger.info(
-            "recording steps %d to %d on ranks %s",
-            first,
-            self.progress.step + steps,
-            self.config.ranks,
-        )
-        self._left = steps
+    def _start(self, num_steps: int) -> None:
+        """Begins to record `num_steps` steps, warmup included."""
+        step = self.progress.step
+        first = step + self.config.warmup_steps + 1
+        end = step + num_steps
+        logger.info("recording steps %d to %d on ranks %s", first, end, self.config.ranks)
+        self._remaining = num_steps
         if not self.records:
             return
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        plan = schedule(
-            wait=0, warmup=self.config.warmup_steps, active=self.config.active_steps, repeat=1
-        )
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
         self._trace = profile(
-            activities=activities, schedule=plan, on_trace_ready=self._write, record_shapes=True
+            activities=activities,
+            schedule=schedule(
+                wait=0, warmup=self.config.warmup_steps, active=self.config.active_steps, repeat=1
+            ),
+            on_trace_ready=self._write,
+            record_shapes=True,
         )
         if self.memory:
             record_memory_history(max_entries=100_000)
@@ -107,7 +108,7 @@ class Profiler:
             self._trace = None
             if self.memory:
                 record_memory_history(enabled=None)
-        self._left = 0
+        self._remaining = 0
 
     def _write(self, trace: profile) -> None:
         """Writes the files of a recording. An error costs the recording, not the run."""
@@ -116,7 +117,7 @@ class Profiler:
             self.folder.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(f"{stem}.json.gz")
             Path(f"{stem}.txt").write_text(
-                summary(trace.events(), self.config.active_steps - self._left)
+                summary(trace.events(), self.config.active_steps - self._remaining)
             )
             Path(f"{stem}.collectives.json").write_text(flight_recorder())
             if self.memory:

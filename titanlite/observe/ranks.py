@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 logger = logging.getLogger("titanlite")
 
-# Slower than the median rank by so much
+# A rank is slow if its work takes longer than that of the median rank by both of these
 RATIO = 1.2
 SECONDS = 0.001
 IN_A_ROW = 3  # logged steps
@@ -32,7 +32,7 @@ class Ranks:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._slow = -1
+        self._slowest = -1  # in the last logged step
         self._in_a_row = 0
         self._silent_until = 0.0
 
@@ -58,11 +58,17 @@ class Ranks:
     def _warn(self, rank: int, seconds: float, median: float) -> None:
         """On rank 0, if the same rank was slow several times."""
         slow = seconds > RATIO * median and seconds > median + SECONDS
-        self._in_a_row = self._in_a_row * (rank == self._slow) + 1 if slow else 0
-        self._slow = rank
+        if not slow:
+            self._in_a_row = 0
+        elif rank == self._slowest:
+            self._in_a_row += 1
+        else:
+            self._in_a_row = 1
+        self._slowest = rank
         now = time.monotonic()
         if self._in_a_row >= IN_A_ROW and now >= self._silent_until and dist.get_rank() == 0:
             self._silent_until = now + PAUSE
             logger.warning(
-                f"rank {rank} is slow: {seconds:.3f} s of work per step, the median of the ranks is {median:.3f} s"
+                f"rank {rank} is slow: {seconds:.3f} s of work per step, "
+                f"the median of the ranks is {median:.3f} s"
             )

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from titanlite.distributed import watchdog
 from titanlite.observe.memory import memory_columns, peak_memory_gib
 from titanlite.observe.ranks import Ranks
+from titanlite.observe.waits import time_waits
 
 # The first mark after a logged step, and of each step
 START = "start of timing"
@@ -147,12 +148,13 @@ class Window:
 
 
 class StepTimes:
-    """Gets the marks of this process from its construction on.
+    """Gets the marks of this process from its construction on; without `metrics.step_times` none.
 
     One per process; all ranks construct it together.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, enabled: bool, device: torch.device) -> None:
+        self.enabled = enabled
         self.device = device
         self.ranks = Ranks(device)
         self.clock: Any = EventClock(device) if device.type == "cuda" else HostClock()
@@ -162,9 +164,10 @@ class StepTimes:
         self._last: tuple[str, Any] | None = None  # part and time of the last mark that is added up
         self._part = "other"
         self._waiting = False
-        if dist.get_world_size() > 1:
-            from titanlite.observe.waits import time_waits  # one process waits for no other
-
+        self._first = True  # window of this process, which compiles and so is left out
+        if not enabled:
+            return
+        if dist.get_world_size() > 1:  # one process waits for no other
             time_waits(self.begin_wait, self.end_wait, device)
         watchdog.recorder = self.mark
 
@@ -216,12 +219,17 @@ class StepTimes:
         del self._marks[:done]
 
     def columns(self) -> dict[str, Any]:
-        """The columns of a logged step; none if no step has begun since the last one.
+        """The columns of a logged step, means since the last one.
 
-        All ranks call it together.
+        None in the first call, and if no step has begun since the last one. All ranks call it
+        together.
         """
+        if not self.enabled:
+            return {}
         self._add_up(wait=True)
-        if not self.window.begun:
+        first = self._first
+        self._first = False
+        if first or not self.window.begun:
             return {}
         row: dict[str, Any] = self.window.columns()
         return (

@@ -3,9 +3,8 @@
 What it is: the loss summed over all ranks, divided by the number of targets of all ranks, so each
 token counts once in any division into batches. Bits per byte is the same sum in bits, per byte of
 text, comparable across tokenizers. Documents are never packed here, so these losses do not depend
-on `data.packing`; on `data.document_mask` they do.
-With several sources, the mean of their losses, weighted by `data.sources` as training is, decides
-which checkpoints `checkpoint.keep_best` keeps.
+on `data.packing`; on `data.document_mask` they do. With several sources, the mean of their losses,
+weighted by `data.sources` as training is, decides which checkpoints `checkpoint.keep_best` keeps.
 What it costs: a third of a training step per token.
 """
 
@@ -14,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +23,22 @@ from titanlite.data.prepared import PreparedData
 from titanlite.data.stream import IGNORED, Batch, TrainStream, Windows, validation_batches
 from titanlite.data.to_device import to_device
 from titanlite.distributed.mesh import Mesh, sum_dtype
+from titanlite.distributed.signals import Requests
 from titanlite.distributed.watchdog import mark_phase
-from titanlite.observe.metrics import Metrics
+from titanlite.observe.metrics import Metrics, perplexity
 from titanlite.runtime.errors import ConfigError
 
 
+class Sums(NamedTuple):
+    """Over all ranks and all sequences of a text."""
+
+    loss: float
+    num_targets: int
+    num_bytes: int  # that the targets encode
+
+
 class Validator:
-    """Validates when validation is due, and logs the result through `metrics`."""
+    """Validates, and logs the result through `metrics`; with `validation.freq = 0` never."""
 
     def __init__(
         self,
@@ -40,7 +49,7 @@ class Validator:
         mesh: Mesh,
         metrics: Metrics,
     ) -> None:
-        """`evaluate` returns this rank's part of the summed loss of a batch; batches are as large
+        """`evaluate` returns this rank's part of the summed loss of a batch. Batches are as large
         as those of `stream`.
 
         Raises ConfigError if the held-out text of a source is shorter than a sequence.
@@ -52,63 +61,88 @@ class Validator:
         self.mesh = mesh
         self.metrics = metrics
         self.token_bytes = torch.tensor(data[0].tokenizer.token_bytes)
-        self.windows = {
-            part.name: Windows(
-                part.tokens("validation"),
-                stream.training.seq_len,
-                f"validation text of {part.name}",
-            )
-            for part in (data if config.freq else ())
-        }
+        self.windows: dict[str, Windows] = {}
+        if config.freq > 0:
+            for source in data:
+                text = f"validation text of {source.name}"
+                tokens = source.tokens("validation")
+                self.windows[source.name] = Windows(tokens, stream.training.seq_len, text)
 
-    def due(self, step: int, last: bool) -> bool:
-        return self.config.freq > 0 and (last or step % self.config.freq == 0)
+    def due(self, finished: bool) -> bool:
+        """Whether to validate after the current step; `finished`: it is the run's last one."""
+        step = self.metrics.progress.step
+        return self.config.freq > 0 and (finished or step % self.config.freq == 0)
 
-    def maybe_run(self, step: int, last: bool, stop: Callable[[], bool]) -> float | None:
-        """The loss; None if it is not due or `stop` returns true, which it does on all ranks or on
-        none.
+    def run(self, requests: Requests) -> float | None:
+        """Validates and logs the result; returns the loss.
+
+        None without validation, and if the run is to stop.
         """
-        if not self.due(step, last):
+        if not self.windows:
             return None
-        results = {}
+        row: dict[str, Any] = {"step": self.metrics.progress.step}
+        losses: dict[str, float] = {}
+        results: dict[str, dict[str, float]] = {}
         for name, windows in self.windows.items():
-            sums = self.sums_over(windows, stop)
+            sums = self.sums(windows, requests)
             if sums is None:
                 return None
-            total, num_targets, num_bytes = sums
-            if not num_targets:
+            if sums.num_targets == 0:
+                number = self.config.samples or "any"
                 raise ConfigError(
-                    f"the validation text of {name} has no targets in {self.config.samples or 'any'} sequences; "
-                    "expected more validation.samples, or another validation text"
+                    f"the validation text of {name} has no targets in {number} "
+                    "sequences; expected more validation.samples, or another validation text"
                 )
-            loss = total / num_targets
-            bits = total / math.log(2) / max(1, num_bytes)
-            perplexity = math.exp(loss) if loss < 700 else math.inf
-            results[name] = {"loss": loss, "bits_per_byte": bits, "perplexity": perplexity}
-        mean = sum(part.weight * results[part.name]["loss"] for part in self.data) / sum(
-            d.weight for d in self.data
-        )
-        self.metrics.validation(results, mean)
+            losses[name] = sums.loss / sums.num_targets
+            bits = sums.loss / math.log(2)
+            results[name] = {
+                "loss": losses[name],
+                "bits_per_byte": bits / max(1, sums.num_bytes),
+                "perplexity": perplexity(losses[name]),
+            }
+        for name, values in results.items():
+            for key, value in values.items():
+                row[f"validation/{name}/{key}"] = value
+            self.metrics.log_validation(name, values)
+        weighted = sum(source.weight * losses[source.name] for source in self.data)
+        mean = weighted / sum(source.weight for source in self.data)
+        if len(losses) > 1:
+            row["validation/loss"] = mean
+        self.metrics.write(row)
         return mean
 
-    def sums_over(
-        self, windows: Windows, stop: Callable[[], bool]
-    ) -> tuple[float, int, int] | None:
-        """Over all ranks: the summed loss of a text, its targets, and the bytes that they encode;
-        None: `stop`.
+    def run_average(self, requests: Requests) -> None:
+        """Logs the loss of the averaged weights, which stand in the model now, as `ema_loss`.
+
+        It has its own row, after that of the weights. Which checkpoints are kept is decided by the
+        loss of the weights. Nothing is logged if the run is to stop.
         """
+        if not self.windows:
+            return
+        row: dict[str, Any] = {"step": self.metrics.progress.step}
+        for name, windows in self.windows.items():
+            sums = self.sums(windows, requests)
+            if sums is None:
+                return
+            loss = sums.loss / sums.num_targets
+            row[f"validation/{name}/ema_loss"] = loss
+            self.metrics.log_validation(name, {"ema_loss": loss})
+        self.metrics.write(row)
+
+    def sums(self, windows: Windows, requests: Requests) -> Sums | None:
+        """The sums over a text; None if a signal has arrived on any rank."""
         device = self.metrics.device
         loss = torch.zeros((), dtype=sum_dtype(device), device=device)
-        counts = torch.zeros(2, dtype=torch.int64)
+        counts = torch.zeros(2, dtype=torch.int64)  # targets, and the bytes that they encode
         for batch in validation_batches(windows, self.config.samples, self.stream):
             mark_phase("validation")
-            if stop():
+            if requests.agree_to_stop():
                 return None
             targets = batch.labels[batch.labels != IGNORED]
             counts += torch.stack([torch.tensor(len(targets)), self.token_bytes[targets].sum()])
             began = time.monotonic()
             loss += self.evaluate(batch.apply(lambda tensor: to_device(tensor, device)))
-            # The first one of this process
-            self.metrics.compiling = self.metrics.compiling or time.monotonic() - began
+            if not self.metrics.compiling:  # the first forward of this process
+                self.metrics.compiling = time.monotonic() - began
         num_targets, num_bytes = self.mesh.sum_counts(counts.to(device)).tolist()
-        return float(self.mesh.sum_losses(loss)), num_targets, num_bytes
+        return Sums(float(self.mesh.sum_losses(loss)), num_targets, num_bytes)

@@ -3,11 +3,13 @@
 What it is: `time_waits` puts two calls around each wait of this process for a collective or a
 message:
     `Work.wait`            FSDP, messages of a pipeline, and the collectives of `torch.distributed`
-    `wait_tensor`          functional collectives, which DTensor uses; an operator in C++, also called by compiled
-                           blocks. It gets a kernel in Python that calls the former one
+    `wait_tensor`          functional collectives, which DTensor uses; an operator in C++, also
+                           called by compiled blocks. It gets a kernel in Python that calls the
+                           former one
 On CUDA waiting means that the stream of the computation waits for another stream. There also:
     `Stream.wait_event`    FSDP communicates in its own streams
-    collectives            those that are not asynchronous run in the stream of the computation, without a wait
+    collectives            those that are not asynchronous run in the stream of the computation,
+                           without a wait
     `shard_dim_alltoall`   of Ulysses, an operator that waits in C++
 `Stream.wait_stream`, with which `to_device.py` waits for batches, is not among them.
 Why it is here: torch has no hook for it, and a profiler slows the steps that it records.
@@ -76,8 +78,9 @@ def time_operator(
     """
     key = device.type.upper()
     kernel = timed(functools.partial(call_kernel, operator), begin, end)
-    _libraries.append(library := torch.library.Library(operator.namespace, "IMPL"))
+    library = torch.library.Library(operator.namespace, "IMPL")
     library.impl(operator, kernel, key)
+    _libraries.append(library)
 
 
 def time_streams(stream: Any, begin: Callable[[], bool], end: Callable[[], None]) -> None:
@@ -86,12 +89,15 @@ def time_streams(stream: Any, begin: Callable[[], bool], end: Callable[[], None]
     `stream`: the class; its `wait_stream` calls `wait_event`.
     """
     original = stream.wait_event
-    current = timed(original, begin, end)
+    timed_wait = timed(original, begin, end)
 
-    def wait_event(self: Any, event: Any) -> None:
-        (current if self == torch.cuda.current_stream(self.device) else original)(self, event)
+    def wait_event(self: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        if self == torch.cuda.current_stream(self.device):
+            timed_wait(self, event)
+        else:
+            original(self, event)
 
-    def wait_stream(self: Any, other: Any) -> None:
+    def wait_stream(self: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
         original(self, other.record_event())
 
     stream.wait_event = wait_event

@@ -15,81 +15,71 @@ all-reduce of 8 bytes.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanlite.config.schema import OptimizerConfig, TrainingConfig
+from titanlite.config.schema import OptimizerConfig
+from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.mesh import sum_dtype
 from titanlite.distributed.torch_private import foreach_norm
 from titanlite.distributed.watchdog import mark_phase
+from titanlite.optim.agc import clip_units
 
 ROW = 1024
 
 
-def build_clip(
-    stages: Any,
-    optimizer: Any,
-    training: TrainingConfig,
+def clip_gradients(
+    parts: list[nn.Module],
+    max_norm: float,
     options: OptimizerConfig,
-    device: Any,
-    states: dict[str, Any],
-) -> Callable[[], Tensor]:
-    """`clip_grad_norm` for a run.
-
-    In float16 it also scales the loss, and adds the scale to `states`.
-    """
-    agc = options.agc_factor if options.clip == "agc" else 0.0
-    clip = functools.partial(
-        clip_grad_norm, stages.model_parts, training.max_norm, device, stages.shared_params, agc
-    )
-    if training.compute_dtype != "float16":
-        return clip
-    from titanlite.optim.loss_scale import LossScale
-
-    states["loss_scale"] = loss_scale = LossScale(training, stages, optimizer, device)
-    return functools.partial(loss_scale.clip, clip)
+    device: torch.device,
+    shared_params: Collection[Tensor],
+) -> Tensor:
+    """Clips gradients as `optimizer.clip` says; returns their norm, as `clip_grad_norm` does."""
+    agc_factor = 0.0
+    if options.clip == "agc":
+        agc_factor = options.agc_factor
+    return clip_grad_norm(parts, max_norm, device, shared_params, agc_factor)
 
 
 @torch.no_grad()
 def clip_grad_norm(
-    parts: list[Any],
+    parts: list[nn.Module],
     max_norm: float,
     device: torch.device,
-    twice: Collection[Tensor] = (),
-    agc: float = 0.0,
+    shared_params: Collection[Tensor] = (),
+    agc_factor: float = 0.0,
 ) -> Tensor:
     """Scales the parts' gradients in place (not if `max_norm` is 0) and returns their global norm
     before the scaling.
 
     The norm is an fp32 scalar that stays on the device: reading it waits for the device, so the
-    caller decides when. `twice`: parameters that two pipeline stages hold; `agc`: if not 0, the
-    factor of `agc.py`, instead of `max_norm`.
+    caller decides when. `shared_params`: parameters that two pipeline stages hold; `agc_factor`: if
+    not 0, that of `agc.py`, instead of `max_norm`.
     """
     mark_phase("update", in_step=True)
     parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
     total = torch.zeros((), dtype=sum_dtype(device), device=device)
     held: dict[int, list[Tensor]] = {}  # gradients by the number of processes that hold them
     for parameter in parameters:
-        local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-        held.setdefault(
-            _replication(parameter) * (2 if any(parameter is p for p in twice) else 1), []
-        ).append(local)
+        gradient = parameter.grad
+        assert gradient is not None
+        holders = _replication(parameter)
+        if any(parameter is shared for shared in shared_params):
+            holders *= 2
+        held.setdefault(holders, []).append(local_part(gradient))
     for holders, gradients in held.items():
         total += _square(gradients).to(device, non_blocking=True) / holders
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
     norm = total.sqrt().float()
-    if agc:
-        from titanlite.optim.agc import clip_units
-
-        clip_units(parts, agc)
+    if agc_factor > 0:
+        clip_units(parts, agc_factor)
     elif max_norm > 0:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=device.type != "mps")
     return norm

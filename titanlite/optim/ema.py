@@ -23,16 +23,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.config.schema import EmaConfig
 from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.torch_private import foreach_lerp_
+from titanlite.optim.found_inf import withheld
 
 
 class WeightEMA:
-    """The average, by parameter name.
+    """The average, by parameter name; without `ema.decay` there is none, and no state.
 
     Stateful: its values and the number of steps that it has followed.
     """
@@ -41,89 +42,98 @@ class WeightEMA:
     optional = True
 
     def __init__(
-        self, parts: list[Any], config: EmaConfig, optimizer: torch.optim.Optimizer
+        self, config: EmaConfig, parts: list[nn.Module], optimizer: torch.optim.Optimizer
     ) -> None:
-        """Follows the parameters of this rank's `parts` from `start` on, at each step of
-        `optimizer`.
+        """Follows the parameters of this rank's `parts`, which `optimizer` updates.
 
         `parts` are parallelised and have memory; the average gets their placements and devices.
         """
+        self.enabled = config.decay > 0
+        self.validates = self.enabled and config.validate
         self.parts = parts
         self.decay = config.decay
-        named = [named for part in parts for named in part.named_parameters()]
-        self.names = [name for name, _ in named]
-        self.parameters = [p for _, p in named]
-        self.averages: list[Any] = [
-            torch.zeros_like(p, dtype=torch.float32) for p in self.parameters
-        ]
-        self.steps = -1  # followed so far; not started
-        optimizer.register_step_post_hook(self._follow)
+        self.optimizer = optimizer
+        self.names: list[str] = []
+        self.parameters: list[Tensor] = []
+        self.averages: list[Tensor] = []
+        self.started = False  # with weights of this run, or with an average from a checkpoint
+        self.steps = 0  # followed so far
+        if self.enabled:
+            for part in parts:
+                for name, parameter in part.named_parameters():
+                    self.names.append(name)
+                    self.parameters.append(parameter)
+                    self.averages.append(torch.zeros_like(parameter, dtype=torch.float32))
 
     def start(self) -> None:
-        """Begins with the present weights, unless a checkpoint has been loaded."""
-        if self.steps < 0:
+        """Begins with the present weights, unless a checkpoint had an average."""
+        if not self.started:
             self.reset()
 
     @torch.no_grad()
     def reset(self) -> None:
         """Begins with the present weights: also those of a checkpoint that has no average."""
+        self.started = True
         self.steps = 0
         for average, weights in self._shards():
             average.copy_(weights)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "steps": torch.tensor(self.steps),
-            **dict(zip(self.names, self.averages, strict=True)),
-        }
+        if not self.enabled:
+            return {}
+        averages = zip(self.names, self.averages, strict=True)
+        return {"steps": torch.tensor(self.steps), **dict(averages)}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.enabled:
+            return
+        self.started = True
         self.steps = int(state["steps"])
         for name, average in zip(self.names, self.averages, strict=True):
             # Also into a second copy of a tied embedding, which has the same name
             average.copy_(state[name])
 
     def _shards(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's part of each average and of its parameter, whose memory FSDP may have
-        replaced.
+        """This rank's part of each average and of its parameter.
+
+        Looked up again in each step, because FSDP may have replaced a parameter's memory.
         """
-        return [
-            (local_part(a), local_part(p))
-            for a, p in zip(self.averages, self.parameters, strict=True)
-        ]
+        pairs = zip(self.averages, self.parameters, strict=True)
+        return [(local_part(average), local_part(parameter)) for average, parameter in pairs]
 
     @torch.no_grad()
-    def _follow(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """After a step.
+    def update(self) -> None:
+        """Follows the weights, after an optimizer step.
 
         If its update was withheld on the device (`found_inf` is 1), the average stays as it is.
         """
-        # a step that allocates the optimizer's state, before a checkpoint is loaded
-        if self.steps < 0:
+        if not self.enabled:
             return
         self.steps += 1
-        share: Any = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
-        found_inf = getattr(optimizer, "found_inf", None)
+        share = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
         shards = self._shards()
+        found_inf = withheld(self.optimizer)
         if found_inf is None and all(weights.dtype == torch.float32 for _, weights in shards):
-            foreach_lerp_(
-                [average for average, _ in shards], [weights for _, weights in shards], share
-            )
+            averages = [average for average, _ in shards]
+            foreach_lerp_(averages, [weights for _, weights in shards], share)
             return
-        shares: dict[torch.device, Any] = {}  # the product below is copied once to each device
+        # The share of this step on each device: parallel.cpu_offload has weights in CPU memory
+        shares: dict[torch.device, Any] = {}
         for average, weights in shards:
-            if found_inf is not None and average.device not in shares:
-                shares[average.device] = (share * (1 - found_inf)).to(average.device)
-            average.lerp_(weights.float(), shares.get(average.device, share))
+            device = average.device
+            if device not in shares:
+                shares[device] = share
+                if found_inf is not None:
+                    shares[device] = (share * (1 - found_inf)).to(device)
+            average.lerp_(weights.float(), shares[device])
 
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """A context in which the model computes with the averaged weights; afterwards all is
-        bit-equal to before.
+        """A context in which the model computes with the averaged weights.
 
-        fp32 weights are exchanged with the average and take no memory; a copy is made of weights in
-        other dtypes.
+        Afterwards all is bit-equal to before. fp32 weights are exchanged with the average and take
+        no memory; a copy is made of weights in other dtypes.
         """
         copies = self._exchange([])
         try:
@@ -133,22 +143,21 @@ class WeightEMA:
 
     @torch.no_grad()
     def _exchange(self, copies: list[Tensor]) -> list[Tensor]:
-        """Exchanges average and weights; of weights that are not fp32, restores or returns
-        `copies`.
-        """
-        for module in (module for part in self.parts for module in part.modules()):
-            if isinstance(module, FSDPModule):
-                # What is still gathered would be computed with instead of the shards
-                module.reshard()
-        made = []
-        kept = iter(copies)
+        """Exchanges average and weights; restores or returns copies of weights that are not fp32."""
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    # What is still gathered would be computed with instead of the shards
+                    module.reshard()
+        made: list[Tensor] = []
+        remaining = iter(copies)
         for average, weights in self._shards():
             if weights.dtype == average.dtype:
                 before = weights.clone()
                 weights.copy_(average)
                 average.copy_(before)
             elif copies:
-                weights.copy_(next(kept))
+                weights.copy_(next(remaining))
             else:
                 made.append(weights.clone())
                 weights.copy_(average)

@@ -18,7 +18,6 @@ float16.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,104 +33,88 @@ HIGHEST = 2.0**24
 
 
 class LossScale:
-    """The scale.
+    """The scale of a run in float16; in other dtypes it is 1, never changes, and has no state.
 
-    Stateful: scale, good steps since it was last changed, and the number of withheld updates.
+    Stateful: the scale, good steps since it was last changed, and the number of withheld updates.
     """
 
     optional = True  # a run that continues in float16 begins with `training.loss_scale`
 
     def __init__(
-        self, config: TrainingConfig, stages: Any, optimizer: Any, device: torch.device
+        self, config: TrainingConfig, optimizer: torch.optim.Optimizer, device: torch.device
     ) -> None:
-        """Scales the loss of `stages`.
+        """`config.compute_dtype` is resolved.
 
         Raises ConfigError if the optimizer cannot withhold an update.
         """
-        require_withholding(optimizer, "training.compute_dtype = float16")
-        stages.runner = ScaledRunner(stages.runner, self)
+        self.enabled = config.compute_dtype == "float16"
+        if self.enabled:
+            require_withholding(optimizer, "training.compute_dtype = float16")
         self.optimizer = optimizer
         self.growth = config.loss_scale_growth
-        self.first = config.loss_scale
+        self.first = config.loss_scale if self.enabled else 1.0
         self.device = device
         self.reset()
 
     def reset(self) -> None:
         """Back to the state at the beginning of a run."""
         self.scale = torch.tensor(self.first, dtype=torch.float32, device=self.device)
-        self.good_steps, self.skipped = (
-            torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(2)
-        )
-        # An overflow, and the scale was lowered
+        self.good_steps = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=self.device)
+        # Whether this step overflowed because of the scale, which has then been lowered
         self.tolerated = torch.zeros((), dtype=torch.bool, device=self.device)
 
     def state_dict(self) -> dict[str, Any]:
+        if not self.enabled:
+            return {}
         return {"scale": self.scale, "good_steps": self.good_steps, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in self.state_dict().items():
             setattr(self, name, state[name].to(value.device))
 
-    def clip(self, clip_grad_norm: Callable[[], Tensor]) -> Tensor:
-        """Divides the gradients by the scale, clips them, and decides about the update. Returns
-        their global norm.
-
-        All ranks call it together. The norm is an fp32 scalar on the device, NaN or infinite after
-        an overflow.
-        """
-        self._unscale()
-        norm = clip_grad_norm()
-        overflow = ~norm.isfinite()
-        withhold(self.optimizer, overflow)
-        # New tensors, not changed ones: an asynchronous save may still be reading the old ones.
-        self.tolerated = overflow & (self.scale > LOWEST)
-        self.skipped = self.skipped + overflow
-        good_steps = torch.where(overflow, 0, self.good_steps + 1)
-        doubled = torch.where(good_steps >= self.growth, 2 * self.scale, self.scale)
-        self.scale = torch.where(overflow, self.scale / 2, doubled).clamp(LOWEST, HIGHEST)
-        self.good_steps = torch.where(good_steps >= self.growth, 0, good_steps)
-        return norm
-
     @torch.no_grad()
-    def _unscale(self) -> None:
+    def unscale(self) -> None:
+        """Divides the gradients by the scale, after the last backward of a step."""
+        if not self.enabled:
+            return
         by_device: dict[torch.device, list[Tensor]] = {}
         for group in self.optimizer.param_groups:
-            for gradient in (p.grad for p in group["params"] if p.grad is not None):
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
                 local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                 by_device.setdefault(local.device, []).append(local)
         for device, gradients in by_device.items():  # the CPU, with parallel.cpu_offload
             foreach_mul_(gradients, (1 / self.scale).to(device))
 
-    def tolerates(self) -> bool:
-        """Whether the norm of this step is not finite because of the scale, which has been lowered.
+    def judge(self, grad_norm: Tensor) -> None:
+        """Withholds the update if the gradient has overflowed, and chooses the next step's scale.
 
-        Waits.
+        `grad_norm`: the norm of the whole gradient, an fp32 scalar on the device, NaN or infinite
+        after an overflow. It is the same on all ranks, so all decide alike.
         """
-        return bool(self.tolerated)
+        if not self.enabled:
+            return
+        overflow = ~grad_norm.isfinite()
+        withhold(self.optimizer, overflow)
+        # New tensors, not changed ones: an asynchronous save may still be reading the old ones.
+        self.tolerated = overflow & (self.scale > LOWEST)
+        self.skipped = self.skipped + overflow
+        good_steps = torch.where(overflow, 0, self.good_steps + 1)
+        grows = good_steps >= self.growth
+        grown = torch.where(grows, 2 * self.scale, self.scale)
+        self.scale = torch.where(overflow, self.scale / 2, grown).clamp(LOWEST, HIGHEST)
+        self.good_steps = torch.where(grows, 0, good_steps)
 
     def columns(self) -> dict[str, Any]:
         """Columns of a logged step: the scale of the next step, and how many updates were withheld
-        so far. Waits.
+        so far.
+
+        Waits for the device.
         """
+        if not self.enabled:
+            return {}
         scale, skipped = torch.stack([self.scale, self.skipped]).tolist()
         return {"loss_scale": scale, "skipped_steps": int(skipped)}
-
-
-class ScaledRunner:
-    """Runs forward and backward of a scaled loss; returns the loss itself.
-
-    The loss is divided by the number of targets, in every layout and in each pipeline stage that
-    computes it. So that number, divided by the scale, scales the loss.
-    """
-
-    def __init__(self, runner: Any, loss_scale: LossScale) -> None:
-        self.runner = runner
-        self.loss_scale = loss_scale
-        self.evaluate = runner.evaluate
-
-    def forward_backward(
-        self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **packing: Tensor
-    ) -> Tensor:
-        scale = self.loss_scale.scale
-        loss: Tensor = self.runner.forward_backward(tokens, labels, num_targets / scale, **packing)
-        return loss / scale

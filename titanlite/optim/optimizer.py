@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.config.schema import GroupConfig, OptimizerConfig, StabilityConfig
+from titanlite.config.schema import GroupConfig, OptimizerConfig
 
 logger = logging.getLogger("titanlite")
 Groups = list[dict[str, Any]]
@@ -95,16 +95,3 @@ def _build_adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimiz
         fused=implementation == "fused",
         foreach=implementation == "foreach",
     )
-
-
-def build_guard(
-    config: StabilityConfig, states: dict[str, Any], optimizer: Any, device: Any, mesh: Any
-) -> Any:
-    """The guard against bad steps, also in `states`; None if the config asks for none."""
-    if config.action == "stop" and not config.threshold:
-        return None
-    from titanlite.optim.stability import Guard
-
-    guard = Guard(config, states["data"], optimizer, device, mesh, states.get("loss_scale"))
-    states[f"stability-{config.window}"] = guard  # another window begins empty
-    return guard

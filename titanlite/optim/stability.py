@@ -4,7 +4,9 @@ What it is: before each optimizer step the `Guard` judges the loss of all ranks 
 whole gradient. A step is bad if one of them is NaN or infinite, or a spike: with x a loss or a norm
 and X those of the last `window` steps,
 
-    z = (x - median(X)) / (1.4826 MAD(X)),   MAD(X) = median(|X - median(X)|),   a spike if z > threshold.
+    z = (x - median(X)) / (1.4826 MAD(X)),   MAD(X) = median(|X - median(X)|)
+
+and it is a spike if z > threshold.
 
 1.4826 MAD estimates the standard deviation of a normal distribution, and a few outliers do not
 change it. It is taken as at least FLOOR times the median. While a loss falls, X are lowered by the
@@ -43,6 +45,7 @@ from titanlite.data.excluded import sample_number
 from titanlite.data.stream import TrainStream
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.found_inf import require_withholding, withhold
+from titanlite.optim.loss_scale import LossScale
 
 logger = logging.getLogger("titanlite")
 
@@ -64,47 +67,93 @@ class Verdict(NamedTuple):
     loss_z: float  # NaN without a threshold, and until the window is three quarters full
     grad_norm_z: float
     # Bad steps up to this one; a step that led to a rollback was taken back, and is not among them
-    bad: int
-    row: int  # steps in a row, up to this one, that were not finite
+    num_bad: int
+    num_not_finite: int  # steps in a row, up to this one, that were not finite
 
     def __str__(self) -> str:
         where = f"step {self.step} (samples {self.first} to {self.end - 1})"
         if self.kind != SPIKE:
-            return (
-                f"{where}: the loss is {self.loss:.6g}, the gradient norm is {self.grad_norm:.6g}"
-            )
-        values = (
-            ("loss", self.loss, self.loss_z),
-            ("gradient norm", self.grad_norm, self.grad_norm_z),
-        )
-        name, value, z = max(values, key=lambda entry: entry[2])
-        return f"{where}: the {name} is {value:.6g}, {z:.1f} robust standard deviations above its median"
+            values = f"the loss is {self.loss:.6g}, the gradient norm is {self.grad_norm:.6g}"
+            return f"{where}: {values}"
+        name = "loss"
+        value = self.loss
+        z = self.loss_z
+        if self.grad_norm_z > self.loss_z:
+            name = "gradient norm"
+            value = self.grad_norm
+            z = self.grad_norm_z
+        deviations = f"{z:.1f} robust standard deviations above its median"
+        return f"{where}: the {name} is {value:.6g}, {deviations}"
+
+
+class Outcome(NamedTuple):
+    """What the host has read of a step: see `Guard.read`."""
+
+    step: int
+    loss: float  # of all ranks
+    grad_norm: float
+    overflowed: bool  # float16: the norm is not finite because of the loss scale, now lowered
+    acts_on: Verdict | None  # the bad step on which the run must act, this one or one before it
+    withholds: bool  # the guard is on, and has withheld the updates of all bad steps
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient are finite, so the weights before this step were good."""
+        return math.isfinite(self.grad_norm) and math.isfinite(self.loss)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run cannot simply go on."""
+        if self.acts_on is not None:
+            return True
+        harmless = math.isfinite(self.grad_norm) or self.overflowed or self.withholds
+        return not harmless
+
+    @property
+    def description(self) -> str:
+        """The bad step, in words."""
+        if self.acts_on is not None:
+            return str(self.acts_on)
+        return f"step {self.step}: the gradient norm is {self.grad_norm}"
+
+
+class Pending(NamedTuple):
+    """The numbers of a step, on their way to the host."""
+
+    step: int
+    first: int
+    end: int
+    numbers: Tensor  # of a `Verdict` from `kind` on, (7,)
+    copied: torch.cuda.Event | None  # after which they are in host memory; None: they are
 
 
 class Guard:
-    """Judges each step, and sets `optimizer.found_inf`. Stateful: the window and the counts."""
+    """Judges each step, and sets `optimizer.found_inf`.
+
+    With `stability.action = stop` and no threshold it is off: then it judges nothing and has no
+    state. Stateful: the window and the counts.
+    """
 
     optional = True  # in a checkpoint
 
     def __init__(
         self,
         config: StabilityConfig,
-        data: TrainStream,
+        stream: TrainStream,
         optimizer: torch.optim.Optimizer,
-        device: torch.device,
+        scaler: LossScale,
         mesh: Mesh,
-        loss_scale: Any = None,
+        device: torch.device,
     ) -> None:
-        """`loss_scale`: of a run in float16.
-
-        Raises ConfigError if the optimizer cannot withhold an update.
-        """
-        require_withholding(optimizer, "[stability]")
+        """Raises ConfigError if the optimizer cannot withhold an update."""
+        self.enabled = config.action != "stop" or config.threshold > 0
+        if self.enabled:
+            require_withholding(optimizer, "[stability]")
         self.config = config
-        self.data = data
+        self.stream = stream
         self.optimizer = optimizer
+        self.scaler = scaler
         self.device = device
-        self.loss_scale = loss_scale
         self.copies = mesh.degrees["tp"]  # number of ranks that have the same part of the loss
         self.values = torch.empty(2, config.window, device=device)  # losses and norms; a ring
         # Values entered; bad steps; not finite in a row
@@ -117,126 +166,151 @@ class Guard:
         """Back to the state at the beginning of a run."""
         self.values.zero_()  # not NaN: a checkpoint with NaN counts as bad
         self.counts.zero_()
-        # All updates: a step was bad
+        # Whether all updates are withheld, since a step was bad
         self._withholding = torch.zeros((), dtype=torch.bool, device=self.device)
-        self._pending: deque[tuple[tuple[int, int, int], Tensor, Any]] = deque()
+        self.pending: deque[Pending] = deque()
         self._latest: Verdict | None = None
-        self._bad: Verdict | None = None
+        self._acts_on: Verdict | None = None
 
     def state_dict(self) -> dict[str, Any]:
+        if not self.enabled:
+            return {}
         return {"values": self.values, "counts": self.counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.values.copy_(state["values"])
-        self.counts.copy_(state["counts"])
+        if self.enabled:
+            self.values.copy_(state["values"])
+            self.counts.copy_(state["counts"])
 
     @torch.no_grad()
     def judge(self, step: int, loss: Tensor, grad_norm: Tensor) -> None:
         """Withholds the update of this step if it is bad. All ranks call it before
-        `optimizer.step()`.
+        `optimizer.step()`, and after `scaler.judge`.
 
         `loss`: this rank's part of the loss; `grad_norm`: of the whole gradient. Both are scalars
         on the device.
         """
+        if not self.enabled:
+            return
         total = loss.double() / self.copies
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
-        overflow = self.loss_scale.tolerated if self.loss_scale else None
-        numbers, withheld = self._decide(
-            step, torch.stack([total.float(), grad_norm.float()]), overflow
-        )
+        measured = torch.stack([total.float(), grad_norm.float()])
+        numbers, withheld = self.decide(step, measured, self.scaler.tolerated)
         withhold(self.optimizer, withheld)
-        order = self.data.order
-        first = sample_number(order, self.data.begun)
-        last = sample_number(order, self.data.samples - 1)
-        self._send((step, first, last + 1), numbers)
+        order = self.stream.order
+        first = sample_number(order, self.stream.begun)
+        last = sample_number(order, self.stream.samples - 1)
+        self.send(step, first, last + 1, numbers)
 
-    def _decide(self, step: int, now: Tensor, overflow: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The numbers of a `Verdict` from `kind` on, (7,), and whether the update is withheld. No
-        host sync.
+    def decide(self, step: int, measured: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of a `Verdict` from `kind` on, (7,), and whether the update is withheld.
 
-        `now`: loss and norm, (2,); `overflow`: whether the update is withheld in any case, since
-        the gradient is not finite because of a loss scale that has been lowered.
+        `measured`: loss and norm, (2,); `overflow`: whether the gradient is not finite because of
+        a loss scale that has been lowered; then the update is withheld in any case. The host does
+        not wait: all decisions are tensors.
         """
-        entered, (loss_finite, norm_finite) = self.counts[0], now.isfinite()
+        entered = self.counts[0]
+        loss_finite, norm_finite = measured.isfinite()
         finite = loss_finite & norm_finite
-        broken = ~finite if overflow is None else ~(loss_finite & (norm_finite | overflow))
-        z = torch.full_like(now, math.nan)
+        broken = ~(loss_finite & (norm_finite | overflow))
+        z = torch.full_like(measured, math.nan)
         spike = torch.zeros_like(finite)
         if self.config.threshold and step > self.config.warmup_steps:
-            z = torch.where(
-                4 * entered >= 3 * self.config.window, robust_z(self.values, entered, now), z
-            )
+            full_enough = 4 * entered >= 3 * self.config.window
+            z = torch.where(full_enough, robust_z(self.values, entered, measured), z)
             spike = finite & (z > self.config.threshold).any()
         bad = broken | spike
-        at = (entered % self.config.window).expand(2, 1)
-        self.values.scatter_(1, at, torch.where(finite, now[:, None], self.values.gather(1, at)))
-        total = self.counts[1] + bad
-        row = (self.counts[2] + 1) * broken
-        self.counts.copy_(torch.stack([entered + finite, total, row]))
+
+        # Finite values enter the ring, at the place of the oldest ones
+        place = (entered % self.config.window).expand(2, 1)
+        oldest = self.values.gather(1, place)
+        self.values.scatter_(1, place, torch.where(finite, measured[:, None], oldest))
+        num_bad = self.counts[1] + bad
+        num_not_finite = (self.counts[2] + 1) * broken
+        self.counts.copy_(torch.stack([entered + finite, num_bad, num_not_finite]))
+
         if self.config.action != "skip":
             self._withholding |= bad
         kind = NOT_FINITE * broken + SPIKE * spike
-        withheld = (
-            bad | self._withholding if overflow is None else bad | self._withholding | overflow
-        )
-        return torch.cat([kind[None], now, z, torch.stack([total, row])]).double(), withheld
+        withheld = bad | self._withholding | overflow
+        numbers = torch.cat([kind[None], measured, z, torch.stack([num_bad, num_not_finite])])
+        return numbers.double(), withheld
 
-    def _send(self, where: tuple[int, int, int], numbers: Tensor) -> None:
+    def send(self, step: int, first: int, end: int, numbers: Tensor) -> None:
         """Starts the copy of a step's numbers to the host."""
         copied = None
         if self.device.type == "cuda":
-            if len(self._pending) == AHEAD:
-                self._read()  # of a step so long ago that it is complete
-            slot = self._slots[where[0] % AHEAD]
+            if len(self.pending) == AHEAD:
+                self._read_oldest()  # of a step so long ago that it is complete
+            slot = self._slots[step % AHEAD]
             slot.copy_(numbers, non_blocking=True)
             numbers = slot
             copied = torch.cuda.current_stream(self.device).record_event()
-        self._pending.append((where, numbers, copied))
+        self.pending.append(Pending(step, first, end, numbers, copied))
 
-    def _read(self) -> None:
+    def _read_oldest(self) -> None:
         """Reads the oldest numbers that were sent, and waits for them if necessary."""
-        where, numbers, copied = self._pending.popleft()
+        step, first, end, numbers, copied = self.pending.popleft()
         if copied is not None:
             copied.synchronize()
-        kind, loss, grad_norm, loss_z, grad_norm_z, bad, row = numbers.tolist()
-        self._latest = verdict = Verdict(
-            *where, kind, loss, grad_norm, loss_z, grad_norm_z, int(bad), int(row)
-        )
-        # Updates after the first bad step were withheld in any case
-        if not kind or self._bad is not None:
+        kind, loss, grad_norm, loss_z, grad_norm_z, num_bad, num_not_finite = numbers.tolist()
+        counts = (int(num_bad), int(num_not_finite))
+        verdict = Verdict(step, first, end, kind, loss, grad_norm, loss_z, grad_norm_z, *counts)
+        self._latest = verdict
+        if kind == 0 or self._acts_on is not None:
+            # Updates after the first bad step were withheld in any case
             return
-        if self.config.action != "skip" or verdict.row >= self.config.max_skips:
-            self._bad = verdict
-        else:
-            event = {"event": "spike" if kind == SPIKE else "skip", "step": verdict.step}
-            logger.info("%s: its update was skipped, %d so far", verdict, verdict.bad, extra=event)
+        if self.config.action != "skip" or verdict.num_not_finite >= self.config.max_skips:
+            self._acts_on = verdict
+            return
+        event = {"event": "spike" if kind == SPIKE else "skip", "step": verdict.step}
+        text = "%s: its update was skipped, %d so far"
+        logger.info(text, verdict, verdict.num_bad, extra=event)
 
     @property
     def noticed(self) -> bool:
         """Whether this process has read that the run must act on a bad step.
 
-        Other ranks may read it later.
+        Other ranks may read it later. Does not wait.
         """
-        while self._pending and (self._pending[0][2] is None or self._pending[0][2].query()):
-            self._read()
-        return self._bad is not None
+        while self.pending:
+            copied = self.pending[0].copied
+            if copied is not None and not copied.query():
+                break
+            self._read_oldest()
+        return self._acts_on is not None
 
-    def read_all(self) -> Verdict | None:
-        """The step on which the run must act, after waiting for all numbers: the same on all ranks
-        after a step.
+    def _read_all(self) -> None:
+        while self.pending:
+            self._read_oldest()
+
+    def read(self, step: int, loss: Tensor, grad_norm: Tensor) -> Outcome:
+        """The outcome of this step, the same on all ranks. The host waits for the device.
+
+        `loss`: of all ranks; `grad_norm`: of the whole gradient.
         """
-        while self._pending:
-            self._read()
-        return self._bad
+        self._read_all()
+        norm = float(grad_norm)
+        return Outcome(
+            step=step,
+            loss=float(loss),
+            grad_norm=norm,
+            overflowed=not math.isfinite(norm) and bool(self.scaler.tolerated),
+            acts_on=self._acts_on,
+            withholds=self.enabled,
+        )
 
     def columns(self) -> dict[str, Any]:
         """Columns of a logged step."""
-        self.read_all()
+        if not self.enabled:
+            return {}
+        self._read_all()
         assert self._latest is not None, "a step was judged"
-        row: dict[str, Any] = {"bad_steps": self._latest.bad, "rollbacks": self.rollbacks}
+        row: dict[str, Any] = {"bad_steps": self._latest.num_bad, "rollbacks": self.rollbacks}
         if self.config.threshold:
-            row |= {"loss_z": self._latest.loss_z, "grad_norm_z": self._latest.grad_norm_z}
+            row["loss_z"] = self._latest.loss_z
+            row["grad_norm_z"] = self._latest.grad_norm_z
         return row
 
 

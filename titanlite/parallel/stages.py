@@ -10,20 +10,43 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
 
 from titanlite.config.schema import Config
 from titanlite.data.stream import Batch
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.watchdog import mark_phase
 from titanlite.optim.loss import SummedLoss, cross_entropy_sum
+from titanlite.optim.z_loss import with_z_loss
+from titanlite.parallel.chunked_loss import ChunkedLoss
+from titanlite.parallel.context_parallel import BatchSharder
+from titanlite.parallel.pipeline_parallel import (
+    build_pipeline,
+    shared_params,
+    sum_shared_gradients,
+)
+from titanlite.parallel.tensor_parallel import loss_parallel_cross_entropy_sum
 
-Scope = contextlib.AbstractContextManager[Any]
+
+class Runner(Protocol):
+    """Runs one part of a model, or a pipeline of stages."""
+
+    loss: SummedLoss
+
+    def forward_backward(
+        self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **packing: Tensor
+    ) -> Tensor:
+        """Adds to the gradients of the summed loss / `num_targets`, and returns that value."""
+
+    def evaluate(self, tokens: Tensor, labels: Tensor, **packing: Tensor) -> Tensor:
+        """The summed loss."""
 
 
 class WholeModel:
@@ -45,6 +68,18 @@ class WholeModel:
         return self.loss(self.model(tokens, **packing), labels)
 
 
+class Inputs(NamedTuple):
+    """This rank's part of a batch: tokens and labels (B, S/cp), and what goes to every block.
+
+    `packing`: with `data.document_mask` the positions of this rank's tokens (B, S/cp), and the
+    number of each token's document in the whole sequences (B, S).
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    packing: dict[str, Tensor]
+
+
 class Stages:
     """Computes the loss of batches that are equal on all ranks along pp, cp and tp.
 
@@ -54,82 +89,88 @@ class Stages:
     def __init__(
         self, model_parts: list[Any], config: Config, mesh: Mesh, device: torch.device
     ) -> None:
-        """`model_parts` are parallelised and have their weights; `config` comes from
-        `resolve_auto`.
-        """
+        """`model_parts` are parallelised and have their weights."""
         self.model_parts = model_parts
         self.config = config.parallel
         self.mesh = mesh
-        # Every rank computes whole sequences
-        self.shard_batch: Callable[[Batch], Scope] = contextlib.nullcontext
+        # Every rank computes whole sequences, unless they are cut over cp
+        self.shard_batch: Callable[[Batch], AbstractContextManager[Any]] = contextlib.nullcontext
         if mesh["cp"].size() > 1:
-            from titanlite.parallel.context_parallel import BatchSharder
-
-            self.shard_batch = BatchSharder(
-                model_parts, mesh["cp"], config.parallel.cp_method, device
-            ).shard_batch
-        self.loss_scope: Callable[[], Scope] = contextlib.nullcontext
+            sharder = BatchSharder(model_parts, mesh["cp"], config.parallel.cp_method, device)
+            self.shard_batch = sharder.shard_batch
+        self.loss_scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         if mesh["tp"].size() > 1:
-            from torch.distributed.tensor.parallel import loss_parallel
-
             # Within it, log-softmax and its gradient work on a sharded vocabulary
             self.loss_scope = loss_parallel
-        self.runner: Any = WholeModel(model_parts[0], _build_loss(model_parts, config, mesh))
+        loss = _build_loss(model_parts, config, mesh)
+        self.runner: Runner = WholeModel(model_parts[0], loss)
         # Parameters that two pipeline stages hold: a tied embedding
         self.shared_params: list[Tensor] = []
-        self.sum_shared: Callable[[], None] = lambda: None  # adds up the gradients of their copies
         if mesh["pp"].size() > 1:
-            from titanlite.parallel.pipeline_parallel import (
-                build_pipeline,
-                shared_params,
-                sum_shared_gradients,
-            )
-
-            self.runner = build_pipeline(model_parts, self.runner.loss, config, mesh, device)
+            self.runner = build_pipeline(model_parts, loss, config, mesh, device)
             self.shared_params = shared_params(model_parts)
-            self.sum_shared = functools.partial(
-                sum_shared_gradients, self.shared_params, mesh["pp"]
-            )
 
-    @contextlib.contextmanager
-    def _ready(self, batch: Batch) -> Any:
-        """The context of a forward and backward; yields this rank's part of the batch.
+    def sum_shared(self) -> None:
+        """Adds up the gradients of parameters that two pipeline stages hold."""
+        if self.shared_params:
+            sum_shared_gradients(self.shared_params, self.mesh["pp"])
 
-        The last item, for the model: with `data.document_mask` the positions of this rank's tokens,
-        and the number of each token's document in the whole sequences.
-        """
-        with self.loss_scope(), self.shard_batch(batch) as (tokens, labels, positions):
-            packing = {}
-            if batch.positions is not None:
-                packing = {
-                    "positions": positions,
-                    "documents": (batch.positions == 0).cumsum(dim=1),
-                }
-            yield tokens, labels, packing
-
-    def forward_backward(self, batch: Batch, num_targets: Tensor, last: bool = True) -> Tensor:
+    def forward_backward(
+        self,
+        batch: Batch,
+        num_targets: Tensor,
+        scale: Tensor | float = 1.0,
+        last: bool = True,
+    ) -> Tensor:
         """Adds to the gradients; returns this rank's part of the summed loss over the step's global
         target count.
 
-        `last`: no other local batch of this step follows.
+        `scale`: float16's, by which the gradients are multiplied; `last`: no other local batch of
+        this step follows.
         """
         mark_phase("forward and backward", in_step=True)
         for part in self.model_parts:
             # Reduces gradients over ranks now, or accumulates them locally
             if isinstance(part, FSDPModule):
                 part.set_requires_gradient_sync(last or self.config.reduce_every_microbatch)
-        num_targets = num_targets.clamp(min=1)  # a step may have none; then its loss is 0
-        with self._ready(batch) as (tokens, labels, packing):
-            loss: Tensor = self.runner.forward_backward(tokens, labels, num_targets, **packing)
+        # A step may have no targets; then its loss is 0. Every layout and stage divides the loss by
+        # this number, so dividing the number by the scale multiplies the loss by it.
+        divisor = num_targets.clamp(min=1) / scale
+        with self.inputs(batch) as (tokens, labels, packing):
+            loss = self.runner.forward_backward(tokens, labels, divisor, **packing)
         if last:
             self.sum_shared()
-        return loss
+        return loss / scale
 
     def evaluate(self, batch: Batch) -> Tensor:
         """This rank's part of the summed loss of a batch."""
-        with torch.no_grad(), self._ready(batch) as (tokens, labels, packing):
-            loss: Tensor = self.runner.evaluate(tokens, labels, **packing)
-        return loss
+        with torch.no_grad(), self.inputs(batch) as (tokens, labels, packing):
+            return self.runner.evaluate(tokens, labels, **packing)
+
+    @contextlib.contextmanager
+    def inputs(self, batch: Batch) -> Iterator[Inputs]:
+        """The context of a forward and backward."""
+        with self.loss_scope(), self.shard_batch(batch) as (tokens, labels, positions):
+            packing = {}
+            if batch.positions is not None:
+                packing["positions"] = positions
+                packing["documents"] = (batch.positions == 0).cumsum(dim=1)
+            yield Inputs(tokens, labels, packing)
+
+    @contextlib.contextmanager
+    def in_place_of_loss(self, function: SummedLoss) -> Iterator[None]:
+        """Within it, `evaluate` calls `function` with logits and labels where it would call the
+        loss.
+        """
+        holder: Runner | ChunkedLoss = self.runner
+        if isinstance(holder.loss, ChunkedLoss):
+            holder = holder.loss  # computes the logits of a chunk, and calls the actual loss
+        loss = holder.loss
+        holder.loss = function
+        try:
+            yield
+        finally:
+            holder.loss = loss
 
 
 def _build_loss(model_parts: list[Any], config: Config, mesh: Mesh) -> SummedLoss:
@@ -138,21 +179,15 @@ def _build_loss(model_parts: list[Any], config: Config, mesh: Mesh) -> SummedLos
     """
     loss: SummedLoss = cross_entropy_sum
     if mesh["tp"].size() > 1:
-        from titanlite.parallel.tensor_parallel import loss_parallel_cross_entropy_sum
-
         loss = functools.partial(loss_parallel_cross_entropy_sum, mesh=mesh["tp"])
     if config.loss.z_loss:
-        from titanlite.optim.z_loss import with_z_loss
-
         loss = with_z_loss(loss, config.loss.z_loss, mesh["tp"])
     if config.compile.loss:
         # Not dynamic, so a smaller last chunk gets a second graph: torch 2.13 cannot compile a
         # sharded vocabulary for dynamic sizes.
         loss = torch.compile(loss, backend=config.compile.backend, dynamic=False)
-    if config.loss.num_chunks > 1 and (
-        outputs := [p.output for p in model_parts if hasattr(p.output, "projection")]
-    ):
-        from titanlite.parallel.chunked_loss import ChunkedLoss
-
-        loss = ChunkedLoss(outputs[0], config.loss.num_chunks, loss, mesh["tp"])
+    if config.loss.num_chunks > 1:
+        for part in model_parts:
+            if hasattr(part.output, "projection"):  # only the part with the output layer
+                loss = ChunkedLoss(part.output, config.loss.num_chunks, loss, mesh["tp"])
     return loss

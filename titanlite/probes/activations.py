@@ -23,39 +23,51 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from titanlite.data.stream import Batch
+from titanlite.data.to_device import to_device
 from titanlite.distributed.watchdog import mark_phase
 from titanlite.observe.metrics import Metrics
+from titanlite.parallel.stages import Stages
 from titanlite.probes.layer_norms import finite
 
 logger = logging.getLogger("titanlite")
+Mask: TypeAlias = "Tensor | CausalBias | None"
 FIGURES = ("activation_mean", "activation_rms", "activation_max", "attention_logit")
 CHUNK = 1 << 24  # logits in memory at a time, 4 bytes each
 
 
 class Activations:
-    """Measures batches with the blocks of this rank's stages, and writes rows with those of all
-    ranks.
+    """Measures the first local batch of every `metrics.activations_freq`-th step; 0: none.
+
+    Rows have the figures of the blocks of all ranks.
     """
 
-    def __init__(self, stages: Any, metrics: Metrics, logits: bool) -> None:
-        """`logits`: whether attention calls `F.scaled_dot_product_attention` with all keys."""
+    def __init__(self, freq: int, stages: Stages, metrics: Metrics) -> None:
+        self.freq = freq
         self.stages = stages
         self.metrics = metrics
-        self.logits = logits
-        self.num_layers: int = stages.model_parts[0].config.num_layers
+        self.num_layers = stages.model_parts[0].config.num_layers
         self._block = 0  # whose forward is running
+        # Of each block: number of outputs, their sum, and the sum of their squares
+        self._sums = torch.zeros(3, self.num_layers, dtype=torch.float64, device=metrics.device)
+        # Of each block: the largest absolute output, and the largest logit
+        self._largest = torch.zeros_like(self._sums[:2])
+
+    def before_step(self, batches: list[Batch]) -> None:
+        """Call it before the first forward of a step, with its local batches in CPU memory."""
+        if self.freq > 0 and self.metrics.progress.step % self.freq == 0:
+            self.measure(batches[0])
 
     def measure(self, batch: Batch) -> None:
         """A row for the current step.
@@ -63,66 +75,76 @@ class Activations:
         All ranks call it together, each with its batch, which stays as it is.
         """
         mark_phase("measuring activations")
-        self.sums = torch.zeros(3, self.num_layers, dtype=torch.float64, device=self.metrics.device)
-        # Of the outputs, and of the logits
-        self.largest = torch.full_like(self.sums[:2], float("-inf"))
+        logits = self.has_logits(batch)
+        self._sums.zero_()
+        self._largest.fill_(float("-inf"))
         handles = []
-        for name, block in (
-            named for part in self.stages.model_parts for named in part.layers.items()
-        ):
-            handles.append(block.register_forward_pre_hook(self._enter(int(name))))
-            handles.append(block.register_forward_hook(self._leave))
+        for part in self.stages.model_parts:
+            for name, block in part.layers.items():
+                handles.append(block.register_forward_pre_hook(self._enter(int(name))))
+                handles.append(block.register_forward_hook(self._leave))
+        # A copy, because ring attention cuts the batch in place
+        batch = batch.apply(lambda tensor: to_device(tensor.clone(), self.metrics.device))
         try:
-            with self._logits():
-                self.stages.evaluate(batch.apply(torch.clone))  # ring attention cuts it in place
+            with self._recording() if logits else contextlib.nullcontext():
+                self.stages.evaluate(batch)
         finally:
             for handle in handles:
                 handle.remove()
         if dist.is_initialized() and dist.get_world_size() > 1:
             # Every rank has other tokens (of dp, cp, tp) or other blocks (pp); heads are divided
             # too.
-            dist.all_reduce(self.sums)
-            dist.all_reduce(self.largest, dist.ReduceOp.MAX)
-        count, total, squares = self.sums
-        self._write(torch.stack((total / count, (squares / count).sqrt(), *self.largest)).tolist())
+            dist.all_reduce(self._sums)
+            dist.all_reduce(self._largest, dist.ReduceOp.MAX)
+        count, total, squares = self._sums
+        figures = torch.stack((total / count, (squares / count).sqrt(), *self._largest))
+        names = FIGURES if logits else FIGURES[:3]
+        self._write(names, figures.tolist())
+
+    def has_logits(self, batch: Batch) -> bool:
+        """Whether attention calls `F.scaled_dot_product_attention` with all keys."""
+        ring = self.stages.mesh["cp"].size() > 1 and self.stages.config.cp_method == "ring"
+        flex = batch.positions is not None and self.metrics.device.type == "cuda"
+        return not ring and not flex
 
     @contextlib.contextmanager
-    def _logits(self) -> Iterator[None]:
-        if not self.logits:
-            yield
-            return
+    def _recording(self) -> Iterator[None]:
+        """Within it, the logits of attention are measured; blocks run eagerly."""
         with torch.compiler.set_stance("force_eager"), _Attention(self._attend):
             yield
 
     def _enter(self, block: int) -> Callable[..., None]:
-        def hook(module: Any, arguments: Any) -> None:
+        def hook(module: nn.Module, arguments: object) -> None:
             self._block = block
 
         return hook
 
-    def _leave(self, module: Any, arguments: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, arguments: object, output: Tensor) -> None:
         """output: (B, S/cp/tp, D), of one microbatch"""
-        output = output.to_local() if isinstance(output, DTensor) else output
+        if isinstance(output, DTensor):
+            output = output.to_local()
         square = torch.linalg.vector_norm(output, dtype=torch.float64).square()
         count = torch.full_like(square, output.numel())
-        self.sums[:, self._block] += torch.stack((count, output.sum(dtype=torch.float64), square))
-        self._keep(0, output.abs().amax())
+        total = output.sum(dtype=torch.float64)
+        self._sums[:, self._block] += torch.stack((count, total, square))
+        self._raise_largest(0, output.abs().amax())
 
-    def _attend(self, q: Tensor, k: Tensor, mask: Any, causal: bool) -> None:
-        self._keep(1, largest_logit(q, k, mask, causal))
+    def _attend(self, q: Tensor, k: Tensor, mask: Mask, causal: bool) -> None:
+        self._raise_largest(1, largest_logit(q, k, mask, causal))
 
-    def _keep(self, row: int, value: Tensor) -> None:
-        self.largest[row, self._block] = torch.maximum(
-            self.largest[row, self._block], value.double()
-        )
+    def _raise_largest(self, row: int, value: Tensor) -> None:
+        largest = self._largest[row, self._block]
+        self._largest[row, self._block] = torch.maximum(largest, value.double())
 
-    def _write(self, figures: list[list[float]]) -> None:
+    def _write(self, names: Sequence[str], figures: list[list[float]]) -> None:
         row: dict[str, Any] = {"step": self.metrics.progress.step}
         shown = []
-        for name, values in zip(FIGURES if self.logits else FIGURES[:3], figures, strict=False):
-            row |= {f"{name}/layers.{i}": finite(value) for i, value in enumerate(values)}
+        for name, values in zip(names, figures, strict=False):
+            for i, value in enumerate(values):
+                row[f"{name}/layers.{i}"] = finite(value)
             if name != "activation_mean":
-                shown.append(f"{name} up to {max(values):.4g} (layers.{values.index(max(values))})")
+                largest = max(values)
+                shown.append(f"{name} up to {largest:.4g} (layers.{values.index(largest)})")
         self.metrics.write(row)
         logger.info(f"step {row['step']}: {', '.join(shown)}")
 
@@ -132,7 +154,7 @@ class _Attention(TorchFunctionMode):
     computed.
     """
 
-    def __init__(self, record: Callable[[Tensor, Tensor, Any, bool], None]) -> None:
+    def __init__(self, record: Callable[[Tensor, Tensor, Mask, bool], None]) -> None:
         super().__init__()
         self.record = record
 
@@ -145,31 +167,29 @@ class _Attention(TorchFunctionMode):
 
 
 @torch.no_grad()
-def largest_logit(q: Tensor, k: Tensor, mask: Any, causal: bool) -> Tensor:
-    """The largest q k / sqrt(Dh) of the allowed pairs, an fp32 scalar. q (B, H, Sq, Dh), k (B, K,
-    Sk, Dh).
+def largest_logit(q: Tensor, k: Tensor, mask: Mask, causal: bool) -> Tensor:
+    """The largest q k / sqrt(Dh) of the allowed pairs, an fp32 scalar.
 
-    `mask`: None, a bool tensor (B, 1, Sq, Sk), or torch's lower-right causal bias; `causal`:
-    without a mask.
+    q (B, H, Sq, Dh), k (B, K, Sk, Dh); `mask`: None, a bool tensor (B, 1, Sq, Sk), or torch's
+    lower-right causal bias; `causal`: without a mask.
     """
-    (batch, heads, queries, width), keys = q.shape, k.shape[2]
+    batch, heads, num_queries, head_dim = q.shape
+    num_keys = k.shape[2]
     k = k.float()[:, :, None].transpose(-1, -2)  # (B, K, 1, Dh, Sk)
-    places = torch.arange(keys, device=q.device)
-    last = torch.arange(queries, device=q.device)[:, None]  # the last key of each query
-    last = (
-        last + (keys - queries)
-        if isinstance(mask, CausalBias)
-        else last
-        if causal
-        else last * 0 + keys
-    )
+    positions = torch.arange(num_keys, device=q.device)
+    # The last key that each query may attend to, (Sq, 1)
+    last = torch.full((num_queries, 1), num_keys, device=q.device)
+    if isinstance(mask, CausalBias):
+        last = torch.arange(num_queries, device=q.device)[:, None] + (num_keys - num_queries)
+    elif causal:
+        last = torch.arange(num_queries, device=q.device)[:, None]
     largest = torch.full((), float("-inf"), device=q.device)
-    rows = max(1, CHUNK // (batch * heads * keys))
-    for start in range(0, queries, rows):
+    rows = max(1, CHUNK // (batch * heads * num_keys))
+    for start in range(0, num_queries, rows):
         part = slice(start, start + rows)
-        # (B, K, H/K, rows, Sk)
-        logits = q[:, :, part].float().unflatten(1, (k.shape[1], -1)) @ k * width**-0.5
-        allowed = places <= last[part]
+        queries = q[:, :, part].float().unflatten(1, (k.shape[1], -1))  # (B, K, H/K, rows, Dh)
+        logits = queries @ k * head_dim**-0.5  # (B, K, H/K, rows, Sk)
+        allowed = positions <= last[part]
         if mask is not None and not isinstance(mask, CausalBias):
             allowed = allowed & mask[:, :, None, part]  # (B, 1, 1, rows, Sk)
         largest = torch.maximum(largest, logits.masked_fill(~allowed, float("-inf")).amax())

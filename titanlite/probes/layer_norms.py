@@ -27,6 +27,7 @@ from torch import Tensor
 from titanlite.distributed.dtensor import local_part
 from titanlite.observe.metrics import Metrics
 from titanlite.optim.clip import _replication, _square
+from titanlite.parallel.stages import Stages
 
 logger = logging.getLogger("titanlite")
 FIGURES = ("gradient_norm", "weight_norm", "update_ratio")
@@ -53,46 +54,51 @@ def sum_of_squares(
 
 
 class LayerNorms:
-    """Measures every `freq`-th step of an optimizer, between its hooks."""
+    """Measures every `metrics.layer_norms_freq`-th step; 0: none."""
 
-    def __init__(
-        self, stages: Any, optimizer: torch.optim.Optimizer, metrics: Metrics, freq: int
-    ) -> None:
-        self.metrics = metrics
+    def __init__(self, freq: int, stages: Stages, metrics: Metrics) -> None:
         self.freq = freq
-        self.twice = stages.shared_params
+        self.metrics = metrics
+        self.shared_params = stages.shared_params
         llama = stages.model_parts[0].config
-        ends = ["norm"] if llama.tied_embeddings else ["norm", "output"]
-        self.layers = ["tok_embeddings", *(f"layers.{i}" for i in range(llama.num_layers)), *ends]
-        self.held: dict[str, list[Tensor]] = {}  # this rank's parameters of each layer
-        for name, parameter in (
-            named for part in stages.model_parts for named in part.named_parameters()
-        ):
-            layer = ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
-            self.held.setdefault(layer, []).append(parameter)
-        self._before: dict[str, list[Tensor]] = {}
-        optimizer.register_step_pre_hook(self._begin)
-        optimizer.register_step_post_hook(self._end)
+        self.layers = ["tok_embeddings"]
+        self.layers += [f"layers.{i}" for i in range(llama.num_layers)]
+        self.layers.append("norm")
+        if not llama.tied_embeddings:
+            self.layers.append("output")
+        self.parameters: dict[str, list[Tensor]] = {}  # this rank's, of each layer
+        for part in stages.model_parts:
+            for name, parameter in part.named_parameters():
+                layer = layer_of(name)
+                self.parameters.setdefault(layer, []).append(parameter)
+        self._before: dict[str, list[Tensor]] = {}  # the weights before the update
 
     @torch.no_grad()
-    def _begin(self, *arguments: Any) -> None:
-        if self.metrics.progress.step % self.freq == 0:
-            self._before = {
-                layer: [local_part(p).clone() for p in held] for layer, held in self.held.items()
-            }
+    def before_update(self) -> None:
+        """Call it before each step of the optimizer, after clipping."""
+        if self.freq == 0 or self.metrics.progress.step % self.freq != 0:
+            return
+        for layer, parameters in self.parameters.items():
+            self._before[layer] = [local_part(parameter).clone() for parameter in parameters]
 
     @torch.no_grad()
-    def _end(self, *arguments: Any) -> None:
+    def after_update(self) -> None:
+        """Call it after each step of the optimizer, before the gradients are freed."""
         if not self._before:
             return
         squares = torch.zeros(3, len(self.layers), dtype=torch.float64, device=self.metrics.device)
-        for layer, held in self.held.items():
+        for layer, parameters in self.parameters.items():
             before = self._before.pop(layer)
-            updates = [local_part(p) - old for p, old in zip(held, before, strict=True)]
-            gradients = [(p, p.grad) for p in held if p.grad is not None]
-            columns = gradients, zip(held, before, strict=True), zip(held, updates, strict=True)
-            parts = [sum_of_squares(pairs, self.twice, squares.device) for pairs in columns]
-            squares[:, self.layers.index(layer)] = torch.stack(parts)
+            gradients = []
+            updates = []
+            for parameter, old in zip(parameters, before, strict=True):
+                if parameter.grad is not None:
+                    gradients.append((parameter, parameter.grad))
+                updates.append((parameter, local_part(parameter) - old))
+            weights = list(zip(parameters, before, strict=True))
+            column = self.layers.index(layer)
+            for row, pairs in enumerate((gradients, weights, updates)):
+                squares[row, column] = sum_of_squares(pairs, self.shared_params, squares.device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(squares)
         gradient, weight, update = squares.sqrt()
@@ -102,16 +108,21 @@ class LayerNorms:
         row: dict[str, Any] = {"step": self.metrics.progress.step}
         shown = []
         for name, values in zip(FIGURES, figures, strict=True):
-            row |= {
-                f"{name}/{layer}": finite(value)
-                for layer, value in zip(self.layers, values, strict=True)
-            }
-            (low, least), (high, most) = (
-                f(zip(values, self.layers, strict=True)) for f in (min, max)
-            )
-            shown.append(f"{name} {low:.2e} ({least}) to {high:.2e} ({most})")
+            for layer, value in zip(self.layers, values, strict=True):
+                row[f"{name}/{layer}"] = finite(value)
+            lowest, lowest_layer = min(zip(values, self.layers, strict=True))
+            highest, highest_layer = max(zip(values, self.layers, strict=True))
+            shown.append(f"{name} {lowest:.2e} ({lowest_layer}) to {highest:.2e} ({highest_layer})")
         self.metrics.write(row)
         logger.info(f"step {row['step']}: {', '.join(shown)}")
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter: layers.3 of layers.3.attention.wq.weight."""
+    parts = name.split(".")
+    if parts[0] == "layers":
+        return ".".join(parts[:2])
+    return parts[0]
 
 
 def finite(value: float) -> float | None:

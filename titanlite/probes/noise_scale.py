@@ -30,68 +30,96 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlite.config.schema import MetricsConfig
 from titanlite.data.stream import Batch, count_targets
+from titanlite.data.to_device import to_device
+from titanlite.observe.metrics import Progress
+from titanlite.optim.loss_scale import LossScale
+from titanlite.parallel.stages import Stages
 from titanlite.probes.layer_norms import finite, sum_of_squares
 
 KEPT = 0.95  # of the averages at each measurement: about the last 20 count
 
 
 class NoiseScale:
-    """Averages of |G|^2 and the variance, in that order. Stateful."""
+    """Averages of |G|^2 and the variance; with `metrics.noise_scale_freq = 0` there are none.
+
+    Stateful: the two averages, in that order.
+    """
 
     optional = True  # a checkpoint may be older than the measurement
 
-    def __init__(self, stages: Any, loss_scale: Any = None) -> None:
-        """`loss_scale`: of a run in float16.
-
-        What else it needs is checked by `rules/noise_scale_rules.py`.
-        """
+    def __init__(
+        self, config: MetricsConfig, stages: Stages, scaler: LossScale, progress: Progress
+    ) -> None:
+        """What it needs of the other settings is checked by `rules/`."""
+        self.freq = config.noise_scale_freq
         self.stages = stages
-        self.loss_scale = loss_scale
+        self.scaler = scaler
+        self.progress = progress
+        self.device = torch.device(stages.mesh.device_type)
         self.reset()
-        self._small = self._targets = self.averages
 
     def reset(self) -> None:
         """Back to the state at the beginning of a run."""
-        self.averages = torch.zeros(2, dtype=torch.float64, device=self.stages.mesh.device_type)
+        self.averages = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self._small = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._small_targets = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def state_dict(self) -> dict[str, Any]:
+        if self.freq == 0:
+            return {}
         return {"averages": self.averages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.averages = state["averages"].to(self.averages.device)
+        if self.freq > 0:
+            self.averages = state["averages"].to(self.averages.device)
 
-    def before_first(self, batch: Batch) -> None:
-        """Call it with the first local batch of a measured step, before the forward, which may cut
-        the batch.
+    def _measures(self, num_batches: int) -> bool:
+        """Whether this step is measured: it needs a batch that is smaller than the step."""
+        return self.freq > 0 and self.progress.step % self.freq == 0 and num_batches > 1
+
+    def before_step(self, batches: list[Batch]) -> None:
+        """Counts the targets of the small batch, before the forward, which may cut it."""
+        if self._measures(len(batches)):
+            targets = to_device(count_targets(batches[:1]), self.device)
+            self._small_targets = self.stages.mesh.sum_counts(targets)
+
+    def after_backward(self, i: int, num_batches: int, num_targets: Tensor) -> None:
+        """Call it after each backward of a step, before clipping; i counts the local batches.
+
+        `num_targets`: of the whole step, over all ranks.
         """
-        self._targets = self.stages.mesh.sum_counts(count_targets([batch]))
+        if not self._measures(num_batches):
+            return
+        if i == 0:
+            self._measure_small()
+        if i == num_batches - 1:
+            self._measure_large(num_targets)
 
-    def after_first(self) -> None:
-        """Call it after the backward of that local batch, if another one follows."""
+    def _measure_small(self) -> None:
         shared = [p for p in self.stages.shared_params if p.grad is not None]
-        kept = [p.grad.clone() for p in shared]
-        # For the norm; the stages do it themselves at the end of the step only
+        gradients = [parameter.grad.clone() for parameter in shared if parameter.grad is not None]
+        # For the norm only; the stages add up the copies themselves, once, at the end of the step
         self.stages.sum_shared()
         self._small = self._square()
-        for parameter, gradient in zip(shared, kept, strict=True):
+        for parameter, gradient in zip(shared, gradients, strict=True):
+            assert parameter.grad is not None
             parameter.grad.copy_(gradient)
 
-    def after_last(self, num_targets: Tensor) -> None:
-        """Call it after the last backward of that step, before clipping; `num_targets`: of the
-        whole step.
-        """
+    def _measure_large(self, num_targets: Tensor) -> None:
         squares = torch.stack([self._small, self._square()])
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(squares)
-        if self.loss_scale:
-            squares = squares / self.loss_scale.scale.double().square()
-        b = self._targets.double()
-        whole = num_targets.double()
-        small = squares[0] * (whole / b).square()
+        # The gradients still have float16's loss scale, so their squares have its square
+        squares = squares / self.scaler.scale.double().square()
+        m = self._small_targets.double()
+        n = num_targets.double()
+        small = squares[0] * (n / m).square()
         large = squares[1]
-        gradient = (whole * large - b * small) / (whole - b)
-        measured = torch.stack([gradient, (small - large) / (1 / b - 1 / whole)])
+        gradient = (n * large - m * small) / (n - m)
+        variance = (small - large) / (1 / m - 1 / n)
+        measured = torch.stack([gradient, variance])
         average = KEPT * self.averages + (1 - KEPT) * measured
         # A new tensor: an asynchronous save may be reading the old one. Not finite: no targets, or
         # an overflow.
@@ -99,15 +127,19 @@ class NoiseScale:
 
     def _square(self) -> Tensor:
         """This rank's part of the square of the gradient that has accumulated."""
-        parameters = [
-            p for part in self.stages.model_parts for p in part.parameters() if p.grad is not None
-        ]
-        pairs = [(p, p.grad) for p in parameters]
-        return sum_of_squares(pairs, self.stages.shared_params, self._targets.device)
+        pairs = []
+        for part in self.stages.model_parts:
+            for parameter in part.parameters():
+                if parameter.grad is not None:
+                    pairs.append((parameter, parameter.grad))
+        return sum_of_squares(pairs, self.stages.shared_params, self.device)
 
     def columns(self) -> dict[str, Any]:
         """The column of a logged step: in tokens; None before there is an estimate."""
+        if self.freq == 0:
+            return {}
         gradient, variance = self.averages.tolist()
-        return {
-            "noise_scale": finite(variance / gradient) if gradient > 0 and variance > 0 else None
-        }
+        noise_scale = None
+        if gradient > 0 and variance > 0:
+            noise_scale = finite(variance / gradient)
+        return {"noise_scale": noise_scale}

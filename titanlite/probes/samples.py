@@ -19,100 +19,109 @@ take several batches. The random state of training is not used.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.data.stream import IGNORED, Batch
+from titanlite.config.schema import ValidationConfig
+from titanlite.data.stream import IGNORED, Batch, TrainStream
 from titanlite.data.to_device import to_device
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed.agreement import broadcast
+from titanlite.distributed.signals import Requests
 from titanlite.distributed.watchdog import mark_phase
 from titanlite.model.generate import sample_token
 from titanlite.observe.line_file import LineFile
+from titanlite.observe.metrics import Metrics
 from titanlite.observe.metrics_file import SAMPLES
-from titanlite.observe.validation import Validator
+from titanlite.parallel.stages import Stages
 from titanlite.runtime.errors import ConfigError, printable
 
 logger = logging.getLogger("titanlite")
 TOP_K = 50
-SHOWN = 16, 34  # characters of the end of a prompt and of its continuation on the console
-
-
-class SamplingValidator:
-    """Validates, then samples."""
-
-    def __init__(self, validator: Any, sampler: Sampler) -> None:
-        self.validator = validator
-        self.sampler = sampler
-        self.due = validator.due
-
-    def maybe_run(self, step: int, last: bool, stop: Callable[[], bool]) -> float | None:
-        """As `Validator.maybe_run`."""
-        loss: float | None = self.validator.maybe_run(step, last, stop)
-        if loss is not None:
-            self.sampler.run(step, stop)
-        return loss
+# Characters of the end of a prompt, and of its continuation, on the console
+PROMPT_SHOWN = 16
+TEXT_SHOWN = 34
 
 
 class Sampler:
-    """Continues the prompts, and writes the texts to samples.jsonl and the console."""
+    """Continues `validation.prompts`, and writes the texts to samples.jsonl and the console."""
 
-    def __init__(self, stages: Any, validator: Validator, seed: int) -> None:
-        """Raises ConfigError if a prompt leaves no room for a token."""
-        self.stages = stages
-        self.config = validator.config
+    def __init__(
+        self,
+        config: ValidationConfig,
+        seed: int,
+        tokenizer: Tokenizer,
+        stages: Stages,
+        stream: TrainStream,
+        metrics: Metrics,
+    ) -> None:
+        """Without prompts it does nothing. Raises ConfigError if a prompt leaves no room for a
+        token.
+        """
+        self.config = config
         self.seed = seed
-        self.mesh = validator.mesh
-        self.stream = validator.stream
-        self.device = validator.metrics.device
-        self.tokenizer = validator.data[0].tokenizer
-        self.file = LineFile(validator.metrics.file.path.with_name(SAMPLES))
-        self.seq_len: int = self.stream.training.seq_len
-        self.prompts = [
-            [self.tokenizer.bos, *self.tokenizer.encode(text)] for text in self.config.prompts
-        ]
-        problems = [
-            f"validation.prompts[{i}] has {len(ids)} tokens, with the one that begins a document; expected at most "
-            f"{self.seq_len - 1}: training.seq_len = {self.seq_len}, and there must be room for a new one"
-            for i, ids in enumerate(self.prompts, 1)
-            if len(ids) >= self.seq_len
-        ]
+        self.tokenizer = tokenizer
+        self.stages = stages
+        self.mesh = stages.mesh
+        self.stream = stream
+        self.metrics = metrics
+        self.device = metrics.device
+        self.file = LineFile(metrics.file.path.with_name(SAMPLES))
+        self.seq_len = stream.training.seq_len
+        self.texts: list[str] = []  # the latest: of each prompt, with its continuation
+        self.prompts = [[tokenizer.bos, *tokenizer.encode(text)] for text in config.prompts]
+        problems = []
+        for i, ids in enumerate(self.prompts, 1):
+            if len(ids) >= self.seq_len:
+                problems.append(
+                    f"validation.prompts[{i}] has {len(ids)} tokens, with the one that begins a "
+                    f"document; expected at most {self.seq_len - 1}: training.seq_len = "
+                    f"{self.seq_len}, and there must be room for a new one"
+                )
         if problems:
             raise ConfigError(problems)
 
-    def run(self, step: int, stop: Callable[[], bool]) -> None:
-        """Samples with the current weights; nothing if `stop` returns true, which it does on all
-        ranks or on none.
-        """
-        texts = self.continued(stop)
-        if texts is None:
+    def due(self, finished: bool) -> bool:
+        """Whether to sample now without a validation: after the last step of a run without any."""
+        return finished and len(self.prompts) > 0
+
+    def run(self, requests: Requests) -> None:
+        """Samples with the current weights; nothing if a signal has arrived on any rank."""
+        if not self.prompts:
             return
-        for prompt, text in zip(self.config.prompts, texts, strict=True):
-            begin = printable(prompt)[-SHOWN[0] :]
-            more = printable(text)
-            logger.info(
-                f'step {step}: sample "{begin}" + "{more[: SHOWN[1]]}"'
-                + "..." * (len(more) > SHOWN[1])
-            )
+        continuations = self.continued(requests.agree_to_stop)
+        if continuations is None:
+            return
+        step = self.metrics.progress.step
+        self.texts = []
+        for prompt, text in zip(self.config.prompts, continuations, strict=True):
+            self.texts.append(prompt + text)
+            beginning = printable(prompt)[-PROMPT_SHOWN:]
+            continuation = printable(text)
+            end = ""
+            if len(continuation) > TEXT_SHOWN:
+                continuation = continuation[:TEXT_SHOWN]
+                end = "..."
+            logger.info(f'step {step}: sample "{beginning}" + "{continuation}"{end}')
             if dist.get_rank() == 0:
-                row = {"step": step, "prompt": prompt, "text": text}
-                self.file.append(json.dumps(row))
+                self.file.append(json.dumps({"step": step, "prompt": prompt, "text": text}))
 
     def continued(self, stop: Callable[[], bool]) -> list[str] | None:
-        """The continuation of each prompt, the same on all ranks; None: `stop`."""
+        """The continuation of each prompt, the same on all ranks.
+
+        None if `stop` returns true, which it does on all ranks or on none.
+        """
         rows = [list(ids) for ids in self.prompts]
         # The same numbers at each validation: texts differ because the weights do.
         generators = [
             torch.Generator().manual_seed((self.seed + i) % (1 << 63)) for i in range(len(rows))
         ]
         open_rows = set(range(len(rows)))
-        eos = self.tokenizer.eos
         for _ in range(self.config.prompt_tokens):
             if not open_rows:
                 break
@@ -121,14 +130,18 @@ class Sampler:
                 return None
             logits = self.next_logits(rows)
             numbers = sorted(open_rows)
-            chosen = self._choose(logits.cpu(), numbers, generators) if dist.get_rank() == 0 else []
+            chosen: list[int] = []
+            if dist.get_rank() == 0:  # processors of different kinds may draw different ones
+                chosen = self._choose(logits.cpu(), numbers, generators)
             for i, token in zip(numbers, broadcast(chosen), strict=True):
-                if token != eos:
+                if token != self.tokenizer.eos:
                     rows[i].append(token)
-                if token == eos or len(rows[i]) == self.seq_len:
+                if token == self.tokenizer.eos or len(rows[i]) == self.seq_len:
                     open_rows.remove(i)
-        pairs = zip(self.prompts, rows, strict=True)
-        return [self.tokenizer.decode(row[len(prompt) :]) for prompt, row in pairs]
+        texts = []
+        for prompt, row in zip(self.prompts, rows, strict=True):
+            texts.append(self.tokenizer.decode(row[len(prompt) :]))
+        return texts
 
     def _choose(
         self, logits: Tensor, numbers: list[int], generators: list[torch.Generator]
@@ -137,38 +150,43 @@ class Sampler:
         document.
         """
         finite = logits.isfinite().all(-1).tolist()
-        temperature = self.config.prompt_temperature
-        return [
-            sample_token(logits[i], temperature, TOP_K, generators[i])
-            if finite[i]
-            else self.tokenizer.eos
-            for i in numbers
-        ]
+        chosen = []
+        for i in numbers:
+            token = self.tokenizer.eos
+            if finite[i]:
+                token = sample_token(
+                    logits[i], self.config.prompt_temperature, TOP_K, generators[i]
+                )
+            chosen.append(token)
+        return chosen
 
     def next_logits(self, rows: list[list[int]]) -> Tensor:
         """The logits after each row of tokens, fp32 (P, V), the same bits on all ranks.
 
         All ranks call it together.
         """
-        vocab_size: int = self.stages.model_parts[0].config.vocab_size
-        found = torch.zeros(len(rows), vocab_size, device=self.device)
+        vocab_size = self.stages.model_parts[0].config.vocab_size
+        result = torch.zeros(len(rows), vocab_size, device=self.device)
 
         def take(logits: Tensor, labels: Tensor) -> Tensor:
-            """logits (B, S/cp, V/tp), or those of a microbatch or a chunk of tokens; labels (B,
-            S/cp).
-            """
-            there = labels != IGNORED
-            first = self.mesh["tp"].get_local_rank() * logits.shape[-1]
-            found[labels[there], first : first + logits.shape[-1]] = logits[there].float()
-            return found.new_zeros(())
+            """Stores the logits of the positions whose label is the number of a row.
 
-        with self._in_place_of_loss(take):
+            logits (B, S/cp, V/tp), or those of a microbatch or a chunk of tokens; labels (B, S/cp).
+            """
+            labelled = labels != IGNORED
+            first = self.mesh["tp"].get_local_rank() * logits.shape[-1]
+            columns = slice(first, first + logits.shape[-1])
+            result[labels[labelled], columns] = logits[labelled].float()
+            return result.new_zeros(())
+
+        with self.stages.in_place_of_loss(take):
             for batch in self._batches(rows):
                 self.stages.evaluate(batch.apply(lambda tensor: to_device(tensor, self.device)))
-        self.mesh.sum_losses(found)
+        # Exactly one rank (under tp, one tp group) has stored the logits of a row
+        self.mesh.sum_losses(result)
         if self.mesh["tp"].size() > 1:
-            dist.all_reduce(found, group=self.mesh["tp"].get_group())
-        return found
+            dist.all_reduce(result, group=self.mesh["tp"].get_group())
+        return result
 
     def _batches(self, rows: list[list[int]]) -> Iterator[Batch]:
         """This data-parallel rank's rows: every n-th, in as many batches on each rank.
@@ -176,33 +194,17 @@ class Sampler:
         The label of a row's last token is the row's number.
         """
         rank = self.mesh.data_rank
-        world = self.mesh.data_size
+        num_ranks = self.mesh.data_size
         size = self.stream.training.local_batch_size
-        for start in range(0, len(rows), world * size):
-            shape = (size, self.seq_len)
-            tokens = torch.zeros(shape, dtype=torch.int64)
-            labels = torch.full(shape, IGNORED)
-            for place, number in enumerate(
-                range(start + rank, min(len(rows), start + world * size), world)
-            ):
+        for start in range(0, len(rows), num_ranks * size):
+            end = min(len(rows), start + num_ranks * size)
+            tokens = torch.zeros(size, self.seq_len, dtype=torch.int64)
+            labels = torch.full_like(tokens, IGNORED)
+            for place, number in enumerate(range(start + rank, end, num_ranks)):
                 row = rows[number]
                 tokens[place, : len(row)] = torch.tensor(row)
                 labels[place, len(row) - 1] = number
-            one_document = (
-                torch.arange(self.seq_len).repeat(size, 1) if self.stream.document_mask else None
-            )
-            yield Batch(tokens, labels, one_document)
-
-    @contextlib.contextmanager
-    def _in_place_of_loss(self, function: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-        """Within it, the stages call `function` with logits and labels."""
-        holder = self.stages.runner
-        # a loss in chunks computes the logits, and has the actual loss
-        if hasattr(holder.loss, "num_chunks"):
-            holder = holder.loss
-        kept = holder.loss
-        holder.loss = function
-        try:
-            yield
-        finally:
-            holder.loss = kept
+            positions = None
+            if self.stream.document_mask:  # each row is one document
+                positions = torch.arange(self.seq_len).repeat(size, 1)
+            yield Batch(tokens, labels, positions)

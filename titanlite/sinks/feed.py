@@ -112,7 +112,7 @@ class Feed(threading.Thread):
                 self.sink.close(False)
                 self.reader = None
                 continue
-            new = [found for row in rows if (found := self._new(row)).values]
+            new = [scalars for scalars in map(self._new, rows) if scalars.values]
             if new:
                 self.sink.send(new)
             self.sent = self.reader.position
@@ -126,7 +126,8 @@ class Feed(threading.Thread):
         for name, value in scalars(row).items():
             name = self.sink.metric_name(name)
             if step > self._last[name]:
-                self._last[name], values[name] = step, value
+                self._last[name] = step
+                values[name] = value
         return Scalars(step, row.get("time", time.time()), values)
 
     def _report(self, error: BaseException) -> None:
@@ -135,7 +136,8 @@ class Feed(threading.Thread):
         if self._failures == 1:
             text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             logger.warning(
-                f"metrics.sinks: {self.sink_name}: {text}; training continues, the rows are sent later"
+                f"metrics.sinks: {self.sink_name}: {text}; "
+                "training continues, the rows are sent later"
             )
 
     def unsent(self) -> int:
@@ -150,7 +152,7 @@ class Feed(threading.Thread):
 
 class Sinks:
     """A context manager that all ranks enter and leave together; rank 0 copies metrics.jsonl within
-    it.
+    it. Without `metrics.sinks` it does nothing.
     """
 
     def __init__(
@@ -175,8 +177,9 @@ class Sinks:
         """Raises ConfigError, on all ranks, if the library of a sink is not installed or cannot be
         imported.
         """
-        mark_phase("importing the libraries of metrics.sinks", on_host=True)
-        broadcast_from_rank0(self._start)
+        if self.config.sinks:
+            mark_phase("importing the libraries of metrics.sinks", on_host=True)
+            broadcast_from_rank0(self._start)
         return self
 
     def _start(self) -> None:
@@ -190,38 +193,39 @@ class Sinks:
                 sink = build_sink(name, self.config, self.folder, read_run_id(self.folder), origin)
             except ConfigError:
                 raise
-            except (
-                Exception
-            ) as error:  # of an import: two packages whose versions do not fit, for example
-                reason = f"{type(error).__name__}: {error}"
-                raise ConfigError(f"metrics.sinks: {name} cannot be imported: {reason}") from None
+            except Exception as error:
+                # Of an import: two packages whose versions do not fit, for example
+                text = f"{type(error).__name__}: {error}"
+                raise ConfigError(f"metrics.sinks: {name} cannot be imported: {text}") from None
             self.feeds.append(Feed(name, sink, self.folder / "metrics.jsonl"))
         for feed in self.feeds:
             feed.start()
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Waits until the rows are sent: for PATIENCE seconds without progress, and at most
         `patience` seconds.
         """
+        if not self.config.sinks:
+            return
         mark_phase("sending the last metrics", on_host=True)
         for feed in self.feeds:
             feed.stop(failed=error is not None)
-        end = time.monotonic() + self.patience
+        now = time.monotonic()
+        end = now + self.patience
+        progressed = now
         sent = 0
-        progressed = time.monotonic()
-        while any(feed.is_alive() for feed in self.feeds) and (now := time.monotonic()) < min(
-            end, progressed + PATIENCE
-        ):
+        while any(feed.is_alive() for feed in self.feeds) and now < min(end, progressed + PATIENCE):
             count = sum(feed.sent for feed in self.feeds)
             if count != sent:
                 sent = count
                 progressed = now
             time.sleep(0.05)
+            now = time.monotonic()
         for feed in self.feeds:
             if not feed.complete:
-                rows = f"up to {feed.unsent()} rows of metrics.jsonl were not sent"
                 logger.warning(
-                    f"metrics.sinks: {feed.sink_name}: {rows}; the next start of this run sends them"
+                    f"metrics.sinks: {feed.sink_name}: up to {feed.unsent()} rows of metrics.jsonl "
+                    "were not sent; the next start of this run sends them"
                 )
 
 

@@ -38,7 +38,7 @@ from titanlite.sinks.metric_names import Scalars
 from titanlite.sinks.provenance import Provenance
 
 logger = logging.getLogger("titanlite")
-# MLflow's limits for a request, and for the text of a parameter
+# MLflow's limits: metrics and parameters of a request, and characters of a parameter
 MOST = 1000
 MOST_PARAMETERS = 100
 LONGEST = 6000
@@ -55,9 +55,9 @@ class MlflowSink:
         local = f"sqlite:///{folder.parent.absolute() / 'mlflow.db'}"
         self.uri = config.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or local
         self.experiment = config.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "titanlite"
-        self.artifacts = (
-            (folder.parent.absolute() / "mlruns").as_uri() if self.uri == local else None
-        )
+        self.artifacts: str | None = None  # the server decides
+        if self.uri == local:
+            self.artifacts = (folder.parent.absolute() / "mlruns").as_uri()
         self.tag = run_id
         self.origin = origin
 
@@ -65,29 +65,34 @@ class MlflowSink:
         """Finds the run or creates it. Returns the last step of each metric that it has."""
         self.client = MlflowClient(self.uri)
         parent = self._parent()
-        place = parent.info.experiment_id if parent else self._experiment()
-        tags = {TAG: self.tag} | ({PARENT: parent.info.run_id} if parent else {})
-        found = self.client.search_runs([place], f"tags.`{TAG}` = '{self.tag}'", max_results=1)
-        run = (
-            found[0]
-            if found
-            else self.client.create_run(place, run_name=self.origin.name, tags=tags)
-        )
-        self.run: str = run.info.run_id
-        if found:
+        tags = {TAG: self.tag}
+        if parent is not None:
+            experiment = parent.info.experiment_id
+            tags[PARENT] = parent.info.run_id
+        else:
+            experiment = self._experiment()
+        query = f"tags.`{TAG}` = '{self.tag}'"
+        runs = self.client.search_runs([experiment], query, max_results=1)
+        if runs:
+            run = runs[0]
+            self.run: str = run.info.run_id
             self.client.update_run(self.run, status="RUNNING")
-            if parent:  # the run may have been started below another one before
+            if parent is not None:  # the run may have been started below another one before
                 self.client.set_tag(self.run, PARENT, parent.info.run_id)
+        else:
+            run = self.client.create_run(experiment, run_name=self.origin.name, tags=tags)
+            self.run = run.info.run_id
         self._attach(run.data.params)
-        return defaultdict(
-            lambda: -1, {metric.key: metric.step for metric in run.data.to_proto().metrics}
-        )
+        last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
+        return defaultdict(lambda: -1, last_steps)
 
     def _parent(self) -> Run | None:
         """The run that MLFLOW_RUN_ID names; None without one, or if it is on another server."""
         name = os.environ.get("MLFLOW_RUN_ID")
+        if not name:
+            return None
         try:
-            return self.client.get_run(name) if name else None
+            return self.client.get_run(name)
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
@@ -98,9 +103,9 @@ class MlflowSink:
 
     def _experiment(self) -> str:
         """The id of the experiment, which is created if there is none of this name."""
-        found = self.client.get_experiment_by_name(self.experiment)
-        if found:
-            return str(found.experiment_id)
+        experiment = self.client.get_experiment_by_name(self.experiment)
+        if experiment is not None:
+            return str(experiment.experiment_id)
         # A server decides where files are; without a server MLflow would put them into the working
         # folder.
         return str(self.client.create_experiment(self.experiment, artifact_location=self.artifacts))
@@ -110,14 +115,13 @@ class MlflowSink:
 
         A parameter cannot change later; the file config.toml can.
         """
-        settings = {
-            name: value for name, value in self.origin.settings.items() if name not in known
-        }
-        texts = {
-            name: value if isinstance(value, str) else json.dumps(value)
-            for name, value in settings.items()
-        }
-        parameters = [Param(name, text[:LONGEST]) for name, text in texts.items() if text]
+        parameters = []
+        for name, value in self.origin.settings.items():
+            text = value
+            if not isinstance(value, str):
+                text = json.dumps(value)
+            if name not in known and text:
+                parameters.append(Param(name, text[:LONGEST]))
         for start in range(0, len(parameters), MOST_PARAMETERS):
             self.client.log_batch(self.run, params=parameters[start : start + MOST_PARAMETERS])
         tags = self.origin.facts | {
@@ -148,4 +152,7 @@ class MlflowSink:
 
     def close(self, failed: bool) -> None:
         """Ends the run on the server; the next start of this run opens it again."""
-        self.client.set_terminated(self.run, "FAILED" if failed else "FINISHED")
+        status = "FINISHED"
+        if failed:
+            status = "FAILED"
+        self.client.set_terminated(self.run, status)

@@ -40,15 +40,12 @@ def provenance(
 
     `settings`: section -> key -> value; `degrees`: of the layout.
     """
-    flat = {
-        f"{section}.{key}": _clean(value)
-        for section, keys in settings.items()
-        for key, value in keys.items()
-    }
-    layout = (
-        ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
-        or "one process"
-    )
+    flat = {}
+    for section, keys in settings.items():
+        for key, value in keys.items():
+            flat[f"{section}.{key}"] = _clean(value)
+    axes = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
+    layout = ", ".join(axes) or "one process"
     facts = code_version() | {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -61,11 +58,13 @@ def provenance(
 
 def _clean(value: Any) -> Any:
     """A text without the user names and passwords of URLs; other values as they are."""
-    return PASSWORD.sub("//***@", value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return PASSWORD.sub("//***@", value)
+    return value
 
 
 def code_version(package: Path = PACKAGE) -> dict[str, str]:
-    """The installed version; in a git checkout also the commit, and whether files differ from it."""
+    """The installed version; in a git checkout also the commit, and whether files have changed."""
     try:
         version = importlib.metadata.version("titanlite")
     except importlib.metadata.PackageNotFoundError:  # a clone that is not installed
@@ -76,11 +75,13 @@ def code_version(package: Path = PACKAGE) -> dict[str, str]:
         # .git/config may name programs that git runs.
         return {"titanlite": version}
     commit = _git(package, "rev-parse", "HEAD")
-    changes = _git(package, "status", "--porcelain", "--untracked-files=no")
+    changed = "yes"
+    if _git(package, "status", "--porcelain", "--untracked-files=no") == "":
+        changed = "no"
     return {
         "titanlite": version,
         "git_commit": commit or "unknown",
-        "git_changes": "no" if changes == "" else "yes",
+        "git_changes": changed,
     }
 
 

@@ -29,6 +29,8 @@ from titanlite.config.schema import MetricsConfig
 from titanlite.sinks.metric_names import Scalars
 from titanlite.sinks.provenance import Provenance
 
+OLDER_MODES = {"dryrun": "offline", "run": "online"}  # W&B's former names
+
 
 class WandbSink:
     """The run `run_id` of a project."""
@@ -36,12 +38,10 @@ class WandbSink:
     def __init__(
         self, config: MetricsConfig, folder: Path, run_id: str, origin: Provenance
     ) -> None:
-        mode = (
-            config.wandb_mode
-            if config.wandb_mode != "auto"
-            else os.environ.get("WANDB_MODE", "offline")
-        )
-        self.mode: Any = {"dryrun": "offline", "run": "online"}.get(mode, mode)  # W&B's older names
+        mode = config.wandb_mode
+        if mode == "auto":
+            mode = os.environ.get("WANDB_MODE", "offline")
+        self.mode: Any = OLDER_MODES.get(mode, mode)
         self.project = config.project or os.environ.get("WANDB_PROJECT", "titanlite")
         self.folder = folder
         self.run_id = run_id
@@ -68,19 +68,24 @@ class WandbSink:
             host=self.origin.name,
             init_timeout=60,
         )
+        resume: Any = None
+        if self.mode != "offline":
+            resume = "allow"
         self.run = wandb.init(
             id=self.run_id,
             name=self.origin.name,
             project=self.project,
             dir=str(self.folder),
             mode=self.mode,
-            resume=None if self.mode == "offline" else "allow",
+            resume=resume,
             reinit="create_new",
             config=self.origin.settings | self.origin.facts | {"config.toml": self.origin.toml},
             settings=settings,
         )
-        first = 0 if self.mode == "offline" else self.run.starting_step
-        return defaultdict(lambda: first - 1)
+        first_step = 0
+        if self.mode != "offline":
+            first_step = self.run.starting_step
+        return defaultdict(lambda: first_step - 1)
 
     @staticmethod
     def metric_name(name: str) -> str:

@@ -56,9 +56,9 @@ def forget_the_positions(*arguments):
 
 def forget_the_tied_sum(*arguments):
     """A tied embedding whose two pipeline stages do not add up their gradients."""
-    from titanlite.parallel import pipeline_parallel
+    from titanlite.parallel import stages
 
-    with mock.patch.object(pipeline_parallel, "sum_shared_gradients", return_value=None):
+    with mock.patch.object(stages, "sum_shared_gradients", return_value=None):
         return measure(*arguments)
 
 

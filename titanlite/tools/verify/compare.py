@@ -33,7 +33,9 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import num_compiled_graphs
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
-from titanlite.optim.clip import build_clip
+from titanlite.optim.clip import clip_gradients
+from titanlite.optim.ema import WeightEMA
+from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.auto import resolve_auto
 from titanlite.parallel.parallelize import build_model_parts
@@ -158,15 +160,9 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     parts = build_model_parts(model, config, mesh, device)
     stages = Stages(parts, config, mesh, device)
     optimizer = build_optimizer(parts, config.optimizer, config.parallel.optimizer_offload)
-    clip = build_clip(stages, optimizer, training, config.optimizer, device, {})
-    # Of gradients that are not clipped
-    scale = training.loss_scale if training.compute_dtype == "float16" else 1.0
-    average: Any = None
-    if config.ema.decay:
-        from titanlite.optim.ema import WeightEMA
-
-        average = WeightEMA(parts, config.ema, optimizer)
-        average.start()
+    scaler = LossScale(training, optimizer, device)
+    ema = WeightEMA(config.ema, parts, optimizer)
+    ema.start()
     expected = torch.load(path, map_location="cpu", mmap=True)
     found = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "parameters": 0.0}
     graphs: list[int] = []
@@ -185,15 +181,22 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
         loss = torch.zeros((), device=device)
         for i, batch in enumerate(batches):
             batch = batch.apply(lambda tensor: tensor.to(device))
-            loss += stages.forward_backward(batch, num_targets, i == len(batches) - 1)
+            last = i == len(batches) - 1
+            loss += stages.forward_backward(batch, num_targets, scaler.scale, last)
         if step == 0:
             gradients = ((name, p.grad) for part in parts for name, p in part.named_parameters())
+            scale = float(scaler.scale)  # the gradients still have it
             found["gradient"] = _farthest(gradients, expected["gradient"], scale)
-        norm = clip()
+        scaler.unscale()
+        norm = clip_gradients(
+            parts, training.max_norm, config.optimizer, device, stages.shared_params
+        )
+        scaler.judge(norm)
         loss = mesh.sum_losses(loss)
         for name, value in (("loss", loss), ("grad_norm", norm)):
             found[name] = _worse(found[name], abs(float(value) / expected[name][step] - 1))
         optimizer.step()
+        ema.update()
         optimizer.zero_grad()
         graphs.append(num_compiled_graphs() if compiles else 0)
     if graphs[-1] > graphs[1]:
@@ -202,8 +205,8 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
         )
     parameters = (named for part in parts for named in part.named_parameters())
     found["parameters"] = _farthest(parameters, expected["parameters"])
-    if average:
-        averages = zip(average.names, average.averages, strict=True)
+    if ema.enabled:
+        averages = zip(ema.names, ema.averages, strict=True)
         found["parameters"] = _worse(found["parameters"], _farthest(averages, expected["averages"]))
     return found
 

@@ -11,24 +11,10 @@ from messages import assert_mentions
 from runs import train_run, train_until
 
 import train
+from titanlite.observe.start_and_end import titanlite_command
 from titanlite.optim import clip
 from titanlite.runtime import interpreter
-from titanlite.tools.report import summary
 from titanlite.tools.report.run_data import read_run
-
-
-def train_with_little_memory(arguments: list[str]) -> int:
-    summary.SAMPLE_BYTES = 100_000
-    return train_run(arguments)
-
-
-def test_a_large_model_is_not_loaded_for_a_sample(pool, arguments, tmp_path):
-    assert pool.run(
-        1, train_with_little_memory, [*arguments, "--training.steps=1", "--run.sample_tokens=20"]
-    ) == [0]
-    log = (tmp_path / "debug/log.txt").read_text()
-    assert_mentions(log, "no sample", "GB of CPU memory", "0.0 GB", "next:")
-    assert "a sample (" not in log
 
 
 def names(folder) -> list[tuple[str, int]]:
@@ -89,12 +75,12 @@ def test_the_command_of_the_next_step_works_in_any_folder(tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.chdir(interpreter.PACKAGES)
-    assert summary.titanlite_command("python3") == "python3 -m titanlite"
+    assert titanlite_command("python3") == "python3 -m titanlite"
     monkeypatch.chdir(tmp_path)
     safe_path = " -P" if interpreter.HAS_SAFE_PATH else ""
     assert (
-        summary.titanlite_command("python3")
+        titanlite_command("python3")
         == f"PYTHONPATH={interpreter.PACKAGES} python3{safe_path} -m titanlite"
     )
     (tmp_path / "titanlite").touch()
-    assert summary.titanlite_command("python3") == "titanlite"
+    assert titanlite_command("python3") == "titanlite"

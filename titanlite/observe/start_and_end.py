@@ -1,0 +1,155 @@
+"""What a run says of itself at its start and at its end.
+
+What it is: at the start the model, the layout and the batch, with the settings that have no effect;
+at the end where the results are, a sample of text, and commands to go on with.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titanlite.config.load import program_folder
+from titanlite.config.schema import Config
+from titanlite.distributed.mesh import Mesh
+from titanlite.distributed.process_group import device_name
+from titanlite.model.attention import attention_kernel
+from titanlite.model.flavors import LlamaConfig
+from titanlite.observe.metrics import Progress
+from titanlite.rules.check import unused_settings
+from titanlite.runtime import interpreter
+from titanlite.runtime.errors import EXIT_STOPPED
+
+logger = logging.getLogger("titanlite")
+
+
+def log_start(
+    config: Config,
+    llama: LlamaConfig,
+    mesh: Mesh,
+    device: torch.device,
+    compiled: bool,
+    progress: Progress,
+) -> None:
+    """Logs the model, the layout and the batch, which settings have no effect, and whether the run
+    is already complete.
+    """
+    for note in unused_settings(config, mesh.degrees):
+        logger.info(note)
+    training = config.training
+    axes = [f"{axis} {degree}" for axis, degree in mesh.degrees.items() if degree > 1]
+    layout = ", ".join(axes) or "one process"
+    blocks = "not compiled"
+    if compiled:
+        blocks = f"compiled by {config.compile.backend}"
+    later = ""
+    if training.batch_ramp:
+        later = f" (later {training.batch_ramp})"
+    num_batches = training.global_batch_size // (training.local_batch_size * mesh.data_size)
+    devices = f"{device_name(device)} x {dist.get_world_size()}"
+    about = {
+        "parameters": llama.num_parameters,
+        "device": devices,
+        "layout": layout,
+        "torch": torch.__version__,
+    }
+    logger.info(
+        f"{config.model.flavor}: {llama.num_parameters:,} parameters, "
+        f"vocabulary {llama.vocab_size:,}; "
+        f"{devices} ({layout}), "
+        f"compute {training.compute_dtype}, reduce {training.reduce_dtype}, "
+        f"attention {_attention(config, llama, mesh, device)}, blocks {blocks}; "
+        f"{training.global_batch_size} sequences of {training.seq_len} per step{later}, "
+        f"{num_batches} x {training.local_batch_size} in each process",
+        extra={"event": "start", "step": progress.step, "about": about},
+    )
+    if progress.step >= training.steps:
+        logger.info(
+            f"nothing left to train: the run is at step {progress.step}, and "
+            f"training.steps = {training.steps}"
+        )
+
+
+def _attention(config: Config, llama: LlamaConfig, mesh: Mesh, device: torch.device) -> str:
+    """How attention is computed, in words."""
+    if config.data.document_mask:
+        return "within documents"  # see `block_mask.py`
+    if mesh.degrees["cp"] > 1:
+        return "over ranks"
+    dtype = getattr(torch, config.training.compute_dtype)
+    return attention_kernel(llama, config.training.seq_len, dtype, device)
+
+
+def log_end(config: Config, script: Path, step: int, texts: list[str]) -> int:
+    """Logs how the run ended, and returns its exit code.
+
+    Of a finished run: where the results are, a sample, and what to try next. `script`: the program
+    that has trained; `texts`: the latest samples.
+    """
+    if step < config.training.steps:
+        logger.info(
+            f"stopped after step {step} of {config.training.steps}; "
+            "the same command resumes from here",
+            extra={"event": "end", "step": step, "about": {"finished": False}},
+        )
+        return EXIT_STOPPED
+    if dist.get_rank() == 0:
+        folder = Path(config.run.folder, config.run.name)
+        files = f"checkpoints/step-{step}  metrics.jsonl  log.txt  config.toml"
+        logger.info(
+            f"\ndone: {step} steps. In {folder}:\n  {files}",
+            extra={"event": "end", "step": step, "about": {"finished": True}},
+        )
+        for text in texts[:1]:
+            lines = "\n".join(f"  | {line}" for line in text.splitlines())
+            temperature = config.validation.prompt_temperature
+            logger.info("\na sample (temperature %g, top-k 50):\n%s", temperature, lines)
+        logger.info(_next_commands(config, script, folder, step))
+    return 0
+
+
+def _next_commands(config: Config, script: Path, folder: Path, step: int) -> str:
+    """The commands that generate text with the run's model, and that continue the run."""
+    python = os.path.relpath(sys.executable)
+    if shutil.which("python3") == sys.executable:
+        python = "python3"
+    command = titanlite_command(python)
+    script = script.resolve()
+    shell = script.with_name("run_train.sh")
+    if shell.exists():  # a clone
+        train = shlex.quote(os.path.join(".", os.path.relpath(shell)))
+    elif script.parent == program_folder():  # an installed wheel
+        train = f"{command} train"
+    else:  # a copy made by `titanlite eject`
+        train = f"{python} {shlex.quote(os.path.relpath(script))}"
+    prompt = "def"
+    if config.validation.prompts:
+        prompt = config.validation.prompts[0]
+    quoted_folder = shlex.quote(str(folder))
+    return (
+        f"\nnext:\n  {command} generate {quoted_folder} --prompt {shlex.quote(prompt)}\n"
+        f"  {train} {quoted_folder}/config.toml --training.steps={2 * step}    (resumes from here)"
+    )
+
+
+def titanlite_command(python: str) -> str:
+    """How a shell in the current folder calls titanlite, without importing modules from a folder of
+    data.
+    """
+    installed = Path(sys.executable).with_name("titanlite")
+    if shutil.which("titanlite"):
+        return "titanlite"
+    if installed.exists():
+        return shlex.quote(os.path.relpath(installed))
+    if os.getcwd() == interpreter.PACKAGES:  # a clone
+        return f"{python} -m titanlite"
+    safe_path = " -P" if interpreter.HAS_SAFE_PATH else ""
+    packages = shlex.quote(interpreter.PACKAGES)
+    return f"PYTHONPATH={packages} {python}{safe_path} -m titanlite"
