@@ -99,9 +99,7 @@ def main(config: Config) -> int:
 
         config = epochs_in_steps(config, samples.rows[0].count)
     training = config.training
-    stream = TrainStream(
-        samples, training, mesh.data_rank, mesh.data_size, config.data.document_mask
-    )
+    stream = TrainStream(samples, training, mesh, config.data.document_mask)
 
     # 3. Model: first shapes only; then memory and weights for this rank's part of it
     with torch.device("meta"):

@@ -39,7 +39,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import StabilityConfig
-from titanlite.data.excluded import sample_number
 from titanlite.data.stream import TrainStream
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.found_inf import require_withholding, withhold
@@ -147,8 +146,8 @@ class Guard:
         )
         withhold(self.optimizer, withheld)
         order = self.data.order
-        first = sample_number(order, self.data.begun)
-        last = sample_number(order, self.data.samples - 1)
+        first = order.number(self.data.begun)
+        last = order.number(self.data.samples - 1)
         self._send((step, first, last + 1), numbers)
 
     def _decide(self, step: int, now: Tensor, overflow: Tensor | None) -> tuple[Tensor, Tensor]:
