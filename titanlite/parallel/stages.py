@@ -152,7 +152,7 @@ def _build_loss(model_parts: list[Any], config: Config, mesh: Mesh) -> SummedLos
     if config.loss.num_chunks > 1 and (
         outputs := [p.output for p in model_parts if hasattr(p.output, "projection")]
     ):
-        from titanlite.parallel.chunked_loss import ChunkedLoss
+        from titanlite.optim.chunked_loss import ChunkedLoss
 
         loss = ChunkedLoss(outputs[0], config.loss.num_chunks, loss, mesh["tp"])
     return loss
