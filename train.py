@@ -34,7 +34,13 @@ from titanlite.config.help import help_text
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config, DataConfig, portable
 from titanlite.config.to_toml import to_toml
-from titanlite.data.prepared import PreparedData, description, fingerprint_of, load_sources
+from titanlite.data.prepared import (
+    PreparedData,
+    description,
+    fingerprint_of,
+    load_sources,
+    open_prepared,
+)
 from titanlite.data.stream import TrainStream, build_samples, count_targets
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.data.tokenizer import Tokenizer
@@ -113,9 +119,7 @@ def main(config: Config) -> int:
     if config.training.epochs:
         config = epochs_in_steps(config, samples.rows[0].count)
     training = config.training
-    stream = TrainStream(
-        samples, training, mesh.data_rank, mesh.data_size, config.data.document_mask
-    )
+    stream = TrainStream(samples, training, mesh, config.data.document_mask)
 
     # 3. Model: first shapes only; then memory and weights for this rank's part of it
     with torch.device("meta"):
@@ -255,16 +259,22 @@ def validate(
 
 
 def prepared_folders(section: DataConfig, tokenizer: Tokenizer) -> list[Path]:
-    """The folder of each source's prepared data: from the launcher, once per node, or found or made
-    here.
+    """The folder of each source's prepared data: from the launcher, once per node, or found here.
 
-    Raises ConfigError as `prepare` does.
+    Text is prepared. Raises ConfigError with what is missing or damaged.
     """
     if LAUNCHED in os.environ:
         return [Path(folder) for folder in json.loads(os.environ[LAUNCHED])]
-    from titanlite.tools.prepare.cache import prepare  # without the launcher
+    folders = []
+    for part in section.parts():
+        folder = open_prepared(part)
+        if folder is None:
+            # One of the two places where training uses a tool: prepared data does without it
+            from titanlite.tools.prepare.cache import prepare
 
-    return [prepare(part, tokenizer, logger.info) for part in section.parts()]
+            folder = prepare(part, tokenizer, logger.info)
+        folders.append(folder)
+    return folders
 
 
 def load_initial_weights(

@@ -8,14 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from text_in_memory import Documents
+from text_in_memory import Documents, Ranks, only_source
 
 from titanlite.checkpoint.divergence import MAX_ATTEMPTS, apply_record, react, read_record
 from titanlite.checkpoint.manifest import CorruptCheckpoint, FileEntry
 from titanlite.checkpoint.resume import EXCLUDED, exclude_samples, read_excluded
 from titanlite.checkpoint.storage import RECORD
-from titanlite.data.excluded import RemainingSamples, sample_number
-from titanlite.data.stream import Samples, Windows
+from titanlite.config.schema import TrainingConfig
+from titanlite.data.stream import TrainStream, Windows
 from titanlite.runtime.errors import ConfigError
 
 ROLLBACK = {"step": 5, "first": 32, "end": 40}
@@ -35,7 +35,12 @@ def make_run(folder: Path, steps: list[int], resumed: int = 0, **config) -> Simp
         extra_files={},
         close=lambda: None,
         states={
-            "data": SimpleNamespace(order=Samples({"": Windows(Documents([1001]), 10, "text")}, 0))
+            "data": TrainStream(
+                only_source(Windows(Documents([1001]), 10, "text")),
+                TrainingConfig(seq_len=10),
+                Ranks(),
+                document_mask=False,
+            )
         },
     )
 
@@ -97,11 +102,10 @@ def test_a_checkpoint_that_is_renamed_is_no_progress(tmp_path):
 def test_excluded_samples_are_read_from_the_record(tmp_path, older):
     run = make_run(tmp_path, [])
     apply_record(run)
-    assert sample_number(run.states["data"].order, 32) == 32
+    assert run.states["data"].order.number(32) == 32
     (tmp_path / RECORD).write_text(json.dumps({"rollbacks": [ROLLBACK | older]}))
     run.guard = SimpleNamespace(rollbacks=0)
     apply_record(run)
-    assert isinstance(run.states["data"].order, RemainingSamples)
     assert run.states["data"].order.number(32) == 40
     assert run.guard.rollbacks == 1
 
@@ -111,7 +115,7 @@ def test_samples_of_the_record_and_of_a_checkpoint_are_excluded(tmp_path):
     exclude_samples(run, [(8, 12)])
     exclude_samples(run, [[32, 40], [10, 16]])
     exclude_samples(run, [])
-    assert run.states["data"].order.ranges == [(8, 16), (32, 40)]
+    assert run.states["data"].order.excluded == [(8, 16), (32, 40)]
     manifest = write_excluded(tmp_path, run.extra_files[EXCLUDED])
     assert read_excluded(tmp_path, manifest) == [(8, 16), (32, 40)]
     assert read_excluded(tmp_path, SimpleNamespace(files={})) == []  # of an older version

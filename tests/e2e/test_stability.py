@@ -69,7 +69,7 @@ def run_with_nan(
 def ask_with_nan(arguments: list[str], folder: Path) -> str:
     """As `run_with_nan`, and the file SAVE appears in the bad step."""
     from titanlite.checkpoint.manager import Checkpointer
-    from titanlite.optim.stability import Guard, Pending
+    from titanlite.optim.stability import Guard
 
     judge, wants_save = Guard.judge, Checkpointer.wants_save
     steps: list[int] = []
@@ -368,7 +368,7 @@ def test_a_rollback_survives_a_kill(pool, arguments, tmp_path):
 
 def always_bad(arguments: list[str], step: int) -> str:
     """The error of a run whose step `step` is bad with any samples."""
-    from titanlite.optim.stability import Guard, Pending
+    from titanlite.optim.stability import Guard
 
     original = Guard.judge
 

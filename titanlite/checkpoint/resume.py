@@ -30,7 +30,7 @@ from titanlite.checkpoint.write_plan import State
 from titanlite.config.acceptable import ACCEPTABLE
 from titanlite.config.batch_sizes import first_sample, samples_after
 from titanlite.config.schema import CheckpointConfig, PhaseConfig, TrainingConfig, sections
-from titanlite.data.excluded import Range, RemainingSamples
+from titanlite.data.excluded import Range
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.runtime.errors import ConfigError
 
@@ -82,8 +82,8 @@ def exclude_samples(run: Any, ranges: list[Range]) -> None:
     """
     if ranges:
         stream = run.states["data"]
-        stream.order = RemainingSamples(stream.order, [(first, end) for first, end in ranges])
-        run.extra_files[EXCLUDED] = json.dumps(stream.order.ranges).encode()
+        stream.exclude([(first, end) for first, end in ranges])
+        run.extra_files[EXCLUDED] = json.dumps(stream.order.excluded).encode()
 
 
 def read_excluded(folder: Path, manifest: Manifest) -> list[Range]:

@@ -39,7 +39,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import StabilityConfig
-from titanlite.data.excluded import sample_number
 from titanlite.data.stream import TrainStream
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.found_inf import require_withholding, withhold
@@ -197,8 +196,8 @@ class Guard:
         numbers, withheld = self.decide(step, measured, self.scaler.tolerated)
         withhold(self.optimizer, withheld)
         order = self.stream.order
-        first = sample_number(order, self.stream.begun)
-        last = sample_number(order, self.stream.samples - 1)
+        first = order.number(self.stream.begun)
+        last = order.number(self.stream.samples - 1)
         self.send(step, first, last + 1, numbers)
 
     def decide(self, step: int, measured: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:
