@@ -169,6 +169,10 @@ class Guard:
         self._latest: Verdict | None = None
         self._acts_on: Verdict | None = None
 
+    def count_rollbacks(self, count: int) -> None:
+        """Sets the number of rollbacks of the run so far, for the metrics."""
+        self.rollbacks = count
+
     def state_dict(self) -> dict[str, Any]:
         if not self.enabled:
             return {}
