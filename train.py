@@ -25,16 +25,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.manager import Checkpointer, NonFinite
-from titanlite.checkpoint.manifest import RunMetadata
-from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
+from titanlite.checkpoint.manager import Checkpointer, Diverged
+from titanlite.checkpoint.run_facts import RunFacts
+from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState, Stateful
 from titanlite.checkpoint.storage import SaveError
 from titanlite.config.budget import epochs_in_steps
 from titanlite.config.help import help_text
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config, DataConfig, portable
-from titanlite.config.to_toml import to_toml
-from titanlite.data.prepared import PreparedData, description, fingerprint_of, load_sources
+from titanlite.data.prepared import (
+    fingerprint_of,
+    load_sources,
+    open_prepared,
+)
 from titanlite.data.stream import TrainStream, build_samples, count_targets
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.data.tokenizer import Tokenizer
@@ -113,9 +116,7 @@ def main(config: Config) -> int:
     if config.training.epochs:
         config = epochs_in_steps(config, samples.rows[0].count)
     training = config.training
-    stream = TrainStream(
-        samples, training, mesh.data_rank, mesh.data_size, config.data.document_mask
-    )
+    stream = TrainStream(samples, training, mesh, config.data.document_mask)
 
     # 3. Model: first shapes only; then memory and weights for this rank's part of it
     with torch.device("meta"):
@@ -131,7 +132,7 @@ def main(config: Config) -> int:
     guard = Guard(config.stability, stream, optimizer, scaler, mesh, device)
     ema = WeightEMA(config.ema, model_parts, optimizer)
     noise_scale = NoiseScale(config.metrics, stages, scaler, progress)
-    states = {
+    states: dict[str, Stateful] = {
         "model": ModelState(model_parts),
         "optimizer": OptimizerState(model_parts, optimizer),
         "data": stream,
@@ -144,10 +145,8 @@ def main(config: Config) -> int:
     }
     # Checkpoints keep compile.enabled = auto, because a resumed run may be on another device
     record = dataclasses.replace(config, compile=asked.compile)
-    metadata = RunMetadata(mesh.degrees, dataclasses.asdict(record), fingerprint_of(data))
-    files = checkpoint_files(record, data, llama)
-    checkpoint = Checkpointer(config.checkpoint, folder, states, files, metadata, device)
-    checkpoint.guard = guard
+    facts = RunFacts(record, llama, mesh.degrees, data)
+    checkpoint = Checkpointer(config.checkpoint, folder, states, facts, device, guard)
     if not checkpoint.load():
         load_initial_weights(config, model_parts, llama, tokenizer)
     ema.start()  # with these weights, unless the checkpoint had an average
@@ -160,7 +159,7 @@ def main(config: Config) -> int:
     profiler = Profiler(config.profiling, folder, progress)
     profile_file = FileRequest(folder / "PROFILE")
     garbage = process_group.GarbageCollection(training.gc_freq)
-    broadcast_from_rank0(lambda: replace_file(folder / "config.toml", to_toml(record).encode()))
+    broadcast_from_rank0(lambda: replace_file(folder / "config.toml", facts.toml.encode()))
     log_start(config, llama, mesh, device, compiled, progress)
     if progress.step == 0 and validator.due(finished=False):
         with metrics.paused():
@@ -168,7 +167,7 @@ def main(config: Config) -> int:
 
     # 6. Loop: one optimizer step after the other
     requests.agree()  # a signal may have arrived during the set-up
-    with Sinks(config.metrics, folder, metadata.layout, metadata.config):
+    with Sinks(config.metrics, folder, facts.layout, facts.config):
         metrics.start()
         while progress.step < training.steps and not requests.stop:
             progress.step += 1
@@ -208,25 +207,29 @@ def main(config: Config) -> int:
             last = finished or agreed.stop
             logs = metrics.due(last)
             validates = validator.due(finished) or sampler.due(finished)
-            saves = checkpoint.due(progress.step, last, agreed.save)
+            saves = checkpoint.due(progress.step, last or agreed.save)
             if logs or validates or saves or agreed.failed or checkpoint.unproven:
                 loss = mesh.sum_losses(loss)
                 # The only place in the loop where the host waits for the device
                 outcome = guard.read(progress.step, loss, grad_norm)
-                if checkpoint.judge(outcome):
-                    metrics.start()  # rolled back
+                if outcome.diverged:
+                    checkpoint.roll_back(outcome)  # raises Diverged, unless action = rollback
+                    metrics.start()
                     continue
+                if outcome.finite:  # then what was saved last was good
+                    checkpoint.prove(outcome.loss)
             if logs:
                 metrics.log(loss, grad_norm, num_targets, lr, stream)
             if agreed.failed:
-                checkpoint.close()  # raises the error of the save
+                checkpoint.raise_failure()
             if validates or saves:
                 with metrics.paused():
                     held_out_loss = None
                     if validates:
                         held_out_loss = validate(validator, ema, sampler, requests)
                     last = last or requests.stop  # a signal ends a validation
-                    checkpoint.maybe_save(progress.step, last, agreed.save, held_out_loss)
+                    if checkpoint.due(progress.step, last or agreed.save):
+                        checkpoint.save(progress.step, held_out_loss, wait=last)
             garbage.step(progress.step)
             profiler.step(agreed.profile, last)
     watchdog.close()
@@ -255,16 +258,22 @@ def validate(
 
 
 def prepared_folders(section: DataConfig, tokenizer: Tokenizer) -> list[Path]:
-    """The folder of each source's prepared data: from the launcher, once per node, or found or made
-    here.
+    """The folder of each source's prepared data: from the launcher, once per node, or found here.
 
-    Raises ConfigError as `prepare` does.
+    Text is prepared. Raises ConfigError with what is missing or damaged.
     """
     if LAUNCHED in os.environ:
         return [Path(folder) for folder in json.loads(os.environ[LAUNCHED])]
-    from titanlite.tools.prepare.cache import prepare  # without the launcher
+    folders = []
+    for part in section.parts():
+        folder = open_prepared(part)
+        if folder is None:
+            # One of the two places where training uses a tool: prepared data does without it
+            from titanlite.tools.prepare.cache import prepare
 
-    return [prepare(part, tokenizer, logger.info) for part in section.parts()]
+            folder = prepare(part, tokenizer, logger.info)
+        folders.append(folder)
+    return folders
 
 
 def load_initial_weights(
@@ -290,20 +299,6 @@ def write_report(folder: Path) -> None:
     broadcast(None, PATIENT)
 
 
-def checkpoint_files(
-    config: Config, data: list[PreparedData], llama: LlamaConfig
-) -> dict[str, bytes]:
-    """The small files with which a checkpoint can be used without the run's folder: name ->
-    content.
-    """
-    return {
-        "config.toml": to_toml(config).encode(),
-        "data.json": description(data),
-        "model.json": llama.to_json().encode(),
-        **data[0].tokenizer.files,
-    }
-
-
 def run(argv: list[str]) -> int:
     """Calls `main`, and turns errors into messages and exit codes."""
     if {"-h", "--help"} & set(argv):
@@ -312,11 +307,11 @@ def run(argv: list[str]) -> int:
     try:
         config = load_config(argv, Path(__file__).resolve().with_name("train_configs"))
         return main(config)
-    except (ConfigError, JoinError, NonFinite, SaveError, StorageError) as error:
+    except (ConfigError, JoinError, Diverged, SaveError, StorageError) as error:
         # One process of each node prints it; before it has joined the others, each its own
         if os.environ.get("LOCAL_RANK", "0") == "0" or not dist.is_initialized():
             print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr)
-        if isinstance(error, NonFinite):  # on all ranks
+        if isinstance(error, Diverged):  # on all ranks
             write_report(Path(config.run.folder, config.run.name))  # what the run did until then
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:

@@ -36,10 +36,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 sys.path.insert(0, str(report.ROOT))
 
-from titanlite.checkpoint.manifest import RunMetadata
-from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read_step import read_step, verify_files
+from titanlite.checkpoint.manifest import RunMetadata, read_manifest
+from titanlite.checkpoint.read_step import read_step
 from titanlite.checkpoint.retention import delete_step
+from titanlite.checkpoint.step_files import verify_files
 from titanlite.checkpoint.storage import step_folder, write_step
 
 NUM_WEIGHTS = 12 * 9 + 3

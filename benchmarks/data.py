@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import report
@@ -33,6 +33,13 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.tools.prepare.cache import prepare
 
 SEQ_LEN, BATCH = 2048, 8
+
+
+class OneRank(NamedTuple):
+    """The data-parallel ranks of a run with one process."""
+
+    data_rank: int = 0
+    data_size: int = 1
 
 
 def drop(folder: Path) -> bool:
@@ -55,8 +62,8 @@ def stream_of(
     training = TrainingConfig(seq_len=SEQ_LEN, global_batch_size=BATCH, local_batch_size=BATCH)
     build = PackedRows if packing == "best_fit" else Windows
     rows = {str(i): build(tokens, SEQ_LEN, "text") for i in range(sources)}
-    mixture = Mixture([(0, [1.0 + i for i in range(sources)])]) if sources > 1 else None
-    return TrainStream(Samples(rows, 0, mixture), training, 0, 1, document_mask)
+    mixture = Mixture([(0, [1.0 + i for i in range(sources)])])
+    return TrainStream(Samples(rows, 0, mixture), training, OneRank(), document_mask)
 
 
 def read(prepared: Path) -> float:

@@ -50,8 +50,7 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
 def measure(flavor: str, ranks: int) -> dict[str, Any]:
     """titanlite's own coordination, as rank 0."""
     from titanlite.checkpoint import manifest as manifests
-    from titanlite.checkpoint.manifest import FileEntry, Manifest, to_text
-    from titanlite.checkpoint.manifest_reader import parse_manifest
+    from titanlite.checkpoint.manifest import FileEntry, Manifest, parse_manifest, to_text
     from titanlite.checkpoint.read_step import require_matching_tensors
     from titanlite.checkpoint.write_plan import Plan, local_parts, tensor_entries
 

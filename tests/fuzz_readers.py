@@ -35,8 +35,7 @@ from preparing import write_megatron
 from safetensors.torch import save_file
 
 from titanlite.checkpoint.divergence import read_record
-from titanlite.checkpoint.manifest import NAME, SEAL, RunMetadata
-from titanlite.checkpoint.manifest_reader import read_manifest
+from titanlite.checkpoint.manifest import NAME, SEAL, RunMetadata, read_manifest
 from titanlite.checkpoint.read_step import load_states, read_step
 from titanlite.checkpoint.resume import (
     EXCLUDED,

@@ -19,7 +19,7 @@ import pytest
 import torch
 from fuzz_readers import RANKS, READERS, SHAPE, TOML, Reader, read_any, read_data, read_run
 
-from titanlite.checkpoint import manifest_reader, retention
+from titanlite.checkpoint import manifest, retention
 from titanlite.checkpoint.divergence import read_record
 from titanlite.checkpoint.retention import PROVEN, read_proof
 from titanlite.checkpoint.storage import RECORD as DIVERGED
@@ -75,10 +75,10 @@ def test_the_corpus_is_small_and_belongs_to_readers():
 
 
 PLANTED = {  # reader -> a check that is taken away
-    "manifest, sealed": (manifest_reader, "_require", lambda condition, what: None),
+    "manifest, sealed": (manifest, "require", lambda condition, problem: None),
     "TOML": (load, "_convert", lambda value, declared, meta: (value, "")),
     "safetensors header": (safetensors_files, "SafetensorError", KeyboardInterrupt),
-    ".proven": (retention, "_is_valid", lambda proof: True),
+    ".proven": (retention, "is_valid", lambda proof: True),
 }
 
 

@@ -1,8 +1,25 @@
-"""Documents in memory, in place of the shards of a prepared folder."""
+"""Documents in memory, in place of the shards of a prepared folder, and samples of them."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+
+from titanlite.data.mixture import Mixture
+from titanlite.data.stream import Rows, Samples
+
+
+class Ranks(NamedTuple):
+    """The data-parallel ranks of a mesh, without processes."""
+
+    data_rank: int = 0
+    data_size: int = 1
+
+
+def only_source(rows: Rows, seed: int = 0, name: str = "") -> Samples:
+    """The samples of a run with a single source."""
+    return Samples({name: rows}, seed, Mixture([(0, [1.0])]))
 
 
 class Documents:

@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 
 from titanlite.checkpoint import async_save, manager, shard_file, storage
 from titanlite.checkpoint.async_save import AsyncSaver
-from titanlite.checkpoint.manager import NonFinite
-from titanlite.checkpoint.manifest import RunMetadata
-from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read_step import verify_files
+from titanlite.checkpoint.manager import Diverged
+from titanlite.checkpoint.manifest import RunMetadata, read_manifest
+from titanlite.checkpoint.step_files import verify_files
 from titanlite.checkpoint.storage import SaveError, list_steps, write_step
 from titanlite.data.stream import TrainStream
 
@@ -63,7 +62,7 @@ def train_with_failures(arguments: list[str], times: int, step: int) -> tuple[st
     Returns how it ended, and how many steps were begun after the last failure.
     """
     write_file, write_checkpoint, read = (
-        shard_file._write,
+        shard_file.write_file,
         manager.write_step,
         TrainStream.next_step,
     )
@@ -76,7 +75,7 @@ def train_with_failures(arguments: list[str], times: int, step: int) -> tuple[st
     def write_step(folder, at, *rest):
         failing = dist.get_rank() == 1 and at >= step and len(failed) < times
         failed.extend([at] * failing)
-        shard_file._write = write if failing else write_file
+        shard_file.write_file = write if failing else write_file
         try:
             return write_checkpoint(folder, at, *rest)
         except SaveError:
@@ -257,7 +256,7 @@ def diverge_while_saving(arguments: list[str]) -> str:
     storage.write_files = lambda files: (time.sleep(1), write_files(files))[1]
     try:
         return str(train_run(arguments))
-    except NonFinite as error:
+    except Diverged as error:
         return str(error)
 
 

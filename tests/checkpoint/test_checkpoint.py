@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 
 from titanlite.checkpoint import retention, shard_file
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.manifest import RunMetadata
-from titanlite.checkpoint.manifest_reader import read_manifest
+from titanlite.checkpoint.manifest import RunMetadata, read_manifest
 from titanlite.checkpoint.read_step import find_step_folder, read_step
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError, list_steps, sweep, write_step
@@ -224,7 +223,7 @@ def fail_in_the_middle(folder: Path) -> list[int]:
         raise OSError(28, "No space left on device")
 
     if dist.get_rank() == 1:
-        shard_file._write = write
+        shard_file.write_file = write
     with pytest.raises(
         SaveError, match=r"step 1 could not be saved in .*: \[Errno 28\] No space left on device"
     ):
@@ -383,12 +382,13 @@ def test_a_path_means_a_step_or_the_newest_of_a_run(tmp_path):
 def due_steps(
     folder: Path, freq: int, last: bool = False, newest: int = 0, asked: int = 0
 ) -> list[int]:
-    checkpointer = Checkpointer(
-        CheckpointConfig(freq=freq), folder, {}, {}, RunMetadata({}, {}, ""), torch.device("cpu")
-    )
+    config = CheckpointConfig(freq=freq)
+    checkpointer = Checkpointer(config, folder, {}, None, torch.device("cpu"), None)
     checkpointer.newest = newest
     return [
-        step for step in range(1, 7) if checkpointer.due(step, last and step == 6, step == asked)
+        step
+        for step in range(1, 7)
+        if checkpointer.due(step, (last and step == 6) or step == asked)
     ]
 
 

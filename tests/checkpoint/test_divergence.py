@@ -8,52 +8,106 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from text_in_memory import Documents
+import torch
+from text_in_memory import Documents, Ranks, only_source
 
-from titanlite.checkpoint.divergence import MAX_ATTEMPTS, apply_record, react, read_record
+from titanlite.checkpoint.divergence import (
+    MAX_ATTEMPTS,
+    Suspect,
+    begin_rollback,
+    end_command,
+    excluded_before,
+    read_record,
+)
+from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CorruptCheckpoint, FileEntry
-from titanlite.checkpoint.resume import EXCLUDED, exclude_samples, read_excluded
-from titanlite.checkpoint.storage import RECORD
-from titanlite.data.excluded import RemainingSamples, sample_number
-from titanlite.data.stream import Samples, Windows
+from titanlite.checkpoint.resume import EXCLUDED, read_excluded
+from titanlite.checkpoint.storage import RECORD, list_steps
+from titanlite.config.schema import CheckpointConfig, TrainingConfig
+from titanlite.data.stream import TrainStream, Windows
+from titanlite.optim.stability import NOT_FINITE, Verdict
 from titanlite.runtime.errors import ConfigError
 
 ROLLBACK = {"step": 5, "first": 32, "end": 40}
+SETTINGS = {"optimizer": {"lr": 1e-3}}
+NOBODY = Suspect(0, chosen=False)
+NAN = float("nan")
+VERDICT = Verdict(5, 32, 40, NOT_FINITE, NAN, NAN, NAN, NAN, 1, 1)
 
 
-def make_run(folder: Path, steps: list[int], resumed: int = 0, **config) -> SimpleNamespace:
-    """What the functions use of a Checkpointer, with empty checkpoints."""
+def make_steps(folder: Path, *steps: int) -> None:
+    """Empty checkpoints."""
     for step in steps:
         (folder / f"checkpoints/step-{step}").mkdir(parents=True)
-    return SimpleNamespace(
-        run_folder=folder,
-        folder=folder / "checkpoints",
-        resumed=resumed,
-        config=SimpleNamespace(load_step=0),
-        facts=SimpleNamespace(config={"optimizer": {"lr": 1e-3}, **config}),
-        guard=None,
-        extra_files={},
-        close=lambda: None,
-        states={
-            "data": SimpleNamespace(order=Samples({"": Windows(Documents([1001]), 10, "text")}, 0))
-        },
-    )
 
 
 def test_a_command_is_refused_after_so_many_divergences(tmp_path):
-    run = make_run(tmp_path, [4])
+    make_steps(tmp_path, 4)
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        apply_record(run)
-        message = react(run, 5, "step 5: the gradient norm is nan", None)
-        assert message.startswith(
-            "step 5: the gradient norm is nan: training has diverged; the same command resumes"
-        )
-        assert ("the same command will be refused" in message) == (attempt == MAX_ATTEMPTS)
+        excluded_before(tmp_path, SETTINGS)
+        advice = end_command(tmp_path, SETTINGS, "step 5: the gradient norm is nan", NOBODY)
+        assert advice.startswith("the same command resumes from step 4")
+        assert ("the same command will be refused" in advice) == (attempt == MAX_ATTEMPTS)
     with pytest.raises(
         ConfigError,
         match=r"diverged 5 times.*step 4, the last time at step 5: the gradient norm is nan",
     ):
-        apply_record(run)
+        excluded_before(tmp_path, SETTINGS)
+
+
+@pytest.mark.parametrize("change", ["a setting", "a newer checkpoint", "no record"])
+def test_a_change_allows_more_attempts(tmp_path, change):
+    make_steps(tmp_path, 4)
+    settings = SETTINGS
+    for _ in range(MAX_ATTEMPTS):
+        end_command(tmp_path, settings, "step 5", NOBODY)
+    if change == "a setting":
+        settings = {"optimizer": {"lr": 1e-4}}
+    elif change == "a newer checkpoint":
+        make_steps(tmp_path, 6)
+    else:
+        (tmp_path / RECORD).unlink()
+    excluded_before(tmp_path, settings)
+    end_command(tmp_path, settings, "step 7", NOBODY)
+    assert read_record(tmp_path).attempts == 1
+    excluded_before(tmp_path, settings)
+
+
+def test_a_checkpoint_that_is_renamed_is_no_progress(tmp_path):
+    """Each attempt ends in the step after a resumed one, which is renamed: the newest checkpoint
+    becomes older.
+    """
+    make_steps(tmp_path, 1, 2, 3, 4, 5)
+    for resumed, attempts in ((0, 1), (5, 2), (4, 3), (3, 4)):
+        end_command(tmp_path, SETTINGS, "step 6", Suspect(resumed, chosen=False))
+        record = read_record(tmp_path)
+        assert (record.attempts, record.newest) == (attempts, 5)
+    assert not (tmp_path / "checkpoints/step-3").exists()
+
+
+def test_a_rollback_is_recorded_before_anything_else(tmp_path):
+    make_steps(tmp_path, 4)
+    assert begin_rollback(tmp_path, VERDICT, 2, NOBODY) == ([(32, 40)], "")
+    assert read_record(tmp_path).rollbacks == [ROLLBACK]
+    assert begin_rollback(tmp_path, VERDICT, 2, NOBODY) == ([(32, 40), (32, 40)], "")
+    excluded, problem = begin_rollback(tmp_path, VERDICT, 2, NOBODY)
+    assert "2 rollbacks were done already" in problem
+    assert excluded == []
+    assert excluded_before(tmp_path, SETTINGS) == [(32, 40), (32, 40)]
+
+
+@pytest.mark.parametrize(("chosen", "left"), [(False, [2]), (True, [2, 4])])
+def test_a_rollback_renames_a_suspected_checkpoint_unless_it_was_chosen(tmp_path, chosen, left):
+    make_steps(tmp_path, 2, 4)
+    assert not begin_rollback(tmp_path, VERDICT, 3, Suspect(4, chosen)).problem
+    assert list_steps(tmp_path / "checkpoints") == left
+
+
+@pytest.mark.parametrize("older", [{}, {"resumed": 4}])
+def test_excluded_samples_are_read_from_the_record(tmp_path, older):
+    assert excluded_before(tmp_path, SETTINGS) == []
+    (tmp_path / RECORD).write_text(json.dumps({"rollbacks": [ROLLBACK | older]}))
+    assert excluded_before(tmp_path, SETTINGS) == [(32, 40)]
 
 
 def write_excluded(folder: Path, content: bytes) -> SimpleNamespace:
@@ -63,56 +117,25 @@ def write_excluded(folder: Path, content: bytes) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("change", ["a setting", "a newer checkpoint", "no record"])
-def test_a_change_allows_more_attempts(tmp_path, change):
-    run = make_run(tmp_path, [4])
-    for _ in range(MAX_ATTEMPTS):
-        react(run, 5, "step 5", None)
-    if change == "a setting":
-        run.facts.config["optimizer"] = {"lr": 1e-4}
-    elif change == "a newer checkpoint":
-        (tmp_path / "checkpoints/step-6").mkdir()
-    else:
-        (tmp_path / RECORD).unlink()
-    apply_record(run)
-    react(run, 7, "step 7", None)
-    assert read_record(tmp_path).attempts == 1
-    apply_record(run)
-
-
-def test_a_checkpoint_that_is_renamed_is_no_progress(tmp_path):
-    """Each attempt ends in the step after a resumed one, which is renamed: the newest checkpoint
-    becomes older.
-    """
-    run = make_run(tmp_path, [1, 2, 3, 4, 5])
-    for resumed, attempts in ((0, 1), (5, 2), (4, 3), (3, 4)):
-        run.resumed = resumed
-        react(run, 6, "step 6", None)
-        record = read_record(tmp_path)
-        assert (record.attempts, record.newest) == (attempts, 5)
-    assert not (tmp_path / "checkpoints/step-3").exists()
-
-
-@pytest.mark.parametrize("older", [{}, {"resumed": 4}])
-def test_excluded_samples_are_read_from_the_record(tmp_path, older):
-    run = make_run(tmp_path, [])
-    apply_record(run)
-    assert sample_number(run.states["data"].order, 32) == 32
-    (tmp_path / RECORD).write_text(json.dumps({"rollbacks": [ROLLBACK | older]}))
-    run.guard = SimpleNamespace(rollbacks=0)
-    apply_record(run)
-    assert isinstance(run.states["data"].order, RemainingSamples)
-    assert run.states["data"].order.number(32) == 40
-    assert run.guard.rollbacks == 1
-
-
 def test_samples_of_the_record_and_of_a_checkpoint_are_excluded(tmp_path):
-    run = make_run(tmp_path, [])
-    exclude_samples(run, [(8, 12)])
-    exclude_samples(run, [[32, 40], [10, 16]])
-    exclude_samples(run, [])
-    assert run.states["data"].order.ranges == [(8, 16), (32, 40)]
-    manifest = write_excluded(tmp_path, run.extra_files[EXCLUDED])
+    windows = Windows(Documents([1001]), 10, "text")
+    stream = TrainStream(only_source(windows), TrainingConfig(seq_len=10), Ranks(), False)
+    checkpointer = Checkpointer(
+        CheckpointConfig(),
+        tmp_path,
+        {"data": stream},
+        SimpleNamespace(files={"model.json": b"{}"}),
+        torch.device("cpu"),
+        None,
+    )
+    checkpointer.exclude_samples([])
+    assert checkpointer.files().keys() == {"model.json"}
+    checkpointer.exclude_samples([(8, 12)])
+    checkpointer.exclude_samples([(32, 40), (10, 16)])
+    checkpointer.exclude_samples([])
+    assert stream.order.number(8) == 16
+    assert stream.order.excluded == [(8, 16), (32, 40)]
+    manifest = write_excluded(tmp_path, checkpointer.files()[EXCLUDED])
     assert read_excluded(tmp_path, manifest) == [(8, 16), (32, 40)]
     assert read_excluded(tmp_path, SimpleNamespace(files={})) == []  # of an older version
 
@@ -148,6 +171,7 @@ def test_a_damaged_record_is_refused(tmp_path, content):
 
 
 def test_a_damaged_record_does_not_hide_a_divergence(tmp_path):
-    run = make_run(tmp_path, [4])
+    make_steps(tmp_path, 4)
     (tmp_path / RECORD).write_text("{")
-    assert "training has diverged" in react(run, 5, "step 5: the gradient norm is nan", None)
+    advice = end_command(tmp_path, SETTINGS, "step 5: the gradient norm is nan", NOBODY)
+    assert advice.startswith("the same command resumes from step 4")

@@ -24,9 +24,17 @@ import torch.distributed as dist
 from runs import train_run
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.manifest import NAME, SEAL, CorruptCheckpoint, RunMetadata, to_text
-from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read_step import read_step, verify_files
+from titanlite.checkpoint.manifest import (
+    NAME,
+    SEAL,
+    CorruptCheckpoint,
+    RunMetadata,
+    read_manifest,
+    to_text,
+)
+from titanlite.checkpoint.read_step import read_step
+from titanlite.checkpoint.shard_file import ShardFile
+from titanlite.checkpoint.step_files import verify_files
 from titanlite.checkpoint.storage import write_step
 from titanlite.model.flavors import FLAVORS
 from titanlite.runtime.errors import ConfigError
@@ -446,19 +454,19 @@ def test_another_precision_is_rounded_to(step):
 
 def read_where_one_may_not(folder: Path, number: int) -> None:
     """Rank 1 meets an error that is not the folder's."""
-    from titanlite.checkpoint import read_step as read
+    from titanlite.checkpoint import step_files
 
     def refuse(path, progress):
         raise OSError(number, os.strerror(number))
 
     if torch.distributed.get_rank() == 1:
-        read.digest_of = refuse
+        step_files.digest_of = refuse
     if number == errno.EACCES:
         with pytest.raises(ConfigError, match=r"\.\w+: Permission denied"):
-            read.verify_together(folder)
+            step_files.verify_together(folder)
     else:
         with pytest.raises(CorruptCheckpoint) as caught:
-            read.verify_together(folder)
+            step_files.verify_together(folder)
         assert len(caught.value.problems) == 2
 
 
@@ -469,9 +477,8 @@ def test_what_a_process_may_not_read_is_not_damaged(pool, step, number):
 
 def fail_on_rank_1(folder: Path, kind: str) -> str:
     """How reading a checkpoint ends on this rank, if rank 1 meets an error of some kind."""
-    from titanlite.checkpoint import read_step as read
 
-    wanted, original = state(), read.ShardFile.read
+    wanted, original = state(), ShardFile.read
     if dist.get_rank() == 1:
         if kind == "mismatch":
             wanted["model"]["a"] = torch.zeros(4, 3)
@@ -482,13 +489,13 @@ def fail_on_rank_1(folder: Path, kind: str) -> str:
                 "memory": RuntimeError("out of memory"),
             }[kind]
 
-        read.ShardFile.read = fail if kind != "mismatch" else original
+        ShardFile.read = fail if kind != "mismatch" else original
     try:
         read_step(folder, read_manifest(folder), wanted)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        read.ShardFile.read = original
+        ShardFile.read = original
     return ""
 
 

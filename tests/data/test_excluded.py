@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from text_in_memory import Documents
+from text_in_memory import Documents, Ranks, only_source
 
 from titanlite.config.schema import TrainingConfig
-from titanlite.data.excluded import RemainingSamples, sample_number
-from titanlite.data.stream import Samples, TrainStream, Windows
+from titanlite.data.excluded import merge_ranges
+from titanlite.data.stream import TrainStream, Windows
 
-WHOLE = Samples({"": Windows(Documents([1001]), 10, "text")}, 0)
+WHOLE = only_source(Windows(Documents([1001]), 10, "text"))
 
 
 def numbers(ranges: list[tuple[int, int]], count: int) -> list[int]:
-    order = RemainingSamples(WHOLE, ranges)
+    order = WHOLE.without(ranges)
     return [order.number(position) for position in range(count)]
 
 
@@ -22,8 +22,14 @@ def test_positions_skip_the_ranges():
     assert numbers([(2, 4), (6, 7)], 6) == [0, 1, 4, 5, 7, 8]
     assert numbers([(6, 7), (2, 4), (3, 5)], 5) == [0, 1, 5, 7, 8]  # in any order, and overlapping
     assert numbers([(0, 3), (3, 6)], 3) == [6, 7, 8]
-    assert sample_number(RemainingSamples(WHOLE, [(0, 3)]), 1) == 4
-    assert sample_number(WHOLE, 1) == 1
+    assert WHOLE.without([(0, 3)]).number(1) == 4
+    assert WHOLE.number(1) == 1
+
+
+def test_ranges_are_merged_and_those_excluded_before_stay_so():
+    assert merge_ranges([(6, 7), (2, 4), (3, 5), (2, 3)]) == [(2, 5), (6, 7)]
+    assert WHOLE.without([(8, 12)]).without([(32, 40), (10, 16)]).excluded == [(8, 16), (32, 40)]
+    assert WHOLE.excluded == []
 
 
 def test_a_range_that_is_excluded_later_changes_no_position_before_it():
@@ -38,10 +44,13 @@ def test_a_range_that_is_excluded_later_changes_no_position_before_it():
 def test_the_rest_is_read_in_order_by_any_number_of_processes(world):
     """A range within a step, and one over the border of two steps."""
     training = TrainingConfig(seq_len=10, local_batch_size=1, global_batch_size=4)
-    order, read = RemainingSamples(WHOLE, [(1, 3), (9, 12)]), []
+    read = []
     streams = [
-        TrainStream(order, training, rank, world, document_mask=False) for rank in range(world)
+        TrainStream(WHOLE, training, Ranks(rank, world), document_mask=False)
+        for rank in range(world)
     ]
+    for stream in streams:
+        stream.exclude([(1, 3), (9, 12)])
     for _ in range(4):
         batches = [stream.next_step() for stream in streams]
         read += [

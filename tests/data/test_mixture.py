@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from messages import refused
-from text_in_memory import Documents
+from text_in_memory import Documents, Ranks
 
 from titanlite.config.schema import DataConfig, PhaseConfig, SourceConfig, TrainingConfig
 from titanlite.data import mixture
@@ -98,6 +98,15 @@ def test_weights_are_divided_by_their_sum_which_is_logged(caplog):
     assert "sum" not in caplog.text
 
 
+def test_one_source_is_a_mixture_that_takes_every_sample_of_it(caplog):
+    with caplog.at_level(logging.INFO, "titanlite"):
+        mixed = build_mixture(DataConfig(path="text"), TRAINING)
+    assert not caplog.text
+    for sample in (0, 1, PATTERN - 1, PATTERN, 3 * PATTERN + 7, 10**12):
+        assert mixed.locate(sample) == (0, sample)
+        assert mixed.used(sample) == [sample]
+
+
 def test_a_weight_too_small_for_the_pattern_is_refused():
     with refused("data.sources: the weight of b, 1e-06", "at least 1e-05"):
         build_mixture(section(1, 1e-6), TRAINING)
@@ -139,7 +148,8 @@ def global_batches(order: Samples, world: int, start: int, steps: int) -> torch.
         TRAINING, local_batch_size={1: 6, 2: 12, 3: 4, 4: 3}.get(world, 1)
     )
     streams = [
-        TrainStream(order, training, rank, world, document_mask=True) for rank in range(world)
+        TrainStream(order, training, Ranks(rank, world), document_mask=True)
+        for rank in range(world)
     ]
     found = []
     for stream in streams:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 from messages import refused
 
 from titanlite.config.schema import DataConfig, SourceConfig
-from titanlite.data.prepared import PreparedData
+from titanlite.data.prepared import PreparedData, is_prepared, open_prepared
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.verification import RECORD
 from titanlite.runtime.errors import LAUNCHED
 from titanlite.tools.prepare.cache import prepare
 from train import prepared_folders
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_process_of_the_launcher_looks_for_no_text(tmp_path, monkeypatch):
@@ -30,6 +37,61 @@ def test_without_the_launcher_each_source_is_found(tmp_path, monkeypatch):
     assert prepared_folders(DataConfig(path=paths[0], cache=cache), Tokenizer()) == folders[:1]
     sources = tuple(SourceConfig(path) for path in paths)
     assert prepared_folders(DataConfig(sources=sources, cache=cache), Tokenizer()) == folders
+
+
+WITHOUT_TOOLS = """
+import sys
+
+sys.modules["titanlite.tools"] = None  # every import of it fails, as if the folder were deleted
+
+from titanlite.config.schema import DataConfig, SourceConfig
+from titanlite.data.prepared import load_sources
+from titanlite.data.tokenizer import Tokenizer
+from train import prepared_folders
+
+paths = sys.argv[1:]
+for section in (DataConfig(path=paths[0]), DataConfig(sources=tuple(map(SourceConfig, paths)))):
+    folders = prepared_folders(section, Tokenizer())
+    assert [str(folder) for folder in folders] == paths[: len(folders)]
+    assert all(len(part.tokens("train")) for part in load_sources(section, folders, Tokenizer()))
+"""
+
+
+def test_prepared_folders_are_opened_and_verified_without_tools(tmp_path):
+    folders = []
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"{name}\n" * 100)
+        section = DataConfig(path=str(tmp_path / name), cache=str(tmp_path / "cache"))
+        folders.append(prepare(section, Tokenizer(), print))
+    command = [sys.executable, "-c", WITHOUT_TOOLS, *map(str, folders)]
+    for folder in folders:
+        (folder / RECORD).unlink()
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert all((folder / RECORD).exists() for folder in folders)
+
+    (shard,) = folders[0].glob("train-*[0-9].bin")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert f"{shard}: its SHA-256 has changed" in result.stderr
+
+
+def test_a_source_of_text_is_no_prepared_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert open_prepared(DataConfig(path="hf:name")) is None
+    (tmp_path / "manifest.json").write_text("{}")
+    assert not is_prepared(tmp_path)
+    (tmp_path / "train-00000.bin").write_bytes(b"")
+    assert is_prepared(tmp_path)
+    assert open_prepared(DataConfig()) is None  # the standard library, not the current folder
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("pattern", "*.txt"), ("field", "content"), ("validation", "held")]
+)
+def test_settings_of_text_are_refused(folder, name, value):
+    source = SourceConfig(path=str(folder), name="mine", **{name: value})
+    with refused(f"data.sources: mine: {name} = {value!r}", str(folder)):
+        open_prepared(DataConfig(sources=(source,)))
 
 
 def test_data_of_another_tokenizer_is_refused(folder):

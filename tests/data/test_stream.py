@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 from messages import refused
-from text_in_memory import Documents
+from text_in_memory import Documents, Ranks, only_source
 
 from titanlite.config.schema import TrainingConfig
 from titanlite.data.stream import (
     IGNORED,
-    Samples,
     TrainStream,
     Windows,
     count_targets,
@@ -39,7 +38,7 @@ def stream(
         seq_len=10, local_batch_size=local, global_batch_size=local * accumulation * world
     )
     return TrainStream(
-        Samples({"": windows(length)}, seed), training, rank, world, document_mask=False
+        only_source(windows(length), seed), training, Ranks(rank, world), document_mask=False
     )
 
 
@@ -159,10 +158,9 @@ class Sums:
 
 
 def test_rows_that_are_no_text():
-    order = Samples({"sums": Sums()}, 5)
-    batch = TrainStream(
-        order, TrainingConfig(seq_len=8, global_batch_size=4), 0, 1, document_mask=True
-    ).next_step()[0]
+    order = only_source(Sums(), 5)
+    training = TrainingConfig(seq_len=8, global_batch_size=4)
+    batch = TrainStream(order, training, Ranks(), document_mask=True).next_step()[0]
     assert batch.tokens[:, 0].tolist() == [1000 * order.pick(i)[1] for i in range(4)]
     assert (batch.labels == batch.tokens + 1).all()
     assert (batch.positions == torch.arange(8)).all()

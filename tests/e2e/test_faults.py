@@ -14,8 +14,8 @@ import torch.distributed as dist
 from runs import curve, train_run
 
 from titanlite.checkpoint import async_save, shard_file, staging, storage
-from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read_step import verify_files
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.step_files import verify_files
 from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.tools.verify.pool import WorkerError
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from runs import curve, train_run
+from text_in_memory import Ranks, only_source
 
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config
 from titanlite.data.prepared_manifest import read_manifest
 from titanlite.data.shards import Tokens
-from titanlite.data.stream import Samples, TrainStream, Windows
+from titanlite.data.stream import TrainStream, Windows
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import resolve_flavor
 from titanlite.model.llama import Llama
@@ -60,9 +61,8 @@ def bare_loop(config: Config) -> dict[int, tuple[float, float]]:
     folder = prepare(config.data, tokenizer, lambda message: None)
     windows = Windows(Tokens(folder, read_manifest(folder), "train"), training.seq_len, "training")
     whole = dataclasses.replace(training, local_batch_size=training.global_batch_size)
-    stream = TrainStream(
-        Samples({"": windows}, config.run.seed), whole, rank=0, world=1, document_mask=False
-    )
+    samples = only_source(windows, config.run.seed)
+    stream = TrainStream(samples, whole, Ranks(), document_mask=False)
     model = Llama(resolve_flavor(config.model, tokenizer.size), training.seq_len)
     model.init_weights(config.run.seed)
     optimizer = torch.optim.AdamW(

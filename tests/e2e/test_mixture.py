@@ -17,8 +17,7 @@ from preparing import write_megatron
 from runs import curve, rows, train_run, train_until
 
 import train
-from titanlite.checkpoint.manifest import Manifest
-from titanlite.checkpoint.manifest_reader import read_manifest
+from titanlite.checkpoint.manifest import Manifest, read_manifest
 from titanlite.checkpoint.resume import require_compatible
 from titanlite.config.load import load_config
 from titanlite.data.prepared import description, load_sources

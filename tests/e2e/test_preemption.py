@@ -21,9 +21,8 @@ from model_builder import EIGHT_LAYOUTS
 from runs import curve, train_run, train_until
 
 from titanlite.checkpoint.async_save import AsyncSaver
-from titanlite.checkpoint.manifest import RunMetadata
-from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read_step import verify_files
+from titanlite.checkpoint.manifest import RunMetadata, read_manifest
+from titanlite.checkpoint.step_files import verify_files
 from titanlite.checkpoint.storage import SaveError, list_steps, step_folder, write_step
 from titanlite.data.stream import Samples, TrainStream
 

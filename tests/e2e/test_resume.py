@@ -8,8 +8,7 @@ import torch
 from messages import assert_mentions, run_refused
 from runs import curve, rows, samples_of_a_run, train_run, train_until
 
-from titanlite.checkpoint.manifest import DTYPES, RunMetadata
-from titanlite.checkpoint.manifest_reader import read_manifest
+from titanlite.checkpoint.manifest import DTYPES, RunMetadata, read_manifest
 from titanlite.checkpoint.read_step import read_step
 from titanlite.checkpoint.storage import list_steps, write_step
 
@@ -227,7 +226,7 @@ def test_changes_are_accepted_by_name_and_then_are_the_runs_own(pool, arguments,
 
 
 def test_divergence_stops_without_saving(pool, arguments, tmp_path):
-    with pytest.raises(AssertionError, match=r"NonFinite: .*step \d.*gradient norm.*nan"):
+    with pytest.raises(AssertionError, match=r"Diverged: .*step \d.*gradient norm.*nan"):
         pool.run(
             2,
             train_run,
@@ -270,13 +269,13 @@ def test_one_bad_step_does_not_cost_the_last_good_checkpoint(
     saving = ["--checkpoint.freq=1", "--checkpoint.keep=1", f"--checkpoint.async_mode={mode}"]
     run = [*arguments, *saving, "--training.steps=6", f"--validation.freq={validation}"]
     with pytest.raises(
-        AssertionError, match=r"NonFinite: step 5: .*; the same command resumes from step 4"
+        AssertionError, match=r"Diverged: step 5: .*; the same command resumes from step 4"
     ):
         pool.run(2, train_with_a_bad_step, 4, run)
     assert steps_and_others(folder) == ([3, 4], set())
     with pytest.raises(
         AssertionError,
-        match=r"NonFinite: step 5: .*renamed to .*step-4.diverged.*checkpoint.load_step",
+        match=r"Diverged: step 5: .*renamed to .*step-4.diverged.*checkpoint.load_step",
     ):
         pool.run(2, train_run, run)
     assert steps_and_others(folder) == ([3], {"step-4.diverged"})
@@ -319,7 +318,7 @@ def test_a_run_that_always_diverges_renames_few_checkpoints(pool, arguments, tmp
         "step-4.diverged",
         "3 were renamed already",
     ):
-        with pytest.raises(AssertionError, match=rf"NonFinite: .*no step since.*{expected}"):
+        with pytest.raises(AssertionError, match=rf"Diverged: .*no step since.*{expected}"):
             pool.run(1, train_on_nan, worse)
     assert list_steps(folder) == [1, 2, 3]
     with pytest.raises(AssertionError, match="no step since step 2"):

@@ -19,8 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from titanlite.checkpoint import divergence
-from titanlite.checkpoint.manager import NonFinite
+from titanlite.checkpoint.manager import Checkpointer, Diverged
 from titanlite.checkpoint.storage import RECORD, list_steps
 from titanlite.config.load import load_config
 from titanlite.tools.report.run_data import read_run
@@ -59,7 +58,7 @@ def run_with_nan(
     with nan_with(sample, victim, where) as seen:
         try:
             train_run(arguments)
-        except NonFinite as raised:
+        except Diverged as raised:
             error = str(raised)
     for hook in hooks:
         hook.remove()
@@ -68,7 +67,6 @@ def run_with_nan(
 
 def ask_with_nan(arguments: list[str], folder: Path) -> str:
     """As `run_with_nan`, and the file SAVE appears in the bad step."""
-    from titanlite.checkpoint.manager import Checkpointer
     from titanlite.optim.stability import Guard
 
     judge, wants_save = Guard.judge, Checkpointer.wants_save
@@ -348,7 +346,12 @@ def test_all_ranks_stop_at_the_step_of_one(pool, arguments, tmp_path):
 
 def killed_in_the_rollback(arguments: list[str]) -> str:
     """A run that ends after the record was written and before anything else has happened."""
-    with mock.patch.object(divergence, "_exclude", side_effect=[RuntimeError("killed")]):
+
+    def exclude(checkpointer, ranges):
+        if ranges:
+            raise RuntimeError("killed")
+
+    with mock.patch.object(Checkpointer, "exclude_samples", exclude):
         try:
             return str(run_with_nan(arguments, 0, "loss"))
         except RuntimeError as error:
@@ -378,7 +381,7 @@ def always_bad(arguments: list[str], step: int) -> str:
     with mock.patch.object(Guard, "judge", judge):
         try:
             return str(train_run(arguments))
-        except (NonFinite, AssertionError) as error:
+        except (Diverged, AssertionError) as error:
             return str(error)
 
 

@@ -18,8 +18,9 @@ import torch
 from runs import train_run
 
 from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.state import State
 from titanlite.checkpoint.storage import list_steps, write_step
-from titanlite.checkpoint.write_plan import State, local_parts
+from titanlite.checkpoint.write_plan import local_parts
 from titanlite.tools.verify.pool import Pool
 
 SAVED = (0, 1, 3)  # after so many steps
@@ -76,11 +77,11 @@ def save_and_note(arguments: list[str]) -> dict[int, dict[str, Fingerprint]]:
     moments.
     """
     noted: dict[int, dict[str, Fingerprint]] = {}
-    load, get_state = Checkpointer.load, Checkpointer._state
+    load, get_state = Checkpointer.load, Checkpointer.state
 
     def load_and_save(run: Checkpointer) -> bool:
         loaded = load(run)
-        write_step(run.folder, 0, run._state(), run.extra_files, run.facts)
+        write_step(run.folder, 0, run.state(), run.files(), run.facts.metadata(None))
         return loaded
 
     def note(run: Checkpointer) -> State:
@@ -90,7 +91,7 @@ def save_and_note(arguments: list[str]) -> dict[int, dict[str, Fingerprint]]:
 
     with (
         mock.patch.object(Checkpointer, "load", load_and_save),
-        mock.patch.object(Checkpointer, "_state", note),
+        mock.patch.object(Checkpointer, "state", note),
     ):
         assert train_run(arguments) == 0
     return noted
@@ -109,7 +110,7 @@ def load_and_note(arguments: list[str]) -> dict[str, Fingerprint]:
 
     def load_and_end(run: Checkpointer) -> bool:
         assert load(run)
-        noted.update(fingerprints(run._state()))
+        noted.update(fingerprints(run.state()))
         raise Loaded
 
     with mock.patch.object(Checkpointer, "load", load_and_end), pytest.raises(Loaded):

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -22,10 +23,9 @@ from runs import curve
 import train
 from titanlite.checkpoint import async_save
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.manifest import RunMetadata
-from titanlite.checkpoint.manifest_reader import read_manifest
-from titanlite.checkpoint.read_step import verify_files
+from titanlite.checkpoint.manifest import RunMetadata, read_manifest
 from titanlite.checkpoint.state import ModelState
+from titanlite.checkpoint.step_files import verify_files
 from titanlite.checkpoint.storage import SaveError, list_steps, step_folder, write_step
 from titanlite.config.schema import CheckpointConfig
 from titanlite.runtime.errors import ConfigError
@@ -229,18 +229,25 @@ class Saving(Scenario):
 
     def run(self, again: bool = False) -> int:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        config, facts = CheckpointConfig(keep=1, retries=0, freq=1), RunMetadata({}, EMPTY, "")
-        files, state = {"model.json": b'{"vocab_size": 8}', "data.json": DATA}, Held()
+        config = CheckpointConfig(keep=1, retries=0, freq=1)
+        facts = SimpleNamespace(
+            config=EMPTY,
+            files={"model.json": b'{"vocab_size": 8}', "data.json": DATA},
+            vocab_size=8,
+            metadata=lambda validation_loss: RunMetadata({}, EMPTY, "", validation_loss),
+        )
+        guard = SimpleNamespace(count_rollbacks=lambda count: None)
+        state = Held()
         manager = Checkpointer(
-            config, self.work / "run", {"model": state}, files, facts, torch.device("cpu")
+            config, self.work / "run", {"model": state}, facts, torch.device("cpu"), guard
         )
         manager.load()
         assert torch.equal(state.tensors["b"], Held(manager.newest).tensors["b"])
         for step in range(manager.newest + 1, 6 if again else 4):
             state.tensors = Held(step).tensors
             try:
-                manager.maybe_save(step, last=False)
-                manager.require_finite(step + 1, torch.ones(()), torch.ones(()))  # proves it
+                manager.save(step, None, wait=False)
+                manager.prove(1.0)
             except SaveError as error:
                 print(f"error: {error}")
                 return 1

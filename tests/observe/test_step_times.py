@@ -137,7 +137,7 @@ def delayed_run(arguments: list[str], delays: dict[int, dict[str, float]]) -> in
         "backward": (torch.Tensor, "backward"),
     }
     places |= {"optimizer": (Schedule, "set_lr"), "validation": (Stages, "evaluate")}
-    places |= {"checkpoint": (Checkpointer, "_state")}
+    places |= {"checkpoint": (Checkpointer, "state")}
     for phase, seconds in delays.get(dist.get_rank(), {}).items():
         sleep_before(*places[phase], seconds)
     return train_run(arguments)

@@ -15,7 +15,7 @@ from model_builder import EVEN, build_stages, full
 from runs import curve, rows, train_run, train_until
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.manager import NonFinite
+from titanlite.checkpoint.manager import Diverged
 from titanlite.checkpoint.storage import list_steps
 from titanlite.config.schema import LossConfig, OptimizerConfig, TrainingConfig
 from titanlite.data.stream import Batch, count_targets
@@ -249,7 +249,7 @@ def diverge(arguments: list[str]) -> str:
     with mock.patch("titanlite.optim.clip.clip_grad_norm", return_value=torch.tensor(float("nan"))):
         try:
             train_run(arguments)
-        except NonFinite as error:
+        except Diverged as error:
             return str(error)
     return ""
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from runs import curve, train_run, train_until
 
-from titanlite.checkpoint.manifest_reader import read_manifest
+from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.schema import OptimizerConfig
 from titanlite.optim import offload
 from titanlite.optim.optimizer import build_optimizer

@@ -11,7 +11,7 @@ import pytest
 import torch
 from runs import curve, train_run
 
-from titanlite.checkpoint.manifest_reader import read_manifest
+from titanlite.checkpoint.manifest import read_manifest
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 

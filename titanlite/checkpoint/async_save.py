@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.checkpoint.state import State
 from titanlite.checkpoint.storage import SaveError
-from titanlite.checkpoint.write_plan import State
 from titanlite.distributed.watchdog import mark_phase
 
 logger = logging.getLogger("titanlite")

@@ -4,15 +4,18 @@ does.
 What it is: with `stability.action = "rollback"` the run returns to its newest checkpoint, and the
 samples of the bad step are excluded from then on. Otherwise, and after `max_rollbacks`, it ends.
 Training that diverges in the process that saved a checkpoint resumes from this checkpoint. If it
-diverges again before any step is finite, the checkpoint is the cause, or as good as: it is renamed,
-and the run resumes from the one before. In a rollback that takes a second bad step, because the
-first may be due to its samples.
-At most three are renamed in a row, because then something else is the cause. After MAX_ATTEMPTS
-divergences without a newer checkpoint the same command is refused, so that a supervisor does not
-restart it for ever.
-`stability.json` in the run's folder records both. It is written before anything else is changed, so
-a run that is killed in a rollback excludes the same samples when it is started again. Checkpoints
-saved later have these ranges too.
+diverges again before any step is finite, the checkpoint is probably the cause: it is renamed, and
+the run resumes from the one before. In a rollback that takes a second bad step, because the first
+may be due to its samples. At most three are renamed in a row, because then something else is the
+cause. After MAX_ATTEMPTS divergences without a newer checkpoint the same command is refused, so
+that a supervisor does not restart it for ever.
+
+`stability.json` in the run's folder records the rollbacks and the attempts. It is written before
+anything else is changed, so a run that is killed in a rollback excludes the same samples when it is
+started again.
+
+The functions here only read and write that file and rename checkpoints; they return what the run
+has to do, and `manager.py` does it.
 """
 
 from __future__ import annotations
@@ -21,26 +24,40 @@ import contextlib
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from titanlite.checkpoint.resume import exclude_samples, resume
 from titanlite.checkpoint.retention import set_aside
 from titanlite.checkpoint.storage import RECORD, list_steps, step_folder
+from titanlite.data.excluded import Range
 from titanlite.distributed.agreement import broadcast_from_rank0
-from titanlite.observe.metrics_file import drop_later_lines
+from titanlite.optim.stability import Verdict
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded, replace_file
-
-if TYPE_CHECKING:
-    from titanlite.optim.stability import Verdict
 
 logger = logging.getLogger("titanlite")
 
 MAX_RENAMED = 3
 MAX_ATTEMPTS = 5
 HINT = "checkpoint.load_step = N selects another"
+
+Settings = dict[str, dict[str, Any]]  # section -> key -> value, as in a checkpoint
+
+
+class Suspect(NamedTuple):
+    """The checkpoint that may be the cause of a divergence."""
+
+    step: int  # from which this process has resumed, while no later step was finite; else 0
+    chosen: bool  # by the user, with checkpoint.load_step: it is not renamed
+
+
+class Rollback(NamedTuple):
+    """Whether a run may return to its newest checkpoint."""
+
+    excluded: list[Range]  # samples of the bad steps of all rollbacks of the run, this one included
+    problem: str  # why it may not; "" if it may
 
 
 @dataclass
@@ -54,6 +71,10 @@ class Record:
     # Step, first, end: of the whole run
     rollbacks: list[dict[str, int]] = field(default_factory=list)
 
+    @property
+    def excluded(self) -> list[Range]:
+        return [(entry["first"], entry["end"]) for entry in self.rollbacks]
+
 
 def read_record(folder: Path) -> Record:
     """The record in a run's folder, an empty one if there is none.
@@ -63,167 +84,166 @@ def read_record(folder: Path) -> Record:
     path = folder / RECORD
     try:
         record = Record(**json.loads(read_bounded(path)))
-        kinds = {name: type(value) for name, value in asdict(Record()).items()}
-        good = all(type(value) is kinds[name] for name, value in vars(record).items())
-        for entry in record.rollbacks if good else ():
-            entry.pop("resumed", None)  # of an older version
-            good &= entry.keys() == {"step", "first", "end"} and all(
-                type(n) is int for n in entry.values()
-            )
-            good = good and 0 <= entry["first"] < entry["end"] < 1 << 62
-        if good:
+        if _is_valid(record):
             return record
     except FileNotFoundError:
         return Record()
     except (ValueError, TypeError, AttributeError, RecursionError):
         pass
     raise ConfigError(
-        f"{path}: damaged; expected the JSON object that a run writes. Without this file the run would train on the "
-        "samples that it excludes; if it never rolled back, the file can be deleted"
+        f"{path}: damaged; expected the JSON object that a run writes. Without this file the run "
+        "would train on the samples that it excludes; if it never rolled back, the file can be "
+        "deleted"
     )
 
 
-def apply_record(run: Any) -> None:
-    """Excludes the samples that a run (a `Checkpointer`) has excluded before; all ranks call it
-    together.
+def _is_valid(record: Record) -> bool:
+    """Whether all fields of a record from a file are of the right types."""
+    for name, default in vars(Record()).items():
+        if type(getattr(record, name)) is not type(default):
+            return False
+    for entry in record.rollbacks:
+        entry.pop("resumed", None)  # of an older version
+        if entry.keys() != {"step", "first", "end"}:
+            return False
+        if not all(type(number) is int for number in entry.values()):
+            return False
+        if not 0 <= entry["first"] < entry["end"] < 1 << 62:
+            return False
+    return True
 
-    Raises ConfigError if the same command has diverged too often.
+
+def excluded_before(run_folder: Path, settings: Settings) -> list[Range]:
+    """The samples of each rollback that the run has made before; all ranks call it together.
+
+    Raises ConfigError if a command with these settings has diverged too often.
     """
 
-    def check() -> list[dict[str, int]]:
-        record = read_record(run.run_folder)
-        newest = max(list_steps(run.folder), default=0)
-        if (
-            record.attempts >= MAX_ATTEMPTS
-            and record.config == _hash(run)
-            and newest <= record.newest
-        ):
+    def check() -> list[Range]:
+        record = read_record(run_folder)
+        newest = _newest_step(run_folder)
+        same_command = record.config == _hash(settings)
+        if record.attempts >= MAX_ATTEMPTS and same_command and newest <= record.newest:
             raise ConfigError(
-                f"{run.run_folder}: this command has diverged {record.attempts} times without a newer checkpoint than "
-                f"step {record.newest}, the last time at {record.last}; expected a change, for example "
-                "stability.action = skip or rollback, a lower optimizer.lr (with checkpoint.accept), a longer warmup, "
-                f"other data, or an earlier checkpoint.load_step. To try the same again, delete {RECORD}"
+                f"{run_folder}: this command has diverged {record.attempts} times without a newer "
+                f"checkpoint than step {record.newest}, the last time at {record.last}; expected a "
+                "change, for example stability.action = skip or rollback, a lower optimizer.lr "
+                "(with checkpoint.accept), a longer warmup, other data, or an earlier "
+                f"checkpoint.load_step. To try the same again, delete {RECORD}"
             )
-        return record.rollbacks
+        return record.excluded
 
-    _exclude(run, broadcast_from_rank0(check))
+    return _as_ranges(broadcast_from_rank0(check))
 
 
-def react(run: Any, step: int, what: str, bad: Verdict | None) -> str:
-    """Rolls a run (a `Checkpointer`) back and returns "", or returns why it must end. All ranks
-    call it together.
+def begin_rollback(
+    run_folder: Path, verdict: Verdict, max_rollbacks: int, suspect: Suspect
+) -> Rollback:
+    """Records a rollback, and renames the checkpoint that is the cause, if one is suspected.
 
-    `step`: the current one; `what`: the bad step, in words; `bad`: the verdict on it, if there is a
-    guard.
+    All ranks call it together.
     """
-    run.close()
-    if bad is not None and run.guard.config.action == "rollback":
-        rollbacks, problem = broadcast_from_rank0(lambda: _begin_rollback(run, bad))
-        if not problem:
-            run.guard.reset()
-            _exclude(run, rollbacks)
-            resume(run)
-            run.returned = True
-            broadcast_from_rank0(lambda: drop_later_lines(run.run_folder, run.newest))
-            count = f"rollback {len(rollbacks)} of {run.guard.config.max_rollbacks}"
-            logger.info(
-                f"{what}; rolled back to step {run.newest}, and these samples are excluded in this epoch ({count})",
-                extra={"event": "rollback", "step": bad.step},
-            )
-            return ""
-        what = f"{what}; {problem}"
-    elif bad is not None and run.guard.config.action == "skip":
-        what = f"{what}; {bad.num_not_finite} steps in a row were not finite (stability.max_skips)"
-    logger.info("%s: training has diverged", what, extra={"event": "diverged", "step": step})
-    advice = broadcast_from_rank0(lambda: _end(run, what))
-    return f"{what}: training has diverged; {advice}"
+
+    def begin() -> Rollback:
+        record = read_record(run_folder)
+        done = len(record.rollbacks)
+        if not list_steps(run_folder / "checkpoints"):
+            return Rollback([], "there is nothing to roll back to, since no checkpoint was saved")
+        if done >= max_rollbacks:
+            limit = f"(stability.max_rollbacks = {max_rollbacks})"
+            return Rollback([], f"{done} rollbacks were done already {limit}")
+        record.rollbacks.append({"step": verdict.step, "first": verdict.first, "end": verdict.end})
+        _write(run_folder, record)
+        if suspect.step:
+            logger.info(step_back(run_folder, suspect))
+        return Rollback(record.excluded, "")
+
+    excluded, problem = broadcast_from_rank0(begin)
+    return Rollback(_as_ranges(excluded), problem)
 
 
-def _begin_rollback(run: Any, bad: Verdict) -> tuple[list[dict[str, int]], str]:
-    """On rank 0: records the rollback, and renames a checkpoint that is the cause.
+def end_command(run_folder: Path, settings: Settings, description: str, suspect: Suspect) -> str:
+    """Counts a divergence that ends the run, and renames the checkpoint that is the cause.
 
-    Returns all, and what forbids it.
+    All ranks call it together. Returns what the next start does, as a message.
     """
-    record = read_record(run.run_folder)
-    steps = list_steps(run.folder)
-    most = run.guard.config.max_rollbacks
-    if not steps:
-        return [], "there is nothing to roll back to, since no checkpoint was saved"
-    if len(record.rollbacks) >= most:
-        return (
-            [],
-            f"{len(record.rollbacks)} rollbacks were done already (stability.max_rollbacks = {most})",
-        )
-    record.rollbacks.append({"step": bad.step, "first": bad.first, "end": bad.end})
-    _write(run, record)
-    if run.returned:  # with other samples: a process that has just started may have met bad samples
-        logger.info(step_back(run.folder, run.resumed, run.config.load_step > 0))
-    return record.rollbacks, ""
 
+    def end() -> str:
+        advice = step_back(run_folder, suspect)
+        # A full disk or a damaged record must not hide the message
+        with contextlib.suppress(OSError, ConfigError):
+            record = _count_attempt(run_folder, settings, description)
+            if record.attempts >= MAX_ATTEMPTS:
+                advice += (
+                    f"; after {record.attempts} times without a newer checkpoint, "
+                    "the same command will be refused"
+                )
+        return advice
 
-def _exclude(run: Any, rollbacks: list[dict[str, int]]) -> None:
-    exclude_samples(run, [(entry["first"], entry["end"]) for entry in rollbacks])
-    if run.guard is not None:
-        run.guard.rollbacks = len(rollbacks)
-
-
-def _end(run: Any, what: str) -> str:
-    """On rank 0: counts a divergence that ends the run; returns what the next start does."""
-    advice = step_back(run.folder, run.resumed, run.config.load_step > 0)
-    # a full disk or a damaged record must not hide the message
-    with contextlib.suppress(OSError, ConfigError):
-        record = read_record(run.run_folder)
-        newest = max(list_steps(run.folder), default=0)
-        same = _hash(run)
-        if record.config != same or newest > record.newest:
-            record.attempts = 0
-            record.newest = newest
-        record.attempts = record.attempts + 1
-        record.config = same
-        record.last = what[:500]
-        _write(run, record)
-        if record.attempts >= MAX_ATTEMPTS:
-            advice += f"; after {record.attempts} times without a newer checkpoint, the same command will be refused"
+    advice: str = broadcast_from_rank0(end)
     return advice
 
 
-def _write(run: Any, record: Record) -> None:
-    replace_file(run.run_folder / RECORD, json.dumps(asdict(record), indent=1).encode())
+def _count_attempt(run_folder: Path, settings: Settings, description: str) -> Record:
+    record = read_record(run_folder)
+    newest = _newest_step(run_folder)
+    command = _hash(settings)
+    if record.config != command or newest > record.newest:
+        record.attempts = 0
+        record.newest = newest
+    record.attempts += 1
+    record.config = command
+    record.last = description[:500]
+    _write(run_folder, record)
+    return record
 
 
-def _hash(run: Any) -> str:
-    """A hash of all settings, as they are in a checkpoint."""
-    return hashlib.sha256(json.dumps(run.facts.config, sort_keys=True).encode()).hexdigest()
+def _newest_step(run_folder: Path) -> int:
+    return max(list_steps(run_folder / "checkpoints"), default=0)
 
 
-def step_back(folder: Path, resumed: int, chosen: bool) -> str:
-    """Renames the checkpoint of step `resumed` unless it is 0; returns what the next start resumes
-    from, as a message.
+def _as_ranges(pairs: Sequence[Sequence[int]]) -> list[Range]:
+    """Ranges that were exchanged as JSON, in which a tuple is a list."""
+    return [(first, end) for first, end in pairs]
 
-    `resumed`: the step that this process has resumed from, if no step was finite since; `chosen`:
-    by the user.
+
+def _write(run_folder: Path, record: Record) -> None:
+    replace_file(run_folder / RECORD, json.dumps(asdict(record), indent=1).encode())
+
+
+def _hash(settings: Settings) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def step_back(run_folder: Path, suspect: Suspect) -> str:
+    """Renames the suspected checkpoint, if there is one, so that the next start takes an older one.
+
+    On rank 0. Returns what the next start resumes from, as a message.
     """
+    folder = run_folder / "checkpoints"
     try:
         steps = list_steps(folder)
-        if not resumed:
-            return (
-                f"the same command resumes from step {steps[-1]}; {HINT}"
-                if steps
-                else "no checkpoint was saved"
-            )
-        at_once = f"no step since step {resumed}, from which this run resumed, was finite"
-        older = [step for step in steps if step < resumed]
-        names = [path.name for path in folder.glob("step-*.diverged*")]
-        renamed = [
-            step
-            for step in (int(name[5:].partition(".")[0]) for name in names)
-            if older and step > older[-1]
-        ]
-        if chosen or not older or len(renamed) >= MAX_RENAMED:
-            return f"{at_once}; {HINT}" + (
-                f"; {len(renamed)} were renamed already" if renamed else ""
-            )
-        aside = set_aside(step_folder(folder, resumed), "diverged")
+        if not suspect.step:
+            if not steps:
+                return "no checkpoint was saved"
+            return f"the same command resumes from step {steps[-1]}; {HINT}"
+        at_once = f"no step since step {suspect.step}, from which this run resumed, was finite"
+        older = [step for step in steps if step < suspect.step]
+        renamed = _renamed_since(folder, older)
+        if suspect.chosen or not older or renamed >= MAX_RENAMED:
+            before = f"; {renamed} were renamed already" if renamed else ""
+            return f"{at_once}; {HINT}{before}"
+        aside = set_aside(step_folder(folder, suspect.step), "diverged")
     except (OSError, ValueError) as error:
         return f"{error}; {HINT}"
     return f"{at_once}: renamed to {aside}; the same command resumes from step {older[-1]}; {HINT}"
+
+
+def _renamed_since(folder: Path, older: list[int]) -> int:
+    """How many diverged checkpoints are newer than the last one of `older`: renamed in a row."""
+    count = 0
+    for path in folder.glob("step-*.diverged*"):
+        step = int(path.name.removeprefix("step-").partition(".")[0])
+        if older and step > older[-1]:
+            count += 1
+    return count

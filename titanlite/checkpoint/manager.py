@@ -1,12 +1,13 @@
 """Checkpoint manager: when a run saves, and from which checkpoint it resumes.
 
-What it is: decides when to save and load; `storage.py` writes and `read_step.py` reads. A run whose
+What it is: decides when to save and load; `storage.py` writes and `resume.py` reads. A run whose
 folder holds checkpoints resumes from the newest complete one; a damaged one is reported, renamed
 and skipped. A save is due every `freq` steps or `freq_minutes`, at the end, after a signal, and
 when a file named SAVE appears in the run's folder.
-A checkpoint is proven when the gradient norm of a later step is finite. A bad step can leave finite
-weights whose next gradient is NaN, also where their validation loss is finite, so older checkpoints
-are deleted only once the newest is proven; and the last plausible one never is (`retention.py`).
+A checkpoint is proven when a later step has a finite loss and gradient. Until then it may be
+useless although all its numbers are finite: a huge update can leave weights whose next gradient is
+NaN. So older checkpoints are deleted only once the newest is proven, and the last plausible one
+never is (`retention.py`).
 What it costs: the first step after a save, or a load, waits for the device, to read its gradient
 norm and loss.
 """
@@ -19,33 +20,34 @@ import logging
 import math
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from titanlite.checkpoint import divergence
 from titanlite.checkpoint.async_save import AsyncSaver
+from titanlite.checkpoint.divergence import Suspect
 from titanlite.checkpoint.manifest import RunMetadata
-from titanlite.checkpoint.storage import RECORD, list_steps, step_folder, sweep, write_step
-from titanlite.checkpoint.write_plan import State
+from titanlite.checkpoint.resume import EXCLUDED, resume
+from titanlite.checkpoint.retention import Retention
+from titanlite.checkpoint.run_facts import RunFacts
+from titanlite.checkpoint.state import State, Stateful, state_of
+from titanlite.checkpoint.storage import list_steps, step_folder, sweep, write_step
 from titanlite.config.schema import CheckpointConfig
+from titanlite.data.excluded import Range
+from titanlite.data.stream import TrainStream
 from titanlite.distributed.agreement import PATIENT, broadcast_from_rank0, gather
 from titanlite.distributed.signals import FileRequest
 from titanlite.distributed.watchdog import mark_phase
+from titanlite.observe.metrics_file import drop_later_lines
+from titanlite.optim.stability import Guard, Outcome, Verdict
 from titanlite.runtime.errors import ConfigError
-
-if TYPE_CHECKING:
-    from titanlite.checkpoint.retention import Retention
-    from titanlite.optim.stability import Guard, Outcome
 
 logger = logging.getLogger("titanlite")
 
 
-class NonFinite(RuntimeError):
-    """The gradient norm is NaN or infinite.
-
-    The weights in memory are unusable; checkpoints are intact.
-    """
+class Diverged(RuntimeError):
+    """Training has diverged, and the run ends. Its checkpoints are intact."""
 
 
 class Checkpointer:
@@ -55,27 +57,25 @@ class Checkpointer:
         self,
         config: CheckpointConfig,
         folder: Path,
-        states: dict[str, Any],
-        extra_files: dict[str, bytes],
-        facts: RunMetadata,
+        states: dict[str, Stateful],
+        facts: RunFacts,
         device: torch.device,
+        guard: Guard,
     ) -> None:
-        """`extra_files` (name -> content) are part of each checkpoint; they include model.json and
-        data.json.
-        """
+        """`folder`: of the run; `guard`: one of `states`, which a rollback resets."""
         self.config = config
-        self.states = states
-        self.extra_files = extra_files
-        self.facts = facts
         self.run_folder = folder
         self.folder = folder / "checkpoints"
+        self.states = states
+        self.facts = facts
+        self.guard = guard
         self.saver = AsyncSaver(config.async_mode, config.retries, device)
-        self.newest = 0
-        # The newest checkpoint; in this process it has not given a finite gradient yet
-        self.unproven = False
+        self.retention = Retention(self.folder)
+        self.excluded: list[Range] = []  # sample numbers that later checkpoints record
+        self.newest = 0  # the step of the newest checkpoint
+        self.unproven = False  # whether this process has not yet proven the newest checkpoint
         self.resumed = 0  # the step that this process has resumed from, while that is unproven
         self.returned = False  # to that step, in a rollback
-        self.guard: Guard | None = None  # of [stability]
         self._saved_at = time.monotonic()
         self._file = FileRequest(folder / "SAVE")
 
@@ -86,48 +86,76 @@ class Checkpointer:
         or all are unusable.
         """
         mark_phase("loading")
-        used = [path for path in (self.folder, self.run_folder / "metrics.jsonl") if path.exists()]
-        if self.config.load == "never" and used:
-            raise ConfigError(
-                f"checkpoint.load = never, but {used[0]} exists; choose another run.name or delete the run's folder"
-            )
+        if self.config.load == "never":
+            self._require_unused()
         if dist.get_rank() == 0:
             sweep(self.folder)
+        # Also a run whose checkpoints were all renamed must not begin again in the same folder
         saved = broadcast_from_rank0(
             lambda: bool(list_steps(self.folder)) or any(self.folder.glob("step-*.*"))
         )
-        if broadcast_from_rank0(lambda: (self.run_folder / RECORD).exists()):
-            from titanlite.checkpoint.divergence import apply_record
-
-            apply_record(self)
+        self._exclude_rolled_back(divergence.excluded_before(self.run_folder, self.facts.config))
         if saved or self.config.load_step:
-            from titanlite.checkpoint.resume import resume  # only if there is something to read
-
-            resume(self)
+            self._resume()
             return True
-        weights = (
-            f"the weights of {self.config.initial_load}"
-            if self.config.initial_load
-            else "new weights"
-        )
+        weights = "new weights"
+        if self.config.initial_load:
+            weights = f"the weights of {self.config.initial_load}"
         logger.info("no checkpoint in %s: starting with %s", self.folder, weights)
         return False
 
-    @functools.cached_property
-    def retention(self) -> Retention:
-        from titanlite.checkpoint.retention import Retention
+    def _require_unused(self) -> None:
+        for path in (self.folder, self.run_folder / "metrics.jsonl"):
+            if path.exists():
+                raise ConfigError(
+                    f"checkpoint.load = never, but {path} exists; choose another run.name or "
+                    "delete the run's folder"
+                )
 
-        return Retention(self.folder)
+    def _resume(self) -> None:
+        resumed = resume(self.folder, self.config, self.facts, self.states, self.retention)
+        self.exclude_samples(resumed.excluded)
+        self.newest = resumed.step
+        self.resumed = resumed.step
+        # Also if it was proven: if this process diverges at once, something is wrong with it
+        self.unproven = True
 
-    def _state(self) -> State:
-        return {name: part.state_dict() for name, part in self.states.items()}
+    def exclude_samples(self, ranges: list[Range]) -> None:
+        """Lets the stream leave these samples out too; checkpoints saved later record them."""
+        if not ranges:
+            return
+        stream = self.states["data"]
+        assert isinstance(stream, TrainStream)
+        stream.exclude(ranges)
+        self.excluded = list(stream.order.excluded)
+
+    def _exclude_rolled_back(self, rollbacks: list[Range]) -> None:
+        self.exclude_samples(rollbacks)
+        self.guard.count_rollbacks(len(rollbacks))
+
+    def state(self) -> State:
+        """The present state of the run, as it would be saved."""
+        return state_of(self.states)
+
+    def files(self) -> dict[str, bytes]:
+        """The small files of a checkpoint: name -> content."""
+        files = dict(self.facts.files)
+        if self.excluded:
+            files[EXCLUDED] = json.dumps(self.excluded).encode()
+        return files
 
     def wants_save(self) -> bool:
         """Whether this process requests a save: rank 0 does, when `freq_minutes` have passed or
         SAVE exists.
         """
-        due = 0 < self.config.freq_minutes * 60 <= time.monotonic() - self._saved_at
-        return self._file.seen() or (due and dist.get_rank() == 0)
+        file_seen = self._file.seen()
+        return file_seen or self.minutes_passed()
+
+    def minutes_passed(self) -> bool:
+        """Whether `freq_minutes` have passed since the last save, on the clock of rank 0."""
+        seconds = 60 * self.config.freq_minutes
+        passed = 0 < seconds <= time.monotonic() - self._saved_at
+        return passed and dist.get_rank() == 0
 
     def wait_for_staging(self) -> None:
         """Waits until a save in progress has copied the parameters and the optimizer state, which
@@ -137,66 +165,128 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether an asynchronous save has failed on this process."""
+        """Whether an asynchronous save has failed on this process; `raise_failure` says why."""
         return self.saver.failed
 
-    def due(self, step: int, last: bool, asked: bool = False) -> bool:
-        """Whether `maybe_save` would save after this step; `asked`: all ranks have agreed to a
-        request.
+    def due(self, step: int, requested: bool) -> bool:
+        """Whether to save after this step. `requested`: it is the last one, or all ranks have
+        agreed to a request.
         """
+        if step == self.newest:
+            return False
         regular = self.config.freq > 0 and step % self.config.freq == 0
-        return step != self.newest and (last or asked or regular)
+        return requested or regular
 
-    def maybe_save(
-        self, step: int, last: bool, asked: bool = False, validation_loss: float | None = None
-    ) -> None:
-        """Saves if it is due. All ranks call it together.
+    def save(self, step: int, validation_loss: float | None, wait: bool) -> None:
+        """Saves the state after this step. All ranks call it together. Raises SaveError.
 
-        Waits for the save after the last step, and for every save if saving is not asynchronous.
-        Raises SaveError.
+        Returns when the save is complete if `wait`, or if saving is not asynchronous.
         """
-        if not self.due(step, last, asked):
-            return
         mark_phase("saving", on_host=True)
         self.newest = step
+        self.unproven = True
         self._saved_at = time.monotonic()
         self._file.open = False
-        loss = (
-            validation_loss
-            if validation_loss is not None and math.isfinite(validation_loss)
-            else None
-        )
-        facts = self.facts._replace(validation_loss=loss)
-        self.unproven = True
-        self.saver.save(self._state, functools.partial(self._write, step, facts, time.monotonic()))
-        if last:
+        if validation_loss is not None and not math.isfinite(validation_loss):
+            validation_loss = None
+        metadata = self.facts.metadata(validation_loss)
+        write = functools.partial(self._write, step, self.files(), metadata, time.monotonic())
+        self.saver.save(self.state, write)
+        if wait:
             self.close()
 
-    def judge(self, outcome: Outcome) -> bool:
-        """Proves the newest checkpoint if the outcome of a step is finite; rolls back or raises
-        NonFinite if the run cannot go on.
+    def _write(
+        self,
+        step: int,
+        files: dict[str, bytes],
+        metadata: RunMetadata,
+        started: float,
+        state: State,
+        failure: Exception | None,
+    ) -> None:
+        """Writes and logs a checkpoint: in the saver's thread if saving is asynchronous."""
+        manifest = write_step(self.folder, step, state, files, metadata, failure)
+        if manifest is None:  # not on rank 0
+            return
+        seconds = time.monotonic() - started
+        size = manifest.size / 1e9
+        waited = self.saver.waited if self.saver.background else seconds
+        logger.info(
+            f"saved {step_folder(self.folder, step)}: {size:.3f} GB in {seconds:.2f} s, "
+            f"{size / seconds:.2f} GB/s, training waited {waited:.3f} s",
+            extra={"event": "save", "step": step},
+        )
+        if not manifest.finite:
+            logger.warning(
+                "step %d contains NaN or infinity: the run will not resume from it", step
+            )
+        self.retention.add(manifest)
 
-        All ranks call it together. Returns whether the state was rolled back.
+    def prove(self, loss: float) -> None:
+        """Marks the newest checkpoint as proven, after a later step with finite loss and gradient.
+
+        Rank 0 then deletes older ones. `loss`: of that step, over all ranks.
         """
-        if not outcome.diverged:
-            if outcome.finite and self.unproven:
-                mark_phase("deleting old checkpoints")
-                self.unproven = False
-                self.resumed = 0
-                self.returned = False
-                if dist.get_rank() == 0:
-                    vocab_size = json.loads(self.extra_files["model.json"])["vocab_size"]
-                    losses = (outcome.loss, math.log(vocab_size))
-                    self.saver.after_save(
-                        functools.partial(self.retention.prove, self.newest, *losses, self.config)
-                    )
-            return False
-        from titanlite.checkpoint.divergence import react
+        if not self.unproven:
+            return
+        mark_phase("deleting old checkpoints")
+        self.unproven = False
+        self.resumed = 0
+        self.returned = False
+        if dist.get_rank() == 0:
+            uniform_loss = math.log(self.facts.vocab_size)
+            prove = functools.partial(
+                self.retention.prove, self.newest, loss, uniform_loss, self.config
+            )
+            self.saver.after_save(prove)
 
-        why = react(self, outcome.step, outcome.description, outcome.acts_on)
-        if why:
-            raise NonFinite(why)
-        return True
+    def roll_back(self, outcome: Outcome) -> None:
+        """Returns to the newest checkpoint after a bad step, and excludes the samples of that step.
+
+        All ranks call it together. Raises Diverged unless `stability.action` and `max_rollbacks`
+        permit it.
+        """
+        self.close()  # the save in progress may be the checkpoint to return to
+        verdict = outcome.acts_on
+        problem = outcome.description
+        stability = self.guard.config
+        if verdict is not None and stability.action == "rollback":
+            # A process that has just started may have met bad samples: only a second bad step,
+            # with others, casts suspicion on the checkpoint
+            suspect = Suspect(self.resumed if self.returned else 0, self.config.load_step > 0)
+            rollback = divergence.begin_rollback(
+                self.run_folder, verdict, stability.max_rollbacks, suspect
+            )
+            if not rollback.problem:
+                self._return(verdict, rollback.excluded)
+                return
+            problem = f"{problem}; {rollback.problem}"
+        elif verdict is not None and stability.action == "skip":
+            in_a_row = f"{verdict.num_not_finite} steps in a row were not finite"
+            problem = f"{problem}; {in_a_row} (stability.max_skips)"
+        diverged = {"event": "diverged", "step": outcome.step}
+        logger.info("%s: training has diverged", problem, extra=diverged)
+        suspect = Suspect(self.resumed, self.config.load_step > 0)
+        advice = divergence.end_command(self.run_folder, self.facts.config, problem, suspect)
+        raise Diverged(f"{problem}: training has diverged; {advice}")
+
+    def _return(self, verdict: Verdict, rollbacks: list[Range]) -> None:
+        """Loads the newest checkpoint without the samples of all `rollbacks`."""
+        self.guard.reset()
+        self._exclude_rolled_back(rollbacks)
+        self._resume()
+        self.returned = True
+        broadcast_from_rank0(lambda: drop_later_lines(self.run_folder, self.newest))
+        count = f"rollback {len(rollbacks)} of {self.guard.config.max_rollbacks}"
+        logger.info(
+            f"{verdict}; rolled back to step {self.newest}, and these samples are excluded in this "
+            f"epoch ({count})",
+            extra={"event": "rollback", "step": verdict.step},
+        )
+
+    def raise_failure(self) -> None:
+        """Raises the SaveError of a save that has failed on any rank. All ranks call it together."""
+        self.close()
 
     def close(self) -> None:
         """Waits for the save in progress, on all ranks.
@@ -208,23 +298,3 @@ class Checkpointer:
         self.saver.wait()
         # Rank 0 may still be deleting: a rank that exits earlier would end the run
         gather(None, PATIENT)
-
-    def _write(
-        self, step: int, facts: RunMetadata, started: float, state: State, failure: Exception | None
-    ) -> None:
-        manifest = write_step(self.folder, step, state, self.extra_files, facts, failure)
-        if manifest is None:
-            return
-        seconds = time.monotonic() - started
-        size = manifest.size / 1e9
-        waited = self.saver.waited if self.saver.background else seconds
-        logger.info(
-            f"saved {step_folder(self.folder, step)}: {size:.3f} GB in {seconds:.2f} s, {size / seconds:.2f} GB/s, "
-            f"training waited {waited:.3f} s",
-            extra={"event": "save", "step": step},
-        )
-        if not manifest.finite:
-            logger.warning(
-                "step %d contains NaN or infinity: the run will not resume from it", step
-            )
-        self.retention.add(manifest)

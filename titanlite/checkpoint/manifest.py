@@ -4,27 +4,36 @@ What it is: format version, step, layout, config and origin of a checkpoint; siz
 each file; the grids by which tensors are cut; dtype, shape and grid of each tensor; and at the end
 the SHA-256 of the manifest's own text. A flipped bit anywhere in the folder is detected: in a file
 by the file's hash, in the manifest by its own.
-Why it is JSON: reading JSON can only build numbers, strings, lists and mappings
-(`manifest_reader.py` checks them).
+Why it is JSON: reading JSON can only build numbers, strings, lists and mappings. The checkpoint may
+come from an attacker, so every field is checked before it is used, names of files above all.
+Format 1, that of older checkpoints, lists the parts of each tensor instead of a grid.
 What it costs: a line for each file, grid and tensor.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+import math
+import re
+import stat
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from titanlite.checkpoint.grid import Grid
+from titanlite.checkpoint.grid import MAX_DIMS, Box, Grid, grid_of
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import read_bounded
 
 FORMAT = 2
 NAME = "manifest.json"
 MAX_BYTES = 1 << 25  # parsed, it takes up to 24 times as much memory
+# As safetensors names them
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -36,7 +45,7 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
-}  # as safetensors names them
+}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SEAL = ',\n"sha256": "'
 
@@ -62,13 +71,14 @@ class TensorEntry(NamedTuple):
 
 
 def part_key(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    """The name of a tensor's part in its file: the tensor's, followed by the range unless it is the
-    whole tensor.
+    """The name of a tensor's part in its file: the tensor's, followed by the range in brackets.
+
+    A part that is the whole tensor has the tensor's name.
     """
     if tuple(sizes) == tuple(shape):
         return name
-    box = ", ".join(f"{start}:{start + size}" for start, size in zip(offsets, sizes, strict=True))
-    return f"{name}[{box}]"
+    ranges = (f"{start}:{start + size}" for start, size in zip(offsets, sizes, strict=True))
+    return f"{name}[{', '.join(ranges)}]"
 
 
 class RunMetadata(NamedTuple):
@@ -101,10 +111,8 @@ class Manifest:
     @property
     def degrees(self) -> str:
         """The layout as text: dp_shard=2 tp=4."""
-        return (
-            " ".join(f"{axis}={degree}" for axis, degree in self.layout.items() if degree > 1)
-            or "one process"
-        )
+        used = [f"{axis}={degree}" for axis, degree in self.layout.items() if degree > 1]
+        return " ".join(used) or "one process"
 
 
 def to_text(manifest: Manifest) -> str:
@@ -113,37 +121,194 @@ def to_text(manifest: Manifest) -> str:
     Raises ValueError if it is too long.
     """
     grids: dict[Grid, int] = {}
-    tensors = {
-        name: {
-            "dtype": entry.dtype,
-            "shape": entry.shape,
-            "grid": grids.setdefault(entry.grid, len(grids)),
-        }
-        for name, entry in manifest.tensors.items()
-    }
+    tensors = {}
+    for name, entry in manifest.tensors.items():
+        number = grids.setdefault(entry.grid, len(grids))
+        tensors[name] = {"dtype": entry.dtype, "shape": entry.shape, "grid": number}
     blocks = {  # these have a line for each entry
         "config": manifest.config,
         "files": {name: entry._asdict() for name, entry in manifest.files.items()},
         "grids": {str(number): grid._asdict() for grid, number in grids.items()},
         "tensors": tensors,
     }
-    fields = {
-        "format": FORMAT,
-        **{name: value for name, value in vars(manifest).items() if name not in blocks},
-    }
-    lines = [
-        f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}"
-        for name, value in fields.items()
-    ]
+    lines = [f'"format": {FORMAT}']
+    for name, value in vars(manifest).items():
+        if name not in blocks:
+            lines.append(_json_line(name, value))
     for name, entries in blocks.items():
-        rows = (
-            f" {json.dumps(key)}: {json.dumps(entry, allow_nan=False)}"
-            for key, entry in entries.items()
-        )
+        rows = [" " + _json_line(key, entry) for key, entry in entries.items()]
         lines.append(f"{json.dumps(name)}: {{\n" + ",\n".join(rows) + "\n}")
     body = "{\n" + ",\n".join(lines)
     if len(body) > MAX_BYTES - 100:
         raise ValueError(
             f"{NAME} would have {len(body)} bytes, of which at most {MAX_BYTES} can be read again"
         )
-    return body + SEAL + hashlib.sha256(body.encode()).hexdigest() + '"}\n'
+    return body + _sealing(body)
+
+
+def _json_line(key: str, value: object) -> str:
+    return f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
+
+
+def _sealing(body: str) -> str:
+    """The end of a manifest: the SHA-256 of the text before it."""
+    return SEAL + hashlib.sha256(body.encode()).hexdigest() + '"}\n'
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a step folder, checked except for the files it names.
+
+    Raises CorruptCheckpoint.
+    """
+    return parse_manifest(folder / NAME, read_text(folder / NAME))
+
+
+def read_text(path: Path) -> str:
+    """The text of a manifest. Raises CorruptCheckpoint."""
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+            raise CorruptCheckpoint(f"{path}: expected a regular file of at most {MAX_BYTES} bytes")
+        return read_bounded(path, MAX_BYTES).decode()
+    except OSError as error:
+        raise CorruptCheckpoint(describe_os_error(path, error)) from None
+    except UnicodeDecodeError as error:
+        raise CorruptCheckpoint(f"{path}: {error}") from None
+
+
+def describe_os_error(path: Path, error: OSError) -> str:
+    """The error as a problem of the checkpoint.
+
+    Raises ConfigError if it is not one: no permission, a stale mount.
+    """
+    message = f"{path}: {error.strerror or error}"
+    if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP):
+        raise ConfigError(f"{message}; the checkpoint itself may be intact") from None
+    return message
+
+
+def parse_manifest(path: Path, text: str) -> Manifest:
+    """A manifest from its text; `path` is for errors.
+
+    Raises CorruptCheckpoint, or ConfigError for another format.
+    """
+    try:
+        body, seal, _ = text.rpartition(SEAL)
+        if not seal or text != body + _sealing(body):
+            raise CorruptCheckpoint(f"{path}: its SHA-256 differs from the one at its end")
+        fields = json.loads(body + "}")
+        version = fields.pop("format")
+        if version not in (1, FORMAT):
+            raise ConfigError(
+                f"{path}: format {version!r} of another titanlite version; "
+                f"expected format 1 or {FORMAT}"
+            )
+        return _checked(fields, version)
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpoint(
+            f"{path}: invalid manifest ({type(error).__name__}: {str(error)[:200]})"
+        ) from None
+
+
+# The functions below raise ValueError, TypeError, KeyError or AttributeError if a field is invalid.
+
+
+def _checked(fields: dict[str, Any], version: int) -> Manifest:
+    """The fields as a Manifest."""
+    files = _checked_files(fields.pop("files"))
+    grids = {}
+    if version > 1:
+        grids = {key: _checked_grid(**grid) for key, grid in fields.pop("grids").items()}
+    tensors = _checked_tensors(fields.pop("tensors"), grids, files, version)
+    manifest = Manifest(**fields, files=files, tensors=tensors)
+    require(_is_count(manifest.step) and isinstance(manifest.finite, bool), "step or finite")
+    require(_are_counts(manifest.layout.values()), "layout")
+    require(all(isinstance(section, dict) for section in manifest.config.values()), "config")
+    texts = (manifest.created, manifest.torch, manifest.data, *manifest.tensors)
+    require(
+        all(isinstance(text, str) and text.isprintable() for text in texts),
+        "text with characters that are not printable",
+    )
+    loss = manifest.validation_loss
+    require(loss is None or (isinstance(loss, float) and math.isfinite(loss)), "validation_loss")
+    return manifest
+
+
+def _checked_files(entries: dict[str, dict[str, Any]]) -> dict[str, FileEntry]:
+    files = {}
+    for name, fields in entries.items():
+        entry = FileEntry(**fields)
+        # Neither a path, nor hidden, nor the manifest
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", name) or name == NAME:
+            raise ValueError(f"file name {name!r}")
+        is_hash = re.fullmatch("[0-9a-f]{64}", entry.sha256) is not None
+        require(_is_count(entry.size) and is_hash, f"file {name}: {entry}")
+        files[name] = entry
+    return files
+
+
+def _checked_tensors(
+    entries: dict[str, dict[str, Any]],
+    grids: dict[str, Grid],
+    files: dict[str, FileEntry],
+    version: int,
+) -> dict[str, TensorEntry]:
+    # Of each grid once: many tensors have the same one
+    bytes_of_grids = {key: _bytes_of_files(grid, files) for key, grid in grids.items()}
+    tensors = {}
+    for name, entry in entries.items():
+        if version > 1:
+            key = str(entry.pop("grid", ""))
+            grid = grids[key]
+            available = bytes_of_grids[key]
+        else:
+            grid = _grid_of_chunks(entry["shape"], entry.pop("chunks"))
+            available = _bytes_of_files(grid, files)
+        require(entry.keys() == {"dtype", "shape"}, f"tensor {name!r}: {', '.join(entry)}")
+        same_shape = _are_counts(entry["shape"]) and list(grid.shape) == entry["shape"]
+        require(same_shape, f"tensor {name!r}: shape")
+        tensors[name] = TensorEntry(entry["dtype"], grid)
+        size = math.prod(grid.shape) * DTYPES[entry["dtype"]].itemsize
+        require(size <= available, f"tensor {name!r}: longer than its files")
+    return tensors
+
+
+def _checked_grid(edges: list[list[int]], files: list[str]) -> Grid:
+    require(len(edges) <= MAX_DIMS and all(map(_are_counts, edges)), "grids: edges")
+    for starts in edges:
+        ascending = all(a < b for a, b in itertools.pairwise(starts))
+        require(starts[:1] == [0] and ascending, "grids: edges do not ascend from 0")
+    num_cells = math.prod(len(starts) - 1 for starts in edges)
+    require(num_cells == len(files), f"grids: {len(files)} files")
+    return Grid(tuple(map(tuple, edges)), tuple(files))
+
+
+def _grid_of_chunks(shape: list[int], chunks: list[Any]) -> Grid:
+    """The grid of a tensor in format 1."""
+    boxes = [Box(file, tuple(offsets), tuple(sizes)) for file, offsets, sizes in chunks]
+    require(all(_are_counts((*box.offsets, *box.sizes)) for box in boxes), "chunks")
+    return grid_of(shape, boxes)
+
+
+def _bytes_of_files(grid: Grid, files: dict[str, FileEntry]) -> int:
+    """Bytes of the files of a grid, more than which its tensors cannot have."""
+    names = set(grid.files)
+    are_tensors = all(name.endswith(".safetensors") for name in names)
+    require(are_tensors, "grids: a file that is not of safetensors")
+    return sum(files[name].size for name in names)
+
+
+def _are_counts(values: Iterable[object]) -> bool:
+    return all(map(_is_count, values))
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62  # not bool, which is an int too
+
+
+def require(condition: bool, problem: str) -> None:
+    """Raises ValueError with the problem unless the condition holds."""
+    if not condition:
+        raise ValueError(problem)

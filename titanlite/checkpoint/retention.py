@@ -24,7 +24,8 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.manifest import Manifest, read_manifest
+from titanlite.checkpoint.step_files import file_problems
 from titanlite.checkpoint.storage import list_steps, remove_folder, step_folder
 from titanlite.config.schema import CheckpointConfig
 from titanlite.runtime.errors import ConfigError
@@ -51,21 +52,25 @@ def read_proof(run_folder: Path) -> Proof:
     """The record in a run's folder; an empty one if there is none, or if it is damaged."""
     try:
         content = json.loads(read_bounded(run_folder / PROVEN, 1000))
-        # Older versions: the step alone
-        proof = Proof(content, content) if type(content) is int else Proof(**content)
-        if _is_valid(proof):
+        if type(content) is int:  # of an older version: the step alone
+            content = {"step": content, "plausible": content}
+        proof = Proof(**content)
+        if is_valid(proof):
             return proof
     except (OSError, ValueError, TypeError, RecursionError):
         pass
     return Proof()
 
 
-def _is_valid(proof: Proof) -> bool:
-    steps = (proof.step, proof.plausible)
-    losses = [loss for loss in (proof.loss, proof.validation_loss) if loss is not None]
-    return all(type(step) is int and 0 <= step < 1 << 62 for step in steps) and all(
-        type(loss) is float and math.isfinite(loss) for loss in losses
-    )
+def is_valid(proof: Proof) -> bool:
+    """Whether all fields of a record from a file are of the right types."""
+    for step in (proof.step, proof.plausible):
+        if type(step) is not int or not 0 <= step < 1 << 62:
+            return False
+    for loss in (proof.loss, proof.validation_loss):
+        if loss is not None and not (type(loss) is float and math.isfinite(loss)):
+            return False
+    return True
 
 
 def delete_step(folder: Path, step: int) -> None:
@@ -77,9 +82,7 @@ def delete_step(folder: Path, step: int) -> None:
 
 
 class Retention:
-    """Manifests of a `checkpoints` folder, without their tensors, each read once; applies the rule
-    to the folder.
-    """
+    """Applies the rule to a `checkpoints` folder, whose manifests it reads once each."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -91,9 +94,6 @@ class Retention:
 
     def read(self, step: int) -> Manifest | None:
         """The manifest of a step; None if it cannot be read."""
-        # Imported only if there is something to read
-        from titanlite.checkpoint.manifest_reader import read_manifest
-
         if step not in self._read:
             try:
                 self.add(read_manifest(step_folder(self.folder, step)))
@@ -103,14 +103,14 @@ class Retention:
 
     def good(self) -> list[Manifest]:
         """The checkpoints that are finite and have all files in their sizes, ascending."""
-        from titanlite.checkpoint.manifest_reader import file_problems
-
-        found = (self.read(step) for step in list_steps(self.folder))
-        return [
-            m
-            for m in found
-            if m and m.finite and not file_problems(step_folder(self.folder, m.step), m.files)
-        ]
+        good = []
+        for step in list_steps(self.folder):
+            manifest = self.read(step)
+            if manifest is None or not manifest.finite:
+                continue
+            if not file_problems(step_folder(self.folder, step), manifest.files):
+                good.append(manifest)
+        return good
 
     def go_back(self, step: int) -> None:
         """Forgets what is known about later steps than the one from which the run continues."""
@@ -134,14 +134,14 @@ class Retention:
         validation_loss = manifest.validation_loss if manifest else None
         proof = judge(read_proof(self.folder.parent), step, loss, validation_loss, uniform_loss)
         self.write(proof)
-        rule = config.keep, config.keep_every, config.keep_best, proof.plausible
+        if not config.keep:
+            return
         try:
-            for old in steps_to_delete(self.good(), *rule) if config.keep else []:
+            rule = (config.keep, config.keep_every, config.keep_best, proof.plausible)
+            for old in steps_to_delete(self.good(), *rule):
                 delete_step(self.folder, old)
-        except (
-            OSError,
-            ConfigError,
-        ) as error:  # the new checkpoint is complete; the old one only takes space
+        except (OSError, ConfigError) as error:
+            # The new checkpoint is complete; the old one only takes space
             logger.warning("an old checkpoint in %s could not be deleted: %s", self.folder, error)
 
 
@@ -152,58 +152,68 @@ def judge(
 
     Warns if its loss is far above the others.
     """
-    now = loss
+    # Like with like: the validation loss only if the one before is known too
+    judged = loss
     reference = uniform_loss if before.loss is None else before.loss
     name = "the training loss after it"
     if validation_loss is not None and before.validation_loss is not None:
-        now = validation_loss
+        judged = validation_loss
         reference = before.validation_loss
         name = "its validation loss"
-    # a process that resumes from it does not judge it: the data may be others now
+
     if step == before.plausible:
+        # A process that resumes from it does not judge it again: the data may be others now
         return Proof(step, step, loss, validation_loss)
-    if now <= reference + MARGIN:
-        return Proof(
-            step, step, _lower(before.loss, loss), _lower(before.validation_loss, validation_loss)
-        )
-    # The first one; the same holds for later ones until the loss has come down
+    if judged <= reference + MARGIN:
+        lowest = _lower(before.loss, loss)
+        lowest_validation = _lower(before.validation_loss, validation_loss)
+        return Proof(step, step, lowest, lowest_validation)
+    # Only about the first one; later ones are the same until the loss has come down
     if before.step == before.plausible:
-        logger.warning(
-            "the checkpoint of step %d may be useless: %s is %.4g; expected at most %.4g. %s",
-            *(step, name, now, reference + MARGIN),
-            f"Step {before.plausible} is kept until a newer one is plausible"
-            if before.plausible
-            else "None is better",
-        )
+        consequence = "None is better"
+        if before.plausible:
+            consequence = f"Step {before.plausible} is kept until a newer one is plausible"
+        text = "the checkpoint of step %d may be useless: %s is %.4g; expected at most %.4g. %s"
+        logger.warning(text, step, name, judged, reference + MARGIN, consequence)
     return dataclasses.replace(before, step=step)
 
 
 def _lower(first: float | None, second: float | None) -> float | None:
     """The lower one of the losses that are known."""
-    return min((loss for loss in (first, second) if loss is not None), default=None)
+    known = [loss for loss in (first, second) if loss is not None]
+    return min(known, default=None)
 
 
 def steps_to_delete(
     good: list[Manifest], keep: int, keep_every: int, keep_best: int, plausible: int = 0
 ) -> list[int]:
-    """The steps that the rule does not keep; `good` is ascending. keep = 0 keeps all; `plausible`:
-    a step to keep.
+    """The steps that the rule does not keep; `good` is ascending.
+
+    keep = 0 keeps all; `plausible`: a step to keep in any case.
     """
-    steps = [manifest.step for manifest in good]
     if not keep:
         return []
-    judged = sorted((m.validation_loss, -m.step) for m in good if m.validation_loss is not None)
-    kept = {plausible, *steps[-keep:], *(-step for _, step in judged[:keep_best])}
-    kept |= {step for step in steps if keep_every and step % keep_every == 0}
-    return [step for step in steps if step not in kept]
+    steps = [manifest.step for manifest in good]
+    validated = []  # best first; of equals the newer
+    for manifest in good:
+        if manifest.validation_loss is not None:
+            validated.append((manifest.validation_loss, -manifest.step))
+    validated.sort()
+
+    to_keep = {plausible, *steps[-keep:]}
+    to_keep.update(-negative_step for _, negative_step in validated[:keep_best])
+    if keep_every:
+        to_keep.update(step for step in steps if step % keep_every == 0)
+    return [step for step in steps if step not in to_keep]
 
 
-def set_aside(path: Path, why: str) -> Path:
-    """Renames a step folder to `step-N.<why>`: it no longer counts as a step, and its files are
+def set_aside(path: Path, reason: str) -> Path:
+    """Renames a step folder to `step-N.<reason>`: it no longer counts as a step, and its files are
     kept.
     """
     for count in range(1, 1000):
-        aside = path.with_name(f"{path.name}.{why}" + (f"-{count}" if count > 1 else ""))
+        suffix = f"-{count}" if count > 1 else ""
+        aside = path.with_name(f"{path.name}.{reason}{suffix}")
         if not aside.exists():
             return path.rename(aside)
-    raise ConfigError(f"{path}: 999 folders are named {path.name}.{why}; remove some")
+    raise ConfigError(f"{path}: 999 folders are named {path.name}.{reason}; remove some")

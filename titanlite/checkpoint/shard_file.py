@@ -1,4 +1,4 @@
-"""One safetensors file: written from memory without a copy, and hashed at the same time.
+"""One safetensors file: written from memory without a copy and hashed at the same time; read.
 
 What it is: each process's part of a checkpoint is a file that any safetensors tool can open: 8
 bytes of length, a JSON header with dtype, shape and offsets of each tensor, then the tensors'
@@ -23,9 +23,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from titanlite.checkpoint.manifest import DTYPE_NAMES, FileEntry
+from titanlite.checkpoint.manifest import DTYPE_NAMES, CorruptCheckpoint, FileEntry
 
 
 class Written(NamedTuple):
@@ -42,15 +43,14 @@ def write_files(files: dict[Path, dict[str, Tensor]]) -> dict[Path, Written]:
     each other.
     """
     with ThreadPoolExecutor(max(1, 2 * len(files))) as threads:
-        sizes = {path: threads.submit(_write, path, tensors) for path, tensors in files.items()}
-        examined = {
-            path: threads.submit(_hash_and_check, tensors) for path, tensors in files.items()
-        }
-        results = {path: (sizes[path].result(), *examined[path].result()) for path in files}
-    return {
-        path: Written(FileEntry(size, digest), finite)
-        for path, (size, digest, finite) in results.items()
-    }
+        sizes = {path: threads.submit(write_file, path, tensors) for path, tensors in files.items()}
+        checks = {path: threads.submit(_hash_and_check, tensors) for path, tensors in files.items()}
+    written = {}
+    for path in files:
+        size = sizes[path].result()
+        digest, finite = checks[path].result()
+        written[path] = Written(FileEntry(size, digest), finite)
+    return written
 
 
 class Described(Protocol):
@@ -66,16 +66,18 @@ class Described(Protocol):
 
 def header_bytes(tensors: Mapping[str, Described], metadata: dict[str, str] | None = None) -> bytes:
     """The beginning of a file that has these tensors in this order."""
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    end = 0
+    header: dict[str, object] = {}
+    if metadata:
+        header["__metadata__"] = metadata
+    begin = 0
     for key, tensor in tensors.items():
-        begin = end
-        end = end + tensor.nbytes
+        end = begin + tensor.nbytes
         header[key] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
+        begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the first tensor
     return len(text).to_bytes(8, "little") + text
@@ -86,12 +88,14 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> int:
+def write_file(path: Path, tensors: dict[str, Tensor]) -> int:
     """Writes and syncs a file; returns its size in bytes. Raises OSError."""
     with path.open("xb", buffering=0) as file:
-        for part in (memoryview(header_bytes(tensors)), *map(_bytes_of, tensors.values())):
-            while len(part):  # an unbuffered write may write only a part
-                part = part[file.write(part) :]
+        pieces = (memoryview(header_bytes(tensors)), *map(_bytes_of, tensors.values()))
+        for piece in pieces:
+            unwritten = piece
+            while len(unwritten):  # an unbuffered write may write only a part
+                unwritten = unwritten[file.write(unwritten) :]
         os.fsync(file.fileno())
         return file.tell()
 
@@ -115,6 +119,40 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     flat = tensor.reshape(-1)
     if tensor.dtype == torch.bfloat16:  # numpy lacks it; an exponent of ones is NaN or infinity
-        return not bool(((flat.view(torch.int16).numpy() & 0x7F80) == 0x7F80).any())
+        exponents = flat.view(torch.int16).numpy() & 0x7F80
+        return not bool((exponents == 0x7F80).any())
     values = flat.numpy()
     return bool(np.isfinite(values.max()) and np.isfinite(values.min()))  # with a NaN, both are NaN
+
+
+class ShardFile:
+    """A safetensors file open for reading: the library checks its header and maps it into memory.
+
+    Raises CorruptCheckpoint if its header contradicts the manifest.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+                raise ValueError("expected a regular file")
+            self._file: Any = safe_open(path, framework="pt")
+            self._keys = set(self._file.keys())
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CorruptCheckpoint(f"{path}: {error}") from None
+
+    def read(
+        self, key: str, dtype: str, shape: tuple[int, ...], place: tuple[slice, ...]
+    ) -> Tensor:
+        """The part of a tensor in `place`; `dtype` and `shape` are those in the manifest."""
+        if key not in self._keys:
+            raise CorruptCheckpoint(f"{self.path}: no tensor {key!r}, which the manifest names")
+        tensor = self._file.get_slice(key)
+        in_header = (tensor.get_dtype(), tuple(tensor.get_shape()))
+        if in_header != (dtype, shape):
+            raise CorruptCheckpoint(
+                f"{self.path}: {key!r} is {in_header}; in the manifest ({dtype!r}, {shape})"
+            )
+        if place == tuple(slice(0, size) for size in shape):
+            return self._file.get_tensor(key)
+        return tensor[place]

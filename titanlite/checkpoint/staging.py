@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.write_plan import State
+from titanlite.checkpoint.state import State
 
 # Pinned buffers, and the bytes of each
 BUFFERS = 4

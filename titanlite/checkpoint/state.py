@@ -1,9 +1,11 @@
 """The state in a checkpoint, as Stateful objects: objects with `state_dict` and `load_state_dict`.
 
 What it is: model, optimizer and random generators; data stream and progress are Stateful
-themselves. Keys are plain parameter names and sharded tensors are DTensors, so DCP can store each
-process's shard and load any part of it in another layout. All values are tensors, so nothing has to
-be unpickled.
+themselves. Keys are plain parameter names, and sharded tensors are DTensors, whose placements say
+which part of the whole tensor a process holds: so each process can write its own part
+(`write_plan.py`), and read any part in another layout (`read_step.py`). All values are tensors, so
+nothing has to be unpickled. A part of the run that is switched off has an empty state, and is left
+out.
 State is fetched for each save and never kept, because FSDP may replace a parameter's tensor at the
 first forward.
 What it costs: only views of the tensors; before the optimizer's first step, a save or load
@@ -13,17 +15,45 @@ allocates its state.
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+# Part -> name -> Tensor or DTensor
+State = dict[str, dict[str, Any]]
+
+
+class Stateful(Protocol):
+    """A part of a run that a checkpoint holds. Its state is empty if it is switched off."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class OptionalStateful(Stateful, Protocol):
+    """One that older checkpoints may lack; `reset` lets it begin anew then."""
+
+    def reset(self) -> None: ...
+
+
+def state_of(states: Mapping[str, Stateful]) -> State:
+    """The state of each part that is switched on: views of its tensors, not copies."""
+    state = {}
+    for name, part in states.items():
+        values = part.state_dict()
+        if values:
+            state[name] = values
+    return state
 
 
 class ModelState:
     """Parameters by name, of all parts of the model that this process holds."""
 
-    def __init__(self, parts: list[Any]) -> None:
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
         self.parts = parts
 
     def state_dict(self) -> dict[str, Any]:
@@ -40,15 +70,16 @@ class OptimizerState:
     Learning rate, betas and weight decay come from the config and are not stored.
     """
 
-    def __init__(self, parts: list[Any], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
         self.parts = parts
         self.optimizer = optimizer
 
     def _parameters(self) -> list[tuple[str, Tensor]]:
-        for module in (module for part in self.parts for module in part.modules()):
-            if isinstance(module, FSDPModule):
-                # An evaluation may leave it gathered; optimizer state belongs to shards
-                module.reshard()
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    # An evaluation may leave it gathered; optimizer state belongs to shards
+                    module.reshard()
         return [named for part in self.parts for named in part.named_parameters()]
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,9 +99,7 @@ class OptimizerState:
 
     @torch.no_grad()
     def _allocate(self) -> None:
-        """Allocates the optimizer's state by a step that changes no parameter, since the first step
-        allocates it.
-        """
+        """Takes a step that changes no parameter, because the first step allocates the state."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
@@ -93,13 +122,11 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         version, numbers, _ = random.getstate()
-        # The keys are the same on CPU and CUDA, so a run can move between them; zeros mean no CUDA
-        # generator.
-        cuda = (
-            torch.cuda.get_rng_state()
-            if torch.cuda.is_initialized()
-            else torch.zeros(16, dtype=torch.uint8)
-        )
+        # The keys are the same on CPU and CUDA, so a run can move between them: zeros stand for a
+        # CUDA generator that there is not
+        cuda = torch.zeros(16, dtype=torch.uint8)
+        if torch.cuda.is_initialized():
+            cuda = torch.cuda.get_rng_state()
         python = torch.tensor([version, *numbers], dtype=torch.int64)
         return {"torch": torch.get_rng_state(), "cuda": cuda, "python": python}
 

@@ -35,7 +35,8 @@ import torch.distributed as dist
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileEntry, Manifest, RunMetadata, TensorEntry
 from titanlite.checkpoint.shard_file import Written, write_files
-from titanlite.checkpoint.write_plan import Plan, State, Table, shared_tensors, tensor_entries
+from titanlite.checkpoint.state import State
+from titanlite.checkpoint.write_plan import Plan, Table, shared_tensors, tensor_entries
 from titanlite.distributed.agreement import PATIENT, broadcast, gather_on_rank0
 from titanlite.runtime.files import make_folder, sync_folder, write_synced
 

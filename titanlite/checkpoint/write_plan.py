@@ -26,9 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.checkpoint.grid import Box, Grid, grid_of
 from titanlite.checkpoint.manifest import DTYPE_NAMES, TensorEntry, part_key
+from titanlite.checkpoint.state import State
 from titanlite.distributed.torch_private import local_box
-
-State = dict[str, dict[str, Any]]  # part -> name -> Tensor or DTensor
 
 
 class Part(NamedTuple):

@@ -1,7 +1,7 @@
 """Samples that the stream leaves out, since a run has rolled back from a step with them.
 
-What it is: the order of the samples without some ranges of sample numbers. Position i of the stream
-is the i-th sample that is not excluded, so the state of the data stays one integer, and positions
+What it is: the order of the samples without some ranges of sample numbers. Position p of the stream
+is the p-th sample that is not excluded, so the state of the data stays one integer, and positions
 before a range are what they were before it was excluded. That holds for any batch size.
 Phases of a mixture begin at a sample number, so at a position that is lower by the number of
 samples excluded before. The same rows return in the next epoch of their source, where they have
@@ -11,42 +11,28 @@ What it costs: a comparison per range and sample.
 
 from __future__ import annotations
 
-from titanlite.data.stream import Rows, Samples
+from collections.abc import Sequence
 
 Range = tuple[int, int]  # first sample number, and the one after the last
 
 
-class RemainingSamples(Samples):
-    """The samples of `order` without those in the ranges, which may overlap each other and those
-    that it leaves out.
-    """
-
-    def __init__(self, order: Samples, ranges: list[Range]) -> None:
-        super().__init__(dict(zip(order.names, order.rows, strict=True)), order.seed, order.mixture)
-        self.ranges: list[Range] = []  # ascending and disjoint
-        for first, end in sorted(
-            [*ranges, *(order.ranges if isinstance(order, RemainingSamples) else [])]
-        ):
-            if self.ranges and first <= self.ranges[-1][1]:
-                self.ranges[-1] = self.ranges[-1][0], max(end, self.ranges[-1][1])
-            else:
-                self.ranges.append((first, end))
-
-    def number(self, position: int) -> int:
-        """The sample number at a position of the stream."""
-        for first, end in self.ranges:
-            if position < first:
-                break
-            position += end - first
-        return position
-
-    def pick(self, sample: int) -> tuple[Rows, int]:
-        return super().pick(self.number(sample))
-
-    def epochs(self, samples: int) -> dict[str, float]:
-        return super().epochs(self.number(samples))
+def merge_ranges(ranges: Sequence[Range]) -> list[Range]:
+    """The same sample numbers as ascending, disjoint ranges; those given may overlap."""
+    merged: list[Range] = []
+    for first, end in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            previous_first, previous_end = merged[-1]
+            merged[-1] = (previous_first, max(end, previous_end))
+        else:
+            merged.append((first, end))
+    return merged
 
 
-def sample_number(order: Samples, position: int) -> int:
-    """The sample number at a position of the stream, whether or not `order` leaves samples out."""
-    return order.number(position) if isinstance(order, RemainingSamples) else position
+def sample_number(position: int, excluded: Sequence[Range]) -> int:
+    """The sample number at a position of the stream; `excluded` is ascending and disjoint."""
+    number = position
+    for first, end in excluded:
+        if number < first:
+            break
+        number += end - first
+    return number

@@ -35,19 +35,23 @@ class Phase:
         self.first = first
         self.used = used
         self.counts = pattern_counts(weights)
+        # The samples of a pattern, source by source: its time, and its number within its source
         times = np.concatenate([(np.arange(count) + 0.5) / max(1, count) for count in self.counts])
+        numbers = np.concatenate([np.arange(count) for count in self.counts])
         sources = np.repeat(np.arange(len(weights)), self.counts)
-        order = np.lexsort((sources, times))
+
+        order = np.lexsort((sources, times))  # by time; at equal times by source
         self.sources = sources[order].astype(np.uint16)  # of the samples of a pattern
-        ranks = np.concatenate([np.arange(count) for count in self.counts])
-        # Number of samples of the same source before it in the pattern
-        self.before = ranks[order].astype(np.int32)
+        self.before = numbers[order].astype(np.int32)  # samples of the same source before it
 
     def used_until(self, sample: int) -> list[int]:
         """The number of samples of each source before this one."""
         repeats, rest = divmod(sample - self.first, PATTERN)
-        part = np.bincount(self.sources[:rest], minlength=len(self.counts)).tolist()
-        return [u + repeats * c + p for u, c, p in zip(self.used, self.counts, part, strict=True)]
+        partial = np.bincount(self.sources[:rest], minlength=len(self.counts)).tolist()
+        totals = []
+        for used, count, in_rest in zip(self.used, self.counts, partial, strict=True):
+            totals.append(used + repeats * count + in_rest)
+        return totals
 
 
 class Mixture:
@@ -59,7 +63,8 @@ class Mixture:
         self.phases = list[Phase]()
         used = [0] * len(phases[0][1])
         for first, weights in phases:
-            used = self.phases[-1].used_until(first) if self.phases else used
+            if self.phases:
+                used = self.phases[-1].used_until(first)
             self.phases.append(Phase(weights, first, used))
 
     def _phase(self, sample: int) -> Phase:
@@ -70,9 +75,8 @@ class Mixture:
         phase = self._phase(sample)
         repeats, index = divmod(sample - phase.first, PATTERN)
         source = int(phase.sources[index])
-        return source, phase.used[source] + repeats * phase.counts[source] + int(
-            phase.before[index]
-        )
+        in_pattern = int(phase.before[index])
+        return source, phase.used[source] + repeats * phase.counts[source] + in_pattern
 
     def used(self, samples: int) -> list[int]:
         """The number of samples of each source among the first `samples`."""
@@ -80,8 +84,9 @@ class Mixture:
 
 
 def pattern_counts(weights: list[float]) -> list[int]:
-    """Samples of each source in a pattern: rounded down, and those left over to the largest
-    remainders.
+    """Samples of each source in a pattern.
+
+    Exact shares are rounded down; the samples left over go to the largest remainders.
     """
     total = sum(weights)
     exact = [weight / total * PATTERN for weight in weights]
@@ -93,31 +98,39 @@ def pattern_counts(weights: list[float]) -> list[int]:
 
 
 def build_mixture(section: DataConfig, training: TrainingConfig) -> Mixture:
-    """The mixture of the sources and phases of a config; logs the shares.
+    """The mixture of the sources and phases of a config; logs the shares of several sources.
 
     Raises ConfigError for a weight that is too small for a sample in each pattern.
     """
-    names = [source.name for source in section.sources]
-    phases = [(0, [source.weight for source in section.sources])]
+    sources = section.all_sources()
+    names = [source.name for source in sources]
+    phases = [(0, [source.weight for source in sources])]
     for phase in section.phases:
-        given = dict(phase.weights)
-        phases.append((first_sample(phase, training), [given[name] for name in names]))
-    for number, (first, weights) in enumerate(phases):
-        total = sum(weights)
-        key = f"data.phases[{number}]" if number else "data.sources"
-        for name, weight, count in zip(names, weights, pattern_counts(weights), strict=True):
-            if weight and not count:
-                least = f"at least {total / PATTERN:.3g}, or 0"
-                raise ConfigError(
-                    f"{key}: the weight of {name}, {weight}, is too small; expected {least}"
-                )
-        shares = ", ".join(
-            f"{name} {100 * w / total:.2f}%" for name, w in zip(names, weights, strict=True)
-        )
-        summed = (
-            ""
-            if abs(total - 1) < 1e-6
-            else f" (the weights sum to {total:.6g} and were divided by that)"
-        )
-        logger.info(f"data from sample {first} on: {shares}{summed}")
+        by_name = dict(phase.weights)
+        phases.append((first_sample(phase, training), [by_name[name] for name in names]))
+    for i, (first, weights) in enumerate(phases):
+        _require_samples("data.sources" if i == 0 else f"data.phases[{i}]", names, weights)
+        if len(names) > 1:
+            logger.info(f"data from sample {first} on: {_shares(names, weights)}")
     return Mixture(phases)
+
+
+def _require_samples(key: str, names: list[str], weights: list[float]) -> None:
+    """Raises ConfigError for a weight above 0 that gets no sample in a pattern."""
+    for name, weight, count in zip(names, weights, pattern_counts(weights), strict=True):
+        if weight and not count:
+            least = f"at least {sum(weights) / PATTERN:.3g}, or 0"
+            raise ConfigError(
+                f"{key}: the weight of {name}, {weight}, is too small; expected {least}"
+            )
+
+
+def _shares(names: list[str], weights: list[float]) -> str:
+    """The sources with their percentages, as logged."""
+    total = sum(weights)
+    percentages = [100 * weight / total for weight in weights]
+    shares = [f"{name} {share:.2f}%" for name, share in zip(names, percentages, strict=True)]
+    text = ", ".join(shares)
+    if abs(total - 1) >= 1e-6:
+        text += f" (the weights sum to {total:.6g} and were divided by that)"
+    return text

@@ -1,7 +1,13 @@
-"""The prepared data of a run: its sources, and whether they fit the run's tokenizer."""
+"""The prepared data of a run: its folders, and whether they fit the run's tokenizer.
+
+What it is: a source whose path is a prepared folder is opened here, after its files have been
+verified (`verification.py`), so training on prepared data needs nothing of `tools/`. Text is
+prepared by `tools/prepare`, into such a folder.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -10,7 +16,50 @@ from typing import Any
 from titanlite.config.schema import DataConfig
 from titanlite.data.shards import Tokens
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.verification import verify_changed
 from titanlite.runtime.errors import ConfigError
+
+# Settings of a source of text
+TEXT_DEFAULTS = {"pattern": "**/*", "field": "text", "validation": ""}
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether a path is a prepared folder, perhaps a damaged one.
+
+    It is one if it has a manifest and at least one shard.
+    """
+    with contextlib.suppress(OSError):
+        shards = (*folder.glob("train-*.bin"), *folder.glob("validation-*.bin"))
+        return (folder / "manifest.json").is_file() and bool(shards)
+    return False
+
+
+def open_prepared(section: DataConfig) -> Path | None:
+    """The folder of a section with a single source (`DataConfig.parts`); None if that is text.
+
+    Verifies what has changed in it. Raises ConfigError for damaged files, or for settings of text,
+    which have no effect.
+    """
+    (source,) = section.all_sources()
+    if not source.path or not is_prepared(Path(source.path)):
+        return None
+    refuse_text_settings(section)
+    folder = Path(source.path).absolute()
+    verify_changed(folder)
+    return folder
+
+
+def refuse_text_settings(section: DataConfig) -> None:
+    """Raises ConfigError for settings of text, where the source is a prepared folder."""
+    (source,) = section.all_sources()
+    prefix = f"data.sources: {source.name}: " if source.name else "data."
+    for name, default in TEXT_DEFAULTS.items():
+        value = getattr(source, name)
+        if value != default:
+            raise ConfigError(
+                f"{prefix}{name} = {value!r}: has no effect on {source.path}, which is prepared "
+                "already; remove it, or set it for other sources alone"
+            )
 
 
 def load_sources(
@@ -25,29 +74,26 @@ def load_sources(
 
 
 class PreparedData:
-    """A folder that `prepare` made: its manifest, the tokenizer it was made with, and the tokens of
-    its splits.
+    """A prepared folder: its manifest, the tokenizer it was made with, and the tokens of its splits.
 
-    `prepare` has read the manifest and verified the files just before, in this process or in the
-    launcher.
+    The manifest has been checked and the files verified just before (`verify_changed`), in this
+    process or in the launcher.
     """
 
     def __init__(
         self, folder: Path, tokenizer: Tokenizer, name: str = "", weight: float = 1.0
     ) -> None:
-        """`name`: "" is the manifest's.
-
-        Raises ConfigError if the manifest names another tokenizer.
-        """
+        """`name`: "" is the manifest's. Raises ConfigError if it names another tokenizer."""
         self.folder = folder
         self.tokenizer = tokenizer
         self.weight = weight
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
-        found = self.manifest["tokenizer"]["sha256"]
-        if found != tokenizer.sha256:
+        used = self.manifest["tokenizer"]["sha256"]
+        if used != tokenizer.sha256:
             raise ConfigError(
-                f"{folder}: was prepared with a tokenizer of SHA-256 {found[:8]}, not with {tokenizer.path} "
-                f"({tokenizer.sha256[:8]}); set data.tokenizer to the former, or prepare the data again"
+                f"{folder}: was prepared with a tokenizer of SHA-256 {used[:8]}, not with "
+                f"{tokenizer.path} ({tokenizer.sha256[:8]}); set data.tokenizer to the former, or "
+                "prepare the data again"
             )
         self.name: str = name or self.manifest["name"]
         self.fingerprint: str = self.manifest["fingerprint"]
@@ -59,13 +105,16 @@ class PreparedData:
 
 def fingerprint_of(data: list[PreparedData]) -> str:
     """The fingerprint of all sources together; that of a single one is its own."""
-    texts = [part.fingerprint for part in data]
-    return texts[0] if len(texts) == 1 else hashlib.sha256(" ".join(texts).encode()).hexdigest()
+    fingerprints = [part.fingerprint for part in data]
+    if len(fingerprints) == 1:
+        return fingerprints[0]
+    return hashlib.sha256(" ".join(fingerprints).encode()).hexdigest()
 
 
 def description(data: list[PreparedData]) -> bytes:
-    """The file data.json of a checkpoint: a source's manifest; of several sources also their names
-    and weights.
+    """The file data.json of a checkpoint.
+
+    A source's manifest; of several sources also their names and weights.
     """
     if len(data) == 1:
         return (data[0].folder / "manifest.json").read_bytes()

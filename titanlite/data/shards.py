@@ -16,10 +16,11 @@ import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
+Array: TypeAlias = np.ndarray[Any, Any]
 START = np.dtype("<u8")  # of a document: the index of its first token in the shard
 
 

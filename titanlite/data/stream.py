@@ -1,10 +1,10 @@
 """The training stream: sample i is a pure function of (seed, i).
 
-What it is: the tokens of a source are divided into rows of S + 1 tokens, and sample i is a row of
-one of the sources. With several sources, a mixture (`mixture.py`) gives the source of sample i, and
-how many of the samples before it had the same source. Each epoch of a source visits every row once,
-in an order given by a Feistel permutation (Luby and Rackoff 1988) with (seed, source, epoch) as its
-key.
+What it is: the tokens of a source are cut into rows of S + 1 tokens, and sample i is a row of one
+of the sources. A row has S inputs and S labels, so neighbouring rows overlap by one token. A
+mixture (`mixture.py`) gives the source of sample i, and how many of the samples before it had the
+same source. Each epoch of a source visits every row once, in an order given by a Feistel
+permutation (Luby and Rackoff 1988) with (seed, source, epoch) as its key.
 Why it is here: the state of the data is one integer, the number of samples used. Resuming is exact
 on any number of processes, any sample can be read at once, and no shuffle buffer or worker process
 has state that must be saved.
@@ -15,23 +15,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from titanlite.config.batch_sizes import samples_after
 from titanlite.config.schema import DataConfig, TrainingConfig
+from titanlite.data.excluded import Range, merge_ranges, sample_number
+from titanlite.data.mixture import Mixture, build_mixture
+from titanlite.data.packing import PackedRows
 from titanlite.data.prepared import PreparedData
-from titanlite.data.shards import Tokens
+from titanlite.data.shards import Array, Tokens
 from titanlite.distributed.watchdog import mark_phase
 from titanlite.runtime.errors import ConfigError
 
-if TYPE_CHECKING:
-    from titanlite.data.mixture import Mixture
-    from titanlite.data.packing import PackedRows
-
-Array = np.ndarray[Any, Any]
 # The label of a position without a target: the default ignore_index of torch's cross entropy
 IGNORED = -100
 MASK = (1 << 64) - 1
@@ -64,8 +63,7 @@ def permute(index: int, size: int, key: int) -> int:
 
 
 class Batch(NamedTuple):
-    """tokens and labels (B, S), int64; labels[b, s] is the token that follows tokens[b, s], or
-    IGNORED.
+    """tokens and labels (B, S), int64; labels[b, s] is the token after tokens[b, s], or IGNORED.
 
     positions (B, S), int64, only with `data.document_mask`: the position of each token in its
     document, or in the part of it that the row has. They are 0 at each start of a document and of a
@@ -87,6 +85,21 @@ def count_targets(batches: list[Batch]) -> Tensor:
     return torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
 
 
+class Rows(Protocol):
+    """The rows of one source."""
+
+    @property
+    def count(self) -> int:
+        """The number of rows, which is that of an epoch."""
+
+    def fill(self, index: int, ids: Array, ignored: Array, document_mask: bool) -> Array | None:
+        """Writes row `index` to ids (S + 1,), and to ignored (S,) which labels are no targets.
+
+        `ignored` is all False at first. With `document_mask`, returns where in the row documents
+        start.
+        """
+
+
 class Windows:
     """Documents one after the other, cut into windows. Neighbouring windows overlap by one token:
     the last label of one is the first input of the next."""
@@ -97,24 +110,16 @@ class Windows:
         self.seq_len = seq_len
         self.count = (len(tokens) - 1) // seq_len
         if self.count < 1:
-            remedies = [f"up to {len(tokens) - 1}"] * (len(tokens) > 2) + ["more text in data.path"]
-            remedies += ["validation.freq = 0"] * what.startswith("validation")
-            raise ConfigError(
-                f"training.seq_len = {seq_len}: the {what} has only {len(tokens)} tokens; "
-                f"allowed: {', or '.join(remedies)}"
-            )
-        # Asked once: the answer is the same for all windows
-        self.masked = tokens.targets(0, 1) is not None
+            raise ConfigError(_too_short(len(tokens), seq_len, what))
+        self.masked = tokens.targets(0, 1) is not None  # the same for all windows
 
     def fill(self, index: int, ids: Array, ignored: Array, document_mask: bool) -> Array | None:
-        """Writes window `index` to ids (S + 1,), and which labels are no targets to ignored (S,),
-        at first all False.
-
-        With `document_mask`, returns where in the window documents start.
-        """
+        """Writes window `index`, as `Rows.fill` says."""
         start = index * self.seq_len
         ids[:] = self.tokens.read(start, self.seq_len + 1)
-        if self.masked and (targets := self.tokens.targets(start + 1, self.seq_len)) is not None:
+        if self.masked:
+            targets = self.tokens.targets(start + 1, self.seq_len)
+            assert targets is not None
             np.logical_not(targets, out=ignored)
         if not document_mask:
             return None
@@ -123,12 +128,23 @@ class Windows:
         return starts
 
 
-Rows: TypeAlias = "Windows | PackedRows"  # the samples of a source
+def _too_short(num_tokens: int, seq_len: int, what: str) -> str:
+    """The message about a text of too few tokens for one window."""
+    remedies = ["more text in data.path"]
+    if num_tokens > 2:
+        remedies.insert(0, f"up to {num_tokens - 1}")
+    if what.startswith("validation"):
+        remedies.append("validation.freq = 0")
+    return (
+        f"training.seq_len = {seq_len}: the {what} has only {num_tokens} tokens; "
+        f"allowed: {', or '.join(remedies)}"
+    )
 
 
 def document_positions(starts: Array, seq_len: int) -> Array:
-    """(S,): positions that are 0 at the beginning and at each of the sorted `starts`; those from S
-    on are left out.
+    """(S,): the position of each token in its document, where documents start at sorted `starts`.
+
+    Position 0 is also that of the first token; starts from S on are left out.
     """
     origins = np.zeros(seq_len, np.int64)
     inside = starts[starts < seq_len]
@@ -140,70 +156,95 @@ def read_batch(
     picks: Sequence[tuple[Rows, int] | None], seq_len: int, document_mask: bool
 ) -> Batch:
     """These rows; None gives a row without targets, so that every process gets a batch."""
-    ids = np.zeros((len(picks), seq_len + 1), dtype=np.int64)
-    ignored = np.zeros((len(picks), seq_len), dtype=bool)
-    positions = np.tile(np.arange(seq_len), (len(picks), 1)) if document_mask else None
-    for row, pick in enumerate(picks):
+    size = len(picks)
+    ids = np.zeros((size, seq_len + 1), dtype=np.int64)
+    ignored = np.zeros((size, seq_len), dtype=bool)
+    positions = np.tile(np.arange(seq_len), (size, 1))
+    for b, pick in enumerate(picks):
         if pick is None:
-            ignored[row] = True
-        else:
-            rows, index = pick
-            starts = rows.fill(index, ids[row], ignored[row], document_mask)
-            if positions is not None and starts is not None:
-                positions[row] = document_positions(starts, seq_len)
+            ignored[b] = True
+            continue
+        rows, index = pick
+        starts = rows.fill(index, ids[b], ignored[b], document_mask)
+        if document_mask and starts is not None:
+            positions[b] = document_positions(starts, seq_len)
     labels = ids[:, 1:].copy()
     np.putmask(labels, ignored, IGNORED)
-    tokens = torch.from_numpy(ids[:, :-1].copy())
-    return Batch(
-        tokens, torch.from_numpy(labels), None if positions is None else torch.from_numpy(positions)
-    )
+    tokens = ids[:, :-1].copy()
+    batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+    if document_mask:
+        batch = batch._replace(positions=torch.from_numpy(positions))
+    return batch
 
 
 class Samples:
-    """The order of the samples: sample number -> row of a source, a pure function of sources, seed
-    and mixture.
+    """The order of the samples: sample number -> row of a source.
+
+    A pure function of sources, seed and mixture. Excluded ranges of sample numbers are left out of
+    the stream: its position p is the p-th sample that is not excluded.
     """
 
-    def __init__(self, sources: dict[str, Rows], seed: int, mixture: Mixture | None = None) -> None:
-        """`mixture`: with several sources, which sample is of which."""
+    def __init__(
+        self,
+        sources: dict[str, Rows],
+        seed: int,
+        mixture: Mixture,
+        excluded: Sequence[Range] = (),
+    ) -> None:
+        """`sources`: in the mixture's order. `excluded` may be in any order, and overlap."""
         self.names = list(sources)
         self.rows = list(sources.values())
         self.seed = seed
         self.mixture = mixture
+        self.excluded = merge_ranges(excluded)
+
+    def without(self, ranges: Sequence[Range]) -> Samples:
+        """The same samples, with these ranges excluded too."""
+        sources = dict(zip(self.names, self.rows, strict=True))
+        return Samples(sources, self.seed, self.mixture, [*self.excluded, *ranges])
+
+    def number(self, position: int) -> int:
+        """The sample number at a position of the stream."""
+        return sample_number(position, self.excluded)
 
     def pick(self, sample: int) -> tuple[Rows, int]:
         """The source of sample number `sample`, and which of its rows it is."""
-        source, number = self.mixture.locate(sample) if self.mixture else (0, sample)
+        source, number = self.mixture.locate(sample)
         rows = self.rows[source]
         epoch, index = divmod(number, rows.count)
-        return rows, permute(index, rows.count, mix(self.seed ^ mix(source << 32 | epoch)))
+        key = mix(self.seed ^ mix(source << 32 | epoch))
+        return rows, permute(index, rows.count, key)
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """The number of passes over each source in the first `samples` samples."""
-        used = self.mixture.used(samples) if self.mixture else [samples]
-        return {
-            name: n / rows.count for name, rows, n in zip(self.names, self.rows, used, strict=True)
-        }
+        """The number of passes over each source in the first `samples` sample numbers."""
+        used = self.mixture.used(samples)
+        passes = [number / rows.count for number, rows in zip(used, self.rows, strict=True)]
+        return dict(zip(self.names, passes, strict=True))
 
 
 def build_samples(
     data: list[PreparedData], section: DataConfig, training: TrainingConfig, seed: int
 ) -> Samples:
     """The training samples of these sources, which are those of the section."""
-    build: Callable[[Tokens, int, str], Rows] = Windows
-    if section.packing == "best_fit":
-        from titanlite.data.packing import PackedRows
-
-        build = PackedRows
-    rows = {
-        part.name: build(part.tokens("train"), training.seq_len, f"training text of {part.name}")
-        for part in data
-    }
-    if len(data) == 1:
-        return Samples(rows, seed)
-    from titanlite.data.mixture import build_mixture
-
+    rows: dict[str, Rows] = {}
+    for part in data:
+        tokens = part.tokens("train")
+        what = f"training text of {part.name}"
+        if section.packing == "best_fit":
+            rows[part.name] = PackedRows(tokens, training.seq_len, what)
+        else:
+            rows[part.name] = Windows(tokens, training.seq_len, what)
     return Samples(rows, seed, build_mixture(section, training))
+
+
+class DataRanks(Protocol):
+    """What the stream reads of the `Mesh`: the data-parallel ranks, which share every batch."""
+
+    @property
+    def data_rank(self) -> int: ...
+
+    @property
+    def data_size(self) -> int: ...
 
 
 class TrainStream:
@@ -213,20 +254,18 @@ class TrainStream:
     """
 
     def __init__(
-        self, order: Samples, training: TrainingConfig, rank: int, world: int, document_mask: bool
+        self, samples: Samples, training: TrainingConfig, mesh: DataRanks, document_mask: bool
     ) -> None:
-        """`rank` and `world`: of the data-parallel ranks, each with its own part of every batch."""
-        self.order = order
+        self.order = samples
         self.training = training
         self.document_mask = document_mask
-        # `step_tokens` of all ranks in the last step
-        self.rank = rank
-        self.world = world
-        self.step_tokens = 0
-        # `seconds` in `next_step` since they were last logged
-        self.samples = 0
-        self.seconds = 0.0
+        self.data_rank = mesh.data_rank
+        self.data_size = mesh.data_size
+
+        self.samples = 0  # used by all ranks; excluded ones are not counted
         self.begun = 0  # `samples` before the current step
+        self.step_tokens = 0  # of all ranks in the last step
+        self.seconds = 0.0  # in `next_step` since they were last logged
 
     def next_step(self) -> list[Batch]:
         """This rank's local batches of the next optimizer step: (local_batch_size, S) each."""
@@ -234,20 +273,22 @@ class TrainStream:
         started = time.perf_counter()
         size = self.training.local_batch_size
         seq_len = self.training.seq_len
-        self.begun, self.samples = self.samples, self.samples_after(1)
-        starts = range(self.begun + self.rank * size, self.samples, size * self.world)
+        self.begun = self.samples
+        self.samples = self.samples_after(1)
         self.step_tokens = (self.samples - self.begun) * seq_len
-        picks = [[self.order.pick(start + i) for i in range(size)] for start in starts]
-        batches = [read_batch(rows, seq_len, self.document_mask) for rows in picks]
+
+        # Each local batch of the step goes to the next rank: 0, 1, ..., data_size - 1, 0, ...
+        first = self.begun + self.data_rank * size
+        batches = []
+        for start in range(first, self.samples, size * self.data_size):
+            positions = range(start, start + size)
+            picks = [self.order.pick(self.order.number(position)) for position in positions]
+            batches.append(read_batch(picks, seq_len, self.document_mask))
         self.seconds += time.perf_counter() - started
         return batches
 
     def samples_after(self, steps: int) -> int:
         """The number of samples that all ranks will have used after so many more steps."""
-        if not self.training.batch_ramp:
-            return self.samples + steps * self.training.global_batch_size
-        from titanlite.config.batch_sizes import samples_after
-
         return samples_after(self.training, self.samples, steps)
 
     def take_seconds(self) -> float:
@@ -256,31 +297,36 @@ class TrainStream:
         self.seconds = 0.0
         return seconds
 
+    def exclude(self, ranges: Sequence[Range]) -> None:
+        """Leaves these sample numbers out too, from the current position on."""
+        self.order = self.order.without(ranges)
+
     @property
     def epochs(self) -> dict[str, float]:
         """The number of passes over each source so far."""
-        return self.order.epochs(self.samples)
+        return self.order.epochs(self.order.number(self.samples))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         return {"samples": torch.tensor(self.samples)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.samples = int(state["samples"])
         self.seconds = 0.0
 
 
 def validation_batches(windows: Windows, samples: int, stream: TrainStream) -> Iterator[Batch]:
-    """The first `samples` windows (0: all) of a shuffled order that is always the same, divided
-    like the stream.
+    """The first `samples` windows (0: all) of a shuffled order that is always the same.
 
-    Every rank gets the same number of batches; the last ones may contain rows without targets.
+    They are divided over the ranks as the stream is. Every rank gets the same number of batches;
+    the last ones may contain rows without targets.
     """
-    count = min(samples or windows.count, windows.count)
+    count = windows.count
+    if samples:
+        count = min(samples, count)
     size = stream.training.local_batch_size
-    for start in range(0, count, size * stream.world):
-        first = start + stream.rank * size
-        picks = [
-            (windows, permute(i, windows.count, 0)) if i < count else None
-            for i in range(first, first + size)
-        ]
+    for start in range(0, count, size * stream.data_size):
+        first = start + stream.data_rank * size
+        picks: list[tuple[Rows, int] | None] = [None] * size
+        for b, i in enumerate(range(first, min(first + size, count))):
+            picks[b] = (windows, permute(i, windows.count, 0))
         yield read_batch(picks, windows.seq_len, stream.document_mask)

@@ -11,6 +11,7 @@ folder cannot be written.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titanlite.data.prepared_manifest import AGAIN, MANIFEST_BYTES, token_dtype
+from titanlite.data.prepared_manifest import AGAIN, MANIFEST_BYTES, read_manifest, token_dtype
 from titanlite.data.shards import START
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded, replace_file
@@ -93,6 +94,23 @@ def _versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[
     if problems:
         raise ConfigError(problems)
     return versions
+
+
+def verify_changed(folder: Path) -> None:
+    """Verifies what has changed in a prepared folder since it was verified.
+
+    Of several processes that start together one does it; the others wait, and find nothing to do.
+    Raises ConfigError with what is damaged.
+    """
+    manifest = read_manifest(folder)
+    if not unverified(folder, manifest):
+        return
+    with (folder / "manifest.json").open() as lock:
+        with contextlib.suppress(OSError):  # without locks, each process verifies it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        names = unverified(folder, manifest)
+        if names:
+            verify(folder, manifest, names)
 
 
 def verify(folder: Path, manifest: dict[str, Any], names: list[str]) -> None:

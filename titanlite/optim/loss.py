@@ -9,7 +9,7 @@ Counts differ where labels are ignored: at the ends of documents with `data.docu
 padding of packed rows, in prompts, and in the last batch of validation. The sum divided by the
 global count is exact in all cases, over ranks and over gradient accumulation.
 What it costs: at its peak three times 4 B S V bytes: the logits in fp32, their log-softmax and the
-gradient; `chunked.py` needs a part of that.
+gradient; `chunked_loss.py` needs a part of that.
 """
 
 from __future__ import annotations

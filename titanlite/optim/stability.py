@@ -41,7 +41,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import StabilityConfig
-from titanlite.data.excluded import sample_number
 from titanlite.data.stream import TrainStream
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.found_inf import require_withholding, withhold
@@ -172,6 +171,10 @@ class Guard:
         self._latest: Verdict | None = None
         self._acts_on: Verdict | None = None
 
+    def count_rollbacks(self, count: int) -> None:
+        """Sets the number of rollbacks of the run so far, for the metrics."""
+        self.rollbacks = count
+
     def state_dict(self) -> dict[str, Any]:
         if not self.enabled:
             return {}
@@ -199,8 +202,8 @@ class Guard:
         numbers, withheld = self.decide(step, measured, self.scaler.tolerated)
         withhold(self.optimizer, withheld)
         order = self.stream.order
-        first = sample_number(order, self.stream.begun)
-        last = sample_number(order, self.stream.samples - 1)
+        first = order.number(self.stream.begun)
+        last = order.number(self.stream.samples - 1)
         self.send(step, first, last + 1, numbers)
 
     def decide(self, step: int, measured: Tensor, overflow: Tensor) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
 
         apply_float8(model, config.float8, mesh.device_type, mesh["tp"].size())
     if config.loss.num_chunks > 1:
-        from titanlite.parallel.chunked_loss import defer_output
+        from titanlite.parallel.deferred_output import defer_output
 
         defer_output(model)
     if mesh["tp"].size() > 1:

@@ -48,7 +48,7 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import pipeline_stage_class
 from titanlite.distributed.watchdog import mark_phase
 from titanlite.optim.loss import SummedLoss
-from titanlite.parallel.chunked_loss import WeightHolder
+from titanlite.parallel.deferred_output import WeightHolder
 
 logger = logging.getLogger("titanlite")
 

@@ -23,9 +23,9 @@ from titanlite.config.schema import Config
 from titanlite.data.stream import Batch
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.watchdog import mark_phase
+from titanlite.optim.chunked_loss import ChunkedLoss
 from titanlite.optim.loss import SummedLoss, cross_entropy_sum
 from titanlite.optim.z_loss import with_z_loss
-from titanlite.parallel.chunked_loss import ChunkedLoss
 from titanlite.parallel.context_parallel import BatchSharder
 from titanlite.parallel.pipeline_parallel import (
     build_pipeline,

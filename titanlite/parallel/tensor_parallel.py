@@ -53,7 +53,7 @@ from torch.distributed.tensor.parallel import (
 
 from titanlite.distributed.torch_private import use_symmetric_memory
 from titanlite.optim.loss import cross_entropy_sum
-from titanlite.parallel.chunked_loss import DeferredOutput, WeightHolder
+from titanlite.parallel.deferred_output import DeferredOutput, WeightHolder
 from titanlite.runtime.errors import ConfigError
 
 # Placements of the tensors between modules: sequence sharded (dim 1), replicated, vocabulary

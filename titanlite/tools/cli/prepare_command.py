@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 from titanlite.config.load import flavors, load_config
+from titanlite.data.prepared import is_prepared
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.verification import verify_changed
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.progress import progress_bar
 from titanlite.tools.cli.options import StrictParser, at_least
@@ -23,7 +25,7 @@ from titanlite.tools.cli.prepare_options import (
 )
 from titanlite.tools.cli.stops import stoppable
 from titanlite.tools.prepare.build import BAD_ROWS, Options, begin, build, working_folder
-from titanlite.tools.prepare.cache import check, prepare
+from titanlite.tools.prepare.cache import prepare
 from titanlite.tools.prepare.inspect import inspect
 from titanlite.tools.prepare.job import NAME, differences, read_job
 from titanlite.tools.prepare.locks import hold
@@ -31,7 +33,7 @@ from titanlite.tools.prepare.merge import decide_duplicates, merge, missing_part
 from titanlite.tools.prepare.part import run_part, verdicts_path
 from titanlite.tools.prepare.plan_job import Settings, plan_job
 from titanlite.tools.prepare.records import record_path
-from titanlite.tools.prepare.sources import Found, Keys, Source, find, is_prepared, require_apart
+from titanlite.tools.prepare.sources import Found, Keys, Source, find, require_apart
 
 KEYS = Keys("SOURCE", "--pattern", "--field", "--validation")
 USAGE = """titanlite prepare SOURCE... --out FOLDER [options]
@@ -191,7 +193,7 @@ def _prepare_sources(options: argparse.Namespace) -> int:
         else:
             how = Options(settings, options.workers, options.max_bad_rows, options.engine)
             build(sources, tokenizer, folder, how, _log)
-    check(folder)
+    verify_changed(folder)
     print(folder)
     return 0
 
@@ -236,7 +238,7 @@ def _merge(options: argparse.Namespace) -> int:
     folder = options.merge.absolute()
     work = working_folder(folder)
     if not work.is_dir() and is_prepared(folder):
-        check(folder)
+        verify_changed(folder)
         _log(f"{folder}: is merged already")
         print(folder)
         return 0
@@ -268,6 +270,6 @@ def _merge_parts(options: argparse.Namespace, folder: Path, work: Path) -> int:
         _log("now run every part once more, which tokenises what is left, and then --merge again")
         return 0
     merge(job, work, folder, Tokenizer(job.tokenizer), options.max_bad_rows, _log)
-    check(folder)
+    verify_changed(folder)
     print(folder)
     return 0

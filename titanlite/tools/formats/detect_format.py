@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, part_key
-from titanlite.checkpoint.manifest_reader import file_problems, read_file, read_manifest
+from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, part_key, read_manifest
 from titanlite.checkpoint.read_step import find_step_folder
+from titanlite.checkpoint.step_files import file_problems, read_file
 from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.config.mistakes import suggestion
 from titanlite.data.tokenizer_json import MAX_JSON_FILE

@@ -22,15 +22,10 @@ from typing import Any
 
 import torch
 
-from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, Manifest
-from titanlite.checkpoint.manifest_reader import read_file, read_manifest
-from titanlite.checkpoint.read_step import (
-    find_step_folder,
-    read_step,
-    verify_files,
-    verify_together,
-)
+from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, Manifest, read_manifest
+from titanlite.checkpoint.read_step import find_step_folder, read_step
 from titanlite.checkpoint.state import ModelState
+from titanlite.checkpoint.step_files import read_file, verify_files, verify_together
 from titanlite.checkpoint.storage import list_steps, step_folder
 from titanlite.checkpoint.write_plan import Part, local_parts
 from titanlite.config.schema import CheckpointConfig

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.grid import Box, grid_of
 from titanlite.checkpoint.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry
-from titanlite.checkpoint.shard_reader import digest_of
+from titanlite.checkpoint.step_files import digest_of
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.tools.formats import gguf_file, huggingface, meta
 from titanlite.tools.formats.export import Export, Outgoing

@@ -4,8 +4,8 @@ What it is: a source -> a folder of shards. For `[data]` the folder is in the ca
 contains a hash of the names, sizes and times of the files and of the tokenizer; `titanlite prepare
 --out` names it. The parts of the work (`job.py`) are made in a hidden working folder beside it,
 which is renamed at the end (`merge.py`); a preparation that was interrupted goes on with the parts
-that are missing. Before data is used it is verified (`verify.py`), once for each version of its
-files.
+that are missing. Before data is used it is verified (`data/verification.py`), once for each version
+of its files.
 What it costs: the launcher of each node reads the size and the time of modification of each file at
 every start.
 """
@@ -13,7 +13,6 @@ every start.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -21,9 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from titanlite.config.schema import DataConfig
-from titanlite.data.prepared_manifest import FORMAT, read_manifest
+from titanlite.data.prepared import is_prepared, open_prepared, refuse_text_settings
+from titanlite.data.prepared_manifest import FORMAT
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.verification import unverified, verify
+from titanlite.data.verification import verify_changed
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.prepare.locks import hold
 from titanlite.tools.prepare.sources import (
@@ -33,7 +33,6 @@ from titanlite.tools.prepare.sources import (
     Keys,
     Source,
     find,
-    is_prepared,
     versions,
 )
 
@@ -45,25 +44,8 @@ def find_text(section: DataConfig) -> Found:
     source = source_of(section)
     if not is_prepared(Path(source.path)):
         return find(source)
-    _refuse_what_has_no_effect(source)
+    refuse_text_settings(section)
     return Found("", source.path, [])
-
-
-def _refuse_what_has_no_effect(source: Source) -> None:
-    """Raises ConfigError for settings of text, where the path is that of a prepared folder."""
-    validation_key = source.keys.path.removesuffix("path") + "validation"
-    settings = {
-        source.keys.pattern: "pattern",
-        source.keys.field: "field",
-        validation_key: "validation",
-    }
-    for key, name in settings.items():
-        value = getattr(source, name)
-        if value != getattr(Source, name):
-            raise ConfigError(
-                f"{key} = {value!r}: has no effect on {source.path}, which is prepared already; remove it, "
-                "or set it for other sources alone"
-            )
 
 
 def source_of(section: DataConfig) -> Source:
@@ -84,44 +66,28 @@ def prepare(
     Raises ConfigError with the path of text that is missing, empty or not UTF-8, or of damaged
     data.
     """
+    prepared = open_prepared(section)
+    if prepared is not None:
+        return prepared
     source = source_of(section)
-    if is_prepared(Path(source.path)):
-        _refuse_what_has_no_effect(source)
-        folder = Path(source.path).absolute()
-    else:
-        found = found or find(source)
-        given = section.cache or os.environ.get("TITANLITE_CACHE")
-        cache = Path(given) if given else Path.home() / ".cache/titanlite"
-        held_out = find(source.held_out()).files if source.validation else []
-        stats = [versions(files) for files in (found.files, held_out)]
-        identity = json.dumps(
-            [FORMAT, found.root, tokenizer.sha256, source.field, source.prompt_field, stats]
-        )
-        folder = cache / f"{found.name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-        if not (folder / "manifest.json").exists():
-            with _hold(folder, log):
-                if not (folder / "manifest.json").exists():
-                    # Once per text: other runs do without it
-                    from titanlite.tools.prepare.build import Options, build
+    found = found or find(source)
+    given = section.cache or os.environ.get("TITANLITE_CACHE")
+    cache = Path(given) if given else Path.home() / ".cache/titanlite"
+    held_out = find(source.held_out()).files if source.validation else []
+    stats = [versions(files) for files in (found.files, held_out)]
+    identity = json.dumps(
+        [FORMAT, found.root, tokenizer.sha256, source.field, source.prompt_field, stats]
+    )
+    folder = cache / f"{found.name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    if not (folder / "manifest.json").exists():
+        with _hold(folder, log):
+            if not (folder / "manifest.json").exists():
+                # Once per text: other runs do without it
+                from titanlite.tools.prepare.build import Options, build
 
-                    build([(source, found)], tokenizer, folder, Options(), log)
-    check(folder)
+                build([(source, found)], tokenizer, folder, Options(), log)
+    verify_changed(folder)
     return folder
-
-
-def check(folder: Path) -> None:
-    """Verifies what has changed in a prepared folder since it was verified.
-
-    Raises ConfigError with what is damaged.
-    """
-    manifest = read_manifest(folder)
-    if unverified(folder, manifest):
-        with (folder / "manifest.json").open() as lock:
-            with contextlib.suppress(OSError):  # without locks, several processes verify it
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            names = unverified(folder, manifest)
-            if names:
-                verify(folder, manifest, names)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ every machine has. `hf:NAME` is a data set that the package `datasets` reads.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from titanlite.data.prepared import is_prepared
 from titanlite.runtime.errors import ConfigError
 
 STDLIB = "python-stdlib"
@@ -132,16 +132,6 @@ def find(source: Source) -> Found:
     if not any(file.size for file in found.files):
         raise ConfigError(f"{keys.path} = {path!r}: its {len(files)} files are empty")
     return found
-
-
-def is_prepared(folder: Path) -> bool:
-    """Whether a path is a prepared folder, perhaps a damaged one: it has a manifest and at least
-    one shard.
-    """
-    with contextlib.suppress(OSError):
-        shards = (*folder.glob("train-*.bin"), *folder.glob("validation-*.bin"))
-        return (folder / "manifest.json").is_file() and bool(shards)
-    return False
 
 
 def require_apart(source: Source, found: Found, target: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from allocations import Largest
 
-from titanlite.optim.chunked import chunked_cross_entropy_sum
+from titanlite.optim.chunked_loss import chunked_cross_entropy_sum
 from titanlite.optim.loss import cross_entropy_sum
 
 

@@ -1,0 +1,48 @@
+"""Modules that hold a weight and do not use it: another module or the loss does.
+
+What it is: parameters keep their names and their modules, while the computation moves elsewhere.
+With `loss.num_chunks` the model returns hidden states, and the loss computes the output projection
+(`optim/chunked_loss.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class WeightHolder(nn.Module):
+    """Holds a weight that another module or the loss uses; its forward is the identity."""
+
+    def __init__(self, weight: nn.Parameter | None) -> None:
+        super().__init__()
+        if weight is not None:
+            self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class DeferredOutput(WeightHolder):
+    """Replaces the output layer and holds its weight, with which the loss computes the projection."""
+
+    def __init__(self, output: Any) -> None:
+        tied = not any(True for _ in output.parameters())
+        super().__init__(None if tied else output.weight)
+        # In a tuple, so that the embedding is registered once
+        self._tied = (output,) if tied else ()
+
+    @property
+    def projection(self) -> Tensor:
+        """(V, D), or this rank's rows of it."""
+        if self._tied:
+            weight: Tensor = self._tied[0].weight
+            return weight
+        return self.weight
+
+
+def defer_output(model: Any) -> None:
+    """Replaces the output layer, if this part of the model has one."""
+    if not isinstance(model.output, nn.Identity):
+        model.output = DeferredOutput(model.output)
