@@ -4,7 +4,7 @@ What it is: each split (train, validation) is one long sequence of documents, cu
 shard is a file of little-endian uint16 (uint32 for more than 65,536 ids); a second file lists where
 documents start in it (uint64), and an optional third one has a bit for each token: whether it may
 be a target. A document may continue in the next shard. `manifest.json` lists the files
-(`manifest.py`).
+(`prepared_manifest.py`).
 What it costs: 2 bytes per token on disk and 8 per document. Reading a sample touches only its
 pages, and the processes of a node share them in the page cache.
 """
@@ -31,7 +31,7 @@ class Tokens:
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], split: str) -> None:
-        """Manifest and files must have been verified, as `prepare` does."""
+        """Manifest and files must have been verified (`verification.py`)."""
         entry = manifest["splits"][split]
         self.documents: int = entry["documents"]
         self._folder = folder
@@ -44,49 +44,59 @@ class Tokens:
         return self._ends[-1] if self._ends else 0
 
     @functools.cached_property
-    def _ids(self) -> list[np.ndarray[Any, Any]]:
-        return [
-            np.memmap(self._folder / shard["file"], self._dtype, "r") for shard in self._entries
-        ]
+    def _ids(self) -> list[Array]:
+        paths = [self._folder / shard["file"] for shard in self._entries]
+        return [np.memmap(path, self._dtype, "r") for path in paths]
 
     @functools.cached_property
-    def _starts(self) -> list[np.ndarray[Any, Any]]:
-        paths = [self._folder / shard["starts"]["file"] for shard in self._entries]
-        return [
-            np.memmap(path, START, "r") if path.stat().st_size else np.empty(0, START)
-            for path in paths
-        ]
+    def _starts(self) -> list[Array]:
+        starts = []
+        for shard in self._entries:
+            path = self._folder / shard["starts"]["file"]
+            if path.stat().st_size:
+                starts.append(np.memmap(path, START, "r"))
+            else:  # an empty file cannot be mapped
+                starts.append(np.empty(0, START))
+        return starts
 
     @functools.cached_property
-    def _masks(self) -> list[np.ndarray[Any, Any] | None]:
-        """Of each shard the bits of its tokens, eight in a byte, the first in the highest bit;
-        None: all are 1.
+    def _masks(self) -> list[Array | None]:
+        """Of each shard the bits of its tokens; None: all are 1.
+
+        Eight bits are in a byte, the first in the highest.
         """
-        masks = (shard["mask"] and self._folder / shard["mask"]["file"] for shard in self._entries)
-        return [np.memmap(path, np.uint8, "r") if path else None for path in masks]
+        masks: list[Array | None] = []
+        for shard in self._entries:
+            mask = None
+            if shard["mask"]:
+                mask = np.memmap(self._folder / shard["mask"]["file"], np.uint8, "r")
+            masks.append(mask)
+        return masks
 
     def _parts(self, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """(shard, first index and end index in it, position of the shard's first token) of
-        positions start to end.
+        """The parts of positions start to end - 1 in the shards.
+
+        (shard, first index in it, end index in it, position of the shard's first token).
         """
         index = bisect.bisect_right(self._ends, start)
         while start < end:
             first = self._ends[index - 1] if index else 0
             stop = min(end, self._ends[index])
             yield index, start - first, stop - first, first
-            index = index + 1
+            index += 1
             start = stop
 
-    def read(self, start: int, count: int) -> np.ndarray[Any, Any]:
+    def read(self, start: int, count: int) -> Array:
         """Ids start, ..., start + count - 1 as int64: (count,)."""
         out = np.empty(count, dtype=np.int64)
         for index, begin, end, first in self._parts(start, start + count):
             out[first + begin - start : first + end - start] = self._ids[index][begin:end]
         return out
 
-    def targets(self, start: int, count: int) -> np.ndarray[Any, Any] | None:
-        """Which of these tokens may be targets of the loss: (count,) bool; None if every token of
-        the split may.
+    def targets(self, start: int, count: int) -> Array | None:
+        """Which of these tokens may be targets of the loss: (count,) bool.
+
+        None if every token of the split may.
         """
         if not any(shard["mask"] for shard in self._entries):
             return None
@@ -94,16 +104,18 @@ class Tokens:
         for index, begin, end, first in self._parts(start, start + count):
             mask = self._masks[index]
             if mask is not None:
-                bits = np.unpackbits(mask[begin // 8 : -(-end // 8)], count=end - begin // 8 * 8)
+                first_byte = begin // 8
+                end_byte = -(-end // 8)
+                bits = np.unpackbits(mask[first_byte:end_byte], count=end - first_byte * 8)
                 out[first + begin - start : first + end - start] = bits[begin % 8 :]
         return out
 
-    def document_starts(self, start: int, end: int) -> np.ndarray[Any, Any]:
+    def document_starts(self, start: int, end: int) -> Array:
         """The positions in [start, end) at which a document starts, sorted: int64."""
-        found = [np.empty(0, np.int64)]
+        parts = [np.empty(0, np.int64)]
         for index, begin, stop, first in self._parts(start, min(end, len(self))):
             starts = self._starts[index]
-            # Of its type: the map is not converted
-            low, high = np.searchsorted(starts, np.array([begin, stop], START))
-            found.append(starts[low:high].astype(np.int64) + first)
-        return np.concatenate(found)
+            bounds = np.array([begin, stop], START)  # another type would convert the whole map
+            low, high = np.searchsorted(starts, bounds)
+            parts.append(starts[low:high].astype(np.int64) + first)
+        return np.concatenate(parts)

@@ -14,7 +14,7 @@ What it costs: a few microseconds of Python per sample.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -186,7 +186,7 @@ class Samples:
 
     def __init__(
         self,
-        sources: dict[str, Rows],
+        sources: Mapping[str, Rows],
         seed: int,
         mixture: Mixture,
         excluded: Sequence[Range] = (),
