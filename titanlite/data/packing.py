@@ -77,12 +77,12 @@ class PackedRows:
         starts = []
         for start, length in self._pieces(index):
             ids[offset : offset + length] = self.tokens.read(start, length)
-            has_no_target = False
+            labels = slice(offset, offset + length - 1)
+            ignored[labels] = False
             if self.masked:
                 targets = self.tokens.targets(start + 1, length - 1)
                 assert targets is not None
-                has_no_target = ~targets
-            ignored[offset : offset + length - 1] = has_no_target
+                np.logical_not(targets, out=ignored[labels])
             offset += length
             starts.append(offset)  # of the next document, or of the padding
         return np.array(starts)

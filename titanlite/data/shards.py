@@ -50,7 +50,7 @@ class Tokens:
 
     @functools.cached_property
     def _starts(self) -> list[Array]:
-        starts = []
+        starts: list[Array] = []
         for shard in self._entries:
             path = self._folder / shard["starts"]["file"]
             if path.stat().st_size:
