@@ -108,13 +108,11 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """q (B, H, Sq, Dh), k and v (B, K, Sk, Dh) -> (B, H, Sq, Dh)."""
     # Outside of a compiled block it is compiled here; otherwise it would compute with plain matrix
     # products.
-    call = _compiled()
-    if torch.compiler.is_compiling():
-        call = flex_attention
-    out: Tensor = call(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    kernel = flex_attention if torch.compiler.is_compiling() else _compiled()
+    out: Tensor = kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return out
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any]:
+def _compiled() -> Any:
     return torch.compile(flex_attention, dynamic=False)

@@ -30,7 +30,7 @@ BLOCK_LINEAR = tuple(name for name, shape in BLOCK_PARAMETERS.items() if len(sha
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's scaling of the rotary frequencies: extends `original_context` tokens by `factor`."""
+    """Llama 3.1's scaling of RoPE's frequencies: extends `original_context` tokens by `factor`."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -123,8 +123,8 @@ def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
     if heads % config.num_kv_heads:
         divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         problems.append(
-            f"model.num_kv_heads = {config.num_kv_heads} does not divide model.num_heads = {heads}; "
-            f"allowed: {', '.join(divisors)}"
+            f"model.num_kv_heads = {config.num_kv_heads} does not divide "
+            f"model.num_heads = {heads}; allowed: {', '.join(divisors)}"
         )
     if config.vocab_size < tokenizer_size:
         problems.append(

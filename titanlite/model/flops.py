@@ -35,8 +35,8 @@ PEAK_TFLOPS: dict[str, float] = {
 def flops_per_token(model: LlamaConfig, seq_len: int) -> int:
     """Forward and backward FLOPs of one token.
 
-    6 per parameter of a matrix product, and 12 L H Dh S for attention. The input embedding is a lookup and is not counted, unless it is tied: then it is also the
-    output matrix.
+    6 per parameter of a matrix product, and 12 L H Dh S for attention. The input embedding is a
+    lookup and is not counted, unless it is tied: then it is also the output matrix.
     """
     lookup = 0 if model.tied_embeddings else model.vocab_size * model.dim
     attention = 12 * model.num_layers * model.num_heads * model.head_dim * seq_len

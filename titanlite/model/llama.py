@@ -33,7 +33,7 @@ SMALLER_WITH_DEPTH = ("attention.wo.weight", "feed_forward.w2.weight", "feed_for
 
 
 class LayerCache(Protocol):
-    """The interface of a key/value cache, which attention uses for generation (see `generate.py`)."""
+    """The interface of a key/value cache, which attention uses in generation (`generate.py`)."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -175,7 +175,7 @@ class TransformerBlock(nn.Module):
 
 
 class TiedOutput(nn.Module):
-    """The output projection of tied embeddings: uses the embedding's weight and has no parameters."""
+    """The output projection of tied embeddings: uses the embedding's weight, has no parameters."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Llama(nn.Module):
         assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
         device: torch.device | None = None,
     ) -> None:
-        """Initialises every parameter and the RoPE table, computed on `device` (default: their own).
+        """Initialises every parameter and the RoPE table, on `device` or else their own.
 
         Each parameter is drawn in full from a separate generator, seeded by `seed` and the
         parameter's name. So the weights do not depend on the layout: `assign(parameter,

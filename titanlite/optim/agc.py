@@ -65,7 +65,9 @@ def _sum_over_ranks(tensors: list[Tensor], group: dist.ProcessGroup, device_type
 
 def _clipped_parameters(part: Llama) -> list[nn.Parameter]:
     """The parameters that have a gradient and are not the last layer's."""
-    last = "tok_embeddings" if part.config.tied_embeddings else "output"
+    last = "output"
+    if part.config.tied_embeddings:
+        last = "tok_embeddings"
     parameters = []
     for name, parameter in part.named_parameters():
         if parameter.grad is not None and not name.startswith(last):

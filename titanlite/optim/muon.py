@@ -19,8 +19,9 @@ turns a rank's parts of a group into one whole matrix. The rank orthogonalises i
 all-to-alls in reverse return the parts. So all layouts compute the same, and differ in who computes
 which matrix.
 
-    4 matrices of 4096 x 4096, dp_shard = 4: rank 2 holds rows 2048 to 3071 of each. It sends 1024 x 4096 numbers to
-    each other rank and gets matrix 2. After the iteration it sends their rows back.
+    4 matrices of 4096 x 4096, dp_shard = 4: rank 2 holds rows 2048 to 3071 of each. It sends
+    1024 x 4096 numbers to each other rank and gets matrix 2. After the iteration it sends their
+    rows back.
 
 What it costs: 4 bytes of state per parameter (fp32), half of AdamW's. The iteration of a matrix
 with sides s <= l computes 20 s^2 l + 10 s^3 FLOPs on one rank. Each mesh axis of k ranks that
@@ -64,7 +65,7 @@ class Axis(NamedTuple):
 class Muon(torch.optim.Optimizer):
     """Muon over some parameter groups, and another optimizer over the others."""
 
-    honours_found_inf = True  # see stability.py; the other optimizer does so too
+    honours_found_inf = True  # see found_inf.py; the other optimizer does so too
 
     def __init__(
         self, matrices: list[dict[str, Any]], others: torch.optim.Optimizer, config: OptimizerConfig

@@ -38,7 +38,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     It shares the parameter groups; hooks are those of this object.
     """
 
-    honours_found_inf = True  # see stability.py; the inner optimizer does so
+    honours_found_inf = True  # see found_inf.py; the inner optimizer does so
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, {})

@@ -82,7 +82,9 @@ def _decay_and_rate(name: str, parameter: Tensor, config: OptimizerConfig) -> tu
 
 
 def _build_adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    implementation = "fused" if config.implementation == "auto" else config.implementation
+    implementation = config.implementation
+    if implementation == "auto":
+        implementation = "fused"
     state_dtype = getattr(torch, config.state_dtype)
     parameters = [parameter for group in groups for parameter in group["params"]]
     fp32 = {state_dtype, *(parameter.dtype for parameter in parameters)} == {torch.float32}

@@ -59,7 +59,7 @@ class Schedule:
         self.total_steps = total_steps
 
     def set_lr(self, step: int) -> float:
-        """Sets the rates of step 1, 2, ..., `total_steps`; returns that of groups without their own."""
+        """Sets the rates of step 1, 2, ...; returns that of groups without a `peak_lr`."""
         factor = lr_factor(self.config, step, self.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = factor * group.get("peak_lr", self.peak_lr)
