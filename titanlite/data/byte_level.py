@@ -19,8 +19,9 @@ def _byte_characters() -> dict[int, str]:
 
 
 CHARACTERS = _byte_characters()
-_NO_BYTE = dict.fromkeys(range(256), "\uffff")  # cannot be encoded as Latin-1
-BYTES = _NO_BYTE | {ord(character): chr(byte) for byte, character in CHARACTERS.items()}
+# Character -> byte, for str.translate; U+FFFF cannot be encoded as Latin-1
+BYTES = dict.fromkeys(range(256), "\uffff")
+BYTES |= {ord(character): chr(byte) for byte, character in CHARACTERS.items()}
 
 
 def to_text(token: bytes) -> str:

@@ -35,9 +35,10 @@ class Phase:
         self.first = first
         self.used = used
         self.counts = pattern_counts(weights)
-        # The samples of a pattern, source by source: its time, and its number within its source
-        times = np.concatenate([(np.arange(count) + 0.5) / max(1, count) for count in self.counts])
+        # The samples of a pattern, source by source: their number within the source, and time
         numbers = np.concatenate([np.arange(count) for count in self.counts])
+        lengths = np.repeat(self.counts, self.counts)  # of their sources
+        times = (numbers + 0.5) / lengths
         sources = np.repeat(np.arange(len(weights)), self.counts)
 
         order = np.lexsort((sources, times))  # by time; at equal times by source

@@ -16,12 +16,25 @@ import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 Array: TypeAlias = np.ndarray[Any, Any]
 START = np.dtype("<u8")  # of a document: the index of its first token in the shard
+
+
+class Part(NamedTuple):
+    """The part of a range of positions that lies in one shard."""
+
+    shard: int
+    begin: int  # index in the shard of the first token
+    end: int  # index in the shard after the last token
+    first: int  # index in the range of the first token
+
+    @property
+    def in_range(self) -> slice:
+        return slice(self.first, self.first + self.end - self.begin)
 
 
 class Tokens:
@@ -73,24 +86,22 @@ class Tokens:
             masks.append(mask)
         return masks
 
-    def _parts(self, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """The parts of positions start to end - 1 in the shards.
-
-        (shard, first index in it, end index in it, position of the shard's first token).
-        """
-        index = bisect.bisect_right(self._ends, start)
-        while start < end:
-            first = self._ends[index - 1] if index else 0
-            stop = min(end, self._ends[index])
-            yield index, start - first, stop - first, first
-            index += 1
-            start = stop
+    def _parts(self, start: int, end: int) -> Iterator[Part]:
+        """The parts of positions start to end - 1 in the shards."""
+        shard = bisect.bisect_right(self._ends, start)
+        position = start
+        while position < end:
+            shard_start = self._ends[shard - 1] if shard else 0
+            stop = min(end, self._ends[shard])
+            yield Part(shard, position - shard_start, stop - shard_start, position - start)
+            shard += 1
+            position = stop
 
     def read(self, start: int, count: int) -> Array:
         """Ids start, ..., start + count - 1 as int64: (count,)."""
         out = np.empty(count, dtype=np.int64)
-        for index, begin, end, first in self._parts(start, start + count):
-            out[first + begin - start : first + end - start] = self._ids[index][begin:end]
+        for part in self._parts(start, start + count):
+            out[part.in_range] = self._ids[part.shard][part.begin : part.end]
         return out
 
     def targets(self, start: int, count: int) -> Array | None:
@@ -101,21 +112,22 @@ class Tokens:
         if not any(shard["mask"] for shard in self._entries):
             return None
         out = np.ones(count, dtype=bool)
-        for index, begin, end, first in self._parts(start, start + count):
-            mask = self._masks[index]
+        for part in self._parts(start, start + count):
+            mask = self._masks[part.shard]
             if mask is not None:
-                first_byte = begin // 8
-                end_byte = -(-end // 8)
-                bits = np.unpackbits(mask[first_byte:end_byte], count=end - first_byte * 8)
-                out[first + begin - start : first + end - start] = bits[begin % 8 :]
+                first_byte = part.begin // 8
+                end_byte = -(-part.end // 8)
+                bits = np.unpackbits(mask[first_byte:end_byte], count=part.end - first_byte * 8)
+                out[part.in_range] = bits[part.begin % 8 :]
         return out
 
     def document_starts(self, start: int, end: int) -> Array:
         """The positions in [start, end) at which a document starts, sorted: int64."""
-        parts = [np.empty(0, np.int64)]
-        for index, begin, stop, first in self._parts(start, min(end, len(self))):
-            starts = self._starts[index]
-            bounds = np.array([begin, stop], START)  # another type would convert the whole map
-            low, high = np.searchsorted(starts, bounds)
-            parts.append(starts[low:high].astype(np.int64) + first)
-        return np.concatenate(parts)
+        positions = [np.empty(0, np.int64)]
+        for part in self._parts(start, min(end, len(self))):
+            starts = self._starts[part.shard]
+            # Another type than START would convert the whole map
+            low, high = np.searchsorted(starts, np.array([part.begin, part.end], START))
+            shard_start = start + part.first - part.begin
+            positions.append(starts[low:high].astype(np.int64) + shard_start)
+        return np.concatenate(positions)

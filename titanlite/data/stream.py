@@ -56,7 +56,10 @@ def permute(index: int, size: int, key: int) -> int:
         left = index >> half
         right = index & low
         for turn in range(4):
-            left, right = right, left ^ (mix(key ^ mix(right * 4 + turn)) & low)
+            mixed = mix(key ^ mix(right * 4 + turn)) & low
+            next_right = left ^ mixed
+            left = right
+            right = next_right
         index = left << half | right
         if index < size:
             return index
@@ -76,13 +79,16 @@ class Batch(NamedTuple):
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with each of its tensors replaced by the function's result."""
-        positions = None if self.positions is None else function(self.positions)
-        return Batch(function(self.tokens), function(self.labels), positions)
+        batch = Batch(function(self.tokens), function(self.labels))
+        if self.positions is not None:
+            batch = batch._replace(positions=function(self.positions))
+        return batch
 
 
 def count_targets(batches: list[Batch]) -> Tensor:
     """The number of labels that are not IGNORED in all these batches: a scalar, int64."""
-    return torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
+    counts = [(batch.labels != IGNORED).sum() for batch in batches]
+    return torch.stack(counts).sum()
 
 
 class Rows(Protocol):
@@ -101,8 +107,10 @@ class Rows(Protocol):
 
 
 class Windows:
-    """Documents one after the other, cut into windows. Neighbouring windows overlap by one token:
-    the last label of one is the first input of the next."""
+    """Documents one after the other, cut into windows of S + 1 tokens.
+
+    Neighbouring windows overlap by one token: the last label of one is the first input of the next.
+    """
 
     def __init__(self, tokens: Tokens, seq_len: int, what: str) -> None:
         """Raises ConfigError if the text, which `what` describes, is shorter than one window."""

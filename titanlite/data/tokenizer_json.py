@@ -110,6 +110,7 @@ def find(path: Path) -> tuple[Path, bytes]:
 
 
 def _in_folder(folder: Path) -> Path:
+    """The file in a folder that has the tokenizer."""
     for name in (JSON_FILES[0], RANK_FILE):
         if (folder / name).exists():
             return folder / name
