@@ -33,6 +33,7 @@ def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
     for text in texts:
         counts.update(pattern.findall(text))
     tokens = [bytes([i]) for i in range(256)]
+    # Each distinct word once, as the ids of its bytes; `weights`: how often it occurs
     words = [list(word.encode("utf-8", "surrogatepass")) for word in counts]
     weights = list(counts.values())
 

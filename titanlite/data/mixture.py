@@ -49,7 +49,7 @@ class Phase:
         """The number of samples of each source before this one."""
         repeats, rest = divmod(sample - self.first, PATTERN)
         partial = np.bincount(self.sources[:rest], minlength=len(self.counts)).tolist()
-        totals = []
+        totals = []  # before the phase, in whole patterns, and in the last one
         for used, count, in_rest in zip(self.used, self.counts, partial, strict=True):
             totals.append(used + repeats * count + in_rest)
         return totals
@@ -92,6 +92,7 @@ def pattern_counts(weights: list[float]) -> list[int]:
     total = sum(weights)
     exact = [weight / total * PATTERN for weight in weights]
     counts = [int(share) for share in exact]
+    # The source that lost most by rounding down comes first
     by_remainder = sorted(range(len(weights)), key=lambda source: counts[source] - exact[source])
     for source in by_remainder[: PATTERN - sum(counts)]:
         counts[source] += 1

@@ -149,7 +149,7 @@ def best_fit(lengths: Array, capacity: int) -> Array:
         while placed < end:
             room = rooms.smallest(length)
             is_new = room == 0
-            if is_new:
+            if is_new:  # no row has enough room: begin new ones
                 room = capacity
             each = room // length  # pieces that fit into a row
             needed = -(-(end - placed) // each)  # rows

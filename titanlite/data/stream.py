@@ -50,8 +50,8 @@ def permute(index: int, size: int, key: int) -> int:
     Four Feistel rounds permute the numbers of 2 * half bits. They are repeated until the result is
     below `size` (fewer than four times on average), which gives a permutation of 0 .. size - 1.
     """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    low = (1 << half) - 1
+    half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits
+    low = (1 << half) - 1  # the mask of the lower half
     while True:
         left = index >> half
         right = index & low
@@ -61,7 +61,7 @@ def permute(index: int, size: int, key: int) -> int:
             left = right
             right = next_right
         index = left << half | right
-        if index < size:
+        if index < size:  # else permute the result again: this stays a bijection
             return index
 
 
@@ -157,14 +157,15 @@ def document_positions(starts: Array, seq_len: int) -> Array:
     origins = np.zeros(seq_len, np.int64)
     inside = starts[starts < seq_len]
     origins[inside] = inside
-    return np.arange(seq_len) - np.maximum.accumulate(origins)
+    origins = np.maximum.accumulate(origins)  # the start of each token's document
+    return np.arange(seq_len) - origins
 
 
 def read_batch(
     picks: Sequence[tuple[Rows, int] | None], seq_len: int, document_mask: bool
 ) -> Batch:
     """These rows; None gives a row without targets, so that every process gets a batch."""
-    size = len(picks)
+    size = len(picks)  # B
     ids = np.zeros((size, seq_len + 1), dtype=np.int64)
     ignored = np.zeros((size, seq_len), dtype=bool)
     positions = np.tile(np.arange(seq_len), (size, 1))
@@ -176,9 +177,9 @@ def read_batch(
         starts = rows.fill(index, ids[b], ignored[b], document_mask)
         if document_mask and starts is not None:
             positions[b] = document_positions(starts, seq_len)
-    labels = ids[:, 1:].copy()
+    labels = ids[:, 1:].copy()  # (B, S)
     np.putmask(labels, ignored, IGNORED)
-    tokens = ids[:, :-1].copy()
+    tokens = ids[:, :-1].copy()  # (B, S)
     batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
     if document_mask:
         batch = batch._replace(positions=torch.from_numpy(positions))
@@ -220,6 +221,7 @@ class Samples:
         source, number = self.mixture.locate(sample)
         rows = self.rows[source]
         epoch, index = divmod(number, rows.count)
+        # Each epoch of each source has its own order
         key = mix(self.seed ^ mix(source << 32 | epoch))
         return rows, permute(index, rows.count, key)
 
@@ -328,6 +330,7 @@ def validation_batches(windows: Windows, samples: int, stream: TrainStream) -> I
     size = stream.training.local_batch_size
     for start in range(0, count, size * stream.data_size):
         first = start + stream.data_rank * size
+        # Beyond the last window rows stay None, so that all ranks run equally many collectives
         picks: list[tuple[Rows, int] | None] = [None] * size
         for b, i in enumerate(range(first, min(first + size, count))):
             picks[b] = (windows, permute(i, windows.count, 0))

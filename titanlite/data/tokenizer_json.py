@@ -305,6 +305,7 @@ def _special_and_text(main: Json, max_token: int) -> tuple[dict[str, int], dict[
     if any(len(text) > max_token for text in vocab):
         raise ConfigError(f"model.vocab: a token of more than {max_token} bytes")
     special = _special(main["added_tokens"], vocab)
+    # A vocabulary may contain its added tokens, which are no text
     texts = {text: i for text, i in vocab.items() if text not in special}
     ids = [*special.values(), *texts.values()]
     if not all(type(i) is int and 0 <= i < MAX_ID for i in ids) or len(set(ids)) < len(ids):

@@ -110,7 +110,7 @@ def verify_changed(folder: Path) -> None:
     with (folder / "manifest.json").open() as lock:
         with contextlib.suppress(OSError):  # without locks, each process verifies it
             fcntl.flock(lock, fcntl.LOCK_EX)
-        names = unverified(folder, manifest)
+        names = unverified(folder, manifest)  # again: another process may have done it meanwhile
         if names:
             verify(folder, manifest, names)
 
@@ -131,6 +131,7 @@ def verify(folder: Path, manifest: dict[str, Any], names: list[str]) -> None:
             except OSError as error:
                 return f"{folder / name}: {error.strerror or error}"
 
+        # Hashing and numpy's comparisons release the interpreter's lock
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
             problems = [message for message in threads.map(problem, names) if message]
             if problems:
