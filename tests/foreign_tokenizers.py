@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.data.token_text import CHARACTERS
+from titanlite.data.byte_level import CHARACTERS
 from titanlite.data.tokenizer import PATTERN
 from titanlite.data.tokenizer_json import GPT2_PATTERN
 

@@ -10,7 +10,7 @@ from foreign_tokenizers import CHARACTERS, pre_tokenizer, theirs, tokenizers
 
 from titanlite.data.bpe import rank_file, train_bpe
 from titanlite.data.bpe_fast import train_bpe_fast
-from titanlite.data.token_text import to_text
+from titanlite.data.byte_level import to_text
 from titanlite.data.tokenizer import MAX_TOKEN, Tokenizer
 
 

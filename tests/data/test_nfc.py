@@ -22,7 +22,7 @@ def assert_same(texts: list[str]) -> None:
 
 
 def test_every_character_between_a_letter_and_marks():
-    """The marks are of two classes, and compose with the letter unless the character blocks them."""
+    """The marks are of two classes, and compose with the letter unless the character blocks it."""
     # None of those above composes or combines
     characters = [c for c in CHARACTERS[:0x20000] if c != "\n"]
     assert_same([f"a{c}\u0323\u0301" for c in characters])

@@ -21,7 +21,7 @@ from foreign_tokenizers import (
 )
 from messages import refused
 
-from titanlite.data.token_text import merges_of, to_bytes, to_text
+from titanlite.data.byte_level import merges_of, to_bytes, to_text
 from titanlite.data.tokenizer import BUNDLED, MAX_TOKEN, Tokenizer
 from titanlite.data.tokenizer_json import convert, encode_alone
 from titanlite.runtime.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Verification of prepared data: what is damaged is named, and each version of a file is read once."""
+"""Verification of prepared data: damage is named, and each version of a file is read once."""
 
 from __future__ import annotations
 

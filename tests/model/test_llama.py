@@ -86,7 +86,7 @@ def test_rope_is_a_complex_rotation():
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_rope_scaling_slows_long_wavelengths_only(factor):
-    """Piecewise, as the Llama 3.1 release describes it: by wavelength against the original context."""
+    """Piecewise, by wavelength against the original context, as the Llama 3.1 release does."""
     config = replace(FLAVORS["llama3_8b"], rope_scaling=RopeScaling(factor))
     table = rope_table(config, torch.arange(2)).double()
     found = torch.atan2(table[1, :, 1], table[1, :, 0])

@@ -38,7 +38,7 @@ def test_chunked_loss_equals_the_plain_one(num_chunks, dtype):
         assert a.dtype == b.dtype
         if dtype == torch.float32:
             assert (a - b).norm() <= 1e-6 * a.norm()
-        else:  # as near to the truth as the plain loss, but for one more rounding, where the factor comes in
+        else:  # as near to the truth as the plain loss, but for the rounding of the factor
             assert (b - true).norm() <= (a - true).norm() + 2**-9 * true.norm()
     with torch.no_grad():
         value = chunked_cross_entropy_sum(

@@ -1,7 +1,6 @@
 """Values that change during a run, as text: `16 from step 101, 64 by 8 from 4e9 tokens`.
 
-What it is: the reader of `training.batch_ramp` and `schedule.milestones`. Imported only if one of
-them is set.
+What it is: the reader of `training.batch_ramp` and `schedule.milestones`.
 Why it is here: such a list is one key with one line, which can also be set on the command line.
 """
 

@@ -24,8 +24,7 @@ from titanlite.data.tokenizer import MAX_TOKEN, PATTERN
 
 
 def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
-    """The tokens in rank order, 256 bytes first; fewer than `num_tokens` if no pair is left to
-    merge.
+    """The tokens in rank order, 256 bytes first; fewer than `num_tokens` if no pair is left.
 
     Ties are broken by the smaller pair of ids, so the same text always gives the same tokens.
     """
@@ -34,16 +33,16 @@ def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
     for text in texts:
         counts.update(pattern.findall(text))
     tokens = [bytes([i]) for i in range(256)]
+    # Each distinct word once, as the ids of its bytes; `weights`: how often it occurs
     words = [list(word.encode("utf-8", "surrogatepass")) for word in counts]
     weights = list(counts.values())
 
     pair_counts: Counter[tuple[int, int]] = Counter()
-    # Pair -> words that contain it
-    where: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+    words_with: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # pair -> words
     for index, word in enumerate(words):
         for pair in itertools.pairwise(word):
             pair_counts[pair] += weights[index]
-            where[pair].add(index)
+            words_with[pair].add(index)
     heap = [(-count, pair) for pair, count in pair_counts.items()]
     heapq.heapify(heap)
 
@@ -58,15 +57,18 @@ def train_bpe(texts: Iterable[str], num_tokens: int) -> list[bytes]:
         if len(token) > MAX_TOKEN:
             continue
         tokens.append(token)
+
+        # Only the words with the pair change, and the counts of pairs in them
         changed: Counter[tuple[int, int]] = Counter()
-        for index in where.pop(pair):
+        for index in words_with.pop(pair):
             old = words[index]
-            words[index] = word = _merge(old, pair, new)
+            word = _merge(old, pair, new)
+            words[index] = word
             for removed in itertools.pairwise(old):
                 changed[removed] -= weights[index]
             for added in itertools.pairwise(word):
                 changed[added] += weights[index]
-                where[added].add(index)
+                words_with[added].add(index)
         for other, difference in changed.items():
             if difference:
                 pair_counts[other] += difference

@@ -12,19 +12,18 @@ import json
 import sys
 from collections.abc import Iterable
 
-from titanlite.data.token_text import CHARACTERS, to_bytes
+from titanlite.data.byte_level import CHARACTERS, to_bytes
 from titanlite.data.tokenizer import MAX_TOKEN, PATTERN
 from titanlite.runtime.errors import ConfigError
 
 
 def train_bpe_fast(texts: Iterable[str], num_tokens: int) -> list[bytes]:
-    """The tokens in rank order, 256 bytes first; fewer than `num_tokens` if no pair is left to
-    merge.
+    """The tokens in rank order, 256 bytes first; fewer than `num_tokens` if no pair is left.
 
     Raises ConfigError if the package is not installed.
     """
     try:
-        import tokenizers
+        import tokenizers  # optional
     except ImportError:
         raise ConfigError(
             "--fast: needs the tokenizers package; pip install 'titanlite[fast]'"
@@ -42,6 +41,7 @@ def train_bpe_fast(texts: Iterable[str], num_tokens: int) -> list[bytes]:
     )
     tokenizer.train_from_iterator(texts, trainer)
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    # In order, each once
-    made = dict.fromkeys(to_bytes(first + second) for first, second in merges)
-    return [bytes([i]) for i in range(256)] + [*made]
+    tokens = [bytes([i]) for i in range(256)]
+    merged = [to_bytes(first + second) for first, second in merges]
+    tokens += dict.fromkeys(merged)  # each once: two merges may make the same token
+    return tokens

@@ -35,9 +35,10 @@ class Phase:
         self.first = first
         self.used = used
         self.counts = pattern_counts(weights)
-        # The samples of a pattern, source by source: its time, and its number within its source
-        times = np.concatenate([(np.arange(count) + 0.5) / max(1, count) for count in self.counts])
+        # The samples of a pattern, source by source: their number within the source, and time
         numbers = np.concatenate([np.arange(count) for count in self.counts])
+        lengths = np.repeat(self.counts, self.counts)  # of their sources
+        times = (numbers + 0.5) / lengths
         sources = np.repeat(np.arange(len(weights)), self.counts)
 
         order = np.lexsort((sources, times))  # by time; at equal times by source
@@ -48,7 +49,7 @@ class Phase:
         """The number of samples of each source before this one."""
         repeats, rest = divmod(sample - self.first, PATTERN)
         partial = np.bincount(self.sources[:rest], minlength=len(self.counts)).tolist()
-        totals = []
+        totals = []  # before the phase, in whole patterns, and in the last one
         for used, count, in_rest in zip(self.used, self.counts, partial, strict=True):
             totals.append(used + repeats * count + in_rest)
         return totals
@@ -91,6 +92,7 @@ def pattern_counts(weights: list[float]) -> list[int]:
     total = sum(weights)
     exact = [weight / total * PATTERN for weight in weights]
     counts = [int(share) for share in exact]
+    # The source that lost most by rounding down comes first
     by_remainder = sorted(range(len(weights)), key=lambda source: counts[source] - exact[source])
     for source in by_remainder[: PATTERN - sum(counts)]:
         counts[source] += 1

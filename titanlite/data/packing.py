@@ -15,14 +15,12 @@ longer than a row, and 8 per row.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import numpy as np
 
-from titanlite.data.shards import Tokens
+from titanlite.data.shards import Array, Tokens
 from titanlite.runtime.errors import ConfigError
 
-Array = np.ndarray[Any, Any]
 logger = logging.getLogger("titanlite")
 
 
@@ -36,104 +34,135 @@ class PackedRows:
         """
         self.tokens = tokens
         self.seq_len = seq_len
-        self.masked = tokens.targets(0, 1) is not None
+        self.masked = tokens.targets(0, 1) is not None  # the same for the whole text
         starts = tokens.document_starts(0, len(tokens))
         lengths = np.diff(starts, append=len(tokens))
-        windows = (lengths - 1) // seq_len  # full ones of each document
+
+        # Long documents: their full windows are rows
+        windows = (lengths - 1) // seq_len  # of each document
         long = np.flatnonzero(windows)
         self.long_starts = starts[long]
         self.window_ends = np.cumsum(windows[long])
-        self.num_windows = int(self.window_ends[-1]) if len(long) else 0
-        rests = np.flatnonzero(lengths - windows * seq_len > 1)  # a single token has no target
-        self.starts = (starts + windows * seq_len)[rests]
-        self.lengths = (lengths - windows * seq_len)[rests].astype(np.int32)
-        rows = best_fit(self.lengths, seq_len + 1)
-        order = np.argsort(rows, kind="stable")
-        self.starts = self.starts[order]
-        self.lengths = self.lengths[order]
-        # Of the pieces of each row
-        self.ends = np.cumsum(np.bincount(rows)) if len(rows) else np.empty(0, np.int64)
+        self.num_windows = int(windows.sum())
+
+        # Pieces: short documents, and the rests of long ones
+        piece_lengths = lengths - windows * seq_len
+        with_target = np.flatnonzero(piece_lengths > 1)  # a single token has none
+        piece_starts = (starts + windows * seq_len)[with_target]
+        piece_lengths = piece_lengths[with_target].astype(np.int32)
+        rows = best_fit(piece_lengths, seq_len + 1)
+        by_row = np.argsort(rows, kind="stable")
+        self.starts = piece_starts[by_row]
+        self.lengths = piece_lengths[by_row]
+        self.ends = np.cumsum(np.bincount(rows))  # of each row's part of `starts` and `lengths`
+
         self.count = self.num_windows + len(self.ends)
         if not self.count:
             raise ConfigError(
                 f"data.packing = best_fit: the {what} has no document of two tokens or more"
             )
-        self.padding = 1 - (self.num_windows * seq_len + int((self.lengths - 1).sum())) / (
-            self.count * seq_len
-        )
+        targets = self.num_windows * seq_len + int((self.lengths - 1).sum())
+        self.padding = 1 - targets / (self.count * seq_len)
         self.cut = float((lengths > seq_len + 1).mean())
         logger.info(
-            f"{what}: {len(starts):,} documents packed into {self.count:,} rows of {seq_len} tokens; "
-            f"{100 * self.padding:.2f}% of the positions have no target, {100 * self.cut:.2f}% of the documents are "
-            "longer than a row and cut"
+            f"{what}: {len(starts):,} documents packed into {self.count:,} rows of {seq_len} "
+            f"tokens; {100 * self.padding:.2f}% of the positions have no target, "
+            f"{100 * self.cut:.2f}% of the documents are longer than a row and cut"
         )
 
     def fill(self, index: int, ids: Array, ignored: Array, document_mask: bool) -> Array:
-        """As `Windows.fill`. Returns where the pieces after the first, and the padding, start."""
-        if index < self.num_windows:
-            document = int(np.searchsorted(self.window_ends, index, "right"))
-            before = int(self.window_ends[document - 1]) if document else 0
-            pieces = [
-                (
-                    int(self.long_starts[document]) + (index - before) * self.seq_len,
-                    self.seq_len + 1,
-                )
-            ]
-        else:
-            row = index - self.num_windows
-            part = slice(int(self.ends[row - 1]) if row else 0, int(self.ends[row]))
-            pieces = list(zip(self.starts[part].tolist(), self.lengths[part].tolist(), strict=True))
+        """As `Rows.fill`. Returns where the pieces after the first, and the padding, start."""
         ignored[:] = True
         offset = 0
-        begins = []
-        for start, length in pieces:
+        starts = []
+        for start, length in self._pieces(index):
             ids[offset : offset + length] = self.tokens.read(start, length)
-            targets = self.tokens.targets(start + 1, length - 1) if self.masked else None
-            ignored[offset : offset + length - 1] = False if targets is None else ~targets
+            labels = slice(offset, offset + length - 1)
+            ignored[labels] = False
+            if self.masked:
+                targets = self.tokens.targets(start + 1, length - 1)
+                assert targets is not None
+                np.logical_not(targets, out=ignored[labels])
             offset += length
-            begins.append(offset)  # of the next document, or of the padding
-        return np.array(begins)
+            starts.append(offset)  # of the next document, or of the padding
+        return np.array(starts)
+
+    def _pieces(self, index: int) -> list[tuple[int, int]]:
+        """(first token in the text, number of tokens) of what a row contains."""
+        if index < self.num_windows:
+            document = int(np.searchsorted(self.window_ends, index, "right"))
+            earlier = int(self.window_ends[document - 1]) if document else 0
+            start = int(self.long_starts[document]) + (index - earlier) * self.seq_len
+            return [(start, self.seq_len + 1)]
+        row = index - self.num_windows
+        first = int(self.ends[row - 1]) if row else 0
+        part = slice(first, int(self.ends[row]))
+        return list(zip(self.starts[part].tolist(), self.lengths[part].tolist(), strict=True))
+
+
+class _Rooms:
+    """Rows with room left, by how much room they have."""
+
+    def __init__(self, capacity: int) -> None:
+        self.rows: list[list[Array]] = [[] for _ in range(capacity + 1)]
+        self.present = 0  # bit r: there are rows with room r
+
+    def smallest(self, length: int) -> int:
+        """The least room that is enough for a piece; 0 if no row has enough."""
+        enough = self.present >> length
+        if not enough:
+            return 0
+        lowest_bit = enough & -enough
+        return length + lowest_bit.bit_length() - 1
+
+    def take(self, room: int, number: int) -> Array:
+        """Removes and returns rows with this room: at least one, at most `number`."""
+        rows = self.rows[room].pop()
+        if len(rows) > number:
+            self.rows[room].append(rows[number:])
+            rows = rows[:number]
+        elif not self.rows[room]:
+            self.present &= ~(1 << room)
+        return rows
+
+    def add(self, room: int, rows: Array) -> None:
+        if room and len(rows):
+            self.rows[room].append(rows)
+            self.present |= 1 << room
 
 
 def best_fit(lengths: Array, capacity: int) -> Array:
-    """The row of each piece, by best-fit decreasing. Lengths are from 1 to `capacity`, which is
-    that of a row.
+    """The row of each piece, by best-fit decreasing.
 
-    Pieces of one length are placed together: of the rows with the least room that is enough, each
-    takes as many as fit. That is what placing one after the other would do.
+    Lengths are from 1 to `capacity`, which is that of a row. Pieces of one length are placed
+    together: of the rows with the least room that is enough, each takes as many as fit. That is
+    what placing one after the other would do.
     """
     rows = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
     counts = np.bincount(lengths, minlength=capacity + 1)
-    free: list[list[Array]] = [[] for _ in range(capacity + 1)]  # by room: rows that have it
-    rooms = 0  # bit r: there are rows with room r
-    placed = num_rows = 0
+    rooms = _Rooms(capacity)
+    num_rows = 0
+    placed = 0  # pieces, in `order`
     for length in np.flatnonzero(counts)[::-1].tolist():
         end = placed + int(counts[length])
         while placed < end:
-            enough = rooms >> length
-            room = length + (enough & -enough).bit_length() - 1 if enough else capacity
-            each = room // length
-            needed = -(-(end - placed) // each)
-            if enough:
-                chosen = free[room].pop()
-                if len(chosen) > needed:
-                    free[room].append(chosen[needed:])
-                    chosen = chosen[:needed]
-                elif not free[room]:
-                    rooms &= ~(1 << room)
-            else:
+            room = rooms.smallest(length)
+            is_new = room == 0
+            if is_new:  # no row has enough room: begin new ones
+                room = capacity
+            each = room // length  # pieces that fit into a row
+            needed = -(-(end - placed) // each)  # rows
+            if is_new:
                 chosen = np.arange(num_rows, num_rows + needed)
                 num_rows += needed
+            else:
+                chosen = rooms.take(room, needed)
+
             number = min(len(chosen) * each, end - placed)
             rows[order[placed : placed + number]] = np.repeat(chosen, each)[:number]
             placed += number
-            last = number - (len(chosen) - 1) * each  # pieces in the last row that was chosen
-            for left, some in (
-                (room - each * length, chosen[:-1]),
-                (room - last * length, chosen[-1:]),
-            ):
-                if left and len(some):
-                    free[left].append(some)
-                    rooms |= 1 << left
+            in_last = number - (len(chosen) - 1) * each  # the last row may have fewer
+            rooms.add(room - each * length, chosen[:-1])
+            rooms.add(room - in_last * length, chosen[-1:])
     return rows

@@ -74,7 +74,7 @@ def load_sources(
 
 
 class PreparedData:
-    """A prepared folder: its manifest, the tokenizer it was made with, and the tokens of its splits.
+    """A prepared folder: its manifest, the tokenizer it was made with, and its splits' tokens.
 
     The manifest has been checked and the files verified just before (`verify_changed`), in this
     process or in the launcher.

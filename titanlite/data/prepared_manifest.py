@@ -19,7 +19,9 @@ from titanlite.runtime.files import read_bounded
 
 FORMAT = 2  # of a prepared folder
 AGAIN = "delete the folder to prepare the data again"
-MANIFEST_BYTES = 1 << 26
+MANIFEST_BYTES = 1 << 26  # the most that is read
+SHA256 = re.compile("[0-9a-f]{64}")
+FILE_NAME = re.compile(r"(train|validation)-\d{5,9}(\.starts|\.mask)?\.bin")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -62,66 +64,87 @@ def _invalid_field(manifest: dict[str, Any]) -> str:
         return f"format {manifest['format']!r}, expected {FORMAT}"
     splits = [manifest["splits"][name] for name in ("train", "validation")]
     shards = [shard for split in splits for shard in split["shards"]]
-    files = [
-        entry
-        for shard in shards
-        for entry in (shard, shard["starts"], shard["mask"])
-        if entry is not None
-    ]
+    files = list[dict[str, Any]]()
+    for shard in shards:
+        files += [entry for entry in (shard, shard["starts"], shard["mask"]) if entry is not None]
     size = manifest["tokenizer"]["size"]
-    counts = [manifest["bytes"], manifest["files"], size]
-    counts += [entry[name] for entry in (*splits, *shards) for name in ("tokens", "documents")]
-    counts += [split["bytes"] for split in splits]
-    hashes = [
-        manifest["fingerprint"],
-        manifest["tokenizer"]["sha256"],
-        *(entry["sha256"] for entry in files),
-    ]
-    pattern = r"(train|validation)-\d{5,9}(\.starts|\.mask)?\.bin"
+    names = [entry["file"] for entry in files]
+    rows = manifest["rows"]
+
     checks = {
         "name": isinstance(manifest["name"], str) and manifest["name"].isprintable(),
         "splits": set(manifest["splits"]) == {"train", "validation"},
         "starts": all(shard["starts"] is not None for shard in shards),
-        "count": all(map(_is_count, counts)),
-        "SHA-256": all(re.fullmatch("[0-9a-f]{64}", digest) for digest in hashes),
-        "file name": all(re.fullmatch(pattern, entry["file"]) for entry in files),
-        "file name, twice": len({entry["file"] for entry in files}) == len(files),
+        "count": all(_is_count(count) for count in _counts(manifest, splits, shards)),
+        "SHA-256": all(SHA256.fullmatch(digest) for digest in _hashes(manifest, files)),
+        "file name": all(FILE_NAME.fullmatch(name) for name in names),
+        "file name, twice": len(set(names)) == len(names),
         "dtype": manifest["dtype"] == token_dtype(size).str,
+        "rows": (
+            _is_count(rows["rows"]) and _is_count(rows["bad"]) and _are_texts(rows["examples"])
+        ),
+        "filters": _is_filter_report(manifest["filters"]),
+        "roots": _are_texts(manifest["roots"]),
+        "tokenizer": isinstance(manifest["tokenizer"]["file"], str),
+        "number of tokens": all(_has_total(split, "tokens") for split in splits),
+        "number of documents": all(_has_total(split, "documents") for split in splits),
     }
-    rows = manifest["rows"]
-    filters = manifest["filters"]
-    checks["rows"] = (
-        _is_count(rows["rows"]) and _is_count(rows["bad"]) and _are_texts(rows["examples"])
-    )
-    checks["filters"] = _is_report(filters) and all(
-        _is_report(rule, of_rule=True) for rule in filters["rules"].values()
-    )
-    checks["roots"] = _are_texts(manifest["roots"])
-    checks["tokenizer"] = isinstance(manifest["tokenizer"]["file"], str)
-    for name in ("tokens", "documents"):
-        checks[f"number of {name}"] = all(
-            split[name] == sum(s[name] for s in split["shards"]) for split in splits
-        )
-    return next((name for name, valid in checks.items() if not valid), "")
+    for name, valid in checks.items():
+        if not valid:
+            return name
+    return ""
 
 
-def _is_count(value: Any) -> bool:
+def _counts(
+    manifest: dict[str, Any], splits: list[dict[str, Any]], shards: list[dict[str, Any]]
+) -> list[object]:
+    """All fields that count something."""
+    counts = [manifest["bytes"], manifest["files"], manifest["tokenizer"]["size"]]
+    for entry in (*splits, *shards):
+        counts += [entry["tokens"], entry["documents"]]
+    counts += [split["bytes"] for split in splits]
+    return counts
+
+
+def _hashes(manifest: dict[str, Any], files: list[dict[str, Any]]) -> list[str]:
+    """All fields that are a SHA-256."""
+    hashes = [manifest["fingerprint"], manifest["tokenizer"]["sha256"]]
+    return hashes + [entry["sha256"] for entry in files]
+
+
+def _has_total(split: dict[str, Any], name: str) -> bool:
+    """Whether the number of tokens or documents of a split is that of its shards together."""
+    return bool(split[name] == sum(shard[name] for shard in split["shards"]))
+
+
+def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 62
 
 
-def _are_texts(values: Any) -> bool:
+def _are_texts(values: object) -> bool:
     return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
-def _is_report(report: Any, of_rule: bool = False) -> bool:
-    """Whether this is what was dropped (`tools/prepare/filter_report.py`): by all rules, or by one."""
-    names = {"documents", "bytes", "examples" if of_rule else "rules"}
-    if set(report) != names or not (_is_count(report["documents"]) and _is_count(report["bytes"])):
+def _is_filter_report(report: dict[str, Any]) -> bool:
+    """Whether this is what all rules have dropped (`tools/prepare/filter_report.py`)."""
+    if not _is_dropped(report, {"documents", "bytes", "rules"}):
         return False
-    examples = report["examples"] if of_rule else []
-    return isinstance(examples, list) and all(
-        set(e) == {"file", "row", "text"}
-        and _are_texts([e["file"], e["text"]])
-        and _is_count(e["row"])
-        for e in examples
-    )
+    return all(_is_rule_report(rule) for rule in report["rules"].values())
+
+
+def _is_rule_report(report: dict[str, Any]) -> bool:
+    """Whether this is what one rule has dropped, with examples."""
+    if not _is_dropped(report, {"documents", "bytes", "examples"}):
+        return False
+    examples = report["examples"]
+    return isinstance(examples, list) and all(_is_example(example) for example in examples)
+
+
+def _is_dropped(report: dict[str, Any], names: set[str]) -> bool:
+    return set(report) == names and _is_count(report["documents"]) and _is_count(report["bytes"])
+
+
+def _is_example(example: dict[str, Any]) -> bool:
+    if set(example) != {"file", "row", "text"}:
+        return False
+    return _are_texts([example["file"], example["text"]]) and _is_count(example["row"])

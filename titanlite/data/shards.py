@@ -4,7 +4,7 @@ What it is: each split (train, validation) is one long sequence of documents, cu
 shard is a file of little-endian uint16 (uint32 for more than 65,536 ids); a second file lists where
 documents start in it (uint64), and an optional third one has a bit for each token: whether it may
 be a target. A document may continue in the next shard. `manifest.json` lists the files
-(`manifest.py`).
+(`prepared_manifest.py`).
 What it costs: 2 bytes per token on disk and 8 per document. Reading a sample touches only its
 pages, and the processes of a node share them in the page cache.
 """
@@ -16,12 +16,25 @@ import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 Array: TypeAlias = np.ndarray[Any, Any]
 START = np.dtype("<u8")  # of a document: the index of its first token in the shard
+
+
+class Part(NamedTuple):
+    """The part of a range of positions that lies in one shard."""
+
+    shard: int
+    begin: int  # index in the shard of the first token
+    end: int  # index in the shard after the last token
+    first: int  # index in the range of the first token
+
+    @property
+    def in_range(self) -> slice:
+        return slice(self.first, self.first + self.end - self.begin)
 
 
 class Tokens:
@@ -31,7 +44,7 @@ class Tokens:
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], split: str) -> None:
-        """Manifest and files must have been verified, as `prepare` does."""
+        """Manifest and files must have been verified (`verification.py`)."""
         entry = manifest["splits"][split]
         self.documents: int = entry["documents"]
         self._folder = folder
@@ -44,66 +57,77 @@ class Tokens:
         return self._ends[-1] if self._ends else 0
 
     @functools.cached_property
-    def _ids(self) -> list[np.ndarray[Any, Any]]:
-        return [
-            np.memmap(self._folder / shard["file"], self._dtype, "r") for shard in self._entries
-        ]
+    def _ids(self) -> list[Array]:
+        paths = [self._folder / shard["file"] for shard in self._entries]
+        return [np.memmap(path, self._dtype, "r") for path in paths]
 
     @functools.cached_property
-    def _starts(self) -> list[np.ndarray[Any, Any]]:
-        paths = [self._folder / shard["starts"]["file"] for shard in self._entries]
-        return [
-            np.memmap(path, START, "r") if path.stat().st_size else np.empty(0, START)
-            for path in paths
-        ]
+    def _starts(self) -> list[Array]:
+        starts: list[Array] = []
+        for shard in self._entries:
+            path = self._folder / shard["starts"]["file"]
+            if path.stat().st_size:
+                starts.append(np.memmap(path, START, "r"))
+            else:  # an empty file cannot be mapped
+                starts.append(np.empty(0, START))
+        return starts
 
     @functools.cached_property
-    def _masks(self) -> list[np.ndarray[Any, Any] | None]:
-        """Of each shard the bits of its tokens, eight in a byte, the first in the highest bit;
-        None: all are 1.
-        """
-        masks = (shard["mask"] and self._folder / shard["mask"]["file"] for shard in self._entries)
-        return [np.memmap(path, np.uint8, "r") if path else None for path in masks]
+    def _masks(self) -> list[Array | None]:
+        """Of each shard the bits of its tokens; None: all are 1.
 
-    def _parts(self, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """(shard, first index and end index in it, position of the shard's first token) of
-        positions start to end.
+        Eight bits are in a byte, the first in the highest.
         """
-        index = bisect.bisect_right(self._ends, start)
-        while start < end:
-            first = self._ends[index - 1] if index else 0
-            stop = min(end, self._ends[index])
-            yield index, start - first, stop - first, first
-            index = index + 1
-            start = stop
+        masks: list[Array | None] = []
+        for shard in self._entries:
+            mask = None
+            if shard["mask"]:
+                mask = np.memmap(self._folder / shard["mask"]["file"], np.uint8, "r")
+            masks.append(mask)
+        return masks
 
-    def read(self, start: int, count: int) -> np.ndarray[Any, Any]:
+    def _parts(self, start: int, end: int) -> Iterator[Part]:
+        """The parts of positions start to end - 1 in the shards."""
+        shard = bisect.bisect_right(self._ends, start)
+        position = start
+        while position < end:
+            shard_start = self._ends[shard - 1] if shard else 0
+            stop = min(end, self._ends[shard])
+            yield Part(shard, position - shard_start, stop - shard_start, position - start)
+            shard += 1
+            position = stop
+
+    def read(self, start: int, count: int) -> Array:
         """Ids start, ..., start + count - 1 as int64: (count,)."""
         out = np.empty(count, dtype=np.int64)
-        for index, begin, end, first in self._parts(start, start + count):
-            out[first + begin - start : first + end - start] = self._ids[index][begin:end]
+        for part in self._parts(start, start + count):
+            out[part.in_range] = self._ids[part.shard][part.begin : part.end]
         return out
 
-    def targets(self, start: int, count: int) -> np.ndarray[Any, Any] | None:
-        """Which of these tokens may be targets of the loss: (count,) bool; None if every token of
-        the split may.
+    def targets(self, start: int, count: int) -> Array | None:
+        """Which of these tokens may be targets of the loss: (count,) bool.
+
+        None if every token of the split may.
         """
         if not any(shard["mask"] for shard in self._entries):
             return None
         out = np.ones(count, dtype=bool)
-        for index, begin, end, first in self._parts(start, start + count):
-            mask = self._masks[index]
+        for part in self._parts(start, start + count):
+            mask = self._masks[part.shard]
             if mask is not None:
-                bits = np.unpackbits(mask[begin // 8 : -(-end // 8)], count=end - begin // 8 * 8)
-                out[first + begin - start : first + end - start] = bits[begin % 8 :]
+                first_byte = part.begin // 8
+                end_byte = -(-part.end // 8)
+                bits = np.unpackbits(mask[first_byte:end_byte], count=part.end - first_byte * 8)
+                out[part.in_range] = bits[part.begin % 8 :]
         return out
 
-    def document_starts(self, start: int, end: int) -> np.ndarray[Any, Any]:
+    def document_starts(self, start: int, end: int) -> Array:
         """The positions in [start, end) at which a document starts, sorted: int64."""
-        found = [np.empty(0, np.int64)]
-        for index, begin, stop, first in self._parts(start, min(end, len(self))):
-            starts = self._starts[index]
-            # Of its type: the map is not converted
-            low, high = np.searchsorted(starts, np.array([begin, stop], START))
-            found.append(starts[low:high].astype(np.int64) + first)
-        return np.concatenate(found)
+        positions = [np.empty(0, np.int64)]
+        for part in self._parts(start, min(end, len(self))):
+            starts = self._starts[part.shard]
+            # Another type than START would convert the whole map
+            low, high = np.searchsorted(starts, np.array([part.begin, part.end], START))
+            shard_start = start + part.first - part.begin
+            positions.append(starts[low:high].astype(np.int64) + shard_start)
+        return np.concatenate(positions)

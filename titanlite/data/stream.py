@@ -14,7 +14,7 @@ What it costs: a few microseconds of Python per sample.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -50,15 +50,18 @@ def permute(index: int, size: int, key: int) -> int:
     Four Feistel rounds permute the numbers of 2 * half bits. They are repeated until the result is
     below `size` (fewer than four times on average), which gives a permutation of 0 .. size - 1.
     """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    low = (1 << half) - 1
+    half = max(1, ((size - 1).bit_length() + 1) // 2)  # bits
+    low = (1 << half) - 1  # the mask of the lower half
     while True:
         left = index >> half
         right = index & low
         for turn in range(4):
-            left, right = right, left ^ (mix(key ^ mix(right * 4 + turn)) & low)
+            mixed = mix(key ^ mix(right * 4 + turn)) & low
+            next_right = left ^ mixed
+            left = right
+            right = next_right
         index = left << half | right
-        if index < size:
+        if index < size:  # else permute the result again: this stays a bijection
             return index
 
 
@@ -76,13 +79,16 @@ class Batch(NamedTuple):
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with each of its tensors replaced by the function's result."""
-        positions = None if self.positions is None else function(self.positions)
-        return Batch(function(self.tokens), function(self.labels), positions)
+        batch = Batch(function(self.tokens), function(self.labels))
+        if self.positions is not None:
+            batch = batch._replace(positions=function(self.positions))
+        return batch
 
 
 def count_targets(batches: list[Batch]) -> Tensor:
     """The number of labels that are not IGNORED in all these batches: a scalar, int64."""
-    return torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
+    counts = [(batch.labels != IGNORED).sum() for batch in batches]
+    return torch.stack(counts).sum()
 
 
 class Rows(Protocol):
@@ -101,8 +107,10 @@ class Rows(Protocol):
 
 
 class Windows:
-    """Documents one after the other, cut into windows. Neighbouring windows overlap by one token:
-    the last label of one is the first input of the next."""
+    """Documents one after the other, cut into windows of S + 1 tokens.
+
+    Neighbouring windows overlap by one token: the last label of one is the first input of the next.
+    """
 
     def __init__(self, tokens: Tokens, seq_len: int, what: str) -> None:
         """Raises ConfigError if the text, which `what` describes, is shorter than one window."""
@@ -149,14 +157,15 @@ def document_positions(starts: Array, seq_len: int) -> Array:
     origins = np.zeros(seq_len, np.int64)
     inside = starts[starts < seq_len]
     origins[inside] = inside
-    return np.arange(seq_len) - np.maximum.accumulate(origins)
+    origins = np.maximum.accumulate(origins)  # the start of each token's document
+    return np.arange(seq_len) - origins
 
 
 def read_batch(
     picks: Sequence[tuple[Rows, int] | None], seq_len: int, document_mask: bool
 ) -> Batch:
     """These rows; None gives a row without targets, so that every process gets a batch."""
-    size = len(picks)
+    size = len(picks)  # B
     ids = np.zeros((size, seq_len + 1), dtype=np.int64)
     ignored = np.zeros((size, seq_len), dtype=bool)
     positions = np.tile(np.arange(seq_len), (size, 1))
@@ -168,9 +177,9 @@ def read_batch(
         starts = rows.fill(index, ids[b], ignored[b], document_mask)
         if document_mask and starts is not None:
             positions[b] = document_positions(starts, seq_len)
-    labels = ids[:, 1:].copy()
+    labels = ids[:, 1:].copy()  # (B, S)
     np.putmask(labels, ignored, IGNORED)
-    tokens = ids[:, :-1].copy()
+    tokens = ids[:, :-1].copy()  # (B, S)
     batch = Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
     if document_mask:
         batch = batch._replace(positions=torch.from_numpy(positions))
@@ -186,7 +195,7 @@ class Samples:
 
     def __init__(
         self,
-        sources: dict[str, Rows],
+        sources: Mapping[str, Rows],
         seed: int,
         mixture: Mixture,
         excluded: Sequence[Range] = (),
@@ -212,6 +221,7 @@ class Samples:
         source, number = self.mixture.locate(sample)
         rows = self.rows[source]
         epoch, index = divmod(number, rows.count)
+        # Each epoch of each source has its own order
         key = mix(self.seed ^ mix(source << 32 | epoch))
         return rows, permute(index, rows.count, key)
 
@@ -326,6 +336,7 @@ def validation_batches(windows: Windows, samples: int, stream: TrainStream) -> I
     size = stream.training.local_batch_size
     for start in range(0, count, size * stream.data_size):
         first = start + stream.data_rank * size
+        # Beyond the last window rows stay None, so that all ranks run equally many collectives
         picks: list[tuple[Rows, int] | None] = [None] * size
         for b, i in enumerate(range(first, min(first + size, count))):
             picks[b] = (windows, permute(i, windows.count, 0))

@@ -22,41 +22,42 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
     On CUDA it is copied from pinned memory, so the host does not wait.
     """
-    return (
-        tensor.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else tensor.to(device)
-    )
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def prefetch(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on the device. On CUDA the next batch is copied while the device computes with
-    this one.
+    """The batches on the device; on CUDA the next is copied while it computes with this one.
 
     Copies run on a separate stream, and the computation waits only for its own batch. The first
     batch of a step is copied while the device still computes the step before, unless that step was
     logged: then the host has waited.
     """
     if device.type != "cuda":
-        yield from (batch.apply(lambda tensor: tensor.to(device)) for batch in batches)
+        for batch in batches:
+            yield batch.apply(lambda tensor: tensor.to(device))
         return
     copies = _copy_stream(device)
 
     def start_copy(batch: Batch | None) -> Batch | None:
+        if batch is None:
+            return None
         with torch.cuda.stream(copies):
-            return None if batch is None else batch.apply(lambda tensor: to_device(tensor, device))
+            return batch.apply(lambda tensor: to_device(tensor, device))
 
-    rest = iter(batches)
-    coming = start_copy(next(rest, None))
-    while coming is not None:
-        here = coming
+    remaining = iter(batches)
+    following = start_copy(next(remaining, None))
+    while following is not None:
+        current = following
         computing = torch.cuda.current_stream(device)
         computing.wait_stream(copies)
-        for tensor in (part for part in here if part is not None):
-            # Its memory belongs to the stream of the copies: do not reuse it too soon
-            tensor.record_stream(computing)
-        coming = start_copy(next(rest, None))
-        yield here
+        for tensor in current:
+            if tensor is not None:
+                # Its memory belongs to the stream of the copies: do not reuse it too soon
+                tensor.record_stream(computing)
+        following = start_copy(next(remaining, None))
+        yield current
 
 
 @functools.cache

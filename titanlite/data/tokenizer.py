@@ -16,14 +16,14 @@ from pathlib import Path
 
 import tiktoken
 
+from titanlite.data.tiktoken_pieces import pieces
+from titanlite.data.tokenizer_json import Encoding, convert, find
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 
-# 4,096 tokens, made by `titanlite tokenizer train`
-BUNDLED = Path(__file__).with_name("tokenizer.model")
+BUNDLED = Path(__file__).with_name("tokenizer.model")  # 4,096 tokens of `titanlite tokenizer train`
 LLAMA3_RANKS = 128_000
-# Bytes; Llama 3's file has 2 MB, its longest token 128
-MAX_RANK_FILE = 1 << 23
+MAX_RANK_FILE = 1 << 23  # bytes; Llama 3's file has 2 MB, its longest token 128
 MAX_TOKEN = 1024
 # Llama 3's pre-tokenizer: contractions, words, up to three digits, punctuation, line ends, spaces.
 PATTERN = (
@@ -44,38 +44,29 @@ class Tokenizer:
         Raises ConfigError.
         """
         self.path = Path(path or BUNDLED)
-        content = self._read() if content is None else content
-        self.pattern = PATTERN
-        self.nfc = False
-        self.ids = list[int]()
-        self.unmade = 0
+        if content is None:
+            self.path, content = _read(self.path)
         if content.lstrip()[:1] == b"{":
-            from titanlite.data.tokenizer_json import convert  # imported only if used
-
-            found = convert(self.path, content, MAX_TOKEN)
-            self.tokens = found.tokens
-            self.special = found.special
-            self.bos = found.bos
-            self.eos = found.eos
-            self.pattern = found.pattern
-            self.nfc = found.nfc
-            self.ids = found.ids
-            self.unmade = found.unmade
-            self.ranks = found.ranks
-            self.files = found.files
+            encoding = convert(self.path, content, MAX_TOKEN)
         else:
-            self.tokens = self.ranks = _parse(self.path, content)
-            names = _special_names(256 if len(self.ranks) == LLAMA3_RANKS else 16)
-            self.special = {name: len(self.ranks) + i for i, name in enumerate(names)}
-            self.bos = self.special["<|begin_of_text|>"]
-            self.eos = self.special["<|end_of_text|>"]
-            self.files = {BUNDLED.name: content}  # with which a folder has this tokenizer
+            encoding = _of_rank_file(self.path, content)
+        self.files = encoding.files  # with which a folder has this tokenizer
+        self.tokens = encoding.tokens
+        self.ranks = encoding.ranks
+        self.ids = encoding.ids
+        self.special = encoding.special
+        self.bos = encoding.bos
+        self.eos = encoding.eos
+        self.pattern = encoding.pattern
+        self.nfc = encoding.nfc
+        self.unmade = encoding.unmade
         self.content = b"\0".join(self.files.values())
         self.sha256 = hashlib.sha256(self.content).hexdigest()
-        # Tiktoken drops what nothing matches
-        pieces = rf"{self.pattern}|(?:(?!{self.pattern})[\s\S])+"
+
+        # tiktoken drops what nothing matches, so the pattern also matches all between
+        with_rest = rf"{self.pattern}|(?:(?!{self.pattern})[\s\S])+"
         self._encoding = tiktoken.Encoding(
-            "", pat_str=pieces, mergeable_ranks=self.ranks, special_tokens={}
+            "", pat_str=with_rest, mergeable_ranks=self.ranks, special_tokens={}
         )
         self._bytes = {i: token for token, i in self.tokens.items()}
         self.size = 1 + max(*self._bytes, *self.special.values())
@@ -85,12 +76,12 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without bos and eos. Lone surrogates become U+FFFD."""
-        from titanlite.data.pieces import pieces  # a run on prepared data encodes no text
-
         ranks: list[int] = []
         for piece in pieces(text, self.nfc):
             ranks += self._encoding.encode_ordinary(piece)
-        return [self.ids[rank] for rank in ranks] if self.ids else ranks
+        if not self.ids:
+            return ranks
+        return [self.ids[rank] for rank in ranks]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text.
@@ -99,19 +90,37 @@ class Tokenizer:
         """
         return b"".join(self._bytes.get(i, b"") for i in ids).decode("utf-8", "replace")
 
-    def _read(self) -> bytes:
-        try:
-            if self.path.is_dir() or self.path.suffix == ".json":
-                from titanlite.data.tokenizer_json import find
 
-                self.path, content = find(self.path)
-                return content
-            return read_bounded(self.path, MAX_RANK_FILE)
-        except OSError as error:
-            raise ConfigError(
-                f"data.tokenizer = {str(self.path)!r}: {error.strerror or error}; expected a tiktoken rank file, "
-                "a tokenizer.json or a folder with one of them"
-            ) from None
+def _read(path: Path) -> tuple[Path, bytes]:
+    """The tokenizer's file, given itself or its folder, and its content. Raises ConfigError."""
+    try:
+        if path.is_dir() or path.suffix == ".json":
+            return find(path)
+        return path, read_bounded(path, MAX_RANK_FILE)
+    except OSError as error:
+        raise ConfigError(
+            f"data.tokenizer = {str(path)!r}: {error.strerror or error}; expected a tiktoken rank "
+            "file, a tokenizer.json or a folder with one of them"
+        ) from None
+
+
+def _of_rank_file(path: Path, content: bytes) -> Encoding:
+    """The encoding of a rank file, whose ranks are the ids. Raises ConfigError."""
+    ranks = _parse(path, content)
+    names = _special_names(256 if len(ranks) == LLAMA3_RANKS else 16)
+    special = {name: len(ranks) + i for i, name in enumerate(names)}
+    return Encoding(
+        files={BUNDLED.name: content},
+        tokens=ranks,
+        ranks=ranks,
+        ids=[],
+        special=special,
+        bos=special["<|begin_of_text|>"],
+        eos=special["<|end_of_text|>"],
+        pattern=PATTERN,
+        nfc=False,
+        unmade=0,
+    )
 
 
 def _special_names(count: int) -> list[str]:
@@ -137,7 +146,7 @@ def _parse(path: Path, content: bytes) -> dict[bytes, int]:
             expected = len(ranks)
             if int(rank) != expected:
                 raise ValueError(f"rank {int(rank)}, expected {expected}")
-            if len(decoded) > MAX_TOKEN:  # finding merges takes time of its square
+            if len(decoded) > MAX_TOKEN:  # finding merges takes time in its square
                 raise ValueError(f"a token of {len(decoded)} bytes, expected at most {MAX_TOKEN}")
             if decoded in ranks:
                 raise ValueError("a token that an earlier line has")
@@ -150,6 +159,7 @@ def _parse(path: Path, content: bytes) -> dict[bytes, int]:
     missing = [i for i in range(256) if bytes([i]) not in ranks]
     if missing:
         raise ConfigError(
-            f"{path}: no token for {len(missing)} of the 256 bytes, the first 0x{missing[0]:02x}: not a rank file"
+            f"{path}: no token for {len(missing)} of the 256 bytes, the first 0x{missing[0]:02x}: "
+            "not a rank file"
         )
     return ranks

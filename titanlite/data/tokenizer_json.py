@@ -1,5 +1,4 @@
-"""Hugging Face's tokenizer.json: a byte-level byte-pair encoding, converted to one that tiktoken
-computes.
+"""Hugging Face's tokenizer.json: byte-level byte-pair encoding, converted to one of tiktoken.
 
 What it is: `tokenizers` stores tokens as text, a printable character for each byte, and merges the
 pair of tokens that comes first in a list of merges. tiktoken merges the pair whose result has the
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.token_text import CHARACTERS, to_bytes, to_text
+from titanlite.data.byte_level import CHARACTERS, to_bytes, to_text
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 
@@ -50,23 +49,38 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 # a text may be cut before a space.
 ALTERNATIVES = [
     *GPT2_PATTERN.split("|"),
-    *(_CONTRACTIONS, r"'(?:[sdmt]|ll|ve|re)", r"'(?i:[sdmt]|ll|ve|re)"),
-    *(r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"),
-    *(_CASED, _UPPER, f"{_CASED}{_CONTRACTIONS}?", f"{_UPPER}{_CONTRACTIONS}?"),
-    *(r"\p{N}", r"\p{N}{1,2}", r"\p{N}{1,3}"),
-    *(
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
-    ),
-    *(r"\s*[\r\n]+", r"\s*[\r\n]"),
+    # Contractions
+    _CONTRACTIONS,
+    r"'(?:[sdmt]|ll|ve|re)",
+    r"'(?i:[sdmt]|ll|ve|re)",
+    # Words
+    r"[^\r\n\p{L}\p{N}]?\p{L}+",
+    r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+    _CASED,
+    _UPPER,
+    f"{_CASED}{_CONTRACTIONS}?",
+    f"{_UPPER}{_CONTRACTIONS}?",
+    # Digits
+    r"\p{N}",
+    r"\p{N}{1,2}",
+    r"\p{N}{1,3}",
+    # Punctuation
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+    # Line ends
+    r"\s*[\r\n]+",
+    r"\s*[\r\n]",
 ]
 _ONE = "|".join(map(re.escape, ALTERNATIVES))
 KNOWN = re.compile(rf"(?:{_ONE})(?:\|(?:{_ONE}))*")
 
+Json = dict[str, Any]  # an object of the file, whose values may be of any type
+Pair = tuple[bytes, bytes]
+
 
 @dataclass(frozen=True)
-class Converted:
+class Encoding:
     """An encoding for tiktoken."""
 
     files: dict[str, bytes]  # with which a folder has this tokenizer: name -> content
@@ -87,22 +101,23 @@ def find(path: Path) -> tuple[Path, bytes]:
     Raises OSError.
     """
     if path.is_dir():
-        path = next(
-            (path / name for name in (JSON_FILES[0], RANK_FILE) if (path / name).exists()),
-            path / JSON_FILES[0],
-        )
-        if not path.exists():
-            raise FileNotFoundError(
-                errno.ENOENT, f"no {JSON_FILES[0]} and no {RANK_FILE} in this folder"
-            )
+        path = _in_folder(path)
     content = read_bounded(path, MAX_JSON_FILE)
-    beside = path.with_name(JSON_FILES[1])
-    return path, content + b"\0" + read_bounded(
-        beside
-    ) if path.suffix == ".json" and beside.exists() else content
+    config = path.with_name(JSON_FILES[1])
+    if path.suffix == ".json" and config.exists():
+        content += b"\0" + read_bounded(config)
+    return path, content
 
 
-def convert(path: Path, content: bytes, max_token: int) -> Converted:
+def _in_folder(folder: Path) -> Path:
+    """The file in a folder that has the tokenizer."""
+    for name in (JSON_FILES[0], RANK_FILE):
+        if (folder / name).exists():
+            return folder / name
+    raise FileNotFoundError(errno.ENOENT, f"no {JSON_FILES[0]} and no {RANK_FILE} in this folder")
+
+
+def convert(path: Path, content: bytes, max_token: int) -> Encoding:
     """The encoding of a tokenizer.json; in `content` a NUL and a tokenizer_config.json may follow.
 
     Raises ConfigError with the reason if tiktoken cannot encode as the file says.
@@ -125,40 +140,35 @@ def convert(path: Path, content: bytes, max_token: int) -> Converted:
         ) from None
 
 
-def _convert(main: dict[str, Any], config: dict[str, Any], max_token: int) -> Converted:
+def _convert(main: Json, config: Json, max_token: int) -> Encoding:
     pattern, nfc = _pattern_and_nfc(main)
     special, tokens = _special_and_text(main, max_token)
-    merges = _merges(main["model"], tokens)
     whole_words = main["model"].get("ignore_merges", False)
-    made: dict[bytes, int] = {}  # token -> the place in the list of the merge that makes it
-    unmade = []
-    for token in tokens:
-        parts, place = encode_alone(token, merges)
-        if len(parts) == 1:
-            made[token] = place
-        elif whole_words and len(parts) == 2:
-            raise ConfigError(
-                f"ignore_merges is true, and the merges have no {to_text(parts[0])!r} + {to_text(parts[1])!r} for "
-                f"token {tokens[token]}: tiktoken would merge them"
-            )
-        else:
-            unmade.append(token)
+    made, unmade = _places(tokens, _merges(main["model"], tokens), whole_words)
+
     order = sorted(made, key=made.__getitem__)  # first the 256 bytes
     ids = [tokens[token] for token in order[256:]]
     remapped = ids != sorted(ids)  # else an id can be the rank
     if whole_words:
         # With any rank: no two tokens are next to each other that would make one of them
         order += unmade
+    if remapped:
+        ranks = {token: rank for rank, token in enumerate(order)}
+        ids_of_ranks = [tokens[token] for token in order]
+    else:
+        ranks = {token: tokens[token] for token in order}
+        ids_of_ranks = []
+
     bos, eos = _bos_and_eos(main, config, special)
-    files = zip(JSON_FILES, (main, {"bos_token": bos, "eos_token": eos}), strict=True)
-    return Converted(
+    main_file, config_file = JSON_FILES
+    return Encoding(
         files={
-            name: json.dumps(f, ensure_ascii=False, separators=(",", ":")).encode()
-            for name, f in files
+            main_file: _to_bytes(main),
+            config_file: _to_bytes({"bos_token": bos, "eos_token": eos}),
         },
         tokens=tokens,
-        ranks={token: rank if remapped else tokens[token] for rank, token in enumerate(order)},
-        ids=[tokens[token] for token in order] if remapped else [],
+        ranks=ranks,
+        ids=ids_of_ranks,
         special=special,
         bos=special[bos],
         eos=special[eos],
@@ -168,102 +178,162 @@ def _convert(main: dict[str, Any], config: dict[str, Any], max_token: int) -> Co
     )
 
 
-def encode_alone(token: bytes, merges: dict[tuple[bytes, bytes], int]) -> tuple[list[bytes], int]:
-    """Its bytes, merged as `tokenizers` does, and the place of the last merge; -1 if there was
-    none.
+def _to_bytes(entry: Json) -> bytes:
+    return json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _places(
+    tokens: dict[bytes, int], merges: dict[Pair, int], whole_words: bool
+) -> tuple[dict[bytes, int], list[bytes]]:
+    """token -> the place in the list of the merge that makes it, and tokens that no merges make.
+
+    Raises ConfigError if tiktoken would make one that `tokenizers` does not.
     """
+    made: dict[bytes, int] = {}
+    unmade = []
+    for token in tokens:
+        parts, place = encode_alone(token, merges)
+        if len(parts) == 1:
+            made[token] = place
+        elif whole_words and len(parts) == 2:
+            raise ConfigError(
+                f"ignore_merges is true, and the merges have no {to_text(parts[0])!r} + "
+                f"{to_text(parts[1])!r} for token {tokens[token]}: tiktoken would merge them"
+            )
+        else:
+            unmade.append(token)
+    return made, unmade
+
+
+def encode_alone(token: bytes, merges: dict[Pair, int]) -> tuple[list[bytes], int]:
+    """Its bytes, merged as `tokenizers` does, and the place of the last merge; -1 if none."""
     parts = [token[i : i + 1] for i in range(len(token))]
     last = -1
-    places = [merges.get(pair, NEVER) for pair in itertools.pairwise(parts)]
-    while places and (place := min(places)) != NEVER:
-        # The first of several
-        i = places.index(place)
+    places = [merges.get(pair, NEVER) for pair in itertools.pairwise(parts)]  # of neighbours
+    while places:
+        place = min(places)
+        if place == NEVER:
+            break
+        i = places.index(place)  # the first of several
         last = place
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
         del places[i]
-        if i > 0:  # the pairs of the new token
+        # The pairs of the new token
+        if i > 0:
             places[i - 1] = merges.get((parts[i - 1], parts[i]), NEVER)
         if i < len(places):
             places[i] = merges.get((parts[i], parts[i + 1]), NEVER)
     return parts, last
 
 
-def _pattern_and_nfc(main: dict[str, Any]) -> tuple[str, bool]:
+def _pattern_and_nfc(main: Json) -> tuple[str, bool]:
     """The pre-tokenizer's pattern, and whether text is normalised.
 
     Raises ConfigError with all that is refused.
     """
     model = main["model"]
-    problems = []
     kind = model.get("type", "BPE")
     if kind != "BPE":
         raise ConfigError(f"model.type = {kind!r}; allowed: 'BPE', byte-level")
+    problems = []
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             problems.append(f"model.{key} = {model[key]!r}; allowed: null")
     normalizers = _steps(main.get("normalizer"), "normalizers")
-    problems += [
-        f"normalizer {step['type']}; allowed: NFC" for step in normalizers if step["type"] != "NFC"
-    ]
-    decoders = _steps(main.get("decoder"), "decoders")
-    problems += [
-        f"decoder {step['type']}; allowed: ByteLevel"
-        for step in decoders
-        if step["type"] != "ByteLevel"
-    ]
-    *splits, level = _steps(main.get("pre_tokenizer"), "pretokenizers") or [{"type": "none"}]
-    names = " + ".join(step["type"] for step in (*splits, level))
-    pattern = GPT2_PATTERN
-    if level["type"] != "ByteLevel" or level.get("add_prefix_space"):
-        problems.append(
-            f"pre_tokenizer {names}; allowed: ByteLevel as the last, without add_prefix_space"
-        )
-    elif len(splits) != (not level.get("use_regex", True)) or any(
-        step["type"] != "Split" for step in splits
-    ):
-        problems.append(
-            f"pre_tokenizer {names}; allowed: ByteLevel with use_regex, or Split and ByteLevel without"
-        )
-    elif splits:
-        behavior = splits[0]["behavior"]
-        if behavior != "Isolated":
-            problems.append(f"pre_tokenizer Split: behavior = {behavior!r}; allowed: 'Isolated'")
-        pattern = splits[0]["pattern"].get("Regex", "")
-        if not KNOWN.fullmatch(pattern):
-            problems.append(
-                f"pre_tokenizer Split: pattern {str(splits[0]['pattern'])[:200]}; allowed: alternatives of the "
-                "patterns of GPT-2, GPT-4, Llama 3, Qwen and gpt-oss, for which tiktoken is known to match the same"
-            )
+    for step in normalizers:
+        if step["type"] != "NFC":
+            problems.append(f"normalizer {step['type']}; allowed: NFC")
+    for step in _steps(main.get("decoder"), "decoders"):
+        if step["type"] != "ByteLevel":
+            problems.append(f"decoder {step['type']}; allowed: ByteLevel")
+    pre_tokenizers = _steps(main.get("pre_tokenizer"), "pretokenizers")
+    pattern, refused = _pattern(pre_tokenizers or [{"type": "none"}])
+    problems += refused
     if problems:
         raise ConfigError(problems)
     return pattern, bool(normalizers)
 
 
-def _steps(entry: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer, decoder or post-processor: none, one, or those of a
-    Sequence.
+def _pattern(pre_tokenizers: list[Json]) -> tuple[str, list[str]]:
+    """The pattern of ByteLevel, or of the Split before it, and what is refused."""
+    *splits, level = pre_tokenizers
+    names = " + ".join(step["type"] for step in pre_tokenizers)
+    if level["type"] != "ByteLevel" or level.get("add_prefix_space"):
+        allowed = "ByteLevel as the last, without add_prefix_space"
+        return "", [f"pre_tokenizer {names}; allowed: {allowed}"]
+    has_own_pattern = level.get("use_regex", True)
+    num_splits = 0 if has_own_pattern else 1
+    if len(splits) != num_splits or any(step["type"] != "Split" for step in splits):
+        allowed = "ByteLevel with use_regex, or Split and ByteLevel without"
+        return "", [f"pre_tokenizer {names}; allowed: {allowed}"]
+    if has_own_pattern:
+        return GPT2_PATTERN, []
+
+    problems = []
+    (split,) = splits
+    behavior = split["behavior"]
+    if behavior != "Isolated":
+        problems.append(f"pre_tokenizer Split: behavior = {behavior!r}; allowed: 'Isolated'")
+    pattern = split["pattern"].get("Regex", "")
+    if not KNOWN.fullmatch(pattern):
+        problems.append(
+            f"pre_tokenizer Split: pattern {str(split['pattern'])[:200]}; allowed: alternatives of "
+            "the patterns of GPT-2, GPT-4, Llama 3, Qwen and gpt-oss, for which tiktoken is known "
+            "to match the same"
+        )
+    return pattern, problems
+
+
+def _steps(entry: Json | None, key: str) -> list[Json]:
+    """The steps of a normalizer, pre-tokenizer, decoder or post-processor.
+
+    None, one, or those of a Sequence, which lists them under `key`.
     """
     if entry is None:
         return []
-    return (
-        [step for inner in entry[key] for step in _steps(inner, key)]
-        if entry["type"] == "Sequence"
-        else [entry]
-    )
+    if entry["type"] != "Sequence":
+        return [entry]
+    steps = []
+    for inner in entry[key]:
+        steps += _steps(inner, key)
+    return steps
 
 
-def _special_and_text(
-    main: dict[str, Any], max_token: int
-) -> tuple[dict[str, int], dict[bytes, int]]:
+def _special_and_text(main: Json, max_token: int) -> tuple[dict[str, int], dict[bytes, int]]:
     """Added tokens by name, and the tokens of text by their bytes. Raises ConfigError."""
     vocab: dict[str, int] = main["model"]["vocab"]
     if any(len(text) > max_token for text in vocab):
         raise ConfigError(f"model.vocab: a token of more than {max_token} bytes")
+    special = _special(main["added_tokens"], vocab)
+    # A vocabulary may contain its added tokens, which are no text
+    texts = {text: i for text, i in vocab.items() if text not in special}
+    ids = [*special.values(), *texts.values()]
+    if not all(type(i) is int and 0 <= i < MAX_ID for i in ids) or len(set(ids)) < len(ids):
+        raise ConfigError(f"model.vocab: its ids are not different integers from 0 to {MAX_ID - 1}")
+    try:
+        tokens = {to_bytes(text): i for text, i in texts.items()}
+    except UnicodeEncodeError:
+        known = set(CHARACTERS.values())
+        wrong = next(text for text in texts if not known.issuperset(text))
+        raise ConfigError(
+            f"model.vocab: {wrong[:80]!r} does not stand for bytes; expected a byte-level encoding"
+        ) from None
+    missing = [i for i in range(256) if bytes([i]) not in tokens]
+    if missing:
+        raise ConfigError(
+            f"model.vocab: no token for {len(missing)} of the 256 bytes, "
+            f"the first 0x{missing[0]:02x}"
+        )
+    return special, tokens
+
+
+def _special(added_tokens: list[Json], vocab: dict[str, int]) -> dict[str, int]:
+    """Name -> id of the added tokens; new ones follow the vocabulary. Raises ConfigError."""
     special: dict[str, int] = {}
     following = len(vocab)
-    for entry in main["added_tokens"]:
+    for entry in added_tokens:
         name = entry["content"]
-        expected = vocab.get(entry["content"], following)
+        expected = vocab.get(name, following)
         if not isinstance(name, str):
             raise TypeError(f"added token {name!r}")
         if entry["id"] != expected:
@@ -272,79 +342,75 @@ def _special_and_text(
             )
         if not (entry["special"] or MARK.fullmatch(name)):
             raise ConfigError(
-                f"added token {name!r} is ordinary text, at which `tokenizers` would cut before merging"
+                f"added token {name!r} is ordinary text, at which `tokenizers` would cut before "
+                "merging"
             )
         special[name] = expected
         following = max(following, expected + 1)
-    ids = [*special.values(), *(i for text, i in vocab.items() if text not in special)]
-    if not all(type(i) is int and 0 <= i < MAX_ID for i in ids) or len({*ids}) < len(ids):
-        raise ConfigError(f"model.vocab: its ids are not different integers from 0 to {MAX_ID - 1}")
-    try:
-        tokens = {to_bytes(text): i for text, i in vocab.items() if text not in special}
-    except UnicodeEncodeError:
-        known = {*CHARACTERS.values()}
-        wrong = next(text for text in vocab if text not in special and not known.issuperset(text))
-        raise ConfigError(
-            f"model.vocab: {wrong[:80]!r} does not stand for bytes; expected a byte-level encoding"
-        ) from None
-    missing = [i for i in range(256) if bytes([i]) not in tokens]
-    if missing:
-        raise ConfigError(
-            f"model.vocab: no token for {len(missing)} of the 256 bytes, the first 0x{missing[0]:02x}"
-        )
-    return special, tokens
+    return special
 
 
-def _merges(model: dict[str, Any], tokens: dict[bytes, int]) -> dict[tuple[bytes, bytes], int]:
+def _merges(model: Json, tokens: dict[bytes, int]) -> dict[Pair, int]:
     """Pair of tokens -> its place in the list of merges. Raises ConfigError."""
     merges = {}
     for place, merge in enumerate(model["merges"]):
         first, second = merge.split(" ") if isinstance(merge, str) else merge
-        pair = to_bytes(first), to_bytes(second)
-        if not (pair[0] in tokens and pair[1] in tokens and pair[0] + pair[1] in tokens):
+        a = to_bytes(first)
+        b = to_bytes(second)
+        if not (a in tokens and b in tokens and a + b in tokens):
             raise ConfigError(
-                f"model.merges[{place}] = {merge!r}: a part of it, or the result, is not in model.vocab"
+                f"model.merges[{place}] = {merge!r}: a part of it, or the result, is not in "
+                "model.vocab"
             )
-        merges[pair] = place
+        merges[a, b] = place
     return merges
 
 
-def _bos_and_eos(
-    main: dict[str, Any], config: dict[str, Any], special: dict[str, int]
-) -> tuple[str, str]:
+def _bos_and_eos(main: Json, config: Json, special: dict[str, int]) -> tuple[str, str]:
     """The tokens that enclose a document; a file that has one of them only has it for both.
 
     They are those of tokenizer_config.json, else those that the post-processor adds, else the first
     of the usual names.
     """
-    found: dict[str, str] = {}
-    for key, usual in USUAL.items():
-        value = config.get(key)
-        name = value["content"] if isinstance(value, dict) else value
-        name = (
-            name
-            or _of_template(main, key)
-            or next((name for name in usual if name in special), None)
+    ends: dict[str, str] = {}
+    for key in USUAL:
+        name = _document_end(key, main, config, special)
+        if name is None:
+            continue
+        if name not in special:
+            raise ConfigError(f"{key} = {name!r} is not one of its {len(special)} added tokens")
+        ends[key] = name
+    if not ends:
+        message = (
+            "no token begins or ends a document: give bos_token or eos_token in a "
+            "tokenizer_config.json beside it; its added tokens: "
         )
-        if name is not None:
-            if name not in special:
-                raise ConfigError(f"{key} = {name!r} is not one of its {len(special)} added tokens")
-            found[key] = name
-    if not found:
-        raise ConfigError(
-            "no token begins or ends a document: give bos_token or eos_token in a tokenizer_config.json beside it; "
-            f"its added tokens: {', '.join(special) or 'none'}"[:300]
-        )
-    one = next(iter(found.values()))
-    return found.get("bos_token", one), found.get("eos_token", one)
+        raise ConfigError((message + (", ".join(special) or "none"))[:300])
+    either = next(iter(ends.values()))
+    return ends.get("bos_token", either), ends.get("eos_token", either)
 
 
-def _of_template(main: dict[str, Any], key: str) -> str | None:
+def _document_end(key: str, main: Json, config: Json, special: dict[str, int]) -> str | None:
+    """The name of one of the two tokens; `key`: bos_token or eos_token."""
+    value = config.get(key)
+    name: str | None = value["content"] if isinstance(value, dict) else value
+    name = name or _of_template(main, key)
+    if name:
+        return name
+    for usual in USUAL[key]:
+        if usual in special:
+            return usual
+    return None
+
+
+def _of_template(main: Json, key: str) -> str | None:
     """The token that a TemplateProcessing puts before (bos_token) or after (eos_token) a text."""
     for step in _steps(main.get("post_processor"), "processors"):
-        if step["type"] == "TemplateProcessing":
-            template = step["single"]
-            text = next((i for i, part in enumerate(template) if "Sequence" in part), len(template))
-            tokens = template[:text] if key == "bos_token" else template[text + 1 :]
-            return next((part["SpecialToken"]["id"] for part in tokens), None)
+        if step["type"] != "TemplateProcessing":
+            continue
+        template = step["single"]
+        is_text = ["Sequence" in part for part in template]
+        text = is_text.index(True) if True in is_text else len(template)
+        around = template[:text] if key == "bos_token" else template[text + 1 :]
+        return around[0]["SpecialToken"]["id"] if around else None
     return None

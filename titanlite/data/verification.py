@@ -1,5 +1,4 @@
-"""Verification of prepared data: sizes, SHA-256, ids in the vocabulary, and document starts in
-order.
+"""Verification of prepared data: sizes, SHA-256, ids in the vocabulary, document starts in order.
 
 What it is: a pass over all files at the first start after they were made or changed. Their sizes,
 modification times and hashes are then written to `verified.json` beside them; later starts read
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titanlite.data.prepared_manifest import AGAIN, MANIFEST_BYTES, read_manifest, token_dtype
-from titanlite.data.shards import START
+from titanlite.data.shards import START, Array
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded, replace_file
 from titanlite.runtime.progress import progress_bar
@@ -68,10 +67,12 @@ def unverified(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """
     versions = _versions_on_disk(folder, manifest)
     try:
-        record = json.loads(read_bounded(folder / RECORD, MANIFEST_BYTES))
-        return [name for name, version in versions.items() if record.get(name) != version]
-    except (OSError, ValueError, AttributeError, RecursionError):  # not written yet, or damaged
-        return list(versions)
+        verified = json.loads(read_bounded(folder / RECORD, MANIFEST_BYTES))
+    except (OSError, ValueError, RecursionError):  # not written yet, or damaged
+        verified = {}
+    if not isinstance(verified, dict):
+        verified = {}
+    return [name for name, version in versions.items() if verified.get(name) != version]
 
 
 def _versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[Any]]:
@@ -86,9 +87,10 @@ def _versions_on_disk(folder: Path, manifest: dict[str, Any]) -> dict[str, list[
             problems.append(f"{path}: {error.strerror}; {AGAIN}")
             continue
         if status.st_size != expected.size or not stat.S_ISREG(status.st_mode):
+            end = min(status.st_size, expected.size)
             problems.append(
-                f"{path}: {status.st_size} bytes, expected {expected.size} in a regular file: the data ends at byte "
-                f"{min(status.st_size, expected.size)}; {AGAIN}"
+                f"{path}: {status.st_size} bytes, expected {expected.size} in a regular file: "
+                f"the data ends at byte {end}; {AGAIN}"
             )
         versions[name] = [expected.sha256, expected.limit, status.st_size, status.st_mtime_ns]
     if problems:
@@ -108,7 +110,7 @@ def verify_changed(folder: Path) -> None:
     with (folder / "manifest.json").open() as lock:
         with contextlib.suppress(OSError):  # without locks, each process verifies it
             fcntl.flock(lock, fcntl.LOCK_EX)
-        names = unverified(folder, manifest)
+        names = unverified(folder, manifest)  # again: another process may have done it meanwhile
         if names:
             verify(folder, manifest, names)
 
@@ -119,22 +121,19 @@ def verify(folder: Path, manifest: dict[str, Any], names: list[str]) -> None:
     Raises ConfigError with those that are not as the manifest says, and the offset.
     """
     files = expected_files(manifest)
+    dtype = token_dtype(manifest["tokenizer"]["size"])
     versions = _versions_on_disk(folder, manifest)
     with progress_bar(sum(files[name].size for name in names), "verifying the data") as bar:
 
         def problem(name: str) -> str:
             try:
-                return _problem(
-                    folder / name,
-                    files[name],
-                    token_dtype(manifest["tokenizer"]["size"]),
-                    bar.update,
-                )
+                return _problem(folder / name, files[name], dtype, bar.update)
             except OSError as error:
                 return f"{folder / name}: {error.strerror or error}"
 
+        # Hashing and numpy's comparisons release the interpreter's lock
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-            problems = [found for found in threads.map(problem, names) if found]
+            problems = [message for message in threads.map(problem, names) if message]
             if problems:
                 raise ConfigError(problems)
     with contextlib.suppress(OSError):  # a folder that cannot be written is verified at each start
@@ -142,7 +141,7 @@ def verify(folder: Path, manifest: dict[str, Any], names: list[str]) -> None:
 
 
 def _problem(
-    path: Path, expected: Expected, dtype: np.dtype[Any], progress: Callable[[int], Any]
+    path: Path, expected: Expected, dtype: np.dtype[Any], progress: Callable[[int], object]
 ) -> str:
     """What is wrong with a file, "" if nothing is.
 
@@ -170,28 +169,34 @@ def _problem(
     return ""
 
 
-def _wrong_id(ids: np.ndarray[Any, Any], size: int, offset: int) -> str:
-    """The first id beyond the vocabulary."""
+def _wrong_id(ids: Array, size: int, offset: int) -> str:
+    """The first id beyond the vocabulary; "" if there is none. `offset`: of the first, in bytes."""
     if int(ids.max()) < size:
         return ""
     first = int(np.argmax(ids >= size))
+    byte = offset + first * ids.itemsize
     return (
-        f"holds token id {ids[first]} at byte {offset + first * ids.itemsize}; "
+        f"holds token id {ids[first]} at byte {byte}; "
         f"expected ids below {size}, the size of its tokenizer"
     )
 
 
-def _wrong_start(starts: np.ndarray[Any, Any], last: int, expected: Expected, offset: int) -> str:
-    """The first start of a document that is not after the one before (`last`, -1 for none), or
-    beyond the shard.
+def _wrong_start(starts: Array, last: int, expected: Expected, offset: int) -> str:
+    """The first start of a document that is not after the one before, or is beyond the shard.
+
+    `last`: the start before these, -1 for none.
     """
     if expected.first and last < 0 and starts[0] != 0:
         return f"the first document starts at token {starts[0]}, expected 0"
-    # int64 has room for it, whatever is in the file
+    # Whatever is in the file, int64 has room for the limit
     values = np.minimum(starts, expected.limit).astype(np.int64)
     bad = (np.diff(values, prepend=last) <= 0) | (values == expected.limit)
     if not bad.any():
         return ""
     first = int(np.argmax(bad))
-    allowed = f"more than {values[first - 1] if first else last} and less than {expected.limit}"
-    return f"a document starts at token {starts[first]}, at byte {offset + first * START.itemsize}; expected {allowed}"
+    previous = values[first - 1] if first else last
+    byte = offset + first * START.itemsize
+    return (
+        f"a document starts at token {starts[first]}, at byte {byte}; "
+        f"expected more than {previous} and less than {expected.limit}"
+    )

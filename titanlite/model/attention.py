@@ -14,8 +14,6 @@ S^2 bytes, and all pairs are computed.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,59 +22,69 @@ from torch.nn.attention.bias import CausalBias
 from torch.nn.attention.flex_attention import BlockMask
 
 from titanlite.distributed.torch_private import attention_backend
+from titanlite.model.block_mask import block_attention
+from titanlite.model.flavors import LlamaConfig
+
+Mask = Tensor | BlockMask | CausalBias
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, causal: bool = False) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None, causal: bool = False
+) -> Tensor:
     """q (B, H, Sq, Dh), k and v (B, K, Sk, Dh) -> (B, H, Sq, Dh).
 
     H / K query heads share a key/value head.
     """
-    if isinstance(mask, BlockMask):
-        from titanlite.model.block_mask import block_attention  # on CUDA, with data.document_mask
-
+    if isinstance(mask, BlockMask):  # on CUDA, with data.document_mask
         return block_attention(q, k, v, mask)
-    k, v = (share_heads(q, x, mask) for x in (k, v))
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    k = share_heads(q, k, mask)
+    v = share_heads(q, v, mask)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
 
 
 def document_mask(documents: Tensor, start: int = 0, end: int | None = None) -> Tensor:
-    """Which keys before `end` the queries start .. end - 1 attend to: bool (B, 1, end - start,
-    end).
+    """Which keys before `end` the queries start .. end - 1 attend to: bool (B, 1, queries, keys).
 
     A query attends to the keys of its document up to its position. `documents` (B, S): the number
     of each token's document, not descending in a row; without `end`, it is S.
     """
     documents = documents[:, :end]
-    index = torch.arange(documents.shape[1], device=documents.device)
-    return ((documents[:, start:, None] == documents[:, None]) & (index[start:, None] >= index))[
-        :, None
-    ]
+    positions = torch.arange(documents.shape[1], device=documents.device)
+    same_document = documents[:, start:, None] == documents[:, None]  # (B, queries, keys)
+    not_later = positions[start:, None] >= positions  # (queries, keys)
+    return (same_document & not_later)[:, None]
 
 
-def share_heads(q: Tensor, x: Tensor, mask: Any = None) -> Tensor:
+def share_heads(q: Tensor, x: Tensor, mask: Mask | None = None) -> Tensor:
     """`x`, keys or values, with H heads where no fused kernel supports fewer.
 
     That is on CUDA in fp32 (torch 2.11), and with a mask from `document_mask`.
     """
-    groups = q.shape[1] // x.shape[1]
+    queries_per_key = q.shape[1] // x.shape[1]
     masked = mask is not None and not isinstance(mask, CausalBias)
-    repeats = q.is_cuda and (q.dtype == torch.float32 or masked)
-    return x.repeat_interleave(groups, dim=1) if groups > 1 and repeats else x
+    needed = q.is_cuda and (q.dtype == torch.float32 or masked)
+    if queries_per_key > 1 and needed:
+        return x.repeat_interleave(queries_per_key, dim=1)
+    return x
 
 
-def attention_kernel(config: Any, seq_len: int, dtype: torch.dtype, device: torch.device) -> str:
-    """The kernel for a model of this shape on whole sequences in training: cudnn, flash, efficient
-    or math.
+def attention_kernel(
+    config: LlamaConfig, seq_len: int, dtype: torch.dtype, device: torch.device
+) -> str:
+    """The kernel for a model of this shape on whole sequences in training.
+
+    cudnn, flash, efficient or math.
     """
-    q, k = (torch.empty(1, heads, seq_len, config.head_dim, dtype=dtype, device=device, requires_grad=True)
-            for heads in (config.num_heads, config.num_kv_heads))  # fmt: skip
-    k = share_heads(q, k)
-    shared = q.shape[1] != k.shape[1]
-    choice = (
-        SDPBackend.MATH
-        if device.type == "mps"
-        else SDPBackend(attention_backend(q, k, k, enable_gqa=shared))
-    )
-    return choice.name.removesuffix("_ATTENTION").lower()
+    if device.type == "mps":
+        return "math"
+
+    def empty(num_heads: int) -> Tensor:
+        shape = (1, num_heads, seq_len, config.head_dim)
+        return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+
+    q = empty(config.num_heads)
+    k = share_heads(q, empty(config.num_kv_heads))
+    grouped = q.shape[1] != k.shape[1]
+    kernel = SDPBackend(attention_backend(q, k, k, enable_gqa=grouped))
+    return kernel.name.removesuffix("_ATTENTION").lower()

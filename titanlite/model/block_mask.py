@@ -17,24 +17,36 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from titanlite.model.flavors import LlamaConfig
 
 logger = logging.getLogger("titanlite")
 BLOCK = 128  # FlexAttention's default
 SMALLEST_HEAD = 16  # its kernels need at least so many numbers per head
 
 
-def apply_block_mask(model: Any, no_compiler: str) -> None:
+class MasksDocuments(Protocol):
+    """A Llama: what `apply_block_mask` uses of it."""
+
+    config: LlamaConfig
+    document_mask: Callable[..., Any]
+
+
+def apply_block_mask(model: MasksDocuments, no_compiler: str) -> None:
     """Lets the model make block masks. Where FlexAttention cannot run, masks remain tensors.
 
     `no_compiler`: why nothing can be compiled on this device; empty if it can.
     """
     head_dim = model.config.head_dim
-    reason = no_compiler or (f"heads of {head_dim} numbers" if head_dim < SMALLEST_HEAD else "")
+    reason = no_compiler
+    if not reason and head_dim < SMALLEST_HEAD:
+        reason = f"heads of {head_dim} numbers"
     if reason:
         logger.info("data.document_mask: attention reads a mask of B x S x S bytes: %s", reason)
     else:
@@ -49,20 +61,23 @@ def block_mask(documents: Tensor, start: int = 0, end: int | None = None) -> Blo
     def attends(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (documents[b, query + start] == documents[b, key]) & (query + start >= key)
 
-    (q_first, q_last), (k_first, k_last) = (
-        _block_ends(first, end, documents.device) for first in (start, 0)
-    )
+    q_first, q_last = _block_ends(start, end, documents.device)
+    k_first, k_last = _block_ends(0, end, documents.device)
     q_first = q_first[:, None]
     q_last = q_last[:, None]
-    # Of the pairs in which the key is not later, the nearest is the likeliest to be in one
+
+    # Of the pairs in which the key is not later, the closest is the likeliest to be in one
     # document.
-    near_key = torch.minimum(k_last, q_last)  # (blocks of queries, blocks of keys)
-    near_query = torch.maximum(q_first, near_key)
-    some = (k_first <= q_last) & (documents[:, near_query] == documents[:, near_key])
-    # If the farthest pair is in one document, so are all pairs. A partial block at the sequence end
-    # does not count.
+    closest_key = torch.minimum(k_last, q_last)  # (blocks of queries, blocks of keys)
+    closest_query = torch.maximum(q_first, closest_key)
+    same = documents[:, closest_query] == documents[:, closest_key]  # (B, of queries, of keys)
+    some = (k_first <= q_last) & same
+
+    # If the farthest pair is in one document, so are all pairs. A partial block at the end of the
+    # sequence does not count.
     whole = (q_last - q_first == BLOCK - 1) & (k_last - k_first == BLOCK - 1)
-    every = whole & (k_last <= q_first) & (documents[:, k_first][:, None] == documents[:, q_last])
+    same = documents[:, k_first][:, None] == documents[:, q_last]
+    every = whole & (k_last <= q_first) & same
     return BlockMask.from_kv_blocks(
         *_listed(some & ~every),
         *_listed(every),
@@ -78,22 +93,23 @@ def _block_ends(start: int, end: int, device: torch.device) -> tuple[Tensor, Ten
     return first, (first + BLOCK - 1).clamp(max=end - 1)
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For each block of queries, how many blocks of keys are true, and their indices, before those
-    of the others.
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """For each block of queries: how many blocks of keys are chosen, and the indices of all.
+
+    Those of the chosen ones come first. chosen (B, blocks of queries, blocks of keys), bool.
     """
-    blocks = blocks[:, None].int()  # (B, 1, blocks of queries, blocks of keys)
-    return blocks.sum(-1, dtype=torch.int32), blocks.argsort(
-        dim=-1, descending=True, stable=True
-    ).int()
+    chosen = chosen[:, None].int()  # (B, 1, blocks of queries, blocks of keys)
+    counts = chosen.sum(-1, dtype=torch.int32)
+    indices = chosen.argsort(dim=-1, descending=True, stable=True).int()
+    return counts, indices
 
 
 def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """q (B, H, Sq, Dh), k and v (B, K, Sk, Dh) -> (B, H, Sq, Dh)."""
     # Outside of a compiled block it is compiled here; otherwise it would compute with plain matrix
     # products.
-    call = flex_attention if torch.compiler.is_compiling() else _compiled()
-    out: Tensor = call(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    kernel = flex_attention if torch.compiler.is_compiling() else _compiled()
+    out: Tensor = kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return out
 
 

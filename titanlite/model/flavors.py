@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from titanlite.config.schema import ModelConfig
 from titanlite.runtime.errors import ConfigError
 
-# The parameters of a block in the model's order, each with its shape as attributes of LlamaConfig:
-# (out, in).
+# The parameters of a block in the model's order: shapes (out, in) as attributes of LlamaConfig
 BLOCK_PARAMETERS: dict[str, tuple[str, ...]] = {
     "attention_norm": ("dim",),
     "attention.wq": ("dim", "dim"),
@@ -31,7 +30,7 @@ BLOCK_LINEAR = tuple(name for name, shape in BLOCK_PARAMETERS.items() if len(sha
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's scaling of the rotary frequencies: extends `original_context` tokens by `factor`."""
+    """Llama 3.1's scaling of RoPE's frequencies: extends `original_context` tokens by `factor`."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -108,21 +107,24 @@ def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
     Raises ConfigError for impossible shapes.
     """
     names = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
-    given = {name: getattr(section, name) for name in names if getattr(section, name)}
-    config = replace(FLAVORS[section.flavor], **given)
+    overrides = {name: getattr(section, name) for name in names if getattr(section, name)}
+    config = replace(FLAVORS[section.flavor], **overrides)
     if section.embeddings != "flavor":
         config = replace(config, tied_embeddings=section.embeddings == "tied")
     if not config.vocab_size:
         config = replace(config, vocab_size=tokenizer_size)
+    heads = config.num_heads
     problems = []
-    if config.dim % config.num_heads or config.head_dim % 2:
+    if config.dim % heads or config.head_dim % 2:
         problems.append(
-            f"model.dim = {config.dim} over model.num_heads = {config.num_heads}: expected an even width per head"
+            f"model.dim = {config.dim} over model.num_heads = {heads}: "
+            "expected an even width per head"
         )
-    if config.num_heads % config.num_kv_heads:
+    if heads % config.num_kv_heads:
+        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         problems.append(
-            f"model.num_kv_heads = {config.num_kv_heads} does not divide model.num_heads = {config.num_heads}; "
-            f"allowed: {', '.join(str(n) for n in range(1, config.num_heads + 1) if config.num_heads % n == 0)}"
+            f"model.num_kv_heads = {config.num_kv_heads} does not divide "
+            f"model.num_heads = {heads}; allowed: {', '.join(divisors)}"
         )
     if config.vocab_size < tokenizer_size:
         problems.append(

@@ -1,5 +1,4 @@
-"""FLOPs of a training step, and the peak of known devices: the two parts of MFU (model FLOPs
-utilisation).
+"""FLOPs of a training step and the peak of known devices: MFU (model FLOPs utilisation).
 
 What it is: FLOPs per token by the formula of PaLM (arXiv 2204.02311, appendix B), and the dense
 bf16 peak of known devices. As in published tables, attention is counted without the saving of the
@@ -34,11 +33,10 @@ PEAK_TFLOPS: dict[str, float] = {
 
 
 def flops_per_token(model: LlamaConfig, seq_len: int) -> int:
-    """Forward and backward FLOPs of one token: 6 per parameter of a matrix product, 12 L H Dh S for
-    attention.
+    """Forward and backward FLOPs of one token.
 
-    The input embedding is a lookup and is not counted, unless it is tied: then it is also the
-    output matrix.
+    6 per parameter of a matrix product, and 12 L H Dh S for attention. The input embedding is a
+    lookup and is not counted, unless it is tied: then it is also the output matrix.
     """
     lookup = 0 if model.tied_embeddings else model.vocab_size * model.dim
     attention = 12 * model.num_layers * model.num_heads * model.head_dim * seq_len
@@ -47,4 +45,7 @@ def flops_per_token(model: LlamaConfig, seq_len: int) -> int:
 
 def peak_tflops(device_name: str) -> float | None:
     """Dense bf16 peak in TFLOP/s of a device by its name, None if it is not in the table."""
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
+    for part, peak in PEAK_TFLOPS.items():
+        if part in device_name:
+            return peak
+    return None

@@ -22,22 +22,25 @@ class KVCache:
     def __init__(self, length: int) -> None:
         self.length = length
         self.filled = 0
-        self.keys = self.values = torch.empty(0)
+        self.keys = torch.empty(0)
+        self.values = torch.empty(0)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores new positions (B, K, S, Dh) and returns all so far, in the dtype and on the device
-        of the first.
+        """Stores new positions (B, K, S, Dh) and returns all so far.
+
+        They are in the dtype and on the device of the first.
         """
+        batch, heads, count, width = k.shape
         if self.filled == 0:
-            self.keys, self.values = (
-                t.new_empty(*t.shape[:2], self.length, t.shape[3]) for t in (k, v)
-            )
-        elif k.shape[2] > 1:
+            self.keys = k.new_empty(batch, heads, self.length, width)
+            self.values = v.new_empty(batch, heads, self.length, width)
+        elif count > 1:
             raise ValueError(
                 "expected one position per call after the first: attention has no mask for more"
             )
-        end = self.filled + k.shape[2]
-        self.keys[:, :, self.filled : end], self.values[:, :, self.filled : end] = k, v
+        end = self.filled + count
+        self.keys[:, :, self.filled : end] = k
+        self.values[:, :, self.filled : end] = v
         self.filled = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
@@ -48,9 +51,9 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torc
     if temperature == 0:
         return int(logits.argmax())
     if 0 < top_k < logits.numel():
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    # The largest is 0 for every temperature: no overflow
-    scaled = (logits - logits.max()) / temperature
+        lowest = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < lowest, float("-inf"))
+    scaled = (logits - logits.max()) / temperature  # at most 0, so that nothing overflows
     return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
 
 
@@ -72,7 +75,8 @@ def generate(
     total = len(prompt) + max_new_tokens
     if not prompt or total > model.seq_len:
         raise ValueError(
-            f"{len(prompt)} prompt tokens + {max_new_tokens} new ones: expected 1 to {model.seq_len} in all"
+            f"{len(prompt)} prompt tokens + {max_new_tokens} new ones: "
+            f"expected 1 to {model.seq_len} in all"
         )
     device = model.rope.device
     generator = torch.Generator().manual_seed(seed)

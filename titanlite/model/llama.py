@@ -19,25 +19,27 @@ import math
 import re
 import zlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.model.attention import attention, document_mask
+from titanlite.model.attention import Mask, attention, document_mask
 from titanlite.model.flavors import LlamaConfig
+
+# Parameters of a block whose initial std decreases with the block's depth
+SMALLER_WITH_DEPTH = ("attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight")
 
 
 class LayerCache(Protocol):
-    """The interface of a key/value cache, which attention uses for generation (see `generate.py`)."""
+    """The interface of a key/value cache, which attention uses in generation (`generate.py`)."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 def rope_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The angle per position by which RoPE rotates each pair of a head, (Dh / 2,): theta^(-2i/Dh)
-    for pair i.
+    """The angle per position by which RoPE rotates pair i of a head: theta^(-2i/Dh), (Dh / 2,).
 
     Llama 3.1 divides the frequency of long wavelengths by `factor`, keeps short ones, and
     interpolates between them (`apply_scaling` of the 3.1 release).
@@ -46,27 +48,24 @@ def rope_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.devi
     frequency = config.rope_theta ** -(torch.arange(half, dtype=dtype, device=device) / half)
     scaling = config.rope_scaling
     if scaling:
-        # Full turns over the original context
-        turns = scaling.original_context * frequency / (2 * math.pi)
-        blend = (turns - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
+        low = scaling.low_freq_factor
+        high = scaling.high_freq_factor
+        turns = scaling.original_context * frequency / (2 * math.pi)  # over the original context
+        blend = (turns - low) / (high - low)
         frequency = torch.lerp(frequency / scaling.factor, frequency, blend.clamp(0, 1))
     return frequency
 
 
 def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
-    """cos and sin of every angle at these positions, fp32: (S,) -> (S, Dh / 2, 2), or (B, S) -> (B,
-    S, Dh / 2, 2).
-    """
+    """cos and sin of every angle at these positions, fp32: ([B,] S) -> ([B,] S, Dh / 2, 2)."""
     angle = positions.float()[..., None] * rope_frequencies(config, torch.float32, positions.device)
     return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
 
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotates neighbouring pairs of each head, in fp32. x: (B, S, heads, Dh), rope: ([B,] S or
-    more, Dh / 2, 2).
+    """Rotates neighbouring pairs of each head, in fp32.
 
+    x: (B, S, heads, Dh), rope: ([B,] S or more, Dh / 2, 2).
     In eager mode a pair is a complex number, multiplied by cos + i sin in one kernel; real
     arithmetic takes several. In a compiled graph it is real arithmetic, which the compiler fuses;
     it cannot fuse complex arithmetic.
@@ -74,7 +73,8 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     pairs = x.float().unflatten(-1, (-1, 2))  # (B, S, heads, Dh / 2, 2)
     rope = rope[..., : x.shape[1], None, :, :]  # ([B,] S, 1, Dh / 2, 2)
     if torch.compiler.is_compiling():
-        (a, b), (cos, sin) = pairs.unbind(-1), rope.unbind(-1)
+        a, b = pairs.unbind(-1)
+        cos, sin = rope.unbind(-1)
         turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
     else:
         turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope))
@@ -88,10 +88,12 @@ def truncated_normal(weight: Tensor, std: float, cut: float, generator: torch.Ge
     and 2.13.
     """
     weight.normal_(0.0, std, generator=generator)
-    while (outside := weight.abs() > cut).any():
-        again = torch.empty(int(outside.sum()), dtype=weight.dtype, device=weight.device)
-        weight[outside] = again.normal_(0.0, std, generator=generator)
-    return weight
+    while True:
+        outside = weight.abs() > cut
+        if not outside.any():
+            return weight
+        redrawn = torch.empty(int(outside.sum()), dtype=weight.dtype, device=weight.device)
+        weight[outside] = redrawn.normal_(0.0, std, generator=generator)
 
 
 class CausalAttention(nn.Module):
@@ -100,11 +102,11 @@ class CausalAttention(nn.Module):
     A module, so that `parallel/` can replace it.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
-        """q (B, H, S, Dh), k and v (B, K, S, Dh) -> (B, H, S, Dh). A single query attends to all
-        keys.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
+        """q (B, H, S, Dh), k and v (B, K, S, Dh) -> (B, H, S, Dh).
 
-        `mask`: from `document_mask`, if each query attends only to the keys of its document.
+        A single query attends to all keys. `mask`: from `document_mask`, if each query attends only
+        to the keys of its document.
         """
         causal = mask is None and q.shape[2] > 1
         return attention(q, k, v, mask, causal)
@@ -124,21 +126,19 @@ class Attention(nn.Module):
         self.attend = CausalAttention()
 
     def forward(
-        self, x: Tensor, rope: Tensor, mask: Any = None, cache: LayerCache | None = None
+        self, x: Tensor, rope: Tensor, mask: Mask | None = None, cache: LayerCache | None = None
     ) -> Tensor:
-        # The number of heads is taken from the tensor, so the same code works on the heads of one
-        # tp rank.
-        # (B, S, H or K, Dh)
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q = apply_rope(q, rope)
-        k = apply_rope(k, rope)
-        # (B, H or K, S, Dh)
-        q = q.transpose(1, 2)
-        k = k.transpose(1, 2)
-        v = v.transpose(1, 2)
+        # -1 is the number of heads, so the same code works on the heads of one tp rank
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, S, H, Dh)
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, S, K, Dh)
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # (B, S, K, Dh)
+        q = apply_rope(q, rope).transpose(1, 2)  # (B, H, S, Dh)
+        k = apply_rope(k, rope).transpose(1, 2)  # (B, K, S, Dh)
+        v = v.transpose(1, 2)  # (B, K, S, Dh)
         if cache is not None:
             k, v = cache.append(k, v)  # S grows to all positions so far
-        return self.wo(self.attend(q, k, v, mask).transpose(1, 2).flatten(2))  # (B, S, D)
+        out = self.attend(q, k, v, mask)  # (B, H, S, Dh)
+        return self.wo(out.transpose(1, 2).flatten(2))  # (B, S, D)
 
 
 class FeedForward(nn.Module):
@@ -168,19 +168,18 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(
-        self, x: Tensor, rope: Tensor, mask: Any = None, cache: LayerCache | None = None
+        self, x: Tensor, rope: Tensor, mask: Mask | None = None, cache: LayerCache | None = None
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, mask, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 class TiedOutput(nn.Module):
-    """The output projection of tied embeddings: uses the embedding's weight and has no parameters."""
+    """The output projection of tied embeddings: uses the embedding's weight, has no parameters."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
-        # In a tuple, so that it is not registered as a submodule again
-        self._embedding = (embedding,)
+        self._embedding = (embedding,)  # a tuple, so that it is not registered as a submodule again
 
     @property
     def weight(self) -> Tensor:
@@ -202,14 +201,13 @@ class Llama(nn.Module):
     """
 
     rope: Tensor
-    document_mask: Callable[[Tensor], Any] = staticmethod(document_mask)  # replaced by `parallel/`
+    document_mask: Callable[..., Mask] = staticmethod(document_mask)  # replaced by `parallel/`
 
     def __init__(self, config: LlamaConfig, seq_len: int) -> None:
         super().__init__()
         self.config = config
         self.seq_len = seq_len
-        # The position of each row of the RoPE table
-        self.positions = torch.arange(seq_len, device="cpu")
+        self.positions = torch.arange(seq_len, device="cpu")  # of the rows of the RoPE table
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict(
             {str(i): TransformerBlock(config) for i in range(config.num_layers)}
@@ -249,18 +247,16 @@ class Llama(nn.Module):
         assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
         device: torch.device | None = None,
     ) -> None:
-        """Initialises every parameter and the RoPE table. They are computed on `device`; default:
-        on their own device.
+        """Initialises every parameter and the RoPE table, on `device` or else their own.
 
         Each parameter is drawn in full from a separate generator, seeded by `seed` and the
         parameter's name. So the weights do not depend on the layout: `assign(parameter,
         full_value)` stores this process's part of the value.
         """
         for name, parameter in self.named_parameters():
-            # a GPU and a CPU draw different numbers from one seed
-            there = device or parameter.device
-            generator = torch.Generator(there).manual_seed(zlib.crc32(name.encode()) ^ seed)
-            full = torch.empty(parameter.shape, dtype=torch.float32, device=there)
+            draws_on = device or parameter.device  # a GPU draws other numbers from one seed
+            generator = torch.Generator(draws_on).manual_seed(zlib.crc32(name.encode()) ^ seed)
+            full = torch.empty(parameter.shape, dtype=torch.float32, device=draws_on)
             assign(parameter, self._draw(name, full, generator))
         self.reset_rope(device or self.rope.device)
 
@@ -269,8 +265,7 @@ class Llama(nn.Module):
         self.rope = rope_table(self.config, self.positions.to(device))
 
     def _draw(self, name: str, weight: Tensor, generator: torch.Generator) -> Tensor:
-        """One parameter's initial value, by torchtitan's rules, because Llama's rules are not
-        published.
+        """One parameter's initial value, by torchtitan's rules; Llama's are not published.
 
         The std of wo, w2 and w3 decreases with depth. A tied embedding has std 0.02, as in Llama
         3.2's configuration: with std 1 the first logits would have std sqrt(D), and the first loss
@@ -287,10 +282,9 @@ class Llama(nn.Module):
             return truncated_normal(weight, std, 3 * std, generator)
         layer = re.match(r"layers\.(\d+)\.(.+)", name)
         assert layer is not None, name
-        residual = layer[2] in (
-            "attention.wo.weight",
-            "feed_forward.w2.weight",
-            "feed_forward.w3.weight",
-        )
-        std = 0.02 / math.sqrt(2 * (int(layer[1]) + 1)) if residual else 0.02
+        depth = int(layer[1]) + 1
+        parameter = layer[2]
+        std = 0.02
+        if parameter in SMALLER_WITH_DEPTH:
+            std /= math.sqrt(2 * depth)
         return truncated_normal(weight, std, 2.0, generator)

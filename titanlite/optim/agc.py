@@ -15,71 +15,86 @@ per axis, of 8 bytes for each of these units.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.dtensor import local_part
+from titanlite.model.llama import Llama
 
 EPS = 1e-3
-# Over which units are divided, and the device type on which it communicates
-Axis = tuple[dist.ProcessGroup, str]
+Axis = tuple[dist.ProcessGroup, str]  # its ranks divide units; the device type of its collectives
 
 
 @torch.no_grad()
-def clip_units(parts: list[Any], factor: float) -> None:
+def clip_units(parts: Sequence[Llama], factor: float) -> None:
     """Scales the gradients of the parts' parameters in place, unit by unit."""
-    # This process's part of a gradient, and the squares of its units
+    # This process's part of each gradient, and the sums of squares of its units
     clipped: list[tuple[Tensor, Tensor]] = []
     divided: dict[Axis, list[Tensor]] = {}
-    for parameter in (p for part in parts for p in _clipped_parameters(part)):
-        weight = local_part(parameter)
-        gradient = local_part(parameter.grad)
-        squares = torch.stack([_squares(gradient), _squares(weight)])  # (2, units)
-        clipped.append((gradient, squares))
-        for axis in _axes_within_units(parameter):
-            divided.setdefault(axis, []).append(squares)
-    for (group, device_type), of_axis in divided.items():
-        total = torch.cat([squares.flatten() for squares in of_axis]).to(device_type)
-        dist.all_reduce(total, group=group)
-        for squares, summed in zip(of_axis, total.split([s.numel() for s in of_axis]), strict=True):
-            squares.copy_(summed.view_as(squares))
+    for part in parts:
+        for parameter in _clipped_parameters(part):
+            weight = local_part(parameter)
+            gradient = local_part(parameter.grad)
+            squares = torch.stack([_squares(gradient), _squares(weight)])  # (2, units)
+            clipped.append((gradient, squares))
+            for axis in _axes_within_units(parameter):
+                divided.setdefault(axis, []).append(squares)
+    for (group, device_type), squares_of_axis in divided.items():
+        _sum_over_ranks(squares_of_axis, group, device_type)
     for gradient, squares in clipped:
         gradient_norm, weight_norm = squares.sqrt()
         # a gradient of 0 stays 0
         scale = (factor * weight_norm.clamp(min=EPS) / gradient_norm).clamp(max=1.0)
-        gradient.mul_(scale[:, None] if gradient.ndim == 2 else scale)
+        if gradient.ndim == 2:
+            scale = scale[:, None]  # of rows
+        gradient.mul_(scale)
 
 
-def _clipped_parameters(part: Any) -> list[Tensor]:
+def _sum_over_ranks(tensors: list[Tensor], group: dist.ProcessGroup, device_type: str) -> None:
+    """Replaces each tensor by its sum over the group, in one all-reduce."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).to(device_type)
+    dist.all_reduce(flat, group=group)
+    sizes = [tensor.numel() for tensor in tensors]
+    for tensor, total in zip(tensors, flat.split(sizes), strict=True):
+        tensor.copy_(total.view_as(tensor))
+
+
+def _clipped_parameters(part: Llama) -> list[nn.Parameter]:
     """The parameters that have a gradient and are not the last layer's."""
-    last = "tok_embeddings" if part.config.tied_embeddings else "output"
-    return [
-        p for name, p in part.named_parameters() if p.grad is not None and not name.startswith(last)
-    ]
+    last = "output"
+    if part.config.tied_embeddings:
+        last = "tok_embeddings"
+    parameters = []
+    for name, parameter in part.named_parameters():
+        if parameter.grad is not None and not name.startswith(last):
+            parameters.append(parameter)
+    return parameters
 
 
 def _squares(tensor: Tensor) -> Tensor:
-    """The sum of squares of each unit's numbers that are here, fp32: (rows,) of a matrix, (1,) of a
-    vector.
+    """The sum of squares of what this process has of each unit, fp32.
+
+    (rows,) of a matrix, (1,) of a vector.
     """
-    whole = tensor if tensor.ndim == 2 else tensor[None]
-    return torch.linalg.vector_norm(whole, dim=1, dtype=torch.float32).square()
+    units = tensor if tensor.ndim == 2 else tensor[None]
+    return torch.linalg.vector_norm(units, dim=1, dtype=torch.float32).square()
 
 
 def _axes_within_units(parameter: Tensor) -> list[Axis]:
-    """The mesh axes whose ranks hold different parts of one unit: columns of a matrix, or parts of
-    a vector.
+    """The mesh axes whose ranks hold different parts of one unit.
+
+    They shard the columns of a matrix, or a vector.
     """
     if not isinstance(parameter, DTensor):
         return []
     mesh = parameter.device_mesh
     within = parameter.ndim - 1
-    return [
-        (mesh.get_group(i), mesh.device_type)
-        for i, placement in enumerate(parameter.placements)
-        if mesh.size(i) > 1 and placement.is_shard(within)
-    ]
+    axes = []
+    for i, placement in enumerate(parameter.placements):
+        if mesh.size(i) > 1 and placement.is_shard(within):
+            axes.append((mesh.get_group(i), mesh.device_type))
+    return axes

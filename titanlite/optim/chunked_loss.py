@@ -80,7 +80,7 @@ def token_chunks(values: Tensor, num_chunks: int) -> tuple[Tensor, ...]:
 
 
 class _Chunked(torch.autograd.Function):
-    """Computes the gradients in the forward; the backward multiplies them by the incoming factor."""
+    """Computes the gradients in the forward; the backward multiplies them by its factor."""
 
     @staticmethod
     def forward(

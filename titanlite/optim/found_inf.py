@@ -10,32 +10,40 @@ because the update is computed on the CPU.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from titanlite.runtime.errors import ConfigError
 
 
-def withhold(optimizer: Any, flag: Tensor) -> None:
+def withhold(optimizer: torch.optim.Optimizer, flag: Tensor) -> None:
     """The next update is withheld if the scalar `flag` is true."""
-    (parameter, *_) = optimizer.param_groups[0]["params"]
+    parameter = optimizer.param_groups[0]["params"][0]
     # The optimizer would copy it to the parameters' device too, but not wait: a CPU would read it
     # before it is there.
-    optimizer.found_inf = flag.float().to(parameter.device)
+    set_found_inf(optimizer, flag.float().to(parameter.device))
 
 
-def require_withholding(optimizer: torch.optim.Optimizer, asked_by: str) -> None:
-    """Raises ConfigError if an optimizer does not say that it honours `found_inf`, as torch's fused
-    ones do.
+def found_inf_of(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """The flag of the next update, a scalar on the device; None if no one has set it."""
+    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+    return found_inf
 
-    `asked_by`: the setting that needs it.
+
+def set_found_inf(optimizer: torch.optim.Optimizer, found_inf: Tensor | None) -> None:
+    """Sets the flag, an attribute that torch's optimizers read but do not declare."""
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+
+
+def require_withholding(optimizer: torch.optim.Optimizer, setting: str) -> None:
+    """Raises ConfigError if an optimizer does not honour `found_inf`, as torch's fused ones do.
+
+    `setting`: what needs it.
     """
     fused = all(group.get("fused") for group in optimizer.param_groups)
     if not (fused or getattr(optimizer, "honours_found_inf", False)):
         name = type(optimizer).__name__
-        raise ConfigError(f"{asked_by}: {name} cannot withhold an update; expected fused AdamW")
+        raise ConfigError(f"{setting}: {name} cannot withhold an update; expected fused AdamW")
 
 
 def withheld(optimizer: torch.optim.Optimizer) -> Tensor | None:

@@ -23,7 +23,8 @@ SummedLoss = Callable[[Tensor, Tensor], Tensor]  # logits (B, S, V), labels (B, 
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Scalar fp32: sum of -log p(label). logits (B, S, V), labels (B, S); a label of -100 is
-    ignored.
+    """Scalar fp32: sum of -log p(label) over the labels that are not IGNORED (-100).
+
+    logits (B, S, V), labels (B, S).
     """
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")

@@ -8,24 +8,32 @@ gradients) another 4. Every step rounds. A moment changes by several per cent in
 it to 8 significant bits matters little; with beta2 above 0.99 the change of the second moment would
 be lost in rounding. An update smaller than 1/512 to 1/256 of a parameter (depending on its
 mantissa) is lost, which matters most for small learning rates. Time: a dozen kernels for each 32
-million numbers; the fused AdamW needs one. Where updates can be withheld (`found_inf`, see
-`stability.py`), copies of 32 million weights and moments, and three kernels more for each
-parameter.
+million numbers; the fused AdamW needs one. Where updates can be withheld (`found_inf.py`), copies
+of 32 million weights and moments, and three kernels more for each parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from titanlite.distributed import torch_private
 from titanlite.distributed.dtensor import local_part
+from titanlite.optim.found_inf import found_inf_of
 
-Columns = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 CHUNK_NUMEL = 1 << 25  # numbers whose fp32 copies are in memory at a time
+
+
+class Piece(NamedTuple):
+    """What is updated at a time: tensors of one or more parameters, or a part of one."""
+
+    weights: list[Tensor]
+    averages: list[Tensor]  # first moments
+    squares: list[Tensor]  # second moments
+    gradients: list[Tensor]
 
 
 class LowPrecisionAdamW(torch.optim.Optimizer):
@@ -34,89 +42,94 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
     Its state has the names of torch.optim.AdamW's.
     """
 
-    honours_found_inf = True  # see stability.py
+    honours_found_inf = True  # see found_inf.py
 
     def __init__(
         self,
-        params: Any,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float,
         betas: tuple[float, float],
         eps: float,
         dtype: torch.dtype,
         weight_decay: float = 0,
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
         self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        found: Tensor | None = getattr(self, "found_inf", None)  # on the device; 1: change nothing
+        found_inf = found_inf_of(self)  # on the device; 1: change nothing
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
             for parameter in parameters:
-                state = self.state[parameter]
-                if not state:
-                    # On the CPU, so that reading it does not wait for a GPU
-                    state["step"] = torch.zeros(())
-                    for name in ("exp_avg", "exp_avg_sq"):
-                        state[name] = torch.zeros_like(parameter, dtype=self.dtype)
-                if found is None:
-                    state["step"] += 1
-                elif state["step"].device != found.device:  # where the number of updates is known
-                    state["step"] = state["step"].to(found.device)
-            if parameters and found is None:
-                steps = float(self.state[parameters[0]]["step"])
-                for piece in self._pieces(parameters):
-                    _update(*piece, steps, group)
-            elif parameters and found is not None:
-                counts = [self.state[parameter]["step"] for parameter in parameters]
-                torch_private.foreach_add_(counts, (found == 0).to(counts[0].dtype))
-                for piece in self._pieces(parameters):
-                    _update_unless(found > 0, piece, counts[0].double(), group)
+                if not self.state[parameter]:
+                    self._begin_state(parameter)
+            if found_inf is None:
+                self._step(group, parameters)
+            else:
+                self._step_unless(found_inf, group, parameters)
 
-    def _pieces(self, parameters: list[Tensor]) -> Iterator[Columns]:
-        """Weights, both moments and gradients of up to CHUNK_NUMEL numbers at a time, of one or
-        more parameters.
-        """
-        piece: list[tuple[Tensor, ...]] = []
+    def _begin_state(self, parameter: Tensor) -> None:
+        state = self.state[parameter]
+        state["step"] = torch.zeros(())  # on the CPU: reading it does not wait for a GPU
+        state["exp_avg"] = torch.zeros_like(parameter, dtype=self.dtype)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.dtype)
+
+    def _step(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            self.state[parameter]["step"] += 1
+        steps = float(self.state[parameters[0]]["step"])
+        for piece in self._pieces(parameters):
+            _update(piece, steps, group)
+
+    def _step_unless(
+        self, found_inf: Tensor, group: dict[str, Any], parameters: list[Tensor]
+    ) -> None:
+        """One step, which changes nothing where the scalar `found_inf` is 1; no host sync."""
+        for parameter in parameters:  # the number of updates is known only on the device
+            state = self.state[parameter]
+            state["step"] = state["step"].to(found_inf.device)
+        counts = [self.state[parameter]["step"] for parameter in parameters]
+        torch_private.foreach_add_(counts, (found_inf == 0).to(counts[0].dtype))
+        for piece in self._pieces(parameters):
+            _update_unless(found_inf > 0, piece, counts[0].double(), group)
+
+    def _pieces(self, parameters: list[Tensor]) -> Iterator[Piece]:
+        """Pieces of up to CHUNK_NUMEL numbers."""
+        piece = Piece([], [], [], [])
         count = 0
         for parameter in parameters:
-            state = self.state[parameter]
-            whole = [
-                local_part(t)
-                for t in (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad)
-            ]
-            if all(tensor.is_contiguous() for tensor in whole):
-                rows = list(
-                    zip(*(tensor.view(-1).split(CHUNK_NUMEL) for tensor in whole), strict=True)
-                )
-            else:
-                rows = [tuple(whole)]
-            for row in rows:
-                if piece and count + row[0].numel() > CHUNK_NUMEL:
-                    yield tuple(map(list, zip(*piece, strict=True)))  # type: ignore[misc]
-                    piece = []
+            for tensors in self._split(parameter):
+                numel = tensors[0].numel()
+                if piece.weights and count + numel > CHUNK_NUMEL:
+                    yield piece
+                    piece = Piece([], [], [], [])
                     count = 0
-                piece.append(row)
-                count += row[0].numel()
-        if piece:
-            yield tuple(map(list, zip(*piece, strict=True)))  # type: ignore[misc]
+                for column, tensor in zip(piece, tensors, strict=True):
+                    column.append(tensor)
+                count += numel
+        if piece.weights:
+            yield piece
+
+    def _split(self, parameter: Tensor) -> list[tuple[Tensor, ...]]:
+        """Weight, moments and gradient of a parameter, in parts of up to CHUNK_NUMEL numbers."""
+        state = self.state[parameter]
+        tensors = (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad)
+        local = [local_part(tensor) for tensor in tensors]
+        if not all(tensor.is_contiguous() for tensor in local):
+            return [tuple(local)]
+        parts = [tensor.view(-1).split(CHUNK_NUMEL) for tensor in local]
+        return list(zip(*parts, strict=True))
 
 
-def _update(
-    weights: list[Tensor],
-    first: list[Tensor],
-    second: list[Tensor],
-    gradients: list[Tensor],
-    steps: Any,
-    group: dict[str, Any],
-) -> None:
+def _update(piece: Piece, steps: float | Tensor, group: dict[str, Any]) -> None:
     """One AdamW update, in place. `steps`: a float, or a float64 scalar on the device."""
     beta1, beta2 = group["betas"]
-    kept = (weights, first, second)
-    w, m, v, g = ([tensor.float() for tensor in tensors] for tensors in (*kept, gradients))
+    # In fp32: copies of tensors in other dtypes, else the tensors themselves
+    w, m, v, g = ([tensor.float() for tensor in tensors] for tensors in piece)
     torch_private.foreach_lerp_(m, g, 1 - beta1)
     torch_private.foreach_mul_(v, beta2)
     torch_private.foreach_addcmul_(v, g, g, 1 - beta2)
@@ -129,17 +142,19 @@ def _update(
         torch_private.foreach_addcdiv_(w, m, divisor, -group["lr"])
     else:
         torch_private.foreach_addcdiv_(w, m, divisor, -group["lr"] / (1 - beta1**steps))
-    for tensors, computed in zip(kept, (w, m, v), strict=True):
-        if tensors[0].dtype != torch.float32:  # otherwise `computed` is the same tensor
+    stored = (piece.weights, piece.averages, piece.squares)
+    for tensors, computed in zip(stored, (w, m, v), strict=True):
+        if tensors[0].dtype != torch.float32:  # otherwise they are the same tensors
             torch_private.foreach_copy_(tensors, computed)
 
 
-def _update_unless(withheld: Tensor, piece: Columns, steps: Tensor, group: dict[str, Any]) -> None:
+def _update_unless(withheld: Tensor, piece: Piece, steps: Tensor, group: dict[str, Any]) -> None:
     """One AdamW update, which changes nothing where the scalar `withheld` is true; no host sync."""
-    *kept, gradients = piece
-    copies = [[tensor.clone() for tensor in tensors] for tensors in kept]
-    _update(copies[0], copies[1], copies[2], gradients, steps, group)
-    for tensors, computed in zip(kept, copies, strict=True):
-        torch_private.foreach_copy_(
-            tensors, [torch.where(withheld, a, b) for a, b in zip(tensors, computed, strict=True)]
-        )
+    stored = (piece.weights, piece.averages, piece.squares)
+    weights, averages, squares = ([tensor.clone() for tensor in tensors] for tensors in stored)
+    _update(Piece(weights, averages, squares, piece.gradients), steps, group)
+    for tensors, computed in zip(stored, (weights, averages, squares), strict=True):
+        chosen = []
+        for old, new in zip(tensors, computed, strict=True):
+            chosen.append(torch.where(withheld, old, new))
+        torch_private.foreach_copy_(tensors, chosen)

@@ -19,8 +19,9 @@ turns a rank's parts of a group into one whole matrix. The rank orthogonalises i
 all-to-alls in reverse return the parts. So all layouts compute the same, and differ in who computes
 which matrix.
 
-    4 matrices of 4096 x 4096, dp_shard = 4: rank 2 holds rows 2048 to 3071 of each. It sends 1024 x 4096 numbers to
-    each other rank and gets matrix 2. After the iteration it sends their rows back.
+    4 matrices of 4096 x 4096, dp_shard = 4: rank 2 holds rows 2048 to 3071 of each. It sends
+    1024 x 4096 numbers to each other rank and gets matrix 2. After the iteration it sends their
+    rows back.
 
 What it costs: 4 bytes of state per parameter (fp32), half of AdamW's. The iteration of a matrix
 with sides s <= l computes 20 s^2 l + 10 s^3 FLOPs on one rank. Each mesh axis of k ranks that
@@ -35,7 +36,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,17 +46,26 @@ from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.config.schema import OptimizerConfig
 from titanlite.distributed.dtensor import local_part
+from titanlite.optim.found_inf import found_inf_of, set_found_inf
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 EPS = 1e-7
-Axis = tuple[DeviceMesh, Placement, tuple[int, int]]
+
+
+class Axis(NamedTuple):
+    """A mesh axis whose ranks share matrices (n, rows, columns)."""
+
+    mesh: DeviceMesh  # one-dimensional
+    placement: Placement  # of the stacked matrices: how a rank's part is sharded over the axis
+    rows: int  # of the part of a matrix that the ranks along the axis share
+    columns: int
 
 
 class Muon(torch.optim.Optimizer):
     """Muon over some parameter groups, and another optimizer over the others."""
 
-    honours_found_inf = True  # see stability.py; the other optimizer does so too
+    honours_found_inf = True  # see found_inf.py; the other optimizer does so too
 
     def __init__(
         self, matrices: list[dict[str, Any]], others: torch.optim.Optimizer, config: OptimizerConfig
@@ -66,21 +76,18 @@ class Muon(torch.optim.Optimizer):
         """
         self.config = config
         self.others = others
-        super().__init__(
-            [*matrices, *others.param_groups],
-            {"lr": config.lr, "weight_decay": config.weight_decay},
-        )
+        defaults = {"lr": config.lr, "weight_decay": config.weight_decay}
+        super().__init__([*matrices, *others.param_groups], defaults)
         self.matrices = self.param_groups[: len(matrices)]
         others.state = self.state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        # 1: change nothing (torch.amp.GradScaler)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        found_inf = found_inf_of(self)  # 1: change nothing
         for group in self.matrices:
             for matrices in _alike(group["params"]):
                 self._update(matrices, group, found_inf)
-        self.others.found_inf = found_inf  # type: ignore[attr-defined]
+        set_found_inf(self.others, found_inf)
         self.others.step()
 
     def _update(
@@ -88,125 +95,129 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """One step of matrices with the same shape and placement."""
         momentum = self.config.muon_momentum
-        rate = group["lr"]
         updates = []
         for matrix in matrices:
             state = self.state[matrix]
             if not state:
-                state["exp_avg"] = torch.zeros_like(
-                    matrix, dtype=getattr(torch, self.config.state_dtype)
-                )
+                dtype = getattr(torch, self.config.state_dtype)
+                state["exp_avg"] = torch.zeros_like(matrix, dtype=dtype)
             gradient = local_part(matrix.grad).float()
-            kept = local_part(state["exp_avg"])
-            average = kept.float().lerp(gradient, 1 - momentum)
-            updates.append(gradient.lerp(average, momentum))
-            _assign(kept, average, found_inf)
-        scale = _scale(matrices[0].shape, self.config.muon_scale)
-        for matrix, direction in zip(
-            matrices, self._orthogonalize(updates, matrices[0]), strict=True
-        ):
+            stored = local_part(state["exp_avg"])
+            average = stored.float().lerp(gradient, 1 - momentum)
+            updates.append(gradient.lerp(average, momentum))  # Nesterov's combination
+            _assign(stored, average, found_inf)
+
+        directions = self._orthogonalize(updates, matrices[0])
+        rate = group["lr"]
+        step_size = rate * _scale(matrices[0].shape, self.config.muon_scale)
+        for matrix, direction in zip(matrices, directions, strict=True):
             weight = local_part(matrix)
             new = weight.float() * (1 - rate * group["weight_decay"])
-            _assign(weight, new.sub_(direction.to(weight.device), alpha=rate * scale), found_inf)
+            new.sub_(direction.to(weight.device), alpha=step_size)
+            _assign(weight, new, found_inf)
 
     def _orthogonalize(self, updates: list[Tensor], like: Tensor) -> Tensor:
-        """This rank's parts of matrices, sharded like `like` -> the same parts of the
-        orthogonalised matrices.
+        """This rank's parts of n matrices, sharded like `like` -> those of the orthogonal ones.
+
+        (n, this rank's rows, this rank's columns).
         """
-        device_type = (
-            like.device_mesh.device_type if isinstance(like, DTensor) else like.device.type
-        )
-        dtype = {"auto": "bfloat16" if device_type == "cuda" else "float32"}.get(
-            name := self.config.muon_dtype, name
-        )
-        parts = torch.stack(updates).to(device_type, getattr(torch, dtype))
+        device_type = like.device.type
+        if isinstance(like, DTensor):
+            device_type = like.device_mesh.device_type  # not the CPU of parallel.cpu_offload
+        name = self.config.muon_dtype
+        if name == "auto":
+            name = "bfloat16" if device_type == "cuda" else "float32"
+
+        parts = torch.stack(updates).to(device_type, getattr(torch, name))
         axes = _axes(like)
-        before = []
-        for mesh, placement, sizes in axes:
-            before.append(parts.shape)
-            parts = _redistribute(parts, mesh, (len(parts), *sizes), placement, Shard(0))
-        parts = orthogonalize(parts)
-        for (mesh, placement, sizes), shape in zip(reversed(axes), reversed(before), strict=True):
-            whole = (shape[0], *sizes)
-            parts = (
-                _redistribute(parts, mesh, whole, Shard(0), placement)
-                if shape[0]
-                else parts.new_empty(shape)
-            )
+        shapes = []  # of the parts before each axis' all-to-all
+        for axis in axes:
+            shapes.append(parts.shape)
+            whole = (len(parts), axis.rows, axis.columns)
+            parts = _redistribute(parts, axis.mesh, whole, axis.placement, Shard(0))
+        parts = orthogonalize(parts)  # (n / ranks, rows, columns)
+        for axis, shape in zip(reversed(axes), reversed(shapes), strict=True):
+            whole = (shape[0], axis.rows, axis.columns)
+            if shape[0]:
+                parts = _redistribute(parts, axis.mesh, whole, Shard(0), axis.placement)
+            else:
+                parts = parts.new_empty(shape)
         return parts.float()
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Each of these (n, rows, columns) with singular values between 0.7 and 1.2, in its dtype, if
-    they were not tiny.
+    """Each of these (n, rows, columns) with singular values between 0.7 and 1.2, in its dtype.
 
     A singular value below 1e-3 of the norm stays smaller.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS)
-    a, b, c = COEFFICIENTS
-    for _ in range(STEPS if x.numel() else 0):
-        gram = x @ x.mT  # of the shorter side
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if x.numel():
+        a, b, c = COEFFICIENTS
+        for _ in range(STEPS):
+            gram = x @ x.mT  # of the shorter side
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
 def _scale(shape: torch.Size, kind: str) -> float:
-    """The factor of the learning rate: singular values of 1 make numbers of the size 1 /
-    sqrt(max(rows, columns)).
+    """The factor of the learning rate.
+
+    With singular values of 1 a matrix has numbers of the size 1 / sqrt(max(rows, columns)).
     """
     rows, columns = shape
-    return (
-        0.2 * math.sqrt(max(rows, columns))
-        if kind == "adamw"
-        else math.sqrt(max(1.0, rows / columns))
-    )
+    if kind == "adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns))
 
 
 def _alike(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters with a gradient that have the same shape and placement; at most one for each rank
-    that shares them.
+    """Groups of parameters with a gradient that have the same shape and placement.
+
+    A group has at most one for each rank that shares them.
     """
-    kinds: dict[Any, list[Tensor]] = {}
-    for parameter in (p for p in parameters if p.grad is not None):
-        sharding = (
-            (parameter.device_mesh, parameter.placements)
-            if isinstance(parameter, DTensor)
-            else None
-        )
-        kinds.setdefault((parameter.shape, sharding), []).append(parameter)
-    for kind in kinds.values():
-        ranks = kind[0].device_mesh.size() if isinstance(kind[0], DTensor) else 1
-        yield from (kind[i : i + ranks] for i in range(0, len(kind), ranks))
+    alike: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        sharding: object = None
+        if isinstance(parameter, DTensor):
+            sharding = (parameter.device_mesh, parameter.placements)
+        alike.setdefault((parameter.shape, sharding), []).append(parameter)
+    for group in alike.values():
+        num_ranks = 1
+        if isinstance(group[0], DTensor):
+            num_ranks = group[0].device_mesh.size()
+        for i in range(0, len(group), num_ranks):
+            yield group[i : i + num_ranks]
 
 
 def _axes(matrix: Tensor) -> list[Axis]:
-    """The axes of a matrix's mesh, outermost first: one-dimensional mesh, placement of stacked
-    matrices, sizes.
+    """The axes of a matrix's mesh, outermost first; those of one rank are left out.
 
-    The sizes are those of the part of a matrix that the ranks along the axis share. tp divides a
-    matrix first, so for dp_shard it is tp's part, which makes both divisions plain ones.
+    tp divides a matrix first, so for dp_shard the sizes are those of tp's part, which makes both
+    divisions plain ones.
     """
     if not isinstance(matrix, DTensor):
         return []
-    rows, columns = matrix.shape
-    sizes: list[int] = [rows, columns]
+    sizes = list(matrix.shape)
     axes: list[Axis] = []
     for i in reversed(range(matrix.device_mesh.ndim)):
-        mesh = _line(matrix.device_mesh, i)
-        placement = matrix.placements[i]
-        # a Shard's, or that of FSDP's shard of what tp has sharded
-        dim = getattr(placement, "dim", None)
-        axes.append((mesh, Replicate() if dim is None else Shard(dim + 1), (sizes[0], sizes[1])))
+        mesh = _axis_mesh(matrix.device_mesh, i)
+        # A Shard's, or that of FSDP's shard of what tp has sharded
+        dim = getattr(matrix.placements[i], "dim", None)
+        placement = Replicate() if dim is None else Shard(dim + 1)
+        axes.append(Axis(mesh, placement, sizes[0], sizes[1]))
         if dim is not None:
             portion = -(-sizes[dim] // mesh.size())
-            sizes[dim] = max(0, min(portion, sizes[dim] - portion * mesh.get_local_rank()))
-    return [axis for axis in reversed(axes) if axis[0].size() > 1]
+            remaining = sizes[dim] - portion * mesh.get_local_rank()
+            sizes[dim] = max(0, min(portion, remaining))
+    return [axis for axis in reversed(axes) if axis.mesh.size() > 1]
 
 
 @functools.cache
-def _line(mesh: DeviceMesh, i: int) -> DeviceMesh:
+def _axis_mesh(mesh: DeviceMesh, i: int) -> DeviceMesh:
     """Axis i of a mesh. Cached: indexing a DeviceMesh creates a new object."""
     names = mesh.mesh_dim_names
     return mesh if mesh.ndim == 1 or names is None else mesh[names[i]]
@@ -225,8 +236,8 @@ def _redistribute(
     return whole.redistribute(placements=[new]).to_local()
 
 
-def _assign(kept: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
-    """Sets `kept` to `new`, rounded to its dtype, unless `found_inf` is 1."""
+def _assign(stored: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
+    """Sets `stored` to `new`, rounded to its dtype, unless `found_inf` is 1."""
     if found_inf is not None:
-        new = torch.where(found_inf.to(kept.device) > 0, kept.float(), new)
-    kept.copy_(new)
+        new = torch.where(found_inf.to(stored.device) > 0, stored.float(), new)
+    stored.copy_(new)

@@ -1,5 +1,4 @@
-"""`parallel.optimizer_offload`: the optimizer's state in CPU memory, weights and all computation on
-the GPU.
+"""`parallel.optimizer_offload`: the optimizer's state in CPU memory, the computation on the GPU.
 
 What it is: between steps the moments are in pinned CPU memory. `step` takes a few parameters at a
 time: their moments are copied to the GPU, the optimizer updates these parameters, and the moments
@@ -27,9 +26,10 @@ import torch
 from torch import Tensor
 
 from titanlite.distributed.dtensor import local_part
+from titanlite.optim.found_inf import found_inf_of, set_found_inf
 
 PIECE_NUMEL = 1 << 26  # parameters whose state is on the device at a time
-Piece = list[tuple[dict[str, Any], list[Tensor]]]  # a group, and some of its parameters
+ParameterGroup = dict[str, Any]  # as in torch.optim
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -38,7 +38,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     It shares the parameter groups; hooks are those of this object.
     """
 
-    honours_found_inf = True  # see stability.py; the inner optimizer does so
+    honours_found_inf = True  # see found_inf.py; the inner optimizer does so
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, {})
@@ -46,43 +46,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        inner: Any = self.inner
-        if hasattr(self, "found_inf"):
-            inner.found_inf = self.found_inf
-        for piece in self._pieces():
-            parameters = [parameter for _, some in piece for parameter in some]
-            inner.param_groups = [{**group, "params": some} for group, some in piece]
-            inner.state = defaultdict(
-                dict, {p: _on_device(self.state[p], p) for p in parameters if p in self.state}
-            )
-            inner.step()
+        set_found_inf(self.inner, found_inf_of(self))
+        for groups in pieces(self.param_groups):
+            parameters = [parameter for group in groups for parameter in group["params"]]
+            # For this call the inner optimizer has these parameters alone
+            self.inner.param_groups = groups
+            self.inner.state = defaultdict(dict)
             for parameter in parameters:
-                for name, value in inner.state.get(parameter, {}).items():
-                    self._keep(parameter, name, value)
-        inner.param_groups = self.param_groups
-        inner.state = defaultdict(dict)
+                if parameter in self.state:
+                    self.inner.state[parameter] = _on_device(self.state[parameter], parameter)
+            self.inner.step()
+            for parameter in parameters:
+                for name, value in self.inner.state.get(parameter, {}).items():
+                    self._store(parameter, name, value)
+        self.inner.param_groups = self.param_groups
+        self.inner.state = defaultdict(dict)
 
-    def _pieces(self) -> Iterator[Piece]:
-        """All groups and their parameters, in pieces of up to PIECE_NUMEL numbers or of one
-        parameter.
-        """
-        piece: Piece = []
-        count = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                numel = local_part(parameter).numel()
-                if piece and count + numel > PIECE_NUMEL:
-                    yield piece
-                    piece = []
-                    count = 0
-                if not piece or piece[-1][0] is not group:
-                    piece.append((group, []))
-                piece[-1][1].append(parameter)
-                count += numel
-        if piece:
-            yield piece
-
-    def _keep(self, parameter: Tensor, name: str, value: Tensor) -> None:
+    def _store(self, parameter: Tensor, name: str, value: Tensor) -> None:
         """Copies a part of a parameter's state to CPU memory.
 
         Step counts and other scalars stay where they are.
@@ -99,12 +79,35 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 local.data = local.pin_memory()
 
 
+def pieces(groups: list[ParameterGroup]) -> Iterator[list[ParameterGroup]]:
+    """The groups, each time with parameters of up to PIECE_NUMEL numbers, or with one parameter."""
+    piece: list[ParameterGroup] = []
+    count = 0
+    for group in groups:
+        in_piece = False  # whether the piece has this group
+        for parameter in group["params"]:
+            numel = local_part(parameter).numel()
+            if piece and count + numel > PIECE_NUMEL:
+                yield piece
+                piece = []
+                count = 0
+                in_piece = False
+            if not in_piece:
+                piece.append({**group, "params": []})
+                in_piece = True
+            piece[-1]["params"].append(parameter)
+            count += numel
+    if piece:
+        yield piece
+
+
 def _on_device(state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
-    """A copy on the parameter's device.
+    """A copy on the parameter's device; scalars stay where they are.
 
     Also on a CPU, so that what is tested there is what runs on a GPU.
     """
-    return {
-        name: value.to(parameter.device, non_blocking=True, copy=True) if value.ndim else value
-        for name, value in state.items()
-    }
+    copies = dict(state)
+    for name, value in state.items():
+        if value.ndim:
+            copies[name] = value.to(parameter.device, non_blocking=True, copy=True)
+    return copies

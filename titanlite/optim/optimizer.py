@@ -13,80 +13,88 @@ writes them in one pass. Weight decay acts on all parameters by default, as in t
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from titanlite.config.schema import GroupConfig, OptimizerConfig
+from titanlite.config.schema import OptimizerConfig
+from titanlite.optim.low_precision import LowPrecisionAdamW
+from titanlite.optim.muon import Muon
+from titanlite.optim.offload import OffloadedOptimizer
 
 logger = logging.getLogger("titanlite")
-Groups = list[dict[str, Any]]
+Groups = list[dict[str, Any]]  # of parameters, as torch.optim takes them
 
 
 def build_optimizer(
-    parts: list[Any], config: OptimizerConfig, offload: bool = False
+    parts: Sequence[nn.Module], config: OptimizerConfig, offload: bool = False
 ) -> torch.optim.Optimizer:
     """The optimizer over the parts of a model; with `offload` its state is in CPU memory.
 
     Its parameter groups have the peak learning rate as `peak_lr`.
     """
-    if not offload:
-        return _build(parts, config)
-    from titanlite.optim.offload import OffloadedOptimizer
+    matrices: list[tuple[str, Tensor]] = []  # Muon's
+    others: list[tuple[str, Tensor]] = []
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if config.name == "muon" and parameter.ndim == 2 and name.startswith("layers."):
+                matrices.append((name, parameter))
+            else:
+                others.append((name, parameter))
 
-    return OffloadedOptimizer(_build(parts, config))
-
-
-def _build(parts: list[Any], config: OptimizerConfig) -> torch.optim.Optimizer:
-    groups: dict[bool, dict[tuple[float, float], list[Tensor]]] = {True: {}, False: {}}
-    for name, parameter in (named for part in parts for named in part.named_parameters()):
-        matrix = config.name == "muon" and parameter.ndim == 2 and name.startswith("layers.")
-        groups[matrix].setdefault(_rate_and_decay(name, parameter, config), []).append(parameter)
-    matrices, others = (
-        [
-            {"params": p, "lr": rate, "peak_lr": rate, "weight_decay": decay}
-            for (decay, rate), p in found
-        ]
-        for found in (sorted(groups[matrix].items(), reverse=True) for matrix in (True, False))
-    )
-    adamw = _build_adamw(others, config)
+    optimizer = _build_adamw(_group(others, config), config)
     if config.name == "muon":
-        from titanlite.optim.muon import Muon
+        optimizer = Muon(_group(matrices, config), optimizer, config)
+    if offload:
+        optimizer = OffloadedOptimizer(optimizer)
+    return optimizer
 
-        return Muon(matrices, adamw, config)
-    return adamw
+
+def _group(parameters: list[tuple[str, Tensor]], config: OptimizerConfig) -> Groups:
+    """One group for each weight decay and learning rate, the highest decay first."""
+    members: dict[tuple[float, float], list[Tensor]] = {}
+    for name, parameter in parameters:
+        key = _decay_and_rate(name, parameter, config)
+        members.setdefault(key, []).append(parameter)
+    groups = []
+    for decay, rate in sorted(members, reverse=True):
+        of_group = members[decay, rate]
+        groups.append({"params": of_group, "lr": rate, "peak_lr": rate, "weight_decay": decay})
+    return groups
 
 
-def _rate_and_decay(name: str, parameter: Tensor, config: OptimizerConfig) -> tuple[float, float]:
+def _decay_and_rate(name: str, parameter: Tensor, config: OptimizerConfig) -> tuple[float, float]:
     """Weight decay and peak learning rate of a parameter."""
-    group = next(
-        (group for group in config.groups if fnmatchcase(name, group.pattern)), GroupConfig()
-    )
-    linear = parameter.ndim == 2 and not name.startswith("tok_embeddings")
-    decay = config.weight_decay if linear or config.decayed == "all" else 0.0
-    return (
-        decay if group.weight_decay < 0 else group.weight_decay,
-        config.lr if group.lr < 0 else group.lr,
-    )
+    is_linear = parameter.ndim == 2 and not name.startswith("tok_embeddings")
+    decay = config.weight_decay if is_linear or config.decayed == "all" else 0.0
+    rate = config.lr
+    for group in config.groups:
+        if fnmatchcase(name, group.pattern):  # the first that matches decides
+            if group.weight_decay >= 0:  # negative: not set
+                decay = group.weight_decay
+            if group.lr >= 0:
+                rate = group.lr
+            break
+    return decay, rate
 
 
 def _build_adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    implementation = "fused" if config.implementation == "auto" else config.implementation
-    parameters = [(p, group["weight_decay"]) for group in groups for p in group["params"]]
-    low = {p.dtype for p, _ in parameters} | {getattr(torch, config.state_dtype)} != {torch.float32}
-    variant = "moments " + config.state_dtype if low else implementation
-    decayed = sum(decay > 0 for _, decay in parameters)
-    logger.debug(
-        "AdamW (%s): %d tensors decay, %d do not", variant, decayed, len(parameters) - decayed
-    )
-    if low:
-        from titanlite.optim.low_precision import LowPrecisionAdamW
+    implementation = config.implementation
+    if implementation == "auto":
+        implementation = "fused"
+    state_dtype = getattr(torch, config.state_dtype)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    fp32 = {state_dtype, *(parameter.dtype for parameter in parameters)} == {torch.float32}
 
-        return LowPrecisionAdamW(
-            groups, config.lr, config.betas, config.eps, getattr(torch, config.state_dtype)
-        )
+    decayed = sum(len(group["params"]) for group in groups if group["weight_decay"] > 0)
+    variant = implementation if fp32 else f"moments {config.state_dtype}"
+    spared = len(parameters) - decayed
+    logger.debug("AdamW (%s): %d tensors decay, %d do not", variant, decayed, spared)
+    if not fp32:
+        return LowPrecisionAdamW(groups, config.lr, config.betas, config.eps, state_dtype)
     return torch.optim.AdamW(
         groups,
         lr=config.lr,

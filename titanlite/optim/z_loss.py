@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from titanlite.data.stream import IGNORED
 from titanlite.optim.loss import SummedLoss
-
-IGNORED = -100
 
 
 def with_z_loss(loss: SummedLoss, coefficient: float, mesh: DeviceMesh) -> SummedLoss:
@@ -34,19 +33,19 @@ def with_z_loss(loss: SummedLoss, coefficient: float, mesh: DeviceMesh) -> Summe
             return loss(logits, labels)
         logits = logits.float()
         squares = log_partition(logits, mesh).square()  # (B, S)
-        return (
-            loss(logits, labels) + coefficient * torch.where(labels == IGNORED, 0.0, squares).sum()
-        )
+        of_targets = torch.where(labels == IGNORED, 0.0, squares)
+        return loss(logits, labels) + coefficient * of_targets.sum()
 
     return summed
 
 
 def log_partition(logits: Tensor, mesh: DeviceMesh) -> Tensor:
-    """ln(Z) of each token, (B, S): logits (B, S, V/tp), the whole result on all ranks of the axis."""
-    parts = torch.logsumexp(logits, dim=-1)
+    """ln(Z) of each token: logits (B, S, V/tp) -> (B, S), whole on all ranks of the axis."""
+    own = torch.logsumexp(logits, dim=-1)  # of this rank's part of the vocabulary
     if mesh.size() == 1:
-        return parts
-    every = DTensor.from_local(parts[None], mesh, [Shard(0)]).redistribute(placements=[Replicate()])
+        return own
+    parts = DTensor.from_local(own[None], mesh, [Shard(0)])  # globally (tp, B, S)
+    gathered = parts.redistribute(placements=[Replicate()])
     # All ranks compute the same from here on, so a rank's gradient is its own row of the gradient
-    # of `every`.
-    return torch.logsumexp(every.to_local(), dim=0)
+    # of `gathered`.
+    return torch.logsumexp(gathered.to_local(), dim=0)

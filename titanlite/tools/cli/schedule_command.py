@@ -87,7 +87,7 @@ def picture_of(config: Config) -> Picture:
     total = training.steps
 
     def rate(step: int) -> float:
-        return peak * lr_factor(schedule, step - 1, total)
+        return peak * lr_factor(schedule, step, total)
 
     def tokens(step: int) -> int:
         return samples_after(training, 0, step) * training.seq_len

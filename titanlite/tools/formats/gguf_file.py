@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanlite.data.token_text import to_text
+from titanlite.data.byte_level import to_text
 from titanlite.data.tokenizer import PATTERN, Tokenizer
 from titanlite.data.tokenizer_json import GPT2_PATTERN
 from titanlite.model.flavors import LlamaConfig, parameter_shapes

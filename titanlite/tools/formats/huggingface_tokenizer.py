@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data.bpe import rank_file
-from titanlite.data.token_text import merges_of, to_text
+from titanlite.data.byte_level import merges_of, to_text
 from titanlite.data.tokenizer import PATTERN, Tokenizer
 from titanlite.data.tokenizer_json import JSON_FILES, MAX_JSON_FILE, RANK_FILE
 from titanlite.runtime.errors import ConfigError

@@ -7,8 +7,8 @@ import time
 import pytest
 from foreign_tokenizers import PATTERNS, mixed_text, trained
 
-from titanlite.data import pieces as module
-from titanlite.data.pieces import MAX_PIECE, MAX_RUN, pieces
+from titanlite.data import tiktoken_pieces as module
+from titanlite.data.tiktoken_pieces import MAX_PIECE, MAX_RUN, pieces
 from titanlite.data.tokenizer import Tokenizer
 
 TEXTS = [

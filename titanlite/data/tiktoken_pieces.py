@@ -1,4 +1,4 @@
-"""A text in pieces that tiktoken can encode.
+"""A text cut into pieces that tiktoken can encode.
 
 Why it is here: tiktoken's matcher recurses. It fails on about a million characters, and on long
 runs of one kind.
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from titanlite.data.nfc import nfc
+
 MAX_PIECE = 400_000
 MAX_RUN = 25_000
 
@@ -18,8 +20,6 @@ MAX_RUN = 25_000
 def pieces(text: str, normalise: bool = False) -> Iterator[str]:
     """The pieces in order; normalised to NFC before the text is cut, if asked for."""
     if normalise:
-        from titanlite.data.nfc import nfc  # imported only if used
-
         text = nfc(text)
     start = 0
     while start < len(text):
@@ -29,23 +29,31 @@ def pieces(text: str, normalise: bool = False) -> Iterator[str]:
 
 
 def _end(text: str, start: int) -> int:
-    """Where the piece from `start` on ends: before the last space that follows another character,
-    if there is one.
+    """Where the piece from `start` on ends.
+
+    Before the last space that follows another character, if there is one.
     """
-    most = start + MAX_PIECE
-    if most >= len(text):
+    limit = start + MAX_PIECE
+    if limit >= len(text):
         return len(text)
-    cut = text.rfind(" ", start + 1, most)
+    cut = text.rfind(" ", start + 1, limit)
     while cut > 0 and text[cut - 1].isspace():
         cut = text.rfind(" ", start + 1, cut)
-    return cut if cut > 0 else most
+    return cut if cut > 0 else limit
 
 
 def _short_runs(piece: str) -> Iterator[str]:
+    """The piece in parts without long runs; almost always the piece itself."""
+    if not _has_long_run(piece):
+        yield piece
+        return
     begin = 0
     run = 1
-    for i in range(1, len(piece)) if _has_long_run(piece) else ():
-        run = run + 1 if piece[i].isspace() == piece[i - 1].isspace() else 1
+    for i in range(1, len(piece)):
+        if piece[i].isspace() == piece[i - 1].isspace():
+            run += 1
+        else:
+            run = 1
         if run > MAX_RUN:
             yield piece[begin:i]
             begin = i
@@ -54,11 +62,13 @@ def _short_runs(piece: str) -> Iterator[str]:
 
 
 def _has_long_run(piece: str) -> bool:
-    """A fast test: may there be more than MAX_RUN characters in a row all with, or all without,
-    white space?
+    """A fast test: may a run of white space, or without it, have more than MAX_RUN characters?
 
     Such a run covers one of the blocks that begin at the multiples of half its length.
     """
     half = MAX_RUN // 2
-    blocks = (piece[start : start + half] for start in range(0, len(piece) - half + 1, half))
-    return any(block.isspace() or block.split(None, 1) == [block] for block in blocks)
+    for start in range(0, len(piece) - half + 1, half):
+        block = piece[start : start + half]
+        if block.isspace() or block.split(None, 1) == [block]:
+            return True
+    return False
