@@ -56,7 +56,8 @@ from titanlite.optim.schedule import Schedule
 from titanlite.parallel.auto import resolve_auto
 from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
-from titanlite.rules.check import check_layout, unused_settings
+from titanlite.rules.check import check_layout
+from titanlite.rules.unused import unused_settings
 from titanlite.runtime.errors import EXIT_CONFIG, LAUNCHED, ConfigError
 from titanlite.runtime.files import replace_file
 

@@ -44,7 +44,7 @@ class NoiseScale:
     def __init__(self, stages: Any, loss_scale: Any = None) -> None:
         """`loss_scale`: of a run in float16.
 
-        What else it needs is checked by `rules/noise_scale_rules.py`.
+        What else it needs is checked by `rules/divides.py` and `rules/excludes.py`.
         """
         self.stages = stages
         self.loss_scale = loss_scale
