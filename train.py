@@ -25,6 +25,7 @@ from titanlite.checkpoint.manager import Checkpointer, NonFinite
 from titanlite.checkpoint.manifest import RunMetadata
 from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
 from titanlite.checkpoint.storage import SaveError
+from titanlite.config.budget import epochs_in_steps
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config, DataConfig, ProfilingConfig, portable
 from titanlite.config.to_toml import to_toml
@@ -95,10 +96,7 @@ def main(config: Config) -> int:
     # Preparing it takes a node as long as it takes
     require_agreement(PATIENT, data=fingerprint_of(data))
     samples = build_samples(data, config.data, config.training, config.run.seed)
-    if config.training.epochs:
-        from titanlite.config.budget import epochs_in_steps
-
-        config = epochs_in_steps(config, samples.rows[0].count)
+    config = epochs_in_steps(config, samples)  # as it was, unless `training.epochs` is set
     training = config.training
     stream = TrainStream(
         samples, training, mesh.data_rank, mesh.data_size, config.data.document_mask

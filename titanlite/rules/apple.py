@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from titanlite.config.keys import setting
 from titanlite.config.schema import Config
 from titanlite.model.flavors import LlamaConfig
 from titanlite.rules.degrees import num_processes
@@ -49,8 +50,7 @@ def apple_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) 
             "expected NGPU=1"
         )
     for key, allowed in ALLOWED.items():
-        section, _, name = key.partition(".")
-        value = getattr(getattr(config, section), name)
+        value = setting(config, key)
         if value not in allowed:
             expected = " or ".join(str(choice).lower() for choice in allowed)
             yield (

@@ -24,7 +24,14 @@ def train_with_little_memory(arguments: list[str]) -> int:
 
 def test_a_large_model_is_not_loaded_for_a_sample(pool, arguments, tmp_path):
     assert pool.run(
-        1, train_with_little_memory, [*arguments, "--training.steps=1", "--run.sample_tokens=20"]
+        1,
+        train_with_little_memory,
+        [
+            *arguments,
+            "--training.steps=1",
+            "--validation.prompts=def",
+            "--validation.prompt_tokens=20",
+        ],
     ) == [0]
     log = (tmp_path / "debug/log.txt").read_text()
     assert_mentions(log, "no sample", "GB of CPU memory", "0.0 GB", "next:")

@@ -69,12 +69,12 @@ def _log_results(
 ) -> None:
     folder = Path(config.run.folder, config.run.name)
     size = 4 * llama.num_parameters
-    if config.run.sample_tokens and size > SAMPLE_BYTES:
+    if config.validation.prompts and size > SAMPLE_BYTES:
         limit = f"at most {SAMPLE_BYTES / 1e9:.1f} GB are used for a sample"
         logger.info(
             f"\nno sample: in fp32 the model takes {size / 1e9:.1f} GB of CPU memory; {limit}"
         )
-    elif config.run.sample_tokens:
+    elif config.validation.prompts:
         text = "\n".join(
             f"  | {line}" for line in sample(config, folder, step, tokenizer).splitlines()
         )
@@ -92,8 +92,9 @@ def _log_results(
         train = f"{command} train"
     else:  # a copy made by `titanlite eject`
         train = f"{python} {shlex.quote(os.path.relpath(own))}"
+    prompt = config.validation.prompts[0] if config.validation.prompts else "def"
     logger.info(
-        f"\nnext:\n  {command} generate {quoted_folder} --prompt {shlex.quote(config.run.sample_prompt)}\n"
+        f"\nnext:\n  {command} generate {quoted_folder} --prompt {shlex.quote(prompt)}\n"
         f"  {train} {quoted_folder}/config.toml --training.steps={2 * step}    (resumes from here)"
     )
 
@@ -114,15 +115,15 @@ def titanlite_command(python: str) -> str:
 
 
 def sample(config: Config, folder: Path, step: int, tokenizer: Tokenizer) -> str:
-    """The text that the model generates after `run.sample_prompt`.
+    """The text that the model generates after the first of `validation.prompts`.
 
     The checkpoint is loaded on the CPU, because the whole model may not fit in the memory of one
     device.
     """
     seq_len = config.training.seq_len
     seed = config.run.seed
-    prompt = [tokenizer.bos, *tokenizer.encode(config.run.sample_prompt)][: seq_len - 1]
-    room = min(config.run.sample_tokens, seq_len - len(prompt))
+    prompt = [tokenizer.bos, *tokenizer.encode(config.validation.prompts[0])][: seq_len - 1]
+    room = min(config.validation.prompt_tokens, seq_len - len(prompt))
     model = load_model(step_folder(folder / "checkpoints", step), torch.device("cpu"), seq_len)
     new = generate(model, prompt, room, stop=tokenizer.eos, temperature=0.7, top_k=50, seed=seed)
     return tokenizer.decode([*prompt[1:], *new])
