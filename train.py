@@ -113,8 +113,7 @@ def main(config: Config) -> int:
     data = load_sources(config.data, prepared_folders(config.data, tokenizer), tokenizer)
     require_agreement(PATIENT, data=fingerprint_of(data))  # preparing takes nodes different times
     samples = build_samples(data, config.data, config.training, config.run.seed)
-    if config.training.epochs:
-        config = epochs_in_steps(config, samples.rows[0].count)
+    config = epochs_in_steps(config, samples)  # as it was, unless `training.epochs` is set
     training = config.training
     stream = TrainStream(samples, training, mesh, config.data.document_mask)
 

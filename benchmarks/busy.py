@@ -27,7 +27,7 @@ import report
 OPTIONS = [
     "--metrics.log_freq=1",
     "--validation.freq=0",
-    "--run.sample_tokens=0",
+    "--validation.prompts=",
     "--checkpoint.freq=0",
 ]
 KINDS = {"default": {"GOMP_SPINCOUNT": "300000"}, "titanlite": {}}

@@ -173,7 +173,7 @@ def train(mode: str, folder: Path) -> tuple[float, float, float]:
         "--checkpoint.keep=1",
         "--training.steps=14",
         "--validation.freq=0",
-        "--run.sample_tokens=0",
+        "--validation.prompts=",
     ]
     options += ["--training.global_batch_size=4", "--metrics.log_freq=1"]
     command = [sys.executable, "train.py", "cpu_25m", *options]

@@ -46,7 +46,8 @@ from titanlite.optim.stability import Guard
 from titanlite.parallel.auto import resolve_auto
 from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
-from titanlite.rules.check import check_layout, reason_not_compiled
+from titanlite.rules.check import check_layout
+from titanlite.rules.compiled import reason_not_compiled
 from titanlite.tools.formats import huggingface
 from titanlite.tools.formats.full_state import half_split
 

@@ -31,7 +31,7 @@ LIMIT = 120  # seconds for one process
 OPTIONS = [
     "debug",
     "--training.steps=60",
-    "--run.sample_tokens=0",
+    "--validation.prompts=",
     "--metrics.log_freq=1",
     "--validation.freq=30",
 ]

@@ -121,7 +121,7 @@ def agree(folder: Path) -> list[tuple[str, str]]:
         f"--run.folder={folder}",
         "--training.steps=20",
         "--metrics.log_freq=1",
-        "--run.sample_tokens=0",
+        "--validation.prompts=",
     ]
     for processes in (1, 2, 4):
         run([*base, f"--run.name={processes}"], processes)
@@ -143,7 +143,7 @@ def resume(folder: Path) -> list[tuple[str, str]]:
         f"--run.folder={folder}",
         "--training.steps=20",
         "--metrics.log_freq=1",
-        "--run.sample_tokens=0",
+        "--validation.prompts=",
     ]
     base += ["--validation.freq=0", "--checkpoint.freq=4"]
     lines = []

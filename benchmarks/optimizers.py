@@ -43,7 +43,7 @@ def train(
             "run.folder": folder,
             "run.name": "run",
             "run.seed": seed,
-            "run.sample_tokens": 0,
+            "validation.prompts": [],
             "checkpoint.freq": 0,
             "validation.freq": steps,
         }

@@ -30,7 +30,7 @@ ALONE = [
     "--checkpoint.freq=0",
     "--validation.freq=0",
     "--metrics.log_freq=1",
-    "--run.sample_tokens=0",
+    "--validation.prompts=",
 ]
 UNCOUNTED = 2
 BARE = """

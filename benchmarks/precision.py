@@ -63,7 +63,7 @@ def measure(case: str, config: str, steps: int, keys: list[str]) -> dict[str, An
             "metrics.log_freq=1",
             "validation.freq=0",
             "checkpoint.freq=0",
-            "run.sample_tokens=0",
+            "validation.prompts=",
         ]
         command = [
             sys.executable,

@@ -55,7 +55,7 @@ if "RANK" in os.environ:
 OPTIONS = [
     "--run.device=cpu",
     "--checkpoint.async_mode=async",
-    "--run.sample_tokens=0",
+    "--validation.prompts=",
     "--validation.freq=0",
 ]
 OPTIONS += ["--checkpoint.freq=2", "--training.seq_len=32", "--training.local_batch_size=1"]

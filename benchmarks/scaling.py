@@ -35,7 +35,7 @@ ALONE = [
     "--checkpoint.freq=0",
     "--validation.freq=0",
     "--metrics.log_freq=1",
-    "--run.sample_tokens=0",
+    "--validation.prompts=",
 ]
 TRACED = ["--profiling.enabled", "--profiling.warmup_steps=1", "--profiling.active_steps=2"]
 UNCOUNTED = 3

@@ -24,7 +24,7 @@ OPTIONS = [
     "--training.steps=1",
     "--checkpoint.freq=0",
     "--validation.freq=0",
-    "--run.sample_tokens=0",
+    "--validation.prompts=",
 ]
 
 

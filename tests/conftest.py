@@ -65,7 +65,7 @@ def options(text_file) -> list[str]:
     """Command-line arguments of a run that takes a second: the debug config, made smaller."""
     return [
         "debug",
-        "--run.sample_tokens=0",
+        "--validation.prompts=",
         f"--data.path={text_file}",
         "--model.dim=32",
         "--model.num_layers=2",

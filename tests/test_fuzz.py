@@ -76,7 +76,7 @@ def test_the_corpus_is_small_and_belongs_to_readers():
 
 PLANTED = {  # reader -> a check that is taken away
     "manifest, sealed": (manifest, "require", lambda condition, problem: None),
-    "TOML": (load, "_convert", lambda value, declared, meta: (value, "")),
+    "TOML": (load, "convert", lambda value, key: (value, "")),
     "safetensors header": (safetensors_files, "SafetensorError", KeyboardInterrupt),
     ".proven": (retention, "is_valid", lambda proof: True),
 }

@@ -122,7 +122,7 @@ def test_it_trains_from_an_empty_folder(wheel, tmp_path, text_file):
         "--training.steps=2",
         "--metrics.log_freq=1",
         "--validation.freq=0",
-        "--run.sample_tokens=0",
+        "--validation.prompts=",
     )
     output = command(
         "-m",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from messages import assert_mentions
 
@@ -11,6 +13,7 @@ from titanlite.config.to_toml import to_toml
 from titanlite.optim.schedule import lr_factor
 from titanlite.runtime.errors import ConfigError
 
+SAMPLES = SimpleNamespace(rows=[SimpleNamespace(count=100)])
 SHAPE = [
     "--training.seq_len=100",
     "--training.global_batch_size=8",
@@ -58,7 +61,7 @@ def test_epochs_are_rounded_up_to_steps(epochs, steps):
     """1.1 * 100 / 10 is more than 11 in binary fractions."""
     config = load_config(["debug", *SHAPE[:1], "--training.global_batch_size=10", "--training.local_batch_size=5",
                           f"--training.epochs={epochs}"])  # fmt: skip
-    assert epochs_in_steps(config, rows=100).training.steps == steps
+    assert epochs_in_steps(config, SAMPLES).training.steps == steps
 
 
 def test_a_decay_in_tokens_waits_for_the_number_of_steps():
@@ -68,7 +71,7 @@ def test_a_decay_in_tokens_waits_for_the_number_of_steps():
     config = load_config(["debug", *SHAPE, "--training.epochs=2", "--training.batch_ramp=16 from step 3",
                           "--schedule.name=wsd", "--schedule.decay_tokens=1601"])  # fmt: skip
     assert config.schedule.decay_tokens == 1601
-    config = epochs_in_steps(config, rows=100)
+    config = epochs_in_steps(config, SAMPLES)
     assert config.training.steps == 2 + 12  # 11.5 steps of 16, rounded up
     assert (config.schedule.decay_steps, config.schedule.decay_tokens) == (2, 0)
 
@@ -101,3 +104,8 @@ def test_two_budgets_at_once(tmp_path):
         ConfigError, match=r"run.toml: schedule.warmup_steps and schedule.warmup_tokens"
     ):
         load_config([str(tmp_path / "run.toml")])
+
+
+def test_without_a_budget_in_epochs_the_config_stays():
+    config = load_config(["debug"])
+    assert epochs_in_steps(config, SAMPLES) is config

@@ -9,7 +9,8 @@ import time
 import pytest
 from messages import assert_mentions
 
-from titanlite.config.load import all_keys, flavors, load_config
+from titanlite.config.keys import all_keys
+from titanlite.config.load import flavors, load_config
 from titanlite.config.to_toml import to_toml
 from titanlite.model.flavors import FLAVORS
 from titanlite.runtime.errors import ConfigError
@@ -81,7 +82,7 @@ def test_defaults_base_file_and_command_line_in_this_order(toml):
             False,
         ),
         (["--parallel.dp_shard", "-1"], "parallel.dp_shard", -1),
-        (["--run.sample_prompt=a = b"], "run.sample_prompt", "a = b"),
+        (["--float8.skip=a = b"], "float8.skip", "a = b"),
         (["--run.name=7"], "run.name", "7"),
         (["--optimizer.lr=.1"], "optimizer.lr", 0.1),
         (["--optimizer.lr=+1E-3"], "optimizer.lr", 1e-3),
@@ -137,7 +138,7 @@ def test_a_list_of_names_in_a_file(toml):
         ("--optimizer.lr=inf", ("optimizer.lr = Infinity", "finite number")),
         ("--optimizer.betas=" + "[" * 100_000, ("optimizer.betas", "list of two numbers")),
         ("--run.seed=99999999999999999999", ("run.seed = 99999999999999999999", "integer", "at least 0", "at most 9223372036854775807")),
-        ("--run.sample_prompt=\udcff", ("run.sample_prompt", "UTF-8")),
+        ("--float8.skip=\udcff", ("float8.skip", "UTF-8")),
         ("--training=5", ("--training", "unknown key training", "section", "training.steps")),
         ("--unrelated.thing=5", ("--unrelated.thing", "unknown key unrelated.thing")),
         ("--optimizer.betas=[0.9]", ("optimizer.betas = [0.9]", "list of two numbers")),
@@ -178,7 +179,7 @@ def test_a_toml_file_is_refused_with_file_and_line_and_all_problems_at_once(toml
 
 def test_a_byte_order_mark_and_odd_letters_survive(toml):
     assert load_config([toml("\ufeff[training]\nsteps = 5\n")]).training.steps == 5
-    config = load_config(["debug", '--run.sample_prompt=a\x7f\t"é\\'])
+    config = load_config(["debug", '--float8.skip=a\x7f\t"é\\'])
     assert load_config([toml(to_toml(config))]) == config
 
 
@@ -300,3 +301,39 @@ def test_thousands_of_unknown_keys_take_seconds_not_minutes():
         seconds.append(time.process_time() - started)
         assert len(caught.value.problems) == count
     assert seconds[1] < 30 * seconds[0]
+
+
+def test_a_sample_at_the_end_is_a_prompt_of_validation(toml):
+    """The old keys are aliases: of a file, over a file, and beside new keys of earlier files."""
+    old = load_config([toml("[run]\nsample_tokens = 9\n")])
+    assert (old.validation.prompts, old.validation.prompt_tokens) == (("def",), 9)
+    with_prompt = toml('[run]\nsample_tokens = 9\nsample_prompt = "a"\n')
+    assert load_config([with_prompt]).validation.prompts == ("a",)
+    assert load_config([with_prompt, "--validation.prompts=b"]).validation.prompts == ("b",)
+    assert load_config([with_prompt, "--validation.prompts="]).validation.prompts == ()
+    changed = load_config(["debug", "--run.sample_tokens=7", "--run.sample_prompt=x"]).validation
+    assert (changed.prompts, changed.prompt_tokens) == (("x",), 7)
+    assert load_config(["debug", "--run.sample_tokens=0"]) == load_config(["debug"])
+    assert "sample_" not in to_toml(old)
+
+
+def test_old_and_new_keys_of_a_sample_at_once(toml):
+    both = '[run]\nsample_tokens = 9\n[validation]\nprompts = ["a"]\n'
+    (problem,) = problems(toml(both))
+    assert_mentions(problem, "run.toml", "run.sample_tokens and validation.prompts", "only one")
+    (problem,) = problems("debug", "--run.sample_prompt=a")
+    assert_mentions(problem, "run.sample_prompt", "validation.prompts")
+    (problem,) = problems("debug", "--run.sample_tokens=-1")
+    assert_mentions(problem, "run.sample_tokens = -1", "at least 0")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prompts", "expected"),
+    [(100, "[]", ("b",)), (100, '["a"]', ("a",)), (0, '["a"]', ("a",)), (0, "[]", ())],
+)
+def test_the_config_of_an_older_run_has_old_and_new_keys(toml, tokens, prompts, expected):
+    path = toml(
+        f'[run]\nsample_tokens = {tokens}\nsample_prompt = "b"\n'
+        f"[validation]\nprompts = {prompts}\nprompt_tokens = 64\n"
+    )
+    assert load_config([path]).validation.prompts == expected

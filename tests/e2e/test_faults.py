@@ -99,7 +99,7 @@ def run_arguments(folder: Path, text_file: Path, mode: str) -> list[str]:
     ]
     saving = ["--checkpoint.freq=2", "--checkpoint.keep=1", f"--checkpoint.async_mode={mode}"]
     told = [
-        "--run.sample_tokens=0",
+        "--validation.prompts=",
         "--metrics.log_freq=1",
         "--validation.freq=0",
         "--schedule.warmup_steps=2",

@@ -142,7 +142,8 @@ def test_a_run_with_a_pipeline_ends_with_a_sample(pool, arguments, tmp_path):
         run = [
             *arguments,
             f"--run.name={processes}",
-            "--run.sample_tokens=20",
+            "--validation.prompts=def",
+            "--validation.prompt_tokens=20",
             "--training.steps=2",
             *layout,
         ]

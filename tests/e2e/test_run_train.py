@@ -33,7 +33,9 @@ def slow_arguments(arguments):
 
 
 def test_trains_prints_a_sample_and_what_to_try_next(arguments, tmp_path):
-    code, output = finish(start([*arguments, "--run.sample_tokens=20"], NGPU="2"))
+    code, output = finish(
+        start([*arguments, "--validation.prompts=def", "--validation.prompt_tokens=20"], NGPU="2")
+    )
     assert code == 0, output
     assert "step 6/6  loss" in output
     assert "eta 0:0" in output  # the last validation and save are still to come
@@ -226,7 +228,7 @@ def test_impossible_layout_is_one_error(arguments):
 
 
 def test_help_lists_every_key():
-    from titanlite.config.load import all_keys
+    from titanlite.config.keys import all_keys
 
     started = time.monotonic()
     code, output = finish(start(["--help"]))

@@ -44,7 +44,7 @@ REST = [
     "--schedule.name=constant",
     "--schedule.warmup_steps=2",
     "--validation.freq=0",
-    "--run.sample_tokens=0",
+    "--validation.prompts=",
 ]
 SAVES = [
     "--checkpoint.freq=2",

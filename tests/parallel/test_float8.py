@@ -254,7 +254,7 @@ def losses_of(folder: Path, name: str, options: list[str]) -> list[float]:
         "--training.steps=200",
         "--metrics.log_freq=1",
         "--validation.freq=0",
-        "--run.sample_tokens=0",
+        "--validation.prompts=",
     ]
     command += [
         "--training.local_batch_size=8",

@@ -12,7 +12,7 @@ from messages import assert_mentions
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config
 from titanlite.model.flavors import FLAVORS, LlamaConfig, resolve_flavor
-from titanlite.rules.check import check_layout, unused_settings
+from titanlite.rules.check import check_layout
 from titanlite.rules.degrees import AXES
 from titanlite.runtime.errors import ConfigError
 
@@ -126,62 +126,3 @@ def test_one_mistake_is_one_error():
         with pytest.raises(ConfigError) as caught:
             degrees(2, *arguments)
         assert len(caught.value.problems) == 1, caught.value.problems
-
-
-def test_keys_of_techniques_that_are_not_used_are_named():
-    given = config(
-        "parallel.pp_split=layers.2",
-        "parallel.cp_method=ulysses",
-        "recompute.every=2",
-        "parallel.prefetch=2",
-    )
-    found = unused_settings(given, dict.fromkeys(AXES, 1))
-    expected = [
-        ("parallel.pp_split = layers.2", "parallel.pp = 1"),
-        ("parallel.cp_method = ulysses", "parallel.cp = 1"),
-        ("recompute.every = 2", "recompute.mode = none"),
-        ("parallel.prefetch = 2", "one process"),
-    ]
-    for note, parts in zip(found, expected, strict=True):
-        assert_mentions(note, *parts)
-    for shape, keys in (
-        ("cosine", ["decay_steps", "milestones"]),
-        ("wsd", ["milestones"]),
-        ("step", ["decay_steps"]),
-    ):
-        schedule = [
-            f"schedule.name={shape}",
-            "schedule.milestones=0.5 from step 9",
-            "schedule.decay_steps=5",
-        ]
-        notes = " ".join(unused_settings(config(*schedule), dict.fromkeys(AXES, 1)))
-        assert [
-            key for key in ("decay_steps", "milestones") if f"schedule.{key} = " in notes
-        ] == keys
-    assert (
-        unused_settings(config("recompute.mode=full", "recompute.every=2"), dict.fromkeys(AXES, 2))
-        == []
-    )
-
-
-def test_only_keys_that_were_set_are_reported():
-    """A decay in steps makes the fraction 0."""
-    for shape, option in (
-        ("cosine", "schedule.decay_steps=5"),
-        ("constant", "schedule.min_ratio=0.3"),
-    ):
-        (note,) = unused_settings(config(f"schedule.name={shape}", option), dict.fromkeys(AXES, 1))
-        assert_mentions(note, option.replace("=", " = "), "schedule.name")
-    (note,) = unused_settings(config("ema.validate=false"), dict.fromkeys(AXES, 1))
-    assert_mentions(note, "ema.validate = False", "ema.decay = 0")
-
-
-def test_keys_of_stability_without_effect_are_reported():
-    given = ["--stability.window=64", "--stability.max_skips=3", "--stability.max_rollbacks=9"]
-    notes = unused_settings(
-        load_config(["debug", *given, "--stability.action=skip"]), dict.fromkeys(AXES, 1)
-    )
-    assert [note for note in notes if "stability" in note] == [
-        "stability.window = 64 has no effect: stability.threshold = 0",
-        "stability.max_rollbacks = 9 has no effect: stability.action is not rollback",
-    ]

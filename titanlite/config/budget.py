@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Protocol
 
 from titanlite.config.batch_sizes import samples_after, steps_for, steps_for_tokens
 from titanlite.config.changes import milestones
@@ -27,9 +29,8 @@ def in_steps(config: Config) -> Config:
     training = config.training
     schedule = config.schedule
     if training.tokens:
-        training = dataclasses.replace(
-            training, steps=steps_for_tokens(training, training.tokens), tokens=0
-        )
+        steps = steps_for_tokens(training, training.tokens)
+        training = dataclasses.replace(training, steps=steps, tokens=0)
     if schedule.warmup_tokens:
         steps = steps_for_tokens(training, schedule.warmup_tokens)
         schedule = dataclasses.replace(schedule, warmup_steps=steps, warmup_tokens=0)
@@ -42,27 +43,42 @@ def in_steps(config: Config) -> Config:
     return dataclasses.replace(config, training=training, schedule=schedule)
 
 
-def epochs_in_steps(config: Config, rows: int) -> Config:
-    """The config with steps in place of `training.epochs`; `rows`: the number of sequences of an
-    epoch.
+class HasSources(Protocol):
+    """What `build_samples` returns: the training samples, of one source or several."""
+
+    @property
+    def rows(self) -> Sequence[Countable]:
+        """The rows of each source."""
+
+
+class Countable(Protocol):
+    """The rows of a source, of which `count` are an epoch."""
+
+    @property
+    def count(self) -> int: ...
+
+
+def epochs_in_steps(config: Config, samples: HasSources) -> Config:
+    """The config with steps in place of `training.epochs`; as it is if that is 0.
+
+    `samples` are the run's, which have one source if `training.epochs` is set.
     """
-    samples = math.ceil(Fraction(str(config.training.epochs)) * rows)
-    training = dataclasses.replace(
-        config.training, steps=steps_for(config.training, samples), epochs=0.0
-    )
-    schedule = (
-        _decay_in_steps(config.schedule, training)
-        if config.schedule.decay_tokens
-        else config.schedule
-    )
+    training = config.training
+    schedule = config.schedule
+    if not training.epochs:
+        return config
+    # As a decimal fraction: 1.1 * 100 is more than 110 in binary
+    needed = math.ceil(Fraction(str(training.epochs)) * samples.rows[0].count)
+    training = dataclasses.replace(training, steps=steps_for(training, needed), epochs=0.0)
+    if schedule.decay_tokens:
+        schedule = _decay_in_steps(schedule, training)
     return dataclasses.replace(config, training=training, schedule=schedule)
 
 
 def _decay_in_steps(schedule: ScheduleConfig, training: TrainingConfig) -> ScheduleConfig:
     """The number of last steps that together have at least `decay_tokens` tokens."""
-    before = samples_after(training, 0, training.steps) - -(
-        -schedule.decay_tokens // training.seq_len
-    )
+    decayed_samples = math.ceil(Fraction(schedule.decay_tokens, training.seq_len))
+    before = samples_after(training, 0, training.steps) - decayed_samples
     first = steps_for(training, max(0, before))
     if before <= 0 or samples_after(training, 0, first) > before:
         first = max(0, first - 1)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, get_type_hints
-
-from titanlite.config.load import flavors, type_of
+from titanlite.config.keys import Key, keys_of
+from titanlite.config.load import flavors
 from titanlite.config.schema import sections
 from titanlite.config.to_toml import toml_value
 
@@ -23,14 +21,12 @@ def help_text() -> str:
     lines = [USAGE.format(flavors=", ".join(flavors()))]
     for section, cls in sections().items():
         lines.append(f"[{section}]  {(cls.__doc__ or '').strip()}")
-        for f in dataclasses.fields(cls):
-            name = f"{section}.{f.name}"
-            default = toml_value(f.default)
-            lines.append(
-                f"  --{name}  {_kind(type_of(name), f)}  (default {default})\n      {f.metadata['help']}"
-            )
-            if type_of(name) is list and f.metadata["items"] is not str:
-                lines += _table_help(name, f.metadata["items"])
+        for key in keys_of(cls, f"{section}.").values():
+            default = toml_value(key.default)
+            lines.append(f"  --{key.name}  {_kind(key)}  (default {default})")
+            lines.append(f"      {key.help}")
+            if key.items and not key.is_list_of_strings:
+                lines += _table_help(key.name, key.items)
         lines.append("")
     return "\n".join(lines)
 
@@ -38,19 +34,19 @@ def help_text() -> str:
 def _table_help(name: str, cls: type) -> list[str]:
     """The keys of an array of tables."""
     lines = [f"      only in a TOML file, as tables [[{name}]] with the keys"]
-    for f in dataclasses.fields(cls):
-        kind = "{ name = number }" if f.name == "weights" else _kind(get_type_hints(cls)[f.name], f)
-        lines.append(
-            f"        {f.name}  {kind}  (default {toml_value(f.default)}): {f.metadata['help']}"
-        )
+    for key in keys_of(cls).values():
+        kind = "{ name = number }" if key.name == "weights" else _kind(key)
+        default = toml_value(key.default)
+        lines.append(f"        {key.name}  {kind}  (default {default}): {key.help}")
     return lines
 
 
-def _kind(declared: Any, f: dataclasses.Field[Any]) -> str:
-    names = {
-        tuple: "[number,number]",
-        list: "[text,text,...]" if f.metadata["items"] is str else "tables",
-    }
-    return (
-        "|".join(map(str, f.metadata["choices"])) or names.get(declared) or str(declared.__name__)
-    )
+def _kind(key: Key) -> str:
+    """The values that a key takes, in short."""
+    if key.choices:
+        return "|".join(str(choice) for choice in key.choices)
+    if key.is_list_of_strings:
+        return "[text,text,...]"
+    if key.kind is list:
+        return "tables"
+    return "[number,number]" if key.kind is tuple else key.kind.__name__

@@ -1,8 +1,9 @@
 """Defaults < base files < TOML file < command line -> one frozen `Config`.
 
-What it is: the strict reader of configuration. Unknown keys, wrong types and values out of bounds
-are collected and reported together, each with file and line, the value, the allowed values and the
-nearest match. Nothing is ignored.
+What it is: the strict reader of configuration. Each file and the command line is read into a layer;
+the layers are merged into one value for each key, and the values become a `Config`. Unknown keys,
+wrong types and values out of bounds are collected and reported together, each with file and line,
+the value, the allowed values and the nearest match. Nothing is ignored.
 Why it is here: a mistyped key that silently keeps its default costs a training run.
 What it costs: nothing; no torch is imported, so a mistake is reported in a fraction of a second.
 """
@@ -11,25 +12,35 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import json
-import re
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
+from titanlite.config.acceptable import accept_problems
+from titanlite.config.batch_sizes import size_problems
+from titanlite.config.budget import in_steps
+from titanlite.config.keys import Key, all_keys, schema_keys
+from titanlite.config.lists import data_problems, read_list, resolve_sources
+from titanlite.config.mistakes import suggestion, unknown_config, unknown_key, where, wrong_value
 from titanlite.config.schema import Config, sections
+from titanlite.config.values import Mistake, convert, expected_type, parse
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 
-_hints = functools.cache(get_type_hints)
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# Keys that are accepted where they did nothing, so that the config.toml of older runs can be read
 REMOVED = {"checkpoint.trust_pickle": "pickles are read without being run"}
-FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
-TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-TYPE_NAMES |= {
-    tuple: "a list of two numbers",
-    list: "a list of tables, which only a TOML file can contain",
+# Keys that have become others: `replace_aliases`
+ALIASES = {
+    "run.sample_prompt": "validation.prompts",
+    "run.sample_tokens": "validation.prompt_tokens",
 }
+FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
 # Keys that exclude each other. The value of a base file is dropped if a later file or the command
 # line sets another one
 ALTERNATIVES = (
@@ -38,20 +49,52 @@ ALTERNATIVES = (
     ("schedule.decay_fraction", "schedule.decay_steps", "schedule.decay_tokens"),
     ("data.path", "data.sources"),
     ("data.path", "data.phases"),
+    ("run.sample_tokens", "validation.prompts"),
 )
+# Of these, keys that are chosen by 0 or an empty value too: everywhere, and on the command line
+# only, because the config.toml of a run has them beside the alternative that counts
+CHOSEN_BY_ZERO = ("schedule.warmup_steps",)
+CHOSEN_BY_ZERO_IN_COMMAND = ("schedule.decay_fraction", "validation.prompts")
+MOST_PROBLEMS = 5000  # of a command line, that are reported
 
 
 def program_folder() -> Path:
-    """The folder of train.py and train_configs/: inside the package in a wheel (see setup.py),
-    beside it in a clone.
-    """
+    """The folder of train.py and train_configs/: beside the package; inside it in a wheel."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "program"
     return inside if inside.is_dir() else package.parent
 
 
 CONFIGS = program_folder() / "train_configs"
-MOST_PROBLEMS = 5000  # of a command line, that are reported
+
+
+def flavors(configs: Path = CONFIGS) -> list[str]:
+    """The names of the configs in train_configs/."""
+    return sorted(path.stem for path in configs.glob("*.toml"))
+
+
+@dataclass(frozen=True)
+class Option:
+    """`--name=text` on the command line."""
+
+    name: str
+    text: str | None  # None: without a value, although the key needs one
+
+
+@dataclass
+class Layer:
+    """What one file, or the command line, sets."""
+
+    origin: str  # the path of the file; empty for the command line
+    values: dict[str, object] = field(default_factory=dict)
+
+    def chooses(self, name: str) -> bool:
+        """Whether the layer decides for this key among `ALTERNATIVES`."""
+        if name not in self.values:
+            return False
+        if name in CHOSEN_BY_ZERO or (not self.origin and name in CHOSEN_BY_ZERO_IN_COMMAND):
+            return True
+        return bool(self.values[name])
 
 
 def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
@@ -59,330 +102,228 @@ def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
 
     Raises ConfigError with every problem in the file, its bases and the command line at once.
     """
-    positional, overrides = _split(argv)
-    problems = [f"expected one config, found {len(positional)}: {', '.join(positional)}"] * (
-        len(positional) > 1
-    )
-    path = _find(positional[0] if positional else "debug", configs, problems)
-    values = dict[str, Any]()
-    layer = dict[str, Any]()
-    if path is not None:
-        _read(path, values, problems, [])
+    names, options = split_command_line(argv)
+    problems: list[str] = []
+    if len(names) > 1:
+        problems.append(f"expected one config, found {len(names)}: {', '.join(names)}")
+
+    layers: list[Layer] = []
+    path = find_config(names[0] if names else "debug", configs, problems)
+    if path:
+        layers += read_files(path, problems)
+    layers.append(read_options(options, problems))
+
+    values = merge(layers, problems)
+    replace_aliases(values, layers[-1], problems)
+    if path:
         values.setdefault("run.name", path.stem)
-    for name, text in overrides:
-        problems += _set_from_text(name, text, layer)
-        # Nobody reads more, and a command line may have a million
-        if len(problems) > MOST_PROBLEMS:
-            raise ConfigError(
-                [*problems[:MOST_PROBLEMS], "and perhaps more: the rest was not read"]
-            )
-    _merge(layer, "", values, problems)
     if problems:
         raise ConfigError(problems)
-    for name in FILE_KEYS:
-        values[name] = absolute(values.get(name, ""))
-    if "data.sources" in values:
-        from titanlite.config.lists import resolve_sources
 
-        values["data.sources"] = resolve_sources(values["data.sources"], absolute)
-    config = _build(values)
+    config = build(values)
     problems = contradictions(config)
     if problems:
         raise ConfigError(problems)
-    part = config.schedule
-    if any(
-        (
-            config.training.tokens,
-            part.warmup_tokens,
-            part.decay_steps,
-            part.decay_tokens,
-            part.name == "step",
-        )
-    ):
-        from titanlite.config.budget import in_steps
-
-        config = in_steps(config)
-    return config
+    return in_steps(config)
 
 
-def _build(values: dict[str, Any]) -> Config:
-    def entries(section: str) -> dict[str, Any]:
-        return {
-            name.removeprefix(section): value
-            for name, value in values.items()
-            if name.startswith(section)
-        }
-
-    return Config(**{name: cls(**entries(f"{name}.")) for name, cls in sections().items()})
-
-
-def absolute(path: str) -> str:
-    """The absolute path, so that the resolved config can be used from any folder."""
-    return (
-        str(Path(path).absolute())
-        if path not in ("", "python-stdlib") and not path.startswith("hf:")
-        else path
-    )
-
-
-def _merge(layer: dict[str, Any], origin: str, values: dict[str, Any], problems: list[str]) -> None:
-    """Adds the values of a file, or of the command line, to those of the files before it."""
-    for group in ALTERNATIVES:
-        # 0 steps of warmup are a choice; so is a fraction of 0, but config.toml has it beside the
-        # number of steps.
-        zero = ("schedule.warmup_steps", *(() if origin else ("schedule.decay_fraction",)))
-        chosen = [name for name in group if layer.get(name) or (name in layer and name in zero)]
-        problems += [f"{origin}{' and '.join(chosen)}: expected only one of them"] * (
-            len(chosen) > 1
-        )
-        for name in group if chosen else ():
-            values.pop(name, None)
-    values |= layer
-
-
-def contradictions(config: Config) -> list[str]:
-    """Problems of several keys together, or of a value beyond its declaration."""
-    problems: list[str] = []
-    if (
-        config.training.batch_ramp
-        or config.training.global_batch_size % config.training.local_batch_size
-    ):
-        from titanlite.config.batch_sizes import size_problems
-
-        problems += size_problems(config.training)
-    freq = config.profiling.freq
-    traced = config.profiling.warmup_steps + config.profiling.active_steps
-    if traced > freq:
-        problems.append(
-            f"profiling.warmup_steps + profiling.active_steps = {traced} exceeds profiling.freq = {freq}"
-        )
-    if config.data.sources or config.data.phases:
-        from titanlite.config.lists import data_problems
-
-        problems += data_problems(config.data, config.training)
-    if config.checkpoint.accept:
-        from titanlite.config.acceptable import accept_problems
-
-        problems += accept_problems(config.checkpoint)
-    name = config.run.name
-    if not name or Path(name).name != name or name.startswith(".") or not name.isprintable():
-        problems.append(f"run.name = {name!r}: expected a plain folder name")
-    return problems
-
-
-def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str | None]]]:
-    """Positional arguments, and (key, text or None) for each option."""
-    positional: list[str] = []
-    overrides: list[tuple[str, str | None]] = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
+def split_command_line(argv: list[str]) -> tuple[list[str], list[Option]]:
+    """Positional arguments and options."""
+    names: list[str] = []
+    options: list[Option] = []
+    remaining = list(reversed(argv))
+    while remaining:
+        word = remaining.pop()
         if not word.startswith("--"):
-            positional.append(word)
+            names.append(word)
             continue
         name, equals, text = word[2:].partition("=")
-        words = _switch_words(name)
-        given = (
-            bool(rest) and not rest[0].startswith("--") and (not words or rest[0].lower() in words)
-        )
-        overrides.append(
-            (name, text if equals else rest.pop(0) if given else "true" if words else None)
-        )
-    return positional, overrides
+        if equals:
+            options.append(Option(name, text))
+            continue
+        key = find_key(name)
+        words = key.words if key else ()
+        following = remaining[-1] if remaining else "--"
+        # A switch takes the next word only if that is a value of it: it may be the config
+        if not following.startswith("--") and (not words or following.lower() in words):
+            options.append(Option(name, remaining.pop()))
+        else:
+            options.append(Option(name, "true" if words else None))
+    return names, options
 
 
-def _find(name: str, configs: Path, problems: list[str]) -> Path | None:
+def find_config(name: str, configs: Path, problems: list[str]) -> Path | None:
     """The file of a CONFIG argument: a path, or a flavor in train_configs/."""
     for candidate in (Path(name), configs / f"{name}.toml"):
         with contextlib.suppress(OSError):  # for example, a name too long for the file system
             if candidate.is_file():
                 return candidate
-    from titanlite.config.mistakes import unknown_config
-
     problems.append(unknown_config(name, flavors(configs)))
     return None
 
 
-def flavors(configs: Path = CONFIGS) -> list[str]:
-    return sorted(path.stem for path in configs.glob("*.toml"))
+def read_files(path: Path, problems: list[str], derived: tuple[Path, ...] = ()) -> list[Layer]:
+    """The layers of a TOML file's bases and its own, in this order.
 
-
-def _read(path: Path, values: dict[str, Any], problems: list[str], chain: list[Path]) -> None:
-    """Adds the keys of a TOML file to `values`, those of its base files first."""
+    `derived`: the files of which it is a base.
+    """
     path = path.resolve()
-    if path in chain:
-        problems.append(
-            f"{path}: `base` leads back to the file itself: {' -> '.join(p.name for p in [*chain, path])}"
-        )
-        return
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
+    if path in derived:
+        chain = " -> ".join(file.name for file in (*derived, path))
+        problems.append(f"{path}: `base` leads back to the file itself: {chain}")
+        return []
     try:
         text = read_bounded(path).decode("utf-8-sig")
         table = tomllib.loads(text)
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # not TOML, or not UTF-8, or numbers and nesting without end
+    except (OSError, ValueError, RecursionError) as error:
+        # Not readable, not UTF-8 or TOML, or numbers and nesting without end
         problems.append(f"{path}: {getattr(error, 'strerror', None) or error}")
-        return
+        return []
 
-    def report(section: str, name: str, problem: str, word: str = "", allowed: Any = ()) -> None:
-        from titanlite.config.mistakes import suggestion, where
-
-        problems.append(
-            f"{where(path, text, section, name)}: {problem}{suggestion(word, list(allowed))}"
-        )
-
+    layers: list[Layer] = []
+    layer = Layer(str(path))
+    mistakes: list[Mistake] = []
     base = table.pop("base", None)
     if isinstance(base, str) and len(base) < 200 and (path.parent / base).is_file():
-        _read(path.parent / base, values, problems, [*chain, path])
+        layers = read_files(path.parent / base, problems, (*derived, path))
     elif base is not None:
-        allowed = (file.name for file in path.parent.glob("*.toml"))
-        report("", "base", f"base = {base!r}: expected the path of a TOML file", str(base), allowed)
-    layer: dict[str, Any] = {}
+        hint = suggestion(str(base), [file.name for file in path.parent.glob("*.toml")])
+        message = f"base = {base!r}: expected the path of a TOML file{hint}"
+        mistakes.append(Mistake("", "base", message))
     for section, entries in table.items():
         if section not in sections():
-            report(section, "", f"unknown section [{section}]", section, sections())
+            hint = suggestion(section, list(sections()))
+            mistakes.append(Mistake(section, "", f"unknown section [{section}]{hint}"))
         elif not isinstance(entries, dict):
-            report("", section, f"{section} is a section: write [{section}]")
+            message = f"{section} is a section: write [{section}]"
+            mistakes.append(Mistake("", section, message))
         else:
             for name, value in entries.items():
-                for problem in _set(f"{section}.{name}", value, layer):
-                    report(*problem)
-    _merge(layer, f"{path}: ", values, problems)
+                mistakes += set_value(f"{section}.{name}", value, layer)
+    for mistake in mistakes:
+        line = where(path, text, mistake.section, mistake.key)
+        problems.append(f"{line}: {mistake.message}")
+    return [*layers, layer]
 
 
-def type_of(name: str) -> type | None:
-    """The declared type of `section.key`, None if there is no such key.
+def read_options(options: list[Option], problems: list[str]) -> Layer:
+    """The layer of the command line."""
+    layer = Layer("")
+    for option in options:
+        key = find_key(option.name)
+        if key and option.text is None:
+            expected = expected_type(key)
+            problems.append(f"--{option.name}: a value is missing; expected {expected}")
+        else:
+            text = option.text
+            value = parse(text, key) if key and text is not None else text
+            for mistake in set_value(option.name, value, layer):
+                prefix = "" if key else f"--{option.name}: "
+                problems.append(prefix + mistake.message)
+        # Nobody reads more, and a command line may have a million
+        if len(problems) > MOST_PROBLEMS:
+            unread = "and perhaps more: the rest was not read"
+            raise ConfigError([*problems[:MOST_PROBLEMS], unread])
+    return layer
 
-    Pairs are tuple, longer ones list.
-    """
+
+def find_key(name: str) -> Key | None:
+    """What is declared about a key, also if it is an old one that has become another."""
+    if name == "run.sample_tokens":  # 0 stands for no sample
+        return dataclasses.replace(schema_keys()[ALIASES[name]], name=name, min=0)
+    if name == "run.sample_prompt":  # one prompt, no list
+        return dataclasses.replace(schema_keys()[ALIASES[name]], name=name, kind=str, items=None)
+    return schema_keys().get(name)
+
+
+def set_value(name: str, value: object, layer: Layer) -> list[Mistake]:
+    """Stores a value in a layer, in the type of its key. Returns what is wrong with it."""
     section, _, entry = name.partition(".")
-    cls = sections().get(section)
-    declared = _hints(cls).get(entry) if cls else None
-    return list if declared and _meta(name)["items"] else getattr(declared, "__origin__", declared)
-
-
-@functools.cache
-def _meta(name: str) -> Any:
-    """The help, bounds and choices of a key."""
-    section, _, entry = name.partition(".")
-    return next(f.metadata for f in dataclasses.fields(sections()[section]) if f.name == entry)
-
-
-def _switch_words(name: str) -> tuple[str, ...]:
-    """The values of a key that can be given without a value, as `--compile.loss`; () for other
-    keys.
-    """
-    declared = type_of(name)
-    choices = _meta(name)["choices"] if declared else ()
-    return choices if "true" in choices else ("true", "false") if declared is bool else ()
-
-
-def _set_from_text(name: str, text: str | None, layer: dict[str, Any]) -> list[str]:
-    """Sets a key from the command line's text, read as the declared type. Returns problems."""
-    declared = type_of(name)
-    value: Any = text
-    if declared and text is None:
-        strings = declared is list and _meta(name)["items"] is str
-        expected = "a list of strings" if strings else _convert(None, declared, _meta(name))[1]
-        return [f"--{name}: a value is missing; expected {expected}"]
-    if declared is str and text is not None and text.lower() in _switch_words(name):
-        value = text.lower()
-    elif declared not in (None, str, list) and text is not None:
-        # Otherwise it stays a string, which `_set` refuses
-        with contextlib.suppress(ValueError, RecursionError):
-            value = _number(text) if declared in (int, float) else json.loads(text.lower())
-    return [
-        problem if declared else f"--{name}: {problem}"
-        for _, _, problem in _set(name, value, layer)
-    ]
-
-
-def _number(text: str) -> int | float | str:
-    """A number in Python's notation. Raises ValueError for other text."""
-    return int(text) if re.fullmatch(r"\s*[+-]?[\d_]+\s*", text) else float(text)
-
-
-def _set(name: str, value: Any, layer: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Checks one value against its declaration, and stores it.
-
-    Returns problems: section, key in it, message.
-    """
-    declared, (section, _, entry) = type_of(name), name.partition(".")
-    if name in REMOVED and value in (False, "false"):  # in the config.toml of an older run
+    key = find_key(name)
+    if name in REMOVED and value in (False, "false"):
         return []
-    if declared is None:
-        from titanlite.config.mistakes import unknown_key
-
-        return [(section, entry, unknown_key(name, all_keys(), REMOVED))]
-    meta = _meta(name)
-    if declared is list and (isinstance(value, list) or meta["items"] is str):
-        from titanlite.config.lists import read_list
-
-        layer[name], problems = read_list(name, value, meta, _convert)
-        return problems
-    if isinstance(value, bool) and "true" in meta["choices"]:
+    if key is None:
+        return [Mistake(section, entry, unknown_key(name, all_keys(), REMOVED))]
+    if key.is_list_of_strings or (key.kind is list and isinstance(value, list)):
+        layer.values[name], mistakes = read_list(value, key)
+        return mistakes
+    if isinstance(value, bool) and "true" in key.choices:
         value = str(value).lower()  # TOML's true and false, of a key that also allows auto
-    layer[name], expected = _convert(value, declared, meta)
+    layer.values[name], expected = convert(value, key)
     if not expected:
         return []
-    from titanlite.config.mistakes import wrong_value
-
-    return [(section, entry, wrong_value(name, value, expected, meta["choices"]))]
+    return [Mistake(section, entry, wrong_value(name, value, expected, key.choices))]
 
 
-def _convert(value: Any, declared: type, meta: Any) -> tuple[Any, str]:
-    """The value in its declared type and "", or the unchanged value and what was expected."""
-    expected = (
-        "one of " + ", ".join(map(str, meta["choices"]))
-        if meta["choices"]
-        else TYPE_NAMES[declared]
-    )
-    parts = value if declared is tuple and isinstance(value, list) and len(value) == 2 else [value]
-    number = declared in (float, tuple)
-    kind = (int, float) if number else declared
-    good = all(
-        isinstance(part, kind) and (declared is bool or not isinstance(part, bool))
-        for part in parts
-    )
-    if not good or (declared is tuple and parts is not value):
-        return value, expected
-    if declared is str and any(
-        "\ud800" <= letter <= "\udfff" or letter == "\0" for letter in value
-    ):
-        return value, "text in UTF-8, without NUL"
-    if meta["choices"] and value not in meta["choices"]:
-        return value, expected
-    low = meta["min"]
-    high = meta["max"]
-    for part in parts:
-        if (low is not None and not part >= low) or (high is not None and not part <= high):
-            bounds = [
-                f"at least {low}" if low is not None else "",
-                f"at most {high}" if high is not None else "",
-            ]
-            return value, f"{expected}, " + " and ".join(b for b in bounds if b)
-    if any(isinstance(part, int) and abs(part) >= 1 << 63 for part in parts):
-        return value, f"{expected} below 2**63"
-    if number and not all(abs(p) < float("inf") for p in parts):
-        return value, "a finite number"
-    return (
-        tuple(float(p) for p in parts)
-        if declared is tuple
-        else float(value)
-        if declared is float
-        else value
-    ), ""
+def merge(layers: list[Layer], problems: list[str]) -> dict[str, Any]:
+    """One value for each key that a layer sets: that of the last layer."""
+    values: dict[str, Any] = {}
+    for layer in layers:
+        prefix = f"{layer.origin}: " if layer.origin else ""
+        for group in ALTERNATIVES:
+            chosen = [name for name in group if layer.chooses(name)]
+            if len(chosen) > 1 and not _is_old_config(layer, chosen):
+                problems.append(f"{prefix}{' and '.join(chosen)}: expected only one of them")
+            if chosen:
+                for name in group:
+                    values.pop(name, None)
+        values |= layer.values
+    return values
 
 
-def all_keys() -> list[str]:
-    return [
-        f"{section}.{f.name}"
-        for section, cls in sections().items()
-        for f in dataclasses.fields(cls)
-    ]
+def _is_old_config(layer: Layer, chosen: list[str]) -> bool:
+    """Whether the prompts are in a run's config.toml that has old and new keys, as it has all."""
+    is_sample = "run.sample_tokens" in chosen
+    return is_sample and {*ALIASES, *ALIASES.values()} <= layer.values.keys()
+
+
+def replace_aliases(values: dict[str, Any], command: Layer, problems: list[str]) -> None:
+    """Replaces old keys by what they have become.
+
+    A sample at the end of a run was a prompt of its own, if its number of tokens was not 0.
+    """
+    tokens = values.pop("run.sample_tokens", 0)
+    prompt = values.pop("run.sample_prompt", "def")
+    if tokens and not values.get("validation.prompts"):
+        values["validation.prompts"] = (prompt,)
+        values["validation.prompt_tokens"] = tokens
+    elif "run.sample_prompt" in command.values and not tokens:
+        problems.append("run.sample_prompt is a key of older versions: expected validation.prompts")
+
+
+def build(values: dict[str, Any]) -> Config:
+    """The config with these values, files as absolute paths, and defaults for the other keys."""
+    for name in FILE_KEYS:
+        values[name] = absolute(values.get(name, ""))
+    if "data.sources" in values:
+        values["data.sources"] = resolve_sources(values["data.sources"], absolute)
+    by_section: dict[str, dict[str, Any]] = {section: {} for section in sections()}
+    for name, value in values.items():
+        section, _, entry = name.partition(".")
+        by_section[section][entry] = value
+    return Config(**{name: cls(**by_section[name]) for name, cls in sections().items()})
+
+
+def absolute(path: str) -> str:
+    """The absolute path, so that the resolved config can be used from any folder."""
+    if path in ("", "python-stdlib") or path.startswith("hf:"):
+        return path
+    return str(Path(path).absolute())
+
+
+def contradictions(config: Config) -> list[str]:
+    """Problems of several keys together, or of a value beyond its declaration."""
+    problems = list(size_problems(config.training))
+    freq = config.profiling.freq
+    traced = config.profiling.warmup_steps + config.profiling.active_steps
+    if traced > freq:
+        problems.append(
+            f"profiling.warmup_steps + profiling.active_steps = {traced} exceeds "
+            f"profiling.freq = {freq}"
+        )
+    problems += data_problems(config.data, config.training)
+    problems += accept_problems(config.checkpoint)
+    name = config.run.name
+    if not name or Path(name).name != name or name.startswith(".") or not name.isprintable():
+        problems.append(f"run.name = {name!r}: expected a plain folder name")
+    return problems

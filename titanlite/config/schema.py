@@ -57,8 +57,6 @@ class RunConfig:
         "where to compute; auto: CUDA if there is any",
         choices=("auto", "cpu", "cuda", "mps"),
     )
-    sample_tokens: int = key(0, "tokens of sample text to print when training ends; 0: none", min=0)
-    sample_prompt: str = key("def", "prompt of the sample text")
 
 
 @dataclass(frozen=True)
@@ -558,7 +556,7 @@ class ValidationConfig:
         0, "sequences of each source to validate on; 0: its whole validation split", min=0
     )
     prompts: tuple[str, ...] = key(
-        (), 'the model continues them at each validation: ["def ", "import "]', items=str
+        (), 'continued at each validation and at the end: ["def ", "import "]', items=str
     )
     prompt_tokens: int = key(64, "tokens to continue each prompt by", min=1, max=8192)
     prompt_temperature: float = key(

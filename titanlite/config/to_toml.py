@@ -12,34 +12,32 @@ from typing import Any
 from titanlite.config.schema import Config, sections
 
 
-def toml_value(value: Any) -> str:
+def toml_value(value: object) -> str:
     """A value in TOML; JSON writes strings, numbers and lists the same way."""
     if isinstance(value, tuple) and value and isinstance(value[0], tuple):  # (name, value) pairs
-        return (
-            "{ "
-            + ", ".join(f"{toml_value(name)} = {toml_value(entry)}" for name, entry in value)
-            + " }"
-        )
-    text = json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)
+        pairs = [f"{toml_value(name)} = {toml_value(entry)}" for name, entry in value]
+        return "{ " + ", ".join(pairs) + " }"
+    text = json.dumps(value, ensure_ascii=False)
     return text.replace("\x7f", "\\u007f")  # the only control character that JSON does not escape
 
 
 def to_toml(config: Config) -> str:
     """The resolved configuration as TOML, which `load_config` reads back to the same `Config`."""
-    return "\n".join(
-        block for section in sections() for block in _blocks(section, getattr(config, section))
-    )
+    blocks: list[str] = []
+    for name in sections():
+        blocks += _blocks(name, getattr(config, name))
+    return "\n".join(blocks)
 
 
 def _blocks(name: str, section: Any) -> list[str]:
     """A section, and after it its arrays of tables."""
-    # Whether tables
-    keys = {f.name: f.metadata["items"] not in (None, str) for f in dataclasses.fields(section)}
-    lines = [f"{key} = {toml_value(getattr(section, key))}\n" for key in keys if not keys[key]]
-    tables = [
-        (f"[{name}.{key}]", table) for key in keys if keys[key] for table in getattr(section, key)
-    ]
-    return [
-        f"[{name}]\n" + "".join(lines),
-        *(block for title, table in tables for block in _blocks(title, table)),
-    ]
+    lines = [f"[{name}]\n"]
+    tables: list[str] = []
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if field.metadata["items"] in (None, str):
+            lines.append(f"{field.name} = {toml_value(value)}\n")
+        else:
+            for table in value:
+                tables += _blocks(f"[{name}.{field.name}]", table)
+    return ["".join(lines), *tables]

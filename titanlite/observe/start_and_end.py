@@ -23,7 +23,7 @@ from titanlite.distributed.process_group import device_name
 from titanlite.model.attention import attention_kernel
 from titanlite.model.flavors import LlamaConfig
 from titanlite.observe.metrics import Progress
-from titanlite.rules.check import unused_settings
+from titanlite.rules.unused import unused_settings
 from titanlite.runtime import interpreter
 from titanlite.runtime.errors import EXIT_STOPPED
 

@@ -16,7 +16,7 @@ all-reduce of 8 bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,14 @@ from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.mesh import sum_dtype
 from titanlite.distributed.torch_private import foreach_norm
 from titanlite.distributed.watchdog import mark_phase
+from titanlite.model.llama import Llama
 from titanlite.optim.agc import clip_units
 
 ROW = 1024
 
 
 def clip_gradients(
-    parts: list[nn.Module],
+    parts: Sequence[Llama],
     max_norm: float,
     options: OptimizerConfig,
     device: torch.device,
@@ -49,7 +50,7 @@ def clip_gradients(
 
 @torch.no_grad()
 def clip_grad_norm(
-    parts: list[nn.Module],
+    parts: Sequence[Llama],
     max_norm: float,
     device: torch.device,
     shared_params: Collection[Tensor] = (),

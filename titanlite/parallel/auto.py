@@ -21,7 +21,8 @@ import torch
 from titanlite.config.schema import WIDE, Config
 from titanlite.distributed.agreement import require_agreement
 from titanlite.distributed.torch_private import mkldnn_has_bfloat16
-from titanlite.rules.check import reason_not_compiled
+from titanlite.rules.compiled import reason_not_compiled
+from titanlite.rules.excludes import require_float16
 
 logger = logging.getLogger("titanlite")
 
@@ -37,8 +38,6 @@ def resolve_auto(config: Config, dim: int, degrees: Mapping[str, int], device_ty
     require_agreement(compute_dtype=compute)
     # Otherwise `check_layout` has applied its rules
     if config.training.compute_dtype != compute == "float16":
-        from titanlite.rules.precision_rules import require_float16
-
         require_float16(config)
     reason = _resolve_compile(config, dim, degrees, device_type)
     if config.compile.enabled == "auto" and reason:

@@ -26,9 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titanlite.config.schema import Config, ParallelConfig
+from titanlite.config.schema import Config
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.watchdog import mark_phase
+from titanlite.rules.degrees import needs_fsdp
 
 
 def build_model_parts(model: Any, config: Config, mesh: Mesh, device: torch.device) -> list[Any]:
@@ -103,7 +104,7 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
     training = config.training
     compute = getattr(torch, training.compute_dtype)
     reduce = getattr(torch, training.reduce_dtype)
-    if needs_fsdp(config.parallel):
+    if needs_fsdp(config.parallel, dist.get_world_size()):
         from titanlite.parallel.fsdp import apply_fsdp
 
         apply_fsdp(model, config.parallel, mesh, compute, reduce)
@@ -111,15 +112,6 @@ def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
         from titanlite.parallel.mixed_precision import apply_mixed_precision
 
         apply_mixed_precision(model, compute)
-
-
-def needs_fsdp(config: ParallelConfig) -> bool:
-    """Whether there are other ranks, or a key asks to offload parameters to CPU memory, to free or
-    to keep them.
-    """
-    return (
-        dist.get_world_size() > 1 or config.cpu_offload or config.reshard_after_forward != "default"
-    )
 
 
 def assign_shard(parameter: Tensor, full: Tensor) -> None:

@@ -1,15 +1,15 @@
 """The degrees of a layout: how many ranks each axis of the mesh has.
 
 What it is: arithmetic on the config, done before torch is imported. A layout gives each of the five
-mesh axes a degree; the product of the degrees is the world size. `check.py` has the conditions on
-sizes and on combinations of techniques.
+mesh axes a degree; the product of the degrees is the world size. Conditions on sizes and on
+combinations of techniques are in `divides.py` and `excludes.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from titanlite.config.schema import ParallelConfig
 from titanlite.runtime.errors import ConfigError
@@ -35,47 +35,75 @@ def resolve_degrees(parallel: ParallelConfig, world_size: int) -> dict[str, int]
         raise ConfigError(f"{names} are both -1 (what remains): only one can be")
     fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
     product = math.prod(fixed.values())
-    used = {axis: degree for axis, degree in fixed.items() if degree > 1} or {"dp_shard": 1}
-    factors = " times ".join(f"parallel.{axis} = {degree}" for axis, degree in used.items())
-    is_product = f" is {product}, which" if len(used) > 1 else ""
     if open_axes and world_size % product:
-        remedies = []
-        for axis, degree in used.items():
-            others = product // degree
-            fitting = nearest(degree, functools.partial(_divides, world_size, others), world_size)
-            remedies += [f"parallel.{axis} = {fitting}"] if fitting else []
-        near = f"; nearest that do: {', or '.join(remedies)}" if remedies else ""
-        raise ConfigError(f"{factors}{is_product} does not divide the {world_size} processes{near}")
+        raise ConfigError(_does_not_divide(fixed, world_size))
     if not open_axes and product != world_size:
+        used = _above_1(fixed)
         is_product = f" is {product}" if len(used) > 1 else ""
         raise ConfigError(
-            f"{factors}{is_product}, but there are {world_size} processes (NGPU x NNODES); "
+            f"{_factors(used)}{is_product}, but there are {world_size} processes (NGPU x NNODES); "
             f"start {product}, or set one degree to -1 (what remains)"
         )
-    return {
-        axis: world_size // product if degree == -1 else degree for axis, degree in degrees.items()
-    }
+    for axis in open_axes:
+        degrees[axis] = world_size // product
+    return degrees
+
+
+def _does_not_divide(fixed: dict[str, int], world_size: int) -> str:
+    """The message for degrees whose product does not divide the number of processes."""
+    used = _above_1(fixed)
+    product = math.prod(fixed.values())
+    remedies = []
+    for axis, degree in used.items():
+        others = product // degree
+        fitting = nearest(degree, functools.partial(_divides, world_size, others), world_size)
+        if fitting:
+            remedies.append(f"parallel.{axis} = {fitting}")
+    is_product = f" is {product}, which" if len(used) > 1 else ""
+    hint = f"; nearest that do: {', or '.join(remedies)}" if remedies else ""
+    return f"{_factors(used)}{is_product} does not divide the {world_size} processes{hint}"
+
+
+def _above_1(degrees: dict[str, int]) -> dict[str, int]:
+    """The degrees that a message shows: those above 1, or else that of `dp_shard`."""
+    return {axis: degree for axis, degree in degrees.items() if degree > 1} or {"dp_shard": 1}
+
+
+def _factors(degrees: dict[str, int]) -> str:
+    return " times ".join(f"parallel.{axis} = {degree}" for axis, degree in degrees.items())
 
 
 def _divides(whole: int, others: int, n: int) -> bool:
     return whole % (others * n) == 0
 
 
-def nearest(wanted: int, fits: Callable[[int], bool], limit: int) -> str:
-    """The three numbers from 1 to `limit` nearest to `wanted` that fit, in words; empty if none
-    does.
+def needs_fsdp(parallel: ParallelConfig, world_size: int) -> bool:
+    """Whether FSDP has something to shard, or a key asks for it: to offload, free or keep weights.
+
+    Without it, one process casts its parameters to the compute dtype where they are used.
     """
-    fitting = sorted(
-        (n for n in range(1, limit + 1) if fits(n)), key=lambda n: (abs(n - wanted), n)
-    )[:3]
-    return " or ".join(str(n) for n in sorted(fitting))
+    asked = parallel.cpu_offload or parallel.reshard_after_forward != "default"
+    return world_size > 1 or asked
+
+
+def num_processes(degrees: Mapping[str, int]) -> int:
+    """The world size of a layout."""
+    return math.prod(degrees.values())
+
+
+def data_ranks(degrees: Mapping[str, int]) -> int:
+    """The number of ranks that read different batches."""
+    return degrees["dp_replicate"] * degrees["dp_shard"]
+
+
+def nearest(wanted: int, fits: Callable[[int], bool], limit: int) -> str:
+    """The three numbers up to `limit` nearest to `wanted` that fit, in words; "" if none does."""
+    fitting = [n for n in range(1, limit + 1) if fits(n)]
+    fitting.sort(key=lambda n: (abs(n - wanted), n))
+    return " or ".join(str(n) for n in sorted(fitting[:3]))
 
 
 def multiples(value: int, of: int) -> str:
     """The multiples of `of` nearest to `value`, in words."""
     below = value // of * of
     return " or ".join(str(n) for n in (below, below + of) if n > 0)
-
-
-def world(degrees: dict[str, int]) -> int:
-    return math.prod(degrees.values())

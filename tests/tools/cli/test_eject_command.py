@@ -33,7 +33,7 @@ def test_the_copy_trains_by_the_printed_command(tmp_path, capsys, monkeypatch, t
     _, enter, single, several = output.splitlines()
     assert single.strip().endswith("train.py train_configs/debug.toml")
     assert "--nproc-per-node 2 train.py" in several
-    options = "--training.steps=2 --metrics.log_freq=1 --validation.freq=0 --run.sample_tokens=0"
+    options = "--training.steps=2 --metrics.log_freq=1 --validation.freq=0 --validation.prompts="
     command = f"{enter} && {single} --data.path={text_file} {options}"
     result = subprocess.run(
         command, shell=True, capture_output=True, text=True, env={**os.environ, "LOG_RANK": "0"}

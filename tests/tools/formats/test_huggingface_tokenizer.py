@@ -43,7 +43,11 @@ def run_of(pool, options, tmp_path_factory):
             folder = tmp_path_factory.mktemp(style)
             tokenizer = write(folder / "tokenizer", trained(style))
             more = [f"--run.folder={folder}", f"--data.tokenizer={tokenizer}", "--training.steps=2"]
-            assert pool.run(1, train_run, [*options, *more, "--run.sample_tokens=4"]) == [0]
+            assert pool.run(
+                1,
+                train_run,
+                [*options, *more, "--validation.prompts=def", "--validation.prompt_tokens=4"],
+            ) == [0]
             found[style] = tokenizer, folder / "debug", [*options, *more]
         return found[style]
 

@@ -74,9 +74,8 @@ def _with_steps(config: Config) -> Config:
         for part in config.data.parts()
     ]
     data = load_sources(config.data, folders, tokenizer)
-    return epochs_in_steps(
-        config, build_samples(data, config.data, config.training, config.run.seed).rows[0].count
-    )
+    samples = build_samples(data, config.data, config.training, config.run.seed)
+    return epochs_in_steps(config, samples)
 
 
 def picture_of(config: Config) -> Picture:

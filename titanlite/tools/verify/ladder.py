@@ -17,7 +17,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from titanlite.config.load import all_keys, load_config
+from titanlite.config.keys import all_keys
+from titanlite.config.load import load_config
 from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import PP_SCHEDULES, SPLIT_BACKWARD, Config, sections
 from titanlite.model.flavors import LlamaConfig

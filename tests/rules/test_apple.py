@@ -9,7 +9,7 @@ from runs import rows, train_run
 
 from titanlite.config.load import load_config
 from titanlite.model.flavors import resolve_flavor
-from titanlite.rules.apple_rules import ALLOWED, apple_problems
+from titanlite.rules.apple import ALLOWED, apple_problems
 from titanlite.rules.check import check_layout
 from titanlite.rules.degrees import AXES
 from titanlite.runtime.errors import ConfigError

@@ -1,19 +1,20 @@
-"""What `run.device = mps`, the GPU of an Apple computer, supports. Imported only for that device.
+"""What `run.device = mps`, the GPU of an Apple computer, supports.
 
 What it is: one process, computing in fp32, with the settings in the table below. In 16 bits,
 attention with a causal mask lets tokens see later ones in some releases of torch, without an error
 (pytorch#195910); in others the fused AdamW does not withhold an update that it is asked to withhold
 (pytorch#186360). Other settings need float64, which the device does not have, or CUDA, or have not
-been tried.
+been tried. Imports no torch.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 
+from titanlite.config.keys import setting
 from titanlite.config.schema import Config
 from titanlite.model.flavors import LlamaConfig
+from titanlite.rules.degrees import num_processes
 
 ALLOWED = {
     "training.compute_dtype": ("auto", "float32"),
@@ -38,14 +39,21 @@ ALLOWED = {
 }
 
 
-def apple_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterable[str]:
+def apple_problems(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
     """One process, in float32, with the plain techniques."""
-    processes = math.prod(degrees.values())
+    if config.run.device != "mps":
+        return
+    processes = num_processes(degrees)
     if processes > 1:
-        yield f"run.device = mps with {processes} processes: torch cannot connect Apple's GPUs; expected NGPU=1"
+        yield (
+            f"run.device = mps with {processes} processes: torch cannot connect Apple's GPUs; "
+            "expected NGPU=1"
+        )
     for key, allowed in ALLOWED.items():
-        section, _, name = key.partition(".")
-        found = getattr(getattr(config, section), name)
-        if found not in allowed:
-            expected = " or ".join(str(value).lower() for value in allowed)
-            yield f"{key} = {str(found).lower()} is not supported with run.device = mps; expected {expected}"
+        value = setting(config, key)
+        if value not in allowed:
+            expected = " or ".join(str(choice).lower() for choice in allowed)
+            yield (
+                f"{key} = {str(value).lower()} is not supported with run.device = mps; "
+                f"expected {expected}"
+            )

@@ -1,0 +1,130 @@
+"""One value of a config: whether it is of its key's type, within its bounds and among its choices.
+
+What it is: `convert` checks a value as TOML or JSON has it, `parse` reads the text of the command
+line. Nothing is raised: a mistake is returned, so that all are reported together. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from titanlite.config.keys import Key
+
+TYPE_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    tuple: "a list of two numbers",
+    list: "a list of tables, which only a TOML file can contain",
+}
+INTEGER = re.compile(r"\s*[+-]?[\d_]+\s*")
+SURROGATE = re.compile("[\ud800-\udfff]")  # from bytes that are not UTF-8
+LARGEST = 1 << 63  # TOML's integers have 64 bits
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What is wrong with a value, and the key at whose line it is reported."""
+
+    section: str  # or a table of an array, as data.sources[2]
+    key: str  # in it; empty: the header
+    message: str
+
+
+class Converted(NamedTuple):
+    """A value in the type of its key, or the unchanged value and what was expected."""
+
+    value: object
+    expected: str  # empty: the value is right
+
+
+def convert(value: object, key: Key) -> Converted:
+    """Checks a value. An integer becomes a float, and a list of two a tuple, if the key is one."""
+    expected = expected_type(key)
+    if key.kind is tuple:
+        return _convert_pair(value, key)
+    if not _has_type(value, key.kind):
+        return Converted(value, expected)
+    if isinstance(value, str) and (SURROGATE.search(value) or "\0" in value):
+        return Converted(value, "text in UTF-8, without NUL")
+    if key.choices and value not in key.choices:
+        return Converted(value, expected)
+    if isinstance(value, (int, float)):
+        wanted = _out_of_bounds(value, key)
+        if wanted:
+            return Converted(value, wanted)
+    if key.kind is float and isinstance(value, (int, float)):
+        return Converted(float(value), "")
+    return Converted(value, "")
+
+
+def expected_type(key: Key) -> str:
+    """The choices or the type of a key, in words."""
+    if key.is_list_of_strings:
+        return "a list of strings"
+    if key.choices:
+        return "one of " + ", ".join(str(choice) for choice in key.choices)
+    return TYPE_NAMES[key.kind]
+
+
+def _convert_pair(value: object, key: Key) -> Converted:
+    """A list of two numbers as a tuple."""
+    is_pair = isinstance(value, list) and len(value) == 2
+    if not isinstance(value, list) or not is_pair:
+        return Converted(value, TYPE_NAMES[tuple])
+    if not all(_has_type(number, float) for number in value):
+        return Converted(value, TYPE_NAMES[tuple])
+    for number in value:
+        wanted = _out_of_bounds(number, key)
+        if wanted:
+            return Converted(value, wanted)
+    return Converted(tuple(float(number) for number in value), "")
+
+
+def _has_type(value: object, declared: type) -> bool:
+    if isinstance(value, bool):  # which is an int in Python
+        return declared is bool
+    if declared is float:
+        return isinstance(value, (int, float))
+    return isinstance(value, declared)
+
+
+def _out_of_bounds(number: float, key: Key) -> str:
+    """What is expected instead of a number out of bounds; empty if it is within them."""
+    low = key.min
+    high = key.max
+    # NaN is neither more nor less than a bound
+    too_low = low is not None and not number >= low
+    too_high = high is not None and not number <= high
+    if too_low or too_high:
+        bounds = []
+        if low is not None:
+            bounds.append(f"at least {low}")
+        if high is not None:
+            bounds.append(f"at most {high}")
+        return f"{TYPE_NAMES[key.kind]}, {' and '.join(bounds)}"
+    if isinstance(number, int) and abs(number) >= LARGEST:
+        return f"{TYPE_NAMES[key.kind]} below 2**63"
+    if key.kind is not int and not abs(number) < math.inf:
+        return "a finite number"
+    return ""
+
+
+def parse(text: str, key: Key) -> object:
+    """The value that a text on the command line stands for; the text itself if it has no value."""
+    if key.kind is list:
+        return text  # `lists.py` reads it
+    if key.kind is str:
+        return text.lower() if text.lower() in key.words else text
+    with contextlib.suppress(ValueError, RecursionError):  # `convert` then refuses the text
+        if key.kind is int or key.kind is float:
+            return int(text) if INTEGER.fullmatch(text) else float(text)
+        value: object = json.loads(text.lower())
+        return value
+    return text

@@ -1,0 +1,33 @@
+"""Whether the blocks are compiled, if `compile.enabled = auto`. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from titanlite.config.schema import SPLIT_BACKWARD, WIDE, Config
+
+
+def reason_not_compiled(
+    config: Config, degrees: Mapping[str, int], dim: int, device_type: str
+) -> str:
+    """Why the blocks are not compiled; empty if they are.
+
+    `dim` is the model's width, `device_type` cuda, cpu or mps.
+    """
+    if config.compile.enabled == "true":
+        return ""
+    if config.compile.enabled == "false":
+        return "compile.enabled = false"
+    if config.recompute.mode == "memory_budget":
+        return ""  # the compiler decides what is recomputed, so it is needed
+    if device_type == "cpu" and dim < WIDE:
+        return f"the model is less than {WIDE} wide, on a CPU"
+    if device_type != "cuda" and sys.platform != "linux":
+        return "compiling has been tried on Linux only"
+    schedule = config.parallel.pp_schedule
+    if degrees["pp"] > 1 and schedule in SPLIT_BACKWARD:
+        return f"{schedule} computes a block's two gradients in separate calls"
+    if degrees["cp"] > 1 and config.parallel.cp_method == "ring":
+        return "ring attention replaces the attention function that they call"
+    return ""

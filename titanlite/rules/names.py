@@ -1,0 +1,85 @@
+"""Settings that name parts of the model: the names must exist in it. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from titanlite.config.mistakes import suggestion
+from titanlite.config.schema import Config
+from titanlite.model.flavors import BLOCK_LINEAR, LlamaConfig, parameter_shapes
+from titanlite.rules.divides import stages_fit_schedule
+
+
+def optimizer_groups(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
+    """The pattern of each of `optimizer.groups` gets parameters that no earlier group has.
+
+    A parameter belongs to the first group whose pattern fits its name.
+    """
+    names = list(parameter_shapes(llama))
+    without_group = set(names)
+    for number, group in enumerate(config.optimizer.groups, 1):
+        key = f"optimizer.groups[{number}]"
+        for name, value in (("lr", group.lr), ("weight_decay", group.weight_decay)):
+            if -1 < value < 0:
+                yield f"{key}.{name} = {value}: expected at least 0, or -1 for that of the section"
+        fitting = {name for name in names if fnmatchcase(name, group.pattern)}
+        shown = f'{key}.pattern = "{group.pattern}"'
+        if not group.pattern:
+            example = "expected a glob pattern of parameter names, as in layers.*.weight"
+            yield f"{key}.pattern is missing: {example}"
+        elif not fitting:
+            kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+            hint = suggestion(group.pattern, kinds)
+            if not hint:
+                hint = f"; expected one that fits some of {', '.join(kinds)}"
+            yield f"{shown} fits no parameter{hint}"
+        elif not fitting & without_group:
+            yield f"{shown}: all parameters that it fits belong to earlier groups"
+        without_group -= fitting
+
+
+def float8_skip(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
+    """Each name in `float8.skip` matches a linear layer, and some layers are left."""
+    if not config.float8.enabled:
+        return
+    skipped = config.float8.skipped
+    blocks = [f"layers.{i}." for i in range(llama.num_layers)]
+    names = [block + name for block in blocks for name in BLOCK_LINEAR]
+    for part in skipped:
+        if not any(part in name for name in names):
+            hint = suggestion(part, [*BLOCK_LINEAR, *blocks])
+            yield (
+                f"float8.skip: no linear layer has {part} in its name; "
+                f"expected parts of {', '.join(BLOCK_LINEAR)}{hint}"
+            )
+    if all(any(part in name for part in skipped) for name in names):
+        yield (
+            f"float8.skip = {config.float8.skip!r} skips all linear layers; "
+            "expected some, or float8.enabled = false"
+        )
+
+
+def pipeline_split(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
+    """`parallel.pp_split` has one module for each stage but the first, in the model's order."""
+    pp = degrees["pp"]
+    names = config.parallel.stage_starts
+    if pp == 1 or not names or not stages_fit_schedule(config):
+        return
+    shown = f"parallel.pp_split = {config.parallel.pp_split!r}"
+    order = [*(f"layers.{i}" for i in range(llama.num_layers)), "norm", "output"]
+    for name in names:
+        if name not in order:
+            yield (
+                f"parallel.pp_split: no module {name!r}{suggestion(name, order)}; "
+                "allowed: layers.N, norm, output"
+            )
+            return
+    later_stages = pp * config.parallel.stages_per_process - 1
+    if len(names) != later_stages:
+        yield f"{shown} names {len(names)}; expected {later_stages}, one per later stage"
+        return
+    positions = [order.index(name) for name in names]
+    if positions != sorted(set(positions)):
+        yield f"{shown}: expected each name once and in the model's order"
