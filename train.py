@@ -53,7 +53,7 @@ from titanlite.observe.validation import Validator
 from titanlite.optim.clip import build_clip
 from titanlite.optim.optimizer import build_guard, build_optimizer
 from titanlite.optim.schedule import Schedule
-from titanlite.parallel.auto import resolve_auto
+from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
 from titanlite.rules.check import check_layout, unused_settings
@@ -81,8 +81,9 @@ def main(config: Config) -> int:
     degrees = check_layout(config, llama, dist.get_world_size())
     _lock = claim_folder(folder)  # held until this function returns
     broadcast_from_rank0(lambda: log_to_file(folder / "log.txt"))
-    asked = config
-    config = resolve_auto(config, llama.dim, degrees, device.type)
+    config = resolve_dtype(config, llama, device)  # `auto` becomes a number format
+    # Not recorded: a resumed run may be on another device
+    compiled = decide_compile(config, llama, degrees, device)
     mesh = Mesh(device.type, degrees, timeout)
     progress = Progress()
     # Reports a rank that hangs
@@ -107,7 +108,7 @@ def main(config: Config) -> int:
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
     # One part, or this rank's pipeline stages
-    model_parts = build_model_parts(model, config, mesh, device)
+    model_parts = build_model_parts(model, config, mesh, device, compiled)
     stages = Stages(model_parts, config, mesh, device)
 
     # 4. Training state: everything that a step changes, and its checkpoints
@@ -121,10 +122,8 @@ def main(config: Config) -> int:
         "random": RandomState(),
     }
     clip = build_clip(stages, optimizer, training, config.optimizer, device, states)
-    # Checkpoints keep `auto`: each start resolves it
-    record = dataclasses.replace(config, compile=asked.compile)
-    metadata = RunMetadata(mesh.degrees, dataclasses.asdict(record), fingerprint_of(data))
-    files = checkpoint_files(record, data, llama)
+    metadata = RunMetadata(mesh.degrees, dataclasses.asdict(config), fingerprint_of(data))
+    files = checkpoint_files(config, data, llama)
     checkpoint = Checkpointer(config.checkpoint, folder, states, files, metadata, device)
     guard = checkpoint.guard = build_guard(config.stability, states, optimizer, device, mesh)
     stages, connect = build_measures(config, stages, optimizer, states)
@@ -142,8 +141,8 @@ def main(config: Config) -> int:
     metrics.more += [state.columns for state in states.values() if hasattr(state, "columns")]
     validator = connect(Validator(config.validation, data, stream, stages.evaluate, mesh, metrics))
     garbage = process_group.GarbageCollection(training.gc_freq)
-    broadcast_from_rank0(lambda: replace_file(folder / "config.toml", to_toml(record).encode()))
-    log_start(config, llama, mesh, device, progress.step)
+    broadcast_from_rank0(lambda: replace_file(folder / "config.toml", to_toml(config).encode()))
+    log_start(config, llama, mesh, device, compiled, progress.step)
     if progress.step == 0:
         validator.maybe_run(0, False, requests.agree_to_stop)
         metrics.end_pause()
@@ -286,7 +285,12 @@ def checkpoint_files(
 
 
 def log_start(
-    config: Config, llama: LlamaConfig, mesh: Mesh, device: torch.device, step: int
+    config: Config,
+    llama: LlamaConfig,
+    mesh: Mesh,
+    device: torch.device,
+    compiled: bool,
+    step: int,
 ) -> None:
     """Logs the model, the ranks and the batch, which settings have no effect, and if the run is
     already complete.
@@ -307,11 +311,7 @@ def log_start(
         ", ".join(f"{axis} {degree}" for axis, degree in mesh.degrees.items() if degree > 1)
         or "one process"
     )
-    compiled = (
-        f"compiled by {config.compile.backend}"
-        if config.compile.enabled == "true"
-        else "not compiled"
-    )
+    blocks = f"compiled by {config.compile.backend}" if compiled else "not compiled"
     later = f" (later {training.batch_ramp})" if training.batch_ramp else ""
     local_batches = training.global_batch_size // (training.local_batch_size * mesh.data_size)
     used = f"{process_group.device_name(device)} x {dist.get_world_size()}"
@@ -324,7 +324,7 @@ def log_start(
     logger.info(
         f"{config.model.flavor}: {llama.num_parameters:,} parameters, vocabulary {llama.vocab_size:,}; "
         f"{used} ({layout}), compute {training.compute_dtype}, reduce {training.reduce_dtype}, attention {attention}, "
-        f"blocks {compiled}; {training.global_batch_size} sequences of {training.seq_len} per step{later}, "
+        f"blocks {blocks}; {training.global_batch_size} sequences of {training.seq_len} per step{later}, "
         f"{local_batches} x {training.local_batch_size} in each process",
         extra={"event": "start", "step": step, "about": about},
     )

@@ -55,7 +55,7 @@ class Stages:
         self, model_parts: list[Any], config: Config, mesh: Mesh, device: torch.device
     ) -> None:
         """`model_parts` are parallelised and have their weights; `config` comes from
-        `resolve_auto`.
+        `resolve_dtype`.
         """
         self.model_parts = model_parts
         self.config = config.parallel
