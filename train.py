@@ -13,7 +13,6 @@ every run does, in this order.
 Letters in shapes: B sequences of a local batch, S tokens of a sequence.
 """
 
-import dataclasses
 import json
 import logging
 import os
@@ -67,7 +66,7 @@ from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
 from titanlite.optim.stability import Guard
-from titanlite.parallel.auto import resolve_auto
+from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
 from titanlite.probes.noise_scale import NoiseScale
@@ -100,9 +99,9 @@ def main(config: Config) -> int:
     degrees = check_layout(config, llama, dist.get_world_size())
     _lock = claim_folder(folder)  # held until this function returns
     broadcast_from_rank0(lambda: log_to_file(folder / "log.txt"))
-    asked = config
-    config = resolve_auto(config, llama.dim, degrees, device.type)
-    compiled = config.compile.enabled == "true"
+    config = resolve_dtype(config, llama, device)  # `auto` becomes a number format
+    # Not recorded: a resumed run may be on another device
+    compiled = decide_compile(config, llama, degrees, device)
     mesh = Mesh(device.type, degrees, timeout)
     progress = Progress()
     # Ends the run if a rank hangs, and names the rank
@@ -121,7 +120,7 @@ def main(config: Config) -> int:
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
     # One part, or this rank's pipeline stages
-    model_parts = build_model_parts(model, config, mesh, device)
+    model_parts = build_model_parts(model, config, mesh, device, compiled)
     stages = Stages(model_parts, config, mesh, device)
 
     # 4. Training state: everything that a step changes. A checkpoint holds exactly these
@@ -142,9 +141,8 @@ def main(config: Config) -> int:
         "ema": ema,
         "noise_scale": noise_scale,
     }
-    # Checkpoints keep compile.enabled = auto, because a resumed run may be on another device
-    record = dataclasses.replace(config, compile=asked.compile)
-    facts = RunFacts(record, llama, mesh.degrees, data)
+    # With these a checkpoint can be used without the run's folder
+    facts = RunFacts(config, llama, mesh.degrees, data)
     checkpoint = Checkpointer(config.checkpoint, folder, states, facts, device, guard)
     if not checkpoint.load():
         load_initial_weights(config, model_parts, llama, tokenizer)

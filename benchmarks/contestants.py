@@ -43,7 +43,7 @@ from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
 from titanlite.optim.stability import Guard
-from titanlite.parallel.auto import resolve_auto
+from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
 from titanlite.rules.check import check_layout
@@ -90,24 +90,25 @@ class Titanlite:
         self.config, self.llama = configuration(arguments)
         self.device = process_group.start(self.config.run.device, 600, self.config.run.seed)
         constant = config_module.ScheduleConfig(name="constant", warmup_steps=0)
-        asked, degrees = self.config, check_layout(self.config, self.llama, 1)
-        self.config = resolve_auto(asked, self.llama.dim, degrees, self.device.type)
+        degrees = check_layout(self.config, self.llama, 1)
+        self.config = resolve_dtype(self.config, self.llama, self.device)
+        compiled = decide_compile(self.config, self.llama, degrees, self.device)
         mesh = Mesh(self.device.type, degrees, 600)
         with torch.device("meta"):
             model = Llama(self.llama, self.config.training.seq_len)
-        self.parts = build_model_parts(model, self.config, mesh, self.device)
+        self.parts = build_model_parts(model, self.config, mesh, self.device, compiled)
         self.stages = Stages(self.parts, self.config, mesh, self.device)
         self.optimizer = build_optimizer(self.parts, self.config.optimizer)
         self.schedule = Schedule(
             self.optimizer, constant, self.config.optimizer.lr, self.config.training.steps
         )
-        reason = reason_not_compiled(asked, degrees, self.llama.dim, self.device.type)
+        reason = reason_not_compiled(self.config, degrees, self.llama.dim, self.device.type)
         stream: Any = SimpleNamespace(order=None, begun=0, samples=1)
         self.scaler = LossScale(self.config.training, self.optimizer, self.device)
         self.guard = Guard(
             self.config.stability, stream, self.optimizer, self.scaler, mesh, self.device
         )
-        self.not_compiled = "" if self.config.compile.enabled == "true" else reason or "no compiler"
+        self.not_compiled = "" if compiled else reason or "no compiler"
         self.steps = 0
         self.times = StepTimes(self.config.metrics.step_times, self.device)
 

@@ -42,7 +42,7 @@ def state_of(llama: LlamaConfig, ranks: int, rank: int) -> dict[str, dict[str, A
     mesh = Mesh("cpu", {"pp": 1, "dp_replicate": 1, "dp_shard": ranks // 8, "cp": 1, "tp": 8}, 600)
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
-    weights = ModelState(split_and_parallelize(model, config, mesh)).state_dict()
+    weights = ModelState(split_and_parallelize(model, config, mesh, compiled=False)).state_dict()
     moments = {
         f"state.{n}.{key}": torch.empty_like(w)
         for n, w in weights.items()

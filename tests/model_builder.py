@@ -18,7 +18,7 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import FLAVORS, LlamaConfig, RopeScaling
 from titanlite.model.llama import Llama
 from titanlite.optim.loss import cross_entropy_sum
-from titanlite.parallel.auto import resolve_auto
+from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
 from titanlite.rules.degrees import AXES
@@ -75,14 +75,13 @@ def build_stages(
         **{type(section).__name__.removesuffix("Config").lower(): section for section in sections},
     )
     degrees = {axis: parallel.get(axis, 1) for axis in AXES}
-    config = resolve_auto(
-        dataclasses.replace(config, run=RunConfig(seed=seed)), llama.dim, degrees, "cpu"
-    )
+    cpu = torch.device("cpu")
+    config = resolve_dtype(dataclasses.replace(config, run=RunConfig(seed=seed)), llama, cpu)
+    compiled = decide_compile(config, llama, degrees, cpu)
     mesh = Mesh("cpu", degrees, 77)
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
-    cpu = torch.device("cpu")
-    return Stages(build_model_parts(model, config, mesh, cpu), config, mesh, cpu)
+    return Stages(build_model_parts(model, config, mesh, cpu, compiled), config, mesh, cpu)
 
 
 TOKENS = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(3))

@@ -31,7 +31,7 @@ def account(
     mesh = Mesh("cpu", check_layout(config, llama, world_size), 60)
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
-    parts = split_and_parallelize(model, config, mesh)
+    parts = split_and_parallelize(model, config, mesh, compiled=False)
     named = {name: p for part in parts for name, p in part.named_parameters()}
     return {name: p.numel() for name, p in named.items()}, sum(
         p.to_local().numel() for p in named.values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import sys
 
@@ -10,10 +11,18 @@ import torch
 from messages import refused
 
 from titanlite.config.load import load_config
-from titanlite.config.schema import CompileConfig, Config, TrainingConfig
+from titanlite.config.schema import Config, TrainingConfig
+from titanlite.model.flavors import FLAVORS, LlamaConfig
 from titanlite.parallel import auto
-from titanlite.parallel.auto import cpu_has_bfloat16, resolve_auto
-from titanlite.rules.degrees import AXES
+from titanlite.parallel.auto import cpu_has_bfloat16, decide_compile, resolve_dtype
+
+
+def wide(dim: int) -> LlamaConfig:
+    return dataclasses.replace(FLAVORS["debug"], dim=dim)
+
+
+def compute_dtype(config: Config, dim: int, device: str) -> str:
+    return resolve_dtype(config, wide(dim), torch.device(device)).training.compute_dtype
 
 
 @pytest.mark.parametrize(
@@ -36,20 +45,14 @@ def test_dtype_of_computation(monkeypatch, gpu, given, dim, device, native, expe
         device = "cuda"
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native})
-    config = Config(
-        training=TrainingConfig(compute_dtype=given, reduce_dtype="float32"),
-        compile=CompileConfig(enabled="false"),
-    )
-    resolved = resolve_auto(config, dim, dict.fromkeys(AXES, 1), device).training.compute_dtype
-    assert getattr(torch, resolved) == expected
+    config = Config(training=TrainingConfig(compute_dtype=given, reduce_dtype="float32"))
+    assert getattr(torch, compute_dtype(config, dim, device)) == expected
 
 
 def test_a_gpu_without_bfloat16_emulates_it_where_another_dtype_is_bfloat16(gpu):
     gpu((7, 0))
-    resolved = resolve_auto(
-        load_config(["debug", "--training.param_dtype=bfloat16"]), 128, {"pp": 1, "cp": 1}, "cuda"
-    )
-    assert resolved.training.compute_dtype == "bfloat16"
+    config = load_config(["debug", "--training.param_dtype=bfloat16"])
+    assert compute_dtype(config, 128, "cuda") == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -63,11 +66,9 @@ def test_the_rules_of_float16_hold_where_it_is_chosen(gpu, option, word):
     config = load_config(["debug", f"--{option}"])
     gpu((7, 5))
     with refused("compute_dtype = auto is float16 on this GPU", word):
-        resolve_auto(config, 128, {"pp": 1, "cp": 1}, "cuda")
+        compute_dtype(config, 128, "cuda")
     gpu((8, 0))
-    assert (
-        resolve_auto(config, 128, {"pp": 1, "cp": 1}, "cuda").training.compute_dtype == "bfloat16"
-    )
+    assert compute_dtype(config, 128, "cuda") == "bfloat16"
 
 
 @pytest.mark.parametrize("supported", [True, False])
@@ -97,5 +98,6 @@ def test_on_arm_torch_is_asked(monkeypatch, supported):
 )
 def test_what_auto_compiles(gpu, options, dim, device, pp, expected):
     gpu()
-    resolved = resolve_auto(load_config(["cpu_25m", *options]), dim, {"pp": pp, "cp": 2}, device)
-    assert resolved.compile.enabled == ("true" if expected else "false")
+    config = load_config(["cpu_25m", *options])
+    degrees = {"pp": pp, "cp": 2}
+    assert decide_compile(config, wide(dim), degrees, torch.device(device)) == expected

@@ -15,8 +15,9 @@ from model_builder import assert_same, gradients, small_model
 
 from titanlite.config.load import load_config
 from titanlite.config.schema import RecomputeConfig
+from titanlite.model.flavors import FLAVORS
 from titanlite.parallel.activation_checkpoint import apply_ac
-from titanlite.parallel.auto import resolve_auto
+from titanlite.parallel.auto import decide_compile
 from titanlite.parallel.compile import apply_compile, first_message, missing_for_inductor
 from titanlite.rules.degrees import AXES
 from titanlite.runtime.errors import ConfigError
@@ -81,10 +82,7 @@ DEGREES = dict.fromkeys(AXES, 1)
 def compiled(flavor: str, *options: str, device: str = "cuda") -> bool:
     """Whether the blocks are, with these options and `auto` otherwise."""
     config = load_config([flavor, *options])
-    return (
-        resolve_auto(config, 2048 if device == "cuda" else 512, DEGREES, device).compile.enabled
-        == "true"
-    )
+    return decide_compile(config, FLAVORS[flavor], DEGREES, torch.device(device))
 
 
 def test_without_a_compiler_auto_is_off_and_true_an_error(compiler, tmp_path, caplog, monkeypatch):
@@ -127,20 +125,22 @@ def test_without_a_compiler_auto_is_off_and_true_an_error(compiler, tmp_path, ca
     assert "no Triton" in caplog.text
 
 
-def ask_where_one_has_no_compiler() -> tuple[str, str]:
-    """What both ranks resolve auto to, and the error that both raise for true."""
+def ask_where_one_has_no_compiler() -> tuple[bool, str]:
+    """What both ranks decide for auto, and the error that both raise for true."""
     os.environ["CXX"] = "g++" if dist.get_rank() == 0 else "no-such-program"
     missing_for_inductor.cache_clear()
     degrees = DEGREES | {"tp": 2}
+    llama = FLAVORS["cpu_25m"]
+    cpu = torch.device("cpu")
     with pytest.raises(ConfigError) as refused:
-        resolve_auto(load_config(["cpu_25m", "--compile.enabled"]), 512, degrees, "cpu")
-    resolved = resolve_auto(load_config(["cpu_25m"]), 512, degrees, "cpu").compile.enabled
-    return resolved, str(refused.value)
+        decide_compile(load_config(["cpu_25m", "--compile.enabled"]), llama, degrees, cpu)
+    compiled = decide_compile(load_config(["cpu_25m"]), llama, degrees, cpu)
+    return compiled, str(refused.value)
 
 
 def test_all_processes_compile_or_none(pool):
-    for resolved, refused in pool.run(2, ask_where_one_has_no_compiler):
-        assert resolved == "false"
+    for compiled, refused in pool.run(2, ask_where_one_has_no_compiler):
+        assert not compiled
         assert "no-such-program" in refused
         assert "compile.enabled = true needs a compiler: rank " in refused
 

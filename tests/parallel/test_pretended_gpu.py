@@ -45,7 +45,7 @@ from titanlite.optim.clip import clip_grad_norm
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.stability import Guard
-from titanlite.parallel import compile
+from titanlite.parallel import parallelize
 from titanlite.parallel.parallelize import split_and_parallelize
 from titanlite.parallel.pipeline_parallel import sum_shared_gradients
 from titanlite.parallel.stages import Stages
@@ -118,16 +118,13 @@ def in_place_of_apples_attention(q, k, v, mask=None, is_causal=False, enable_gqa
 def one_step(guard: Path, config: Config, llama, device: torch.device = GPU) -> None:
     """As in train.py, up to the backward, which fills `grad`. Then a validation."""
     ctypes.CDLL(str(guard))
-    config = dataclasses.replace(
-        config, compile=dataclasses.replace(config.compile, enabled="false")
-    )
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1), 60)
     mesh.device_type = device.type
-    compile.missing_for_inductor = lambda device_type: ""
+    parallelize.missing_for_inductor = lambda device_type: ""
     block_mask._compiled = lambda: in_place_of_flex_attention
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
-    parts = split_and_parallelize(model, config, mesh)
+    parts = split_and_parallelize(model, config, mesh, compiled=False)
     with FakeTensorMode(allow_non_fake_inputs=True), NoFloat64(), contextlib.ExitStack() as stack:
         if device == APPLE:
             name = "scaled_dot_product_attention"

@@ -1,7 +1,6 @@
 """Turns a plain model into a parallel one: the techniques that are applied, and their order.
 
-What it is: each technique is a function `apply_*` that changes modules in place. A run imports only
-the techniques that it uses.
+What it is: each technique is a function `apply_*` that changes modules in place.
 Why this order: three of its steps are necessary. Left, the required order; right, the error of the
 reverse one in torch 2.13:
 
@@ -29,88 +28,84 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from titanlite.config.schema import Config
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.watchdog import mark_phase
+from titanlite.model.block_mask import apply_block_mask
+from titanlite.parallel.activation_checkpoint import apply_ac
+from titanlite.parallel.compile import apply_compile, missing_for_inductor
+from titanlite.parallel.context_parallel import apply_cp
+from titanlite.parallel.deferred_output import defer_output
+from titanlite.parallel.float8 import apply_float8
+from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.mixed_precision import apply_mixed_precision
+from titanlite.parallel.pipeline_parallel import split_into_stages
+from titanlite.parallel.tensor_parallel import apply_tp
 from titanlite.rules.degrees import needs_fsdp
 
 
-def build_model_parts(model: Any, config: Config, mesh: Mesh, device: torch.device) -> list[Any]:
-    """This rank's parts of a model, parallelised and with initial weights: one part, or its
-    pipeline stages.
+def build_model_parts(
+    model: Any, config: Config, mesh: Mesh, device: torch.device, compiled: bool
+) -> list[Any]:
+    """This rank's parts of a model, parallelised and with initial weights.
 
-    `model`: a Llama on the meta device; a rank holds its own part, and one full parameter while
-    that is drawn. `config` comes from `resolve_auto`.
+    One part, or its pipeline stages. `model`: a Llama on the meta device; a rank holds its own
+    part, and one full parameter while that is drawn. `compiled` comes from `decide_compile`.
     """
     mark_phase("building the model")
-    model_parts = split_and_parallelize(model, config, mesh)
+    model_parts = split_and_parallelize(model, config, mesh, compiled)
     for part in model_parts:
         part.to_empty(device="cpu" if config.parallel.cpu_offload else device)
         part.init_weights(config.run.seed, assign_shard, device)
     return model_parts
 
 
-def split_and_parallelize(model: Any, config: Config, mesh: Mesh) -> list[Any]:
+def split_and_parallelize(model: Any, config: Config, mesh: Mesh, compiled: bool) -> list[Any]:
     """The parts of a model on the meta device, parallelised, without memory.
 
     Parameters get the dtype `training.param_dtype`. The RoPE table is computed later, in fp32.
     """
     model_parts = [model.to(getattr(torch, config.training.param_dtype))]
     if mesh["pp"].size() > 1:
-        from titanlite.parallel.pipeline_parallel import split_into_stages
-
         model_parts = split_into_stages(model, config.parallel, mesh["pp"])
     for part in model_parts:
-        parallelize(part, config, mesh)
+        parallelize(part, config, mesh, compiled)
     return model_parts
 
 
-def parallelize(model: Any, config: Config, mesh: Mesh) -> None:
+def parallelize(model: Any, config: Config, mesh: Mesh, compiled: bool) -> None:
     """Applies every technique that the config enables.
 
-    `model` is a Llama; modules are found by name.
+    `model` is a Llama or a pipeline stage of one; modules are found by name. `config` comes from
+    `resolve_dtype`.
     """
-    if config.float8.enabled:
-        from titanlite.parallel.float8 import apply_float8
-
-        apply_float8(model, config.float8, mesh.device_type, mesh["tp"].size())
-    if config.loss.num_chunks > 1:
-        from titanlite.parallel.deferred_output import defer_output
-
-        defer_output(model)
-    if mesh["tp"].size() > 1:
-        from titanlite.parallel.tensor_parallel import apply_tp
-
-        apply_tp(model, mesh["tp"], config.parallel.async_tp)
-    if config.data.document_mask and mesh.device_type == "cuda":
-        from titanlite.model.block_mask import apply_block_mask
-        from titanlite.parallel.compile import missing_for_inductor
-
-        apply_block_mask(model, missing_for_inductor(mesh.device_type))
-    if mesh["cp"].size() > 1:
-        from titanlite.parallel.context_parallel import apply_cp
-
-        apply_cp(model, mesh["cp"], config.parallel.cp_method)
-    if config.recompute.mode == "selective":
-        from titanlite.parallel.activation_checkpoint import apply_ac
-
-        apply_ac(model, config.recompute)
-    assert config.compile.enabled != "auto", "resolve_auto comes first"
-    if config.compile.enabled == "true":
-        from titanlite.parallel.compile import apply_compile
-
-        apply_compile(model, config.compile.backend, config.recompute, config.parallel.async_tp)
-    if config.recompute.mode == "full":  # outside the compiled graph: a block keeps only its input
-        from titanlite.parallel.activation_checkpoint import apply_ac
-
-        apply_ac(model, config.recompute)
+    parallel = config.parallel
     training = config.training
+    recompute = config.recompute
     compute = getattr(torch, training.compute_dtype)
     reduce = getattr(torch, training.reduce_dtype)
-    if needs_fsdp(config.parallel, dist.get_world_size()):
-        from titanlite.parallel.fsdp import apply_fsdp
 
-        apply_fsdp(model, config.parallel, mesh, compute, reduce)
+    # Inside the blocks and at the ends: which layers, and which part of them
+    if config.float8.enabled:
+        apply_float8(model, config.float8, mesh.device_type, mesh["tp"].size())
+    if config.loss.num_chunks > 1:
+        defer_output(model)
+    if mesh["tp"].size() > 1:
+        apply_tp(model, mesh["tp"], parallel.async_tp)
+    if config.data.document_mask and mesh.device_type == "cuda":
+        apply_block_mask(model, missing_for_inductor(mesh.device_type))
+    if mesh["cp"].size() > 1:
+        apply_cp(model, mesh["cp"], parallel.cp_method)
+
+    # Around a block's forward
+    if recompute.mode == "selective":  # inside the compiled graph: the compiler sees it
+        apply_ac(model, recompute)
+    if compiled:
+        apply_compile(model, config.compile.backend, recompute, parallel.async_tp)
+    if recompute.mode == "full":  # outside the compiled graph: a block keeps only its input
+        apply_ac(model, recompute)
+
+    # Around everything: where parameters are stored, and the dtype in which they compute
+    if needs_fsdp(parallel, dist.get_world_size()):
+        apply_fsdp(model, parallel, mesh, compute, reduce)
     elif training.compute_dtype != training.param_dtype:
-        from titanlite.parallel.mixed_precision import apply_mixed_precision
-
         apply_mixed_precision(model, compute)
 
 

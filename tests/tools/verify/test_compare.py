@@ -42,15 +42,15 @@ def forget_a_gradient_sum(*arguments):
 
 def forget_the_positions(*arguments):
     """Context parallel whose tokens all believe to be at the beginning."""
-    from titanlite.parallel import context_parallel
+    from titanlite.parallel import parallelize
 
-    original = context_parallel.apply_cp
+    original = parallelize.apply_cp
 
     def apply(model, mesh, method):
         original(model, mesh, method)
         model.positions = torch.arange(model.seq_len // mesh.size())
 
-    with mock.patch.object(context_parallel, "apply_cp", apply):
+    with mock.patch.object(parallelize, "apply_cp", apply):
         return measure(*arguments)
 
 

@@ -37,7 +37,7 @@ from titanlite.optim.clip import clip_gradients
 from titanlite.optim.ema import WeightEMA
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.auto import resolve_auto
+from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
 from titanlite.rules.check import check_layout
@@ -153,11 +153,12 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     device = _device(config)
     training = config.training
     degrees = check_layout(config, llama, dist.get_world_size())
-    config = resolve_auto(config, llama.dim, degrees, device.type)
+    config = resolve_dtype(config, llama, device)
+    compiled = decide_compile(config, llama, degrees, device)
     mesh = Mesh(device.type, degrees, config.comm.timeout_seconds)
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
-    parts = build_model_parts(model, config, mesh, device)
+    parts = build_model_parts(model, config, mesh, device, compiled)
     stages = Stages(parts, config, mesh, device)
     optimizer = build_optimizer(parts, config.optimizer, config.parallel.optimizer_offload)
     scaler = LossScale(training, optimizer, device)
@@ -166,7 +167,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     expected = torch.load(path, map_location="cpu", mmap=True)
     found = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "parameters": 0.0}
     graphs: list[int] = []
-    compiles = config.compile.loss or config.compile.enabled == "true"
+    compiles = config.compile.loss or compiled
     for step in range(STEPS):
         whole = make_batch(step, config, llama.vocab_size)
         rows = [
