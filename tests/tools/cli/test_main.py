@@ -42,7 +42,7 @@ def test_a_reader_that_closes_the_pipe_gets_no_traceback(arguments):
         result = subprocess.run(
             command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60
         )
-    assert result.returncode == 128 + signal.SIGPIPE
+    assert result.returncode in (0, 128 + signal.SIGPIPE)  # 0: argparse ignores such errors
     assert result.stderr == ""
 
 
