@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,19 @@ def test_python_dash_m():
     )
     assert result.returncode == 0
     assert "usage: titanlite COMMAND" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", ["--help", "report --help"])
+def test_a_reader_that_closes_the_pipe_gets_no_traceback(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as stdout:
+        command = [sys.executable, "-m", "titanlite", *arguments.split()]
+        result = subprocess.run(
+            command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert result.returncode in (0, 128 + signal.SIGPIPE)  # 0: argparse ignores such errors
+    assert result.stderr == ""
 
 
 def test_config_prints_what_reads_back(capsys, tmp_path):

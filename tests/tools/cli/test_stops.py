@@ -8,7 +8,16 @@ import signal
 import pytest
 
 from titanlite.tools.cli import launch
-from titanlite.tools.cli.stops import STOPS, Stopped, stoppable
+from titanlite.tools.cli.stops import STOPS, Stopped, stoppable, until_interrupt
+
+
+@pytest.fixture(params=["handled", "ignored"])
+def inherited(request):
+    """SIGINT as a terminal's process has it, or ignored, as in a background process of a script."""
+    handler = signal.default_int_handler if request.param == "handled" else signal.SIG_IGN
+    before = signal.signal(signal.SIGINT, handler)
+    yield handler
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("number", STOPS)
@@ -25,6 +34,15 @@ def test_a_signal_raises_and_is_handled_as_before_afterwards(capsys, number):
     assert signal.getsignal(number) == before
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT raises KeyboardInterrupt, also if the tests were started with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_prints_the_advice_and_an_error_does_not(capsys):
     with pytest.raises(KeyboardInterrupt), stoppable("repeat it"):
         os.kill(os.getpid(), signal.SIGINT)
@@ -32,6 +50,17 @@ def test_an_interrupt_prints_the_advice_and_an_error_does_not(capsys):
     with pytest.raises(ValueError, match="wrong"), stoppable("repeat it"):
         raise ValueError("wrong")
     assert capsys.readouterr().err == ""
+
+
+def test_until_interrupt_ends_at_sigint_also_where_it_was_ignored(inherited, capsys):
+    reached = []
+    with until_interrupt():
+        reached.append("begin")
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append("end")
+    assert reached == ["begin"]
+    assert capsys.readouterr().out == "\n"
+    assert signal.getsignal(signal.SIGINT) == inherited
 
 
 @pytest.mark.parametrize("number", STOPS)

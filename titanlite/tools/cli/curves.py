@@ -7,8 +7,7 @@ files; its colours follow the reader's theme.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -25,7 +24,8 @@ GAP = 46
 STYLE = (
     "text{font:13px system-ui,sans-serif;fill:#222}.line{fill:none;stroke:#0b62c4;stroke-width:2}"
     ".axis{stroke:#888;stroke-width:1}.mark{fill:#0b62c4}.paper{fill:#fff}"
-    "@media(prefers-color-scheme:dark){text{fill:#ddd}.line{stroke:#6cb2ff}.mark{fill:#6cb2ff}.paper{fill:#15181c}}"
+    "@media(prefers-color-scheme:dark){text{fill:#ddd}.line{stroke:#6cb2ff}.mark{fill:#6cb2ff}"
+    ".paper{fill:#15181c}}"
 )
 
 
@@ -72,28 +72,34 @@ def text_picture(picture: Picture, blocks: bool = True) -> str:
     width = COLUMNS - LABEL - 2
     steps = sampled(picture.steps, width)
     lines = [picture.title[:COLUMNS]]
-    for curve, height in zip(
-        picture.curves, itertools.chain(HEIGHTS, itertools.repeat(HEIGHTS[1])), strict=False
-    ):
+    for number, curve in enumerate(picture.curves):
+        marked = [curve.value(mark.step) for mark in picture.marks]
         values = [curve.value(step) for step in steps]
-        top = max(*values, *(curve.value(mark.step) for mark in picture.marks)) or 1.0
-        lines += ["", curve.name]
-        for row in reversed(range(height)):
-            label = (
-                curve.format.format(top * (row + 1) / height)
-                if row in (height - 1, height // 2 - 1)
-                else ""
-            )
-            eighths = (round(8 * (value / top * height - row)) for value in values)
-            filled = "".join(
-                BLOCKS[min(8, max(0, e))] if blocks else "#" if e >= 4 else " " for e in eighths
-            )
-            lines.append(f"{label:>{LABEL}} |{filled}".rstrip())
+        top = max(*values, *marked) or 1.0
+        lines += ["", curve.name, *_bars(curve, values, top, HEIGHTS[min(number, 1)], blocks)]
         lines.append(f"{0:>{LABEL}} +{'-' * width}")
-    ends = 1, steps[width // 2], picture.steps
-    lines.append(_axis("step", [f"{step:,}" for step in ends], width))
-    lines.append(_axis("tokens", [short(picture.tokens(step)) for step in ends], width))
+    labelled = (1, steps[width // 2], picture.steps)
+    lines.append(_axis("step", [f"{step:,}" for step in labelled], width))
+    lines.append(_axis("tokens", [short(picture.tokens(step)) for step in labelled], width))
     return "\n".join([*lines, "", *_table(picture)])
+
+
+def _bars(
+    curve: Curve, values: list[float], top: float, height: int, blocks: bool
+) -> Iterator[str]:
+    """`height` lines with a bar for each value, from the uppermost down; two have a label."""
+    for row in reversed(range(height)):
+        label = ""
+        if row in (height - 1, height // 2 - 1):
+            label = curve.format.format(top * (row + 1) / height)
+        line = f"{label:>{LABEL}} |"
+        for value in values:
+            eighths = round(8 * (value / top * height - row))  # of this line that the bar fills
+            if blocks:
+                line += BLOCKS[min(8, max(0, eighths))]
+            else:
+                line += "#" if eighths >= 4 else " "
+        yield line.rstrip()
 
 
 def sampled(steps: int, number: int) -> list[int]:
@@ -103,24 +109,32 @@ def sampled(steps: int, number: int) -> list[int]:
 
 def _axis(name: str, labels: list[str], width: int) -> str:
     """Labels at the left, in the middle and at the right."""
+    left, middle, right = labels
     half = width // 2
-    return f"{name:>{LABEL}}  {labels[0]:<{half}}{labels[1]:<{width - half - len(labels[2])}}{labels[2]}"
+    return f"{name:>{LABEL}}  {left:<{half}}{middle:<{width - half - len(right)}}{right}"
 
 
 def _table(picture: Picture) -> list[str]:
     """The marks, one a line."""
-    names = [curve.name for curve in picture.curves]
-    lines = [f"{'':22}{'step':>12}{'tokens':>12}" + "".join(f"{name:>20}" for name in names[:1])]
-    lines[0] += "".join(f"{'sequences':>12}" for _ in names[1:])
+    header = f"{'':22}{'step':>12}{'tokens':>12}{picture.curves[0].name:>20}"
+    for _ in picture.curves[1:]:
+        header += f"{'sequences':>12}"
+    lines = [header]
     for mark in picture.marks:
-        first, *others = (
-            curve.format.format(v) for curve, v in zip(picture.curves, mark.values, strict=True)
-        )
-        lines.append(
-            f"{mark.name:22}{mark.step:>12,}{short(picture.tokens(mark.step)):>12}{first:>20}"
-        )
-        lines[-1] += "".join(f"{other:>12}" for other in others)
+        first, *others = _formatted(picture, mark)
+        tokens = short(picture.tokens(mark.step))
+        line = f"{mark.name:22}{mark.step:>12,}{tokens:>12}{first:>20}"
+        for other in others:
+            line += f"{other:>12}"
+        lines.append(line)
     return lines
+
+
+def _formatted(picture: Picture, mark: Mark) -> list[str]:
+    """The values of a mark, in the format of their curves."""
+    return [
+        curve.format.format(value) for curve, value in zip(picture.curves, mark.values, strict=True)
+    ]
 
 
 def svg_picture(picture: Picture) -> str:
@@ -128,21 +142,17 @@ def svg_picture(picture: Picture) -> str:
     parts = list[str]()
     y = 44
     right = WIDTH - 24
-    steps = sorted(
-        {
-            *sampled(picture.steps, 400),
-            *(s for m in picture.marks for s in (m.step - 1, m.step) if s),
-        }
-    )
+    steps = set(sampled(picture.steps, 400))
+    for mark in picture.marks:  # with the step before, so that a jump of the batch is vertical
+        steps |= {max(1, mark.step - 1), mark.step}
 
     def x(step: int) -> float:
         return LEFT + (right - LEFT) * (step - 1) / max(1, picture.steps - 1)
 
     for number, curve in enumerate(picture.curves):
         height = PANEL[min(number, 1)]
-        parts += _panel(
-            picture, number, [(x(step), curve.value(step)) for step in steps], y, height
-        )
+        points = [(x(step), curve.value(step)) for step in sorted(steps)]
+        parts += _panel(picture, number, points, y, height)
         y += height + GAP
     bottom = y - GAP
     for anchor, fraction in (("start", 0.0), ("middle", 0.5), ("end", 1.0)):
@@ -150,23 +160,27 @@ def svg_picture(picture: Picture) -> str:
         place = f'<text x="{x(step):.1f}" text-anchor="{anchor}"'
         parts.append(f'{place} y="{bottom + 18}">step {step:,}</text>')
         parts.append(f'{place} y="{bottom + 36}">{short(picture.tokens(step))} tokens</text>')
-    described = "; ".join(
-        f"{mark.name}: step {mark.step:,}, {short(picture.tokens(mark.step))} tokens, "
-        + ", ".join(
-            f"{c.name} {c.format.format(v)}"
-            for c, v in zip(picture.curves, mark.values, strict=True)
-        )
-        for mark in picture.marks
-    )
+    title = escape(picture.title)
+    description = escape("; ".join(_described(picture, mark) for mark in picture.marks))
     height = bottom + 48
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="t d">\n'
-        f'<title id="t">{escape(picture.title)}</title>\n<desc id="d">{escape(described)}</desc>\n'
-        f'<style>{STYLE}</style>\n<rect class="paper" width="{WIDTH}" height="{height}"/>\n'
-        f'<text x="{LEFT}" y="24" font-weight="bold">{escape(picture.title)}</text>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
-    )
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'role="img" aria-labelledby="t d">',
+        f'<title id="t">{title}</title>',
+        f'<desc id="d">{description}</desc>',
+        f"<style>{STYLE}</style>",
+        f'<rect class="paper" width="{WIDTH}" height="{height}"/>',
+        f'<text x="{LEFT}" y="24" font-weight="bold">{title}</text>',
+    ]
+    return "\n".join([*head, *parts, "</svg>\n"])
+
+
+def _described(picture: Picture, mark: Mark) -> str:
+    """A mark in words, for a reader that cannot see the picture."""
+    names = [curve.name for curve in picture.curves]
+    pairs = zip(names, _formatted(picture, mark), strict=True)
+    values = ", ".join(f"{name} {value}" for name, value in pairs)
+    return f"{mark.name}: step {mark.step:,}, {short(picture.tokens(mark.step))} tokens, {values}"
 
 
 def _panel(
@@ -175,6 +189,7 @@ def _panel(
     """The axes, the line and the marks of a curve between `y` and `y + height`."""
     curve = picture.curves[number]
     top = max(value for _, value in points) or 1.0
+    # x -> y on the page; marks look theirs up by the rounded x
     at = {round(x, 3): y + height * (1 - value / top) for x, value in points}
     line = " ".join(f"{x:.1f},{at[round(x, 3)]:.1f}" for x, _ in points)
     left = points[0][0]
@@ -190,7 +205,6 @@ def _panel(
         x = left + (right - left) * (mark.step - 1) / max(1, picture.steps - 1)
         value = curve.format.format(mark.values[number])
         tip = f"{escape(mark.name)}: step {mark.step:,}, {value}"
-        parts.append(
-            f'<circle class="mark" cx="{x:.1f}" cy="{at[round(x, 3)]:.1f}" r="4"><title>{tip}</title></circle>'
-        )
+        circle = f'<circle class="mark" cx="{x:.1f}" cy="{at[round(x, 3)]:.1f}" r="4">'
+        parts.append(f"{circle}<title>{tip}</title></circle>")
     return parts

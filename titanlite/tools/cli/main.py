@@ -12,8 +12,8 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
 
+from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import EXIT_CONFIG, ConfigError
 from titanlite.runtime.interpreter import leave_out_current_folder, without_package
 
@@ -35,26 +35,26 @@ COMMANDS = (
 DEPENDENCIES = ("torch", "numpy", "tiktoken", "regex", "safetensors", "tqdm", "tomli")
 USAGE = """usage: titanlite COMMAND ...
 
-  train [CONFIG] [--section.key=value ...]       train (what ./run_train.sh calls); --help lists every key
+  train [CONFIG] [--section.key=value ...]       train, as ./run_train.sh; --help lists every key
   config [CONFIG] [--section.key=value ...]      check a configuration and print all its keys as TOML
-  schedule [CONFIG] [--key=value ...] [--svg F]  draw the learning rate and the batch size of every step of a run
-  prepare SOURCE... --out FOLDER                 tokenise text, JSONL, Parquet and more; --inspect FOLDER verifies it
+  schedule [CONFIG] [--key=value ...] [--svg F]  draw the learning rate and batch size of every step
+  prepare SOURCE... --out FOLDER                 tokenise text, JSONL, Parquet and more
+  prepare --inspect FOLDER                       describe and verify tokenised data
   prepare [CONFIG] [--section.key=value ...]     tokenise the data of a configuration into the cache
-  verify [CONFIG] [--quick] [--processes N]      show that every parallel layout computes what one process computes
+  verify [CONFIG] [--quick] [--processes N]      show that every parallel layout equals one process
   generate CHECKPOINT [--prompt TEXT]            sample text from a checkpoint of any format
-  convert SOURCE TARGET [--to FORMAT]            write a checkpoint in another format and check the result
+  convert SOURCE TARGET [--to FORMAT]            write a checkpoint in another format and check it
   checkpoint list|verify|show|diff|prune ...     list, check, show and delete checkpoints of a run
-  evaluate CHECKPOINT [--tasks A,B] [--perplexity DATA]  tasks of lm-eval, and loss and perplexity on a text
+  evaluate CHECKPOINT [--tasks A,B] [...]        tasks of lm-eval; --perplexity DATA: loss on a text
   report RUN... [--text] [--live] [--out FILE]   charts and findings of a run, or of several compared
-  tokenizer train|info|encode|decode ...         train a byte-pair encoding, describe one, use one
-  eject FOLDER                                   copy train.py and the configs into a folder, to change them there
+  tokenizer train|info|encode|decode ...         train, describe or use a byte-pair encoding
+  eject FOLDER                                   copy train.py and the configs, to change them there
 
 `titanlite COMMAND --help` lists the options."""
 
 
 def limit_spinning() -> None:
-    """Makes OpenMP threads wait less actively for each other, unless the environment says how they
-    wait.
+    """Shortens the time that OpenMP threads wait actively, unless the environment sets it.
 
     By default, GNU OpenMP repeats a test 300,000 times before a thread sleeps. If another process
     needs one of the cores, threads spin while the one that they wait for does not run. The number
@@ -65,48 +65,54 @@ def limit_spinning() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command; returns its exit code: 0, or 2 for wrong input.
+    """Runs a command; returns its exit code, which is 2 for wrong input.
 
     Without `argv` it is this process's command.
     """
     if argv is None:
         leave_out_current_folder()
+        argv = sys.argv[1:]
     limit_spinning()  # before torch is imported, here or in a process that is started
-    arguments = sys.argv[1:] if argv is None else argv
-    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
-    if name in ("-h", "--help"):
-        print(USAGE)
-        return 0
+    name = argv[0] if argv else "--help"
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for terminals without UTF-8
     try:
-        if name not in COMMANDS:
-            from titanlite.config.mistakes import suggestion
-
-            raise ConfigError(
-                [f"unknown command {name!r}{suggestion(name, list(COMMANDS))}", *USAGE.splitlines()]
-            )
-        command: Callable[[list[str]], int] = importlib.import_module(
-            f"titanlite.tools.cli.{name}_command"
-        ).run
-        return command(rest)
+        return run_command(name, argv[1:])
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return EXIT_CONFIG
+        return _print_errors(error.problems)
     except ModuleNotFoundError as error:
         if error.name not in DEPENDENCIES:
             raise
-        print(f"error: {without_package(str(error.name))}", file=sys.stderr)
-        return EXIT_CONFIG
+        return _print_errors([without_package(str(error.name))])
+    except BrokenPipeError:  # the reader of the output has closed the pipe
+        # What is still buffered goes nowhere when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # the reader of the output has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 128 + signal.SIGPIPE
-        print(
-            f"error: {ConfigError(f'{error.filename or name}: {error.strerror or error}')}",
-            file=sys.stderr,
-        )
-        return EXIT_CONFIG
+        problem = ConfigError(f"{error.filename or name}: {error.strerror or error}")
+        return _print_errors(problem.problems)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def run_command(name: str, arguments: list[str]) -> int:
+    """Imports the file of the command and runs it. Raises ConfigError for an unknown name."""
+    try:
+        if name in ("-h", "--help"):
+            print(USAGE)
+            return 0
+        if name not in COMMANDS:
+            hint = suggestion(name, list(COMMANDS))
+            raise ConfigError([f"unknown command {name!r}{hint}", *USAGE.splitlines()])
+        module = importlib.import_module(f"titanlite.tools.cli.{name}_command")
+        code: int = module.run(arguments)
+        return code
+    finally:
+        # While `main` can still handle a closed pipe: at its end the interpreter prints a traceback
+        sys.stdout.flush()
+
+
+def _print_errors(problems: list[str]) -> int:
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return EXIT_CONFIG

@@ -16,18 +16,17 @@ class Stopped(SystemExit):
 
 @contextlib.contextmanager
 def stoppable(advice: str = "") -> Iterator[None]:
-    """Within it, SIGTERM and SIGHUP raise `Stopped`, as Ctrl-C raises KeyboardInterrupt; then
-    prints the advice.
+    """Within it, SIGTERM and SIGHUP raise `Stopped`, as Ctrl-C raises KeyboardInterrupt.
 
-    A signal that is ignored stays ignored.
+    After any of the three it prints the advice. A signal that is ignored stays ignored.
     """
 
     def stop(number: int, frame: object) -> None:
         raise Stopped(128 + number)
 
-    # Nohup ignores SIGHUP
-    heard = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
-    before = [signal.signal(number, stop) for number in heard]
+    # nohup starts a command with SIGHUP ignored
+    handled = [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
+    before = [signal.signal(number, stop) for number in handled]
     try:
         yield
     except (Stopped, KeyboardInterrupt):
@@ -35,5 +34,21 @@ def stoppable(advice: str = "") -> Iterator[None]:
             print(advice, file=sys.stderr, flush=True)
         raise
     finally:
-        for number, handler in zip(heard, before, strict=True):
+        for number, handler in zip(handled, before, strict=True):
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def until_interrupt() -> Iterator[None]:
+    """What runs in it ends at SIGINT (Ctrl-C), without an error.
+
+    Also where SIGINT was inherited as ignored: a shell script starts its background processes so,
+    and Python then installs no handler of its own.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print()  # a new line after the ^C that the terminal shows
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.tools.report.fit import Trend
+from titanlite.tools.report.fit import PowerLaw, Trend
 from titanlite.tools.report.run_data import Column, Run
-from titanlite.tools.report.thin import extremes, means, numbers
+from titanlite.tools.report.thin import evenly, extremes, means, numbers
 
 BYTES = 600_000  # of all points, at about 15 bytes each
 # Of a series
@@ -30,9 +30,7 @@ SPLIT = ("data", "forward", "backward", "communication", "optimizer", "other")
 
 @dataclass(frozen=True)
 class Line:
-    """A column in a chart; its points are drawn faint with a smoothed line over them, or as a line,
-    or as points.
-    """
+    """A column in a chart. Styles: line, points, or smooth: faint points and a smoothed line."""
 
     column: str
     label: str
@@ -155,35 +153,32 @@ def charts(runs: list[Run], trends: list[Trend]) -> list[dict[str, Any]]:
     if all("mfu" in run.columns for run in runs):
         chosen = [chart for chart in chosen if chart.title != "TFLOPS per device"]  # the same curve
     chosen.sort(key=lambda chart: SECTIONS.index(chart.section))
-    drawn = [
-        (run, line)
-        for run in runs
-        for chart in chosen
-        for line in chart.lines
-        if line.column in run.columns
-    ]
-    most = int(np.clip(BYTES / 15 / max(1, len(drawn)), LEAST_POINTS, MOST_POINTS))
-    result = [_drawn(chart, runs, most) for chart in chosen]
-    # Of several runs, these lines would hide the others
-    if len(runs) == 1 and (law := trends[0].law):
-        s = np.geomspace(law.first, law.last, 60)
-        fit = {
-            "run": 0,
-            "label": "power law",
-            "style": "fit",
-            "x": numbers(s, 6),
-            "y": numbers(law(s)),
-        }
-        result[0]["series"].append(fit)
-    split = [_time_split(number, run, most, len(runs) > 1) for number, run in enumerate(runs)]
-    after = next(
-        (i for i, chart in enumerate(result) if chart["title"] == "Time of a step"), len(result)
-    )
-    result[after:after] = split
-    return [
-        chart | {"id": f"chart-{i}"}
-        for i, chart in enumerate(chart for chart in result if chart["series"])
-    ]
+    count = sum(line.column in run.columns for run in runs for c in chosen for line in c.lines)
+    most = int(np.clip(BYTES / 15 / max(1, count), LEAST_POINTS, MOST_POINTS))
+    result: list[dict[str, Any]] = []
+    for chart in chosen:
+        if chart.title == "Time of a step":  # its parts stand before it
+            several = len(runs) > 1
+            result += [_time_split(i, run, most, several) for i, run in enumerate(runs)]
+        result.append(_drawn(chart, runs, most))
+    # Only of a single run: of several, these lines would hide the others
+    law = trends[0].law
+    if len(runs) == 1 and law is not None:
+        result[0]["series"].append(_fitted(law))
+    with_data = [chart for chart in result if chart["series"]]
+    return [chart | {"id": f"chart-{i}"} for i, chart in enumerate(with_data)]
+
+
+def _fitted(law: PowerLaw) -> dict[str, Any]:
+    """The power law as a series of the loss chart."""
+    steps = np.geomspace(law.first, law.last, 60)
+    return {
+        "run": 0,
+        "label": "power law",
+        "style": "fit",
+        "x": numbers(steps, 6),
+        "y": numbers(law(steps)),
+    }
 
 
 def _drawn(chart: Chart, runs: list[Run], most: int) -> dict[str, Any]:
@@ -211,9 +206,7 @@ def _drawn(chart: Chart, runs: list[Run], most: int) -> dict[str, Any]:
 
 
 def _points(column: Column, style: str, most: int) -> dict[str, Any]:
-    """x and y of a series; for a smoothed one also the means of buckets, if its points were
-    thinned.
-    """
+    """x and y of a series; if a smoothed one was thinned, also the means mx and my of buckets."""
     x, y = extremes(column.steps, column.values, most)
     points = {"x": numbers(x, 15), "y": numbers(y)}
     if style == "smooth" and len(x) < len(column.steps):
@@ -238,8 +231,13 @@ def _loss_chart(runs: list[Run]) -> Chart:
 
 def validation_sets(runs: list[Run]) -> list[str]:
     """The names in `validation/<set>/loss`."""
-    found = (re.fullmatch(r"validation/(.+)/loss", name) for run in runs for name in run.columns)
-    return list(dict.fromkeys(match[1] for match in found if match))[:MOST_LINES]
+    names: list[str] = []
+    for run in runs:
+        for column in run.columns:
+            match = re.fullmatch(r"validation/(.+)/loss", column)
+            if match and match[1] not in names:
+                names.append(match[1])
+    return names[:MOST_LINES]
 
 
 def _validation_charts(runs: list[Run]) -> list[Chart]:
@@ -259,21 +257,22 @@ def _validation_charts(runs: list[Run]) -> list[Chart]:
 
 
 def evaluation_columns(runs: list[Run]) -> dict[str, str]:
-    """Column -> label, of the metrics of `titanlite evaluate`, without their standard errors and
-    numbers of tokens.
+    """Column -> label, of the metrics of `titanlite evaluate`, such as evaluate/<task>/<metric>.
+
+    Without their standard errors and numbers of tokens.
     """
-    found = [
-        re.fullmatch(r"evaluate(_ema)?/(.+)/(.+)", name) for run in runs for name in run.columns
-    ]
-    chosen = [
-        match
-        for match in found
-        if match and not match[3].endswith("_stderr") and match[3] != "tokens"
-    ]
-    labels = {
-        match[0]: f"{match[2]}, {match[3]}" + (" (averaged weights)" * bool(match[1]))
-        for match in chosen
-    }
+    labels: dict[str, str] = {}
+    for run in runs:
+        for column in run.columns:
+            match = re.fullmatch(r"evaluate(_ema)?/(.+)/(.+)", column)
+            if match is None:
+                continue
+            averaged, task, metric = match.groups()
+            if metric.endswith("_stderr") or metric == "tokens":
+                continue
+            labels[column] = f"{task}, {metric}"
+            if averaged:
+                labels[column] += " (averaged weights)"
     return dict(list(labels.items())[:MOST_EVALUATIONS])
 
 
@@ -291,11 +290,12 @@ def _evaluation_charts(runs: list[Run]) -> list[Chart]:
 
 
 def _data_charts(runs: list[Run]) -> list[Chart]:
-    names = sorted({name for run in runs for name in run.columns if name.startswith("epochs/")})[
-        :MOST_LINES
-    ]
-    lines = tuple(Line(name, name.removeprefix("epochs/")) for name in names)
-    return [Chart("Data", "Passes over the text", "epochs", lines)] if lines else []
+    names = {name for run in runs for name in run.columns if name.startswith("epochs/")}
+    if not names:
+        return []
+    chosen = sorted(names)[:MOST_LINES]
+    lines = tuple(Line(name, name.removeprefix("epochs/")) for name in chosen)
+    return [Chart("Data", "Passes over the text", "epochs", lines)]
 
 
 def _layer_charts(runs: list[Run]) -> list[Chart]:
@@ -303,12 +303,7 @@ def _layer_charts(runs: list[Run]) -> list[Chart]:
     result = list[Chart]()
     for prefix, title in LAYERS.items():
         names = [name for name in runs[0].columns if name.startswith(f"{prefix}/")]
-        chosen = [
-            names[i]
-            for i in np.unique(
-                np.linspace(0, len(names) - 1, min(len(names), MOST_LINES)).astype(int)
-            )
-        ]
+        chosen = [names[i] for i in evenly(len(names), MOST_LINES)]
         lines = tuple(Line(name, name.partition("/")[2]) for name in chosen)
         help = f"{len(chosen)} of {len(names)}" if len(chosen) < len(names) else ""
         result.append(
@@ -324,9 +319,7 @@ def _time_split(number: int, run: Run, most: int, several: bool) -> dict[str, An
     """
     parts = [name for name in SPLIT if f"time/{name}" in run.columns]
     steps = run.column(f"time/{parts[0]}").steps if parts else np.empty(0, np.int64)
-    chosen = np.unique(
-        np.linspace(0, max(0, len(steps) - 1), min(len(steps), most // 2)).astype(int)
-    )
+    chosen = evenly(len(steps), most // 2)
     series = []
     for name in parts:
         column = run.column(f"time/{name}")
@@ -357,9 +350,7 @@ def axis(run: Run, most: int = 400) -> dict[str, list[float]]:
     seconds = run.column("seconds")
     if not len(tokens.steps):
         return {"step": [0, max(1, run.last_step)], "tokens": [], "hours": []}
-    chosen = np.unique(
-        np.linspace(0, len(tokens.steps) - 1, min(len(tokens.steps), most)).astype(int)
-    )
+    chosen = evenly(len(tokens.steps), most)
     steps = np.append(0, tokens.steps[chosen])
     hours = np.interp(steps, np.append(0, seconds.steps), np.append(0.0, seconds.values)) / 3600
     return {

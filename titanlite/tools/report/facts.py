@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,28 +16,18 @@ import numpy as np
 from titanlite.config.schema import Config
 from titanlite.observe.console import duration
 from titanlite.tools.report.charts import evaluation_columns, validation_sets
-from titanlite.tools.report.fit import THRESHOLD, Trend
+from titanlite.tools.report.fit import THRESHOLD, PowerLaw, Trend
 from titanlite.tools.report.run_data import Run, finite
 
 MOST_FOUND = 12  # spikes, and plateaus, that are listed
-EVENTS = (
-    "start",
-    "resume",
-    "save",
-    "signal",
-    "spike",
-    "skip",
-    "rollback",
-    "diverged",
-    "restart",
-    "end",
-)
 PLACES = ("run.name", "run.folder")  # say where a run is, not how it trains
 
 
 def table(run: Run) -> list[tuple[str, str]]:
     """The final table: name and value of what is known."""
-    about = next((event.about for event in reversed(run.events) if event.name == "start"), {})
+    starts = [event.about for event in run.events if event.name == "start"]
+    about = starts[-1] if starts else {}
+    parameters = about.get("parameters")
     rows = [("state", state(run)), ("steps", _steps(run)), ("tokens", _last(run, "tokens", short))]
     rows += [("training loss", _training_loss(run)), *_validation(run), *_evaluations(run)]
     rows += [
@@ -49,12 +40,9 @@ def table(run: Run) -> list[tuple[str, str]]:
         ("checkpoints saved", _count(run, "save")),
         ("restarts after a failure", _count(run, "restart")),
         ("rollbacks", _count(run, "rollback")),
-        (
-            "steps skipped",
-            _last(run, "bad_steps", "{:,.0f}".format) if "bad_steps" in run.columns else "",
-        ),
+        ("steps skipped", _last(run, "bad_steps", "{:,.0f}".format)),
         ("model", str(run.config.get("model.flavor", ""))),
-        ("parameters", f"{about['parameters']:,}" if type(about.get("parameters")) is int else ""),
+        ("parameters", f"{parameters:,}" if type(parameters) is int else ""),
         ("batch", _batch(run)),
     ]
     rows += [(name, str(about.get(name, ""))[:200]) for name in ("device", "layout", "torch")]
@@ -63,25 +51,30 @@ def table(run: Run) -> list[tuple[str, str]]:
 
 def state(run: Run) -> str:
     """Whether the run has ended, as far as its events say."""
-    ends = [event for event in run.events if event.name in ("start", "end", "diverged")]
-    if not ends:
+    events = [event for event in run.events if event.name in ("start", "end", "diverged")]
+    if not events:
         return "unknown: written before there were events, or not begun"
-    if ends[-1].name == "diverged":
+    last = events[-1]
+    if last.name == "diverged":
         return "ended: training has diverged"
-    if ends[-1].name == "end":
-        older = ends[-1].text.startswith("done")  # of a version whose events do not say it
-        return "finished" if ends[-1].about.get("finished", older) else "stopped, can be resumed"
+    if last.name == "end":
+        # Older versions say it only in the text
+        finished = last.about.get("finished", last.text.startswith("done"))
+        return "finished" if finished else "stopped, can be resumed"
     return "running, or ended without a message: it was killed, failed with an error, or hung"
 
 
 def _steps(run: Run) -> str:
     total = run.config.get("training.steps")
-    return f"{run.last_step:,}" + (f" of {total:,}" if type(total) is int and total else "")
+    if type(total) is int and total:
+        return f"{run.last_step:,} of {total:,}"
+    return f"{run.last_step:,}"
 
 
-def _last(run: Run, name: str, form: Any) -> str:
+def _last(run: Run, name: str, form: Callable[[float], str]) -> str:
+    """The last value of a column; "" if the run has none. So are the two below."""
     values = run.column(name).values
-    return str(form(float(values[-1]))) if len(values) else ""
+    return form(float(values[-1])) if len(values) else ""
 
 
 def _median(run: Run, name: str, form: str) -> str:
@@ -99,32 +92,33 @@ def _training_loss(run: Run) -> str:
     values = run.column("loss").values
     if not len(values):
         return ""
-    last = min(20, max(1, len(values) // 10))
-    mean = f" (mean of the last {last} rows {values[-last:].mean():.4f})" if last > 1 else ""
-    return f"{values[-1]:.4f}{mean}"
+    count = min(20, max(1, len(values) // 10))
+    if count == 1:
+        return f"{values[-1]:.4f}"
+    mean = values[-count:].mean()
+    return f"{values[-1]:.4f} (mean of the last {count} rows {mean:.4f})"
 
 
 def _validation(run: Run) -> list[tuple[str, str]]:
-    rows = []
+    """The mean of all sets, if it was logged, and each set."""
     sets = validation_sets([run])
-    for name in [""] * ("validation/loss" in run.columns) + sets:
-        prefix = f"validation/{name}".rstrip("/")
+    prefixes = [(name, f"validation/{name}") for name in sets]
+    if "validation/loss" in run.columns:
+        prefixes.insert(0, ("mean", "validation"))
+    rows = []
+    for name, prefix in prefixes:
+        label = f", {name}" if len(sets) > 1 else ""
         column = run.column(f"{prefix}/loss")
-        label = f", {name or 'mean'}" if len(sets) > 1 else ""
         if len(column.values):
             best = int(column.values.argmin())
             last = float(column.values[-1])
+            lowest = f"{column.values[best]:.4f} at step {column.steps[best]:,}"
+            perplexity = math.exp(min(last, 700))  # of more, exp overflows
             rows.append((f"validation loss{label}", f"{last:.4f}"))
-            rows.append(
-                (
-                    f"best validation loss{label}",
-                    f"{column.values[best]:.4f} at step {column.steps[best]:,}",
-                )
-            )
-            rows.append((f"perplexity{label}", f"{math.exp(min(last, 700)):,.2f}"))
-        rows.append(
-            (f"bits per byte{label}", _last(run, f"{prefix}/bits_per_byte", "{:.4f}".format))
-        )
+            rows.append((f"best validation loss{label}", lowest))
+            rows.append((f"perplexity{label}", f"{perplexity:,.2f}"))
+        bits = _last(run, f"{prefix}/bits_per_byte", "{:.4f}".format)
+        rows.append((f"bits per byte{label}", bits))
     return rows
 
 
@@ -133,14 +127,18 @@ def _evaluations(run: Run) -> list[tuple[str, str]]:
     rows = []
     for name, label in evaluation_columns([run]).items():
         column = run.columns[name]
-        error = run.column(f"{name}_stderr").values
-        shown = f"{column.values[-1]:.4f}" + (f" ± {error[-1]:.4f}" if len(error) else "")
-        rows.append((f"evaluated: {label}", f"{shown} at step {column.steps[-1]:,}"))
+        errors = run.column(f"{name}_stderr").values
+        result = f"{column.values[-1]:.4f}"
+        if len(errors):
+            result += f" ± {errors[-1]:.4f}"
+        rows.append((f"evaluated: {label}", f"{result} at step {column.steps[-1]:,}"))
     return rows
 
 
 def _wall(run: Run) -> str:
-    return duration(run.events[-1].time - run.events[0].time) if len(run.events) > 1 else ""
+    if len(run.events) < 2:
+        return ""
+    return duration(run.events[-1].time - run.events[0].time)
 
 
 def _count(run: Run, name: str) -> str:
@@ -151,65 +149,70 @@ def _count(run: Run, name: str) -> str:
 def _batch(run: Run) -> str:
     sequences = run.config.get("training.global_batch_size")
     length = run.config.get("training.seq_len")
-    return (
-        f"{sequences:,} sequences of {length:,} tokens"
-        if type(sequences) is type(length) is int
-        else ""
-    )
+    if type(sequences) is not int or type(length) is not int:
+        return ""
+    return f"{sequences:,} sequences of {length:,} tokens"
 
 
 def findings(run: Run, found: Trend) -> list[str]:
     """What the loss curve shows, one sentence or two for each finding."""
-    lines = []
-    law = found.law
-    if law:
-        low, high = law.exponents
-        range_ = f"{low:.2g} to {high:.2g} (and E from {law.floors[0]:.3g} to {law.floors[1]:.3g})"
-        lines.append(
-            f"Power law: loss = E + A s^-b with E = {law.floor:.4g}, A = {law.scale:.4g}, b = {law.exponent:.3g}, of "
-            f"{law.count:,} logged steps from {law.first:,} to {law.last:,}; the robust standard deviation of the "
-            f"loss around it is {law.noise:.2g}. With b from {range_} the fit has a "
-            f"sum of deviations at most 10% larger."
-        )
-        for spike in found.spikes[:MOST_FOUND]:
-            where = (
-                f"step {spike.first:,}"
-                if spike.first == spike.last
-                else f"steps {spike.first:,} to {spike.last:,}"
-            )
-            lines.append(
-                f"Spike at {where}: a loss of {spike.value:.4g}, {spike.z:,.1f} robust standard deviations above the "
-                f"local median, after the trend was removed."
-            )
-        more = len(found.spikes) - MOST_FOUND
-        lines += [f"{more} more spikes."] if more > 0 else []
-        lines += (
-            []
-            if found.spikes
-            else [f"No spike: no loss is {THRESHOLD:g} robust standard deviations too high."]
-        )
-        for flat in found.plateaus[:MOST_FOUND]:
-            lines.append(
-                f"Plateau from step {flat.first:,} to {flat.last:,}: the loss fell by {flat.fall:.3g} (standard error "
-                f"{flat.error:.1g}); the power law of the steps before it predicts {flat.expected:.3g}."
-            )
-        if found.judged and not found.plateaus:
-            lines.append(
-                "No plateau: wherever the trend predicts a fall larger than the noise, the loss fell."
-            )
-        elif not found.judged:
-            lines.append(
-                "Plateaus cannot be distinguished from noise: the predicted fall is too small everywhere."
-            )
+    if found.law is None:
+        lines = [f"No trend: {found.why}. Spikes and plateaus cannot be distinguished from noise."]
     else:
-        lines.append(
-            f"No trend: {found.why}. Spikes and plateaus cannot be distinguished from noise."
-        )
+        lines = [_law_sentence(found.law), *_spike_sentences(found), *_plateau_sentences(found)]
     if run.broken:
-        lines.append(
-            f"The loss was not finite in {len(run.broken):,} rows, first at step {run.broken[0]:,}."
-        )
+        count = len(run.broken)
+        first = run.broken[0]
+        lines.append(f"The loss was not finite in {count:,} rows, first at step {first:,}.")
     return lines + [f"{note}." for note in run.notes]
+
+
+def _law_sentence(law: PowerLaw) -> str:
+    low, high = law.exponents
+    floor_low, floor_high = law.floors
+    return (
+        f"Power law: loss = E + A s^-b with E = {law.floor:.4g}, A = {law.scale:.4g}, "
+        f"b = {law.exponent:.3g}, of {law.count:,} logged steps from {law.first:,} to "
+        f"{law.last:,}; the robust standard deviation of the loss around it is {law.noise:.2g}. "
+        f"With b from {low:.2g} to {high:.2g} (and E from {floor_low:.3g} to {floor_high:.3g}) "
+        f"the fit has a sum of deviations at most 10% larger."
+    )
+
+
+def _spike_sentences(found: Trend) -> list[str]:
+    if not found.spikes:
+        return [f"No spike: no loss is {THRESHOLD:g} robust standard deviations too high."]
+    lines = []
+    for spike in found.spikes[:MOST_FOUND]:
+        where = f"step {spike.first:,}"
+        if spike.last > spike.first:
+            where = f"steps {spike.first:,} to {spike.last:,}"
+        lines.append(
+            f"Spike at {where}: a loss of {spike.value:.4g}, {spike.z:,.1f} robust standard "
+            f"deviations above the local median, after the trend was removed."
+        )
+    if len(found.spikes) > MOST_FOUND:
+        lines.append(f"{len(found.spikes) - MOST_FOUND} more spikes.")
+    return lines
+
+
+def _plateau_sentences(found: Trend) -> list[str]:
+    lines = [
+        f"Plateau from step {flat.first:,} to {flat.last:,}: the loss fell by {flat.fall:.3g} "
+        f"(standard error {flat.error:.1g}); the power law of the steps before it predicts "
+        f"{flat.expected:.3g}."
+        for flat in found.plateaus[:MOST_FOUND]
+    ]
+    if not found.judged:
+        lines.append(
+            "Plateaus cannot be distinguished from noise: "
+            "the predicted fall is too small everywhere."
+        )
+    elif not found.plateaus:
+        lines.append(
+            "No plateau: wherever the trend predicts a fall larger than the noise, the loss fell."
+        )
+    return lines
 
 
 def differences(runs: list[Run]) -> dict[str, Any]:
@@ -225,26 +228,36 @@ def differences(runs: list[Run]) -> dict[str, Any]:
         }
     defaults = {
         f"{section}.{name}": value
-        for section, keys_ in dataclasses.asdict(Config()).items()
-        for name, value in keys_.items()
+        for section, entries in dataclasses.asdict(Config()).items()
+        for name, value in entries.items()
     }
-    shown = [(key, _shown(runs[0].config[key]), _shown(defaults.get(key))) for key in keys]
-    rows = [list(row) for row in shown if row[1] != row[2]]
+    changed = []
+    for key in keys:
+        value = _shown(runs[0].config[key])
+        default = _shown(defaults.get(key))
+        if value != default:
+            changed.append([key, value, default])
     return {
         "title": "Settings other than the defaults",
         "head": ["key", "value", "default"],
-        "rows": rows,
+        "rows": changed,
     }
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
+    """A setting as text of bounded length."""
     if value is None:
         return "not there"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_shown(entry) for entry in value)[:300] + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    # Larger integers have no exact float
     if type(value) is float or (type(value) is int and abs(value) < 1 << 53):
-        return f"{value:g}" if finite(value) and float(f"{value:g}") == value else str(value)
-    return str(value).lower() if isinstance(value, bool) else str(value)[:300]
+        short_form = f"{value:g}"
+        exact = finite(value) and float(short_form) == value
+        return short_form if exact else str(value)
+    return str(value)[:300]
 
 
 def short(number: float) -> str:

@@ -9,10 +9,11 @@ Why it is here: a loss falls all the time, so a fixed threshold takes the first 
 and a flat stretch near the end, where little is left to fall, for a plateau. Both are judged after
 the trend has been removed:
 
-    spike      a value that is THRESHOLD robust standard deviations above the local median of what is left, and
-               far above the steps just before it. The deviation is 1.4826 MAD, as in `optim/stability.py`.
-    plateau    a quarter of the run in which the loss has not fallen, though the power law of the steps before it
-               predicts a fall larger than the noise.
+    spike      a value that is THRESHOLD robust standard deviations above the local median of what
+               is left, and far above the steps just before it. The deviation is 1.4826 MAD, as in
+               `optim/stability.py`.
+    plateau    a quarter of the run in which the loss has not fallen, though the power law of the
+               steps before it predicts a fall larger than the noise.
 
 With fewer than FEWEST logged steps after the warmup neither can be decided, and nothing is
 returned.
@@ -23,6 +24,7 @@ may bend.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 
@@ -79,9 +81,7 @@ class Plateau:
 
 @dataclass(frozen=True)
 class Trend:
-    """What was found in a loss curve; `law` is None if there are too few steps, with the reason in
-    `why`.
-    """
+    """What was found in a loss curve; `law` is None if there are too few steps, `why` says so."""
 
     law: PowerLaw | None
     spikes: list[Spike]
@@ -92,9 +92,7 @@ class Trend:
 
 
 def trend(steps: np.ndarray, values: np.ndarray, warmup: int) -> Trend:
-    """The trend of the loss at these steps, of which those of the learning rate's warmup are left
-    out.
-    """
+    """The trend of the loss, without the steps of the learning rate's warmup."""
     if len(steps) == 0:
         return Trend(None, [], [], why="no loss has been logged")
     begin = max(warmup, int(steps[-1]) // 20, 1)
@@ -102,70 +100,86 @@ def trend(steps: np.ndarray, values: np.ndarray, warmup: int) -> Trend:
     s = steps[used]
     v = values[used]
     if len(s) < FEWEST:
-        return Trend(
-            None,
-            [],
-            [],
-            why=f"{len(s)} steps were logged after the warmup, and a fit needs {FEWEST}",
-        )
+        why = f"{len(s)} steps were logged after the warmup, and a fit needs {FEWEST}"
+        return Trend(None, [], [], why=why)
     law = fit_power_law(s, v)
-    return Trend(law, find_spikes(s, v, law), *find_plateaus(s, v))
+    plateaus, judged = find_plateaus(s, v)
+    return Trend(law, find_spikes(s, v, law), plateaus, judged)
 
 
 def fit_power_law(steps: np.ndarray, values: np.ndarray) -> PowerLaw:
     """The power law of at least a few positive steps, in ascending order."""
     s, v = _bin_medians(steps, values)
-    unit = s[-1]
-    grid = np.geomspace(0.02, 3.0, 40)
-    sums, found = zip(*(_fit_linear((s / unit) ** -b, v) for b in grid), strict=True)
-    best = int(np.argmin(sums))
-    fine = np.geomspace(grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)], 21)
-    exponents = np.concatenate([grid, fine])
-    more, others = zip(*(_fit_linear((s / unit) ** -b, v) for b in fine), strict=True)
-    deviations = np.array(sums + more)
-    results = np.array(found + others)
-    best = int(deviations.argmin())
-    near = deviations <= 1.1 * deviations[best] + 1e-12
-    b, (floor, scale) = float(exponents[best]), results[best]
+    unit = s[-1]  # steps in units of the last one: powers of large numbers would lose digits
+
+    def fit_each(exponents: np.ndarray) -> tuple[list[float], list[tuple[float, float]]]:
+        """For each exponent the sum of absolute deviations, and (floor, scale)."""
+        fits = [_fit_linear((s / unit) ** -b, v) for b in exponents]
+        return [deviation for deviation, _ in fits], [coefficients for _, coefficients in fits]
+
+    # A coarse grid of exponents, then a fine one between the neighbours of the best
+    coarse = np.geomspace(0.02, 3.0, 40)
+    coarse_sums, coarse_fits = fit_each(coarse)
+    best = int(np.argmin(coarse_sums))
+    lower = coarse[max(best - 1, 0)]
+    upper = coarse[min(best + 1, len(coarse) - 1)]
+    fine = np.geomspace(lower, upper, 21)
+    fine_sums, fine_fits = fit_each(fine)
+    exponents = np.concatenate([coarse, fine])
+    sums = np.array(coarse_sums + fine_sums)
+    fits = np.array(coarse_fits + fine_fits)  # (61, 2)
+
+    best = int(sums.argmin())
+    b = float(exponents[best])
+    floor, scale = fits[best]
     law = floor + scale * (steps / unit) ** -b
+    plausible = sums <= 1.1 * sums[best] + 1e-12
+    floors = fits[plausible, 0]
     return PowerLaw(
-        float(floor),
-        float(scale * unit**b),
-        b,
-        (float(exponents[near].min()), float(exponents[near].max())),
-        (float(results[near, 0].min()), float(results[near, 0].max())),
-        int(steps[0]),
-        int(steps[-1]),
-        len(steps),
-        float(1.4826 * np.median(np.abs(values - law))),
+        floor=float(floor),
+        scale=float(scale * unit**b),
+        exponent=b,
+        exponents=(float(exponents[plausible].min()), float(exponents[plausible].max())),
+        floors=(float(floors.min()), float(floors.max())),
+        first=int(steps[0]),
+        last=int(steps[-1]),
+        count=len(steps),
+        noise=_robust_deviation(values - law),
     )
+
+
+def _robust_deviation(differences: np.ndarray) -> float:
+    """1.4826 times the median of the absolute values: of normal noise, its standard deviation."""
+    return float(1.4826 * np.median(np.abs(differences)))
 
 
 def _bin_medians(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The medians of step and value of each bin that is not empty."""
     edges = np.geomspace(steps[0], steps[-1] + 1, BINS + 1)
-    at = np.unique(np.searchsorted(steps, edges))
-    parts = [slice(a, b) for a, b in itertools.pairwise(at.tolist())]
-    return np.array([np.median(steps[p]) for p in parts]), np.array(
-        [np.median(values[p]) for p in parts]
-    )
+    borders = np.unique(np.searchsorted(steps, edges))  # equal ones enclose an empty bin
+    bins = [slice(a, b) for a, b in itertools.pairwise(borders.tolist())]
+    median_steps = np.array([np.median(steps[part]) for part in bins])
+    median_values = np.array([np.median(values[part]) for part in bins])
+    return median_steps, median_values
 
 
 def _fit_linear(x: np.ndarray, y: np.ndarray) -> tuple[float, tuple[float, float]]:
-    """The least sum of absolute deviations of y from floor + scale x, with both >= 0, and (floor,
-    scale).
+    """The least sum of absolute deviations of y from floor + scale x, and (floor, scale).
+
+    Both are at least 0. Least squares, in which a point far away gets a smaller weight each time.
     """
     weight = np.ones_like(y)
-    floor = scale = 0.0
+    floor = 0.0
+    scale = 0.0
     for _ in range(12):
         total = weight.sum()
-        mx = (weight * x).sum()
-        my = (weight * y).sum()
-        mx = mx / total
-        my = my / total
-        spread = (weight * (x - mx) ** 2).sum()
-        scale = max(0.0, (weight * (x - mx) * (y - my)).sum() / spread) if spread > 1e-18 else 0.0
-        floor = my - scale * mx
+        mean_x = (weight * x).sum() / total
+        mean_y = (weight * y).sum() / total
+        spread = (weight * (x - mean_x) ** 2).sum()
+        scale = 0.0
+        if spread > 1e-18:
+            scale = max(0.0, (weight * (x - mean_x) * (y - mean_y)).sum() / spread)
+        floor = mean_y - scale * mean_x
         if floor < 0:
             floor = 0.0
             scale = max(0.0, (weight * x * y).sum() / (weight * x * x).sum())
@@ -176,55 +190,59 @@ def _fit_linear(x: np.ndarray, y: np.ndarray) -> tuple[float, tuple[float, float
 
 def find_spikes(steps: np.ndarray, values: np.ndarray, law: PowerLaw) -> list[Spike]:
     """The spikes, neighbours as one, in the order of their steps."""
-    rest = values - law(steps)
-    level, deviation = _local(rest)
-    deviation = np.maximum(deviation, FLOOR * np.abs(values - rest + level) + 1e-12)
-    z = (rest - level) / deviation
+    residuals = values - law(steps)
+    level, deviation = _local(residuals)
+    smallest = FLOOR * np.abs(law(steps) + level) + 1e-12
+    deviation = np.maximum(deviation, smallest)
+    z = (residuals - level) / deviation
     found = list[Spike]()
     for i in np.flatnonzero(z > THRESHOLD).tolist():
-        before = values[max(0, i - 8) : i]
-        inside = bool(found) and steps[i - 1] <= found[-1].last
-        if not inside and (
-            not len(before) or values[i] - np.median(before) < THRESHOLD / 2 * deviation[i]
-        ):
-            continue  # the loss has fallen to it: the power law does not fit the first steps
         step = int(steps[i])
         value = float(values[i])
         height = float(z[i])
-        if inside:
-            old = found.pop()
-            peak = (step, value, height) if height > old.z else (old.peak, old.value, old.z)
-            found.append(Spike(old.first, step, *peak))
-        else:
+        if found and steps[i - 1] <= found[-1].last:  # goes on with the last spike
+            spike = dataclasses.replace(found[-1], last=step)
+            if height > spike.z:
+                spike = dataclasses.replace(spike, peak=step, value=value, z=height)
+            found[-1] = spike
+            continue
+        before = values[max(0, i - 8) : i]
+        # Else the loss has fallen to it: the power law does not fit the first steps
+        if len(before) and value - np.median(before) >= THRESHOLD / 2 * deviation[i]:
             found.append(Spike(step, step, step, value, height))
     return found
 
 
-def _local(rest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _local(residuals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The local median, and the local robust standard deviation, of each value."""
-    size = min(LONGEST, max(SHORTEST, len(rest) // BLOCKS))
-    edges = np.linspace(0, len(rest), max(2, len(rest) // size) + 1).astype(int)
-    parts = [rest[a:b] for a, b in itertools.pairwise(edges)]
-    middle = (edges[:-1] + edges[1:] - 1) / 2
-    medians = np.array([np.median(part) for part in parts])
-    level = np.interp(np.arange(len(rest)), middle, medians)
-    for half, at, other in (
-        (slice(0, int(middle[0])), 0, 1),
-        (slice(int(middle[-1]) + 1, None), -1, -2),
-    ):
-        # Goes on beyond the middle of a block
-        slope = (medians[at] - medians[other]) / (middle[at] - middle[other])
-        level[half] = medians[at] + slope * (np.arange(len(rest))[half] - middle[at])
-    off = np.abs(rest - level)
-    deviations = np.array([1.4826 * np.median(off[a:b]) for a, b in itertools.pairwise(edges)])
-    padded = np.pad(deviations, 2, mode="edge")  # a block of which a spike is half must not hide it
+    count = len(residuals)
+    size = min(LONGEST, max(SHORTEST, count // BLOCKS))
+    edges = np.linspace(0, count, max(2, count // size) + 1).astype(int)
+    blocks = [slice(a, b) for a, b in itertools.pairwise(edges.tolist())]
+    centers = (edges[:-1] + edges[1:] - 1) / 2
+    places = np.arange(count)
+
+    medians = np.array([np.median(residuals[block]) for block in blocks])
+    level = np.interp(places, centers, medians)
+    # Beyond the centers of the first and the last block it goes on as a straight line
+    begin = slice(0, int(centers[0]))
+    end = slice(int(centers[-1]) + 1, None)
+    for part, outer, inner in ((begin, 0, 1), (end, -1, -2)):
+        slope = (medians[outer] - medians[inner]) / (centers[outer] - centers[inner])
+        level[part] = medians[outer] + slope * (places[part] - centers[outer])
+
+    distances = residuals - level
+    deviations = np.array([_robust_deviation(distances[block]) for block in blocks])
+    # The median of five blocks: one of which a spike is half must not hide it
+    padded = np.pad(deviations, 2, mode="edge")
     deviations = np.median(np.lib.stride_tricks.sliding_window_view(padded, 5), axis=1)
-    return level, np.interp(np.arange(len(rest)), middle, deviations)
+    return level, np.interp(places, centers, deviations)
 
 
 def find_plateaus(steps: np.ndarray, values: np.ndarray) -> tuple[list[Plateau], bool]:
-    """The plateaus, overlapping ones as one, in the order of their steps; and whether noise could
-    not hide them all.
+    """The plateaus, in the order of their steps, and whether there was a part to judge.
+
+    Overlapping plateaus are one. A part cannot be judged if noise could hide a plateau in it.
     """
     begin = int(steps[0])
     length = int(steps[-1] - steps[0])
@@ -239,7 +257,9 @@ def find_plateaus(steps: np.ndarray, values: np.ndarray) -> tuple[list[Plateau],
         plateau = _measure(steps, values, first, last, until)
         judged |= plateau is not None
         if plateau and plateau.fall < min(2 * plateau.error, plateau.expected / 4):
-            flat[len(flat) - joined :] = [(until, last)]
+            if joined:
+                flat.pop()
+            flat.append((until, last))
     measured = (_measure(steps, values, first, last, first) for first, last in flat)
     return [plateau for plateau in measured if plateau], judged
 
@@ -262,8 +282,9 @@ def _measure(
     start = slice(0, quarter)
     end = slice(len(s) - quarter, None)
     expected = float(np.median(law(s[start])) - np.median(law(s[end])))
-    rest = v - np.polyval(np.polyfit(s - s[0], v, 1), s - s[0])
-    noise = 1.4826 * float(np.median(np.abs(rest - np.median(rest))))
+    line = np.polyfit(s - s[0], v, 1)
+    residuals = v - np.polyval(line, s - s[0])
+    noise = _robust_deviation(residuals - np.median(residuals))
     error = 1.2533 * noise * (2 / quarter) ** 0.5  # of a difference of two medians
     if expected <= 6 * error or expected <= FLOOR * abs(float(np.median(v))):
         return None

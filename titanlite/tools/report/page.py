@@ -1,5 +1,4 @@
-"""The report as one HTML file without any other: text, numbers, style, scripts and the library that
-draws the charts.
+"""The report as one HTML file: text, numbers, style, scripts and the library that draws the charts.
 
 What it is: `contents` collects what the page shows as plain data; `page` puts it, as JSON, and the
 files of `static/` into one document. The script there builds tables and charts from the data, with
@@ -22,13 +21,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from titanlite.runtime.files import replace_file
 from titanlite.tools.report.charts import axis, charts
-from titanlite.tools.report.facts import EVENTS, differences, findings, table
+from titanlite.tools.report.facts import differences, findings, table
 from titanlite.tools.report.fit import Trend, trend
 from titanlite.tools.report.run_data import Event, Run, Sample, read_run
+from titanlite.tools.report.thin import evenly
 
 logger = logging.getLogger("titanlite")
 STATIC = Path(__file__).with_name("static")
@@ -37,6 +35,7 @@ SCRIPTS = ("uPlot.iife.min.js", "report.js")
 STYLES = ("uPlot.min.css", "report.css")
 MOST_EVENTS = 300  # of each run, on the page
 MOST_SAMPLES = 12  # of each prompt
+MOST_PROMPTS = 12
 MOST_RUNS = 12
 
 
@@ -49,40 +48,39 @@ def contents(runs: list[Run], live: bool = False) -> dict[str, Any]:
         "title": ", ".join(run.name for run in runs),
         "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "live": live,
-        "runs": [
-            {
-                "name": run.name,
-                "folder": str(run.folder),
-                "axis": axis(run),
-                "findings": findings(run, found),
-                "events": [
-                    {
-                        "step": event.step,
-                        "name": event.name,
-                        "text": event.text,
-                        "time": _clock(event.time),
-                    }
-                    for event in _chosen_events(run.events)
-                ],
-                "all_events": len(run.events),
-                "samples": [vars(sample) for sample in _chosen_samples(run.samples)],
-            }
-            for run, found in zip(runs, trends, strict=True)
-        ],
+        "runs": [_run(run, found) for run, found in zip(runs, trends, strict=True)],
         "table": [[name, *(facts.get(name, "") for facts in tables)] for name in names],
         "charts": charts(runs, trends),
         "differences": differences(runs),
     }
 
 
+def _run(run: Run, found: Trend) -> dict[str, Any]:
+    events = [
+        {"step": event.step, "name": event.name, "text": event.text, "time": _clock(event.time)}
+        for event in _chosen_events(run.events)
+    ]
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "axis": axis(run),
+        "findings": findings(run, found),
+        "events": events,
+        "all_events": len(run.events),
+        "samples": [vars(sample) for sample in _chosen_samples(run.samples)],
+    }
+
+
 def trends_of(runs: list[Run]) -> list[Trend]:
     """The trend of each run's loss."""
-    warmups = (run.config.get("schedule.warmup_steps") for run in runs)
-    curves = [(run.column("loss"), warmup) for run, warmup in zip(runs, warmups, strict=True)]
-    return [
-        trend(curve.steps, curve.values, warmup if type(warmup) is int else 0)
-        for curve, warmup in curves
-    ]
+    trends = []
+    for run in runs:
+        warmup = run.config.get("schedule.warmup_steps")
+        if type(warmup) is not int:  # unknown, or damaged
+            warmup = 0
+        loss = run.column("loss")
+        trends.append(trend(loss.steps, loss.values, warmup))
+    return trends
 
 
 def _clock(seconds: float) -> str:
@@ -91,33 +89,23 @@ def _clock(seconds: float) -> str:
 
 def _chosen_events(events: list[Event]) -> list[Event]:
     """All that are rare, and evenly chosen ones of a kind that is frequent, such as saves."""
-    kinds = sorted(
-        {event.name for event in events},
-        key=lambda name: EVENTS.index(name) if name in EVENTS else 99,
-    )
+    kinds = {event.name for event in events}
     most = MOST_EVENTS // max(1, len(kinds))
-    kept = set[int]()
+    chosen = set[int]()
     for kind in kinds:
-        places = np.array([i for i, event in enumerate(events) if event.name == kind])
-        kept |= set(
-            places[
-                np.unique(np.linspace(0, len(places) - 1, min(len(places), most)).astype(int))
-            ].tolist()
-        )
-    return [event for i, event in enumerate(events) if i in kept]
+        indices = [i for i, event in enumerate(events) if event.name == kind]
+        chosen |= {indices[i] for i in evenly(len(indices), most)}
+    return [events[i] for i in sorted(chosen)]
 
 
 def _chosen_samples(samples: list[Sample]) -> list[Sample]:
-    """The first and the last of each prompt, and others evenly between them; of at most twelve
-    prompts.
-    """
+    """The first and the last of each prompt, and others evenly between them."""
+    by_prompt: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_prompt.setdefault(sample.prompt, []).append(sample)
     result = []
-    for prompt in list(dict.fromkeys(sample.prompt for sample in samples))[:12]:
-        of_it = [sample for sample in samples if sample.prompt == prompt]
-        places = np.unique(
-            np.linspace(0, len(of_it) - 1, min(len(of_it), MOST_SAMPLES)).astype(int)
-        )
-        result += [of_it[i] for i in places.tolist()]
+    for same in list(by_prompt.values())[:MOST_PROMPTS]:
+        result += [same[i] for i in evenly(len(same), MOST_SAMPLES)]
     return result
 
 
@@ -125,8 +113,7 @@ def page(data: dict[str, Any]) -> str:
     """The HTML document."""
     scripts = [_file(name) for name in SCRIPTS]
     styles = [_file(name) for name in STYLES]
-    # `</script` and `<!--` in a string would end or change the element: JSON can write `<` as an
-    # escape instead
+    # `</script` and `<!--` in a string would end or change the element; JSON can escape `<`
     numbers = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     policy = [
         "default-src 'none'",
@@ -145,10 +132,12 @@ def page(data: dict[str, Any]) -> str:
         "data": numbers,
     }
     document = _file("report.html")
-    head, *rest = document.split("{{")
-    return head + "".join(
-        parts[name] + text for name, _, text in (piece.partition("}}") for piece in rest)
-    )
+    head, *pieces = document.split("{{")
+    filled = [head]
+    for piece in pieces:
+        name, _, text = piece.partition("}}")
+        filled += [parts[name], text]
+    return "".join(filled)
 
 
 def _file(name: str) -> str:
@@ -156,7 +145,8 @@ def _file(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def write_report(folder: Path) -> None:

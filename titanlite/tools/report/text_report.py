@@ -35,51 +35,63 @@ LAST_EVENTS = 10
 def text_report(runs: list[Run], trends: list[Trend], blocks: bool = True) -> str:
     """The report of all runs, and the settings in which they differ."""
     lines = list[str]()
-    for run, found in zip(runs, trends, strict=True):
-        lines += [printable(run.name)[:WIDTH], "=" * min(WIDTH, len(printable(run.name))), ""]
-        lines += [line for name, value in table(run) for line in _row(name, value)]
+    for run, trend in zip(runs, trends, strict=True):
+        title = printable(run.name)[:WIDTH]
+        lines += [title, "=" * len(title), ""]
+        for name, value in table(run):
+            lines += _row(name, value)
         lines += ["", *_curves(run, blocks), ""]
-        for finding in findings(run, found):
+        for finding in findings(run, trend):
             lines += textwrap.wrap(
                 printable(finding), WIDTH, initial_indent="* ", subsequent_indent="  "
             )
         lines += ["", *_events(run)]
-    if len(runs) > 1 and (differ := differences(runs))["rows"]:
-        lines += [differ["title"], ""]
-        for key, *values in differ["rows"]:
+    if len(runs) > 1:
+        differing = differences(runs)
+        if differing["rows"]:
+            lines += [differing["title"], ""]
+        for key, *values in differing["rows"]:
             lines += _row(key, "  |  ".join(values))
     return "\n".join(lines).rstrip()
 
 
 def _row(name: str, value: str) -> list[str]:
+    """A name and its value, wrapped beside it; a name that is too long has lines of its own."""
     name = printable(name)
-    width = max(LABEL, len(name) + 2) if len(name) < 40 else LABEL
-    first, *more = textwrap.wrap(printable(value), WIDTH - width) or [""]
-    names = (
-        [f"{name:<{width}}{first}"]
-        if len(name) < width
-        else [*textwrap.wrap(name, WIDTH), " " * width + first]
-    )
-    return names + [" " * width + text for text in more]
+    width = LABEL
+    if LABEL - 2 < len(name) < 40:
+        width = len(name) + 2
+    first, *others = textwrap.wrap(printable(value), WIDTH - width) or [""]
+    indent = " " * width
+    if len(name) < width:
+        lines = [f"{name:<{width}}{first}"]
+    else:
+        lines = [*textwrap.wrap(name, WIDTH), indent + first]
+    return lines + [indent + text for text in others]
 
 
 def _curves(run: Run, blocks: bool) -> list[str]:
     """A line for each column with at least two values: first value, blocks, last value."""
-    chosen = {name: run.columns[name] for name in CURVES if name in run.columns}
-    sets = [
+    names = [name for name in CURVES if name in run.columns]
+    losses = [
         name for name in run.columns if name.startswith("validation/") and name.endswith("/loss")
     ]
+    names += losses[:4]
     lines = []
-    for name, column in {**chosen, **{name: run.columns[name] for name in sets[:4]}}.items():
-        label, form = CURVES.get(
-            name, (name.replace("validation/", "validation, ").removesuffix("/loss"), "{:.4g}")
-        )
-        if len(column.values) > 1:
-            start, end = (form.format(value) for value in (column.values[0], column.values[-1]))
-            line = sparkline(
-                column, WIDTH - LABEL - 2 - max(9, len(start)) - max(9, len(end)), blocks
-            )
-            lines.append(f"{printable(label)[: LABEL - 1]:<{LABEL}}{start:>9} {line} {end}")
+    for name in names:
+        column = run.columns[name]
+        if len(column.values) < 2:
+            continue
+        if name in CURVES:
+            label, form = CURVES[name]
+        else:
+            label = name.replace("validation/", "validation, ").removesuffix("/loss")
+            form = "{:.4g}"
+        start = form.format(column.values[0])
+        end = form.format(column.values[-1])
+        width = WIDTH - LABEL - 2 - max(9, len(start)) - max(9, len(end))
+        line = sparkline(column, width, blocks)
+        lines.append(f"{printable(label)[: LABEL - 1]:<{LABEL}}{start:>9} {line} {end}")
     return lines
 
 
@@ -87,19 +99,21 @@ def sparkline(column: Column, width: int, blocks: bool = True) -> str:
     """`width` characters from the first step to the last; a space where nothing was logged."""
     first = float(column.steps[0])
     last = float(column.steps[-1])
-    at = np.minimum(((column.steps - first) / (last - first) * width).astype(int), width - 1)
-    counts = np.bincount(at, minlength=width)
-    means = np.bincount(at, column.values, width) / np.maximum(counts, 1)
+    fractions = (column.steps - first) / (last - first)
+    places = np.minimum((fractions * width).astype(int), width - 1)  # the last step too
+    counts = np.bincount(places, minlength=width)
+    means = np.bincount(places, column.values, width) / np.maximum(counts, 1)
     low = means[counts > 0].min()
     high = means[counts > 0].max()
     signs = BLOCKS if blocks else ASCII
-    # Sums of equal values differ in their last digits
-    constant = high - low <= 1e-9 * max(abs(high), abs(low))
-    heights = np.zeros(width) if constant else (means - low) / (high - low) * (len(signs) - 1)
-    return "".join(
-        signs[round(h)] if n else " "
-        for h, n in zip(heights.tolist(), counts.tolist(), strict=True)
-    )
+    heights = np.zeros(width)
+    # Means of equal values differ in their last digits
+    if high - low > 1e-9 * max(abs(high), abs(low)):
+        heights = (means - low) / (high - low) * (len(signs) - 1)
+    line = ""
+    for height, count in zip(heights.tolist(), counts.tolist(), strict=True):
+        line += signs[round(height)] if count else " "
+    return line
 
 
 def _events(run: Run) -> list[str]:

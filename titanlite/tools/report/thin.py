@@ -14,16 +14,15 @@ import numpy as np
 
 
 def extremes(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most `most` points with the smallest and the largest value of each bucket, the first and
-    the last point.
-    """
+    """At most `most` points: the first, the last, and the extremes of each bucket."""
     if len(x) <= most:
         return x, y
-    kept = [0, len(x) - 1]
-    for part in _buckets(len(x), (most - 2) // 2):
-        values = y[part]
-        kept += [part.start + int(values.argmin()), part.start + int(values.argmax())]
-    chosen = np.unique(kept)
+    indices = [0, len(x) - 1]
+    for bucket in _buckets(len(x), (most - 2) // 2):
+        values = y[bucket]
+        indices.append(bucket.start + int(values.argmin()))
+        indices.append(bucket.start + int(values.argmax()))
+    chosen = np.unique(indices)  # in order, each once
     return x[chosen], y[chosen]
 
 
@@ -31,10 +30,16 @@ def means(x: np.ndarray, y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarr
     """The mean place and the mean value of at most `most` buckets."""
     if len(x) <= most:
         return x, y
-    parts = _buckets(len(x), most)
-    return np.array([x[part].mean() for part in parts]), np.array(
-        [y[part].mean() for part in parts]
-    )
+    buckets = _buckets(len(x), most)
+    mean_x = np.array([x[bucket].mean() for bucket in buckets])
+    mean_y = np.array([y[bucket].mean() for bucket in buckets])
+    return mean_x, mean_y
+
+
+def evenly(count: int, most: int) -> np.ndarray:
+    """At most `most` indices of `count` values, evenly spaced from the first to the last."""
+    indices = np.linspace(0, max(0, count - 1), min(count, most)).astype(int)
+    return np.unique(indices)
 
 
 def _buckets(count: int, number: int) -> list[slice]:
@@ -44,5 +49,9 @@ def _buckets(count: int, number: int) -> list[slice]:
 
 def numbers(values: np.ndarray, digits: int = 5) -> list[float]:
     """For JSON: what a plot can show of them, whole numbers without a fraction."""
-    short = (float(f"{value:.{digits}g}") for value in values.tolist())
-    return [int(value) if value == int(value) and abs(value) < 1e15 else value for value in short]
+    result: list[float] = []
+    for value in values.tolist():
+        rounded = float(f"{value:.{digits}g}")
+        is_whole = rounded == int(rounded) and abs(rounded) < 1e15
+        result.append(int(rounded) if is_whole else rounded)
+    return result

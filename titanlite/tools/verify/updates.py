@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.schema import OptimizerConfig
+from titanlite.model.llama import Llama
 
 
 class Updates:
@@ -24,13 +25,15 @@ class Updates:
         self.muon: list[tuple[str, nn.Parameter, float, float]] = []
         adamw: list[dict[str, Any]] = []
         for name, parameter in model.named_parameters():
-            group = next(
-                (group for group in options.groups if fnmatchcase(name, group.pattern)), None
-            )
-            lr = options.lr if group is None or group.lr < 0 else group.lr
+            lr = options.lr
+            decay = 0.0
             linear = parameter.ndim == 2 and name != "tok_embeddings.weight"
-            decay = options.weight_decay if linear or options.decayed == "all" else 0.0
-            decay = decay if group is None or group.weight_decay < 0 else group.weight_decay
+            if linear or options.decayed == "all":
+                decay = options.weight_decay
+            groups = [group for group in options.groups if fnmatchcase(name, group.pattern)]
+            for group in groups[:1]:  # the first that matches; a negative value means unset
+                lr = group.lr if group.lr >= 0 else lr
+                decay = group.weight_decay if group.weight_decay >= 0 else decay
             if options.name == "muon" and name.startswith("layers.") and parameter.ndim == 2:
                 self.muon.append((name, parameter, lr, decay))
             else:
@@ -41,18 +44,18 @@ class Updates:
     def step(self) -> None:
         """One update from the gradients."""
         self.adamw.step()
+        mu = self.options.muon_momentum
         for name, weight, lr, decay in self.muon:
             assert weight.grad is not None
-            mu, (rows, columns) = self.options.muon_momentum, weight.shape
-            momentum = self.momentum[name] = self.momentum.get(name, 0.0) * mu + weight.grad
-            size = (
-                max(1.0, rows / columns)
-                if self.options.muon_scale == "original"
-                else 0.04 * max(rows, columns)
-            )
-            weight.sub_(
-                lr * decay * weight + lr * size**0.5 * newton_schulz(weight.grad + mu * momentum)
-            )
+            rows, columns = weight.shape
+            momentum = self.momentum.get(name, 0.0) * mu + weight.grad
+            self.momentum[name] = momentum
+            if self.options.muon_scale == "original":
+                size = max(1.0, rows / columns)
+            else:
+                size = 0.04 * max(rows, columns)  # the update's rms becomes 0.2, as AdamW's
+            update = newton_schulz(weight.grad + mu * momentum)  # Nesterov
+            weight.sub_(lr * decay * weight + lr * size**0.5 * update)
 
 
 def newton_schulz(g: Tensor) -> Tensor:
@@ -67,9 +70,10 @@ def newton_schulz(g: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def clip(model: Any, options: OptimizerConfig, max_norm: float, norm: float) -> None:
-    """Clips the gradients: all by their global norm, or each unit by the norm of its weights
-    (NFNets, equation 3).
+def clip(model: Llama, options: OptimizerConfig, max_norm: float, norm: float) -> None:
+    """Clips the gradients: all by their global norm, or each unit by the norm of its weights.
+
+    The latter is equation 3 of the NFNets paper.
     """
     last = "tok_embeddings.weight" if model.config.tied_embeddings else "output.weight"
     for name, parameter in model.named_parameters():
@@ -77,10 +81,10 @@ def clip(model: Any, options: OptimizerConfig, max_norm: float, norm: float) -> 
         if gradient is None:
             continue
         if options.clip == "agc":
+            if name == last:
+                continue
             most = options.agc_factor * parameter.norm(dim=-1, keepdim=True).clamp(min=1e-3)
             size = gradient.norm(dim=-1, keepdim=True)
-            gradient.copy_(
-                torch.where((size > most) & (name != last), most / size * gradient, gradient)
-            )
+            gradient.copy_(torch.where(size > most, most / size * gradient, gradient))
         elif norm > max_norm > 0:
             gradient *= max_norm / norm
