@@ -20,27 +20,34 @@ FIRST_PASS = ("read", "signatures", "passed")
 
 
 def only_input_differs(was: Job, now: Job) -> bool:
-    """Whether the two jobs are the same work on other versions of the input, or on other files of
-    it.
-    """
+    """Whether the jobs differ, but only in the files of the input or in their versions."""
+    if was == now:
+        return False
+    was_with_new_files = dataclasses.replace(was, files=now.files)
     automatic = was.parts == number_of_parts(was.bytes) and now.parts == number_of_parts(now.bytes)
-    parts = now.parts if automatic else was.parts
-    return was != now and dataclasses.replace(was, files=now.files, parts=parts) == now
+    if automatic:  # the number of parts follows from the size of the files
+        was_with_new_files = dataclasses.replace(was_with_new_files, parts=now.parts)
+    return was_with_new_files == now
 
 
 def keep_unchanged(was: Job, now: Job, work: Path) -> int:
-    """Removes from the working folder what depends on changed input. Returns the number of parts
-    that stay.
+    """Removes what depends on changed input from the working folder. Returns how many parts stay.
 
     The caller holds the folder alone, and then writes the new job. Until then this can be repeated.
     """
-    common = range(min(was.parts, now.parts))
-    stays = {part for part in common if list(was.pieces(part)) == list(now.pieces(part))}
-    compared = now.duplicates.remove != "none"
+    unchanged = set()
+    for part in range(min(was.parts, now.parts)):
+        if list(was.pieces(part)) == list(now.pieces(part)):
+            unchanged.add(part)
+    compares_documents = now.duplicates.remove != "none"
     # In this order, a record is removed before the files that it stands for
     for path in sorted(work.iterdir(), key=lambda path: (path.suffix != ".json", path.name)):
         name = re.match(r"([a-z]+)-(\d+)\.", path.name)
-        stale = path.name == "manifest.json" or (name and int(name[2]) not in stays)
-        if stale or (name and compared and name[1] not in FIRST_PASS):
+        if name is None:
+            stale = path.name == "manifest.json"
+        else:
+            depends_on_all_parts = compares_documents and name[1] not in FIRST_PASS
+            stale = int(name[2]) not in unchanged or depends_on_all_parts
+        if stale:
             path.unlink()
-    return len(stays)
+    return len(unchanged)

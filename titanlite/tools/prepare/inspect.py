@@ -28,7 +28,8 @@ def inspect(folder: Path, tokenizer_path: str) -> int:
     """Prints; returns the exit code 0. Raises ConfigError with what is damaged."""
     if not is_prepared(folder):  # perhaps the user's texts, with a manifest.json of another program
         raise ConfigError(
-            f"{folder}: not a prepared folder: it needs a manifest.json and shards (train-00000.bin)"
+            f"{folder}: not a prepared folder: "
+            "it needs a manifest.json and shards (train-00000.bin)"
         )
     manifest = read_manifest(folder)
     for line in describe(manifest):
@@ -55,9 +56,10 @@ def _tokenizer(manifest: dict[str, Any], path: str) -> Tokenizer | None:
     if tokenizer.sha256 == manifest["tokenizer"]["sha256"]:
         return tokenizer
     if path:
-        found = manifest["tokenizer"]["sha256"][:8]
+        expected = manifest["tokenizer"]["sha256"][:8]
         raise ConfigError(
-            f"--tokenizer {path}: has SHA-256 {tokenizer.sha256[:8]}; the data was made with {found}"
+            f"--tokenizer {path}: has SHA-256 {tokenizer.sha256[:8]}; "
+            f"the data was made with {expected}"
         )
     return None
 
@@ -66,33 +68,45 @@ def describe(manifest: dict[str, Any]) -> list[str]:
     """The manifest in lines."""
     tokenizer = manifest["tokenizer"]
     rows = manifest["rows"]
+    fingerprint = manifest["fingerprint"][:16]
+    megabytes = manifest["bytes"] / 1e6
+    roots = ", ".join(manifest["roots"])
+    sha256 = tokenizer["sha256"][:16]
     lines = [
-        f"name         {manifest['name']}, fingerprint {manifest['fingerprint'][:16]}, format {manifest['format']}",
-        f"source       {manifest['files']:,} files, {manifest['bytes'] / 1e6:,.1f} MB: {', '.join(manifest['roots'])}",
-        f"tokenizer    {tokenizer['file']}, {tokenizer['size']:,} ids, {manifest['dtype']}, {tokenizer['sha256'][:16]}",
+        f"name         {manifest['name']}, fingerprint {fingerprint}, format {manifest['format']}",
+        f"source       {manifest['files']:,} files, {megabytes:,.1f} MB: {roots}",
+        f"tokenizer    {tokenizer['file']}, {tokenizer['size']:,} ids, "
+        f"{manifest['dtype']}, {sha256}",
     ]
+    masked = False
     for split, entry in manifest["splits"].items():
         ratio = entry["bytes"] / max(1, entry["tokens"])
         lines.append(
-            f"{split:<12} {entry['tokens']:,} tokens in {entry['documents']:,} documents and {len(entry['shards'])} "
-            f"shards, {entry['bytes'] / 1e6:,.1f} MB of text, {ratio:.2f} bytes per token"
+            f"{split:<12} {entry['tokens']:,} tokens in {entry['documents']:,} documents "
+            f"and {len(entry['shards'])} shards, "
+            f"{entry['bytes'] / 1e6:,.1f} MB of text, {ratio:.2f} bytes per token"
         )
-    if any(shard["mask"] for entry in manifest["splits"].values() for shard in entry["shards"]):
+        masked = masked or any(shard["mask"] for shard in entry["shards"])
+    if masked:
         lines.append("loss mask    yes: prompts are not targets")
     if rows["bad"]:
         lines.append(
-            f"left out     {rows['bad']:,} of {rows['rows']:,} documents that could not be read, such as:"
+            f"left out     {rows['bad']:,} of {rows['rows']:,} documents "
+            "that could not be read, such as:"
         )
         lines += [f"  {example}" for example in rows["examples"]]
     report = FilterReport.from_json(manifest["filters"])
-    lines += report.summary() if report.documents or report.rules else []
+    if report.documents or report.rules:
+        lines += report.summary()
     return [printable(line) for line in lines]
 
 
 def samples(tokens: Tokens, tokenizer: Tokenizer) -> list[str]:
     """The starts of the first, the middle and the last document."""
+    if not len(tokens):
+        return []
     lines = []
-    positions = (0, len(tokens) // 2, len(tokens) - 1) if len(tokens) else ()
+    positions = (0, len(tokens) // 2, len(tokens) - 1)
     for start in sorted({_document_start(tokens, position) for position in positions}):
         count = min(SAMPLE_TOKENS, len(tokens) - start)
         ids = tokens.read(start, count)
@@ -105,21 +119,28 @@ def _document_start(tokens: Tokens, position: int) -> int:
     """The start of the document that the token at `position` belongs to."""
     span = SPAN
     end = position + 1
-    while not len(starts := tokens.document_starts(max(0, end - span), end)) and span < end:
+    starts = tokens.document_starts(max(0, end - span), end)
+    while not len(starts) and span < end:
         span *= 2
-    return int(starts[-1]) if len(starts) else 0
+        starts = tokens.document_starts(max(0, end - span), end)
+    if not len(starts):
+        return 0
+    return int(starts[-1])
 
 
 def _marked(
     ids: np.ndarray[Any, Any], targets: np.ndarray[Any, Any] | None, tokenizer: Tokenizer
 ) -> str:
+    """The text of the ids, with marks around tokens that are not targets."""
     if targets is None:
         return tokenizer.decode(ids.tolist())
     cuts = np.flatnonzero(np.diff(targets)) + 1
-    parts = zip(np.split(ids, cuts), np.split(targets, cuts), strict=True)
-    return "".join(
-        tokenizer.decode(part.tolist())
-        if target[0]
-        else f"[not a target: {tokenizer.decode(part.tolist())}]"
-        for part, target in parts
-    )
+    marked = ""
+    # Within a part all tokens are targets, or none is
+    for part, is_target in zip(np.split(ids, cuts), np.split(targets, cuts), strict=True):
+        text = tokenizer.decode(part.tolist())
+        if is_target[0]:
+            marked += text
+        else:
+            marked += f"[not a target: {text}]"
+    return marked

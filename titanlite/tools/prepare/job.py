@@ -34,10 +34,10 @@ from titanlite.tools.prepare.filters import FilterConfig
 
 HOLDOUT = 20  # one document of so many is for validation
 PART = 1 << 26  # bytes of input of a part, or more of a large input
-# Of any input, unless a number is asked for: each part has separate files, which training maps
+# Parts of any input, unless a number is asked for: each has files of its own, which training maps
 MOST_PARTS = 256
 MOST_ASKED = 99_999  # parts that may be asked for
-CUT = 1 << 23
+CUT = 1 << 23  # bytes; smaller files are not cut
 NO_FILTERS = FilterConfig()
 ALL_DOCUMENTS = DuplicateConfig()
 REMOVED = ("none", "exact", "near")
@@ -46,18 +46,18 @@ OPTIONS = {
     "remove": "--drop-duplicates",
     "threshold": "--near-threshold",
     "tokenizer_sha256": "--tokenizer, SHA-256",
+    "parts": "number of parts",
 }
-OPTIONS |= {"parts": "number of parts"}
+# Settings without an option
+NAMES = ("name", "roots", "format", "cut")
 SHOWN = 200  # characters of a value in a message
 # What link fails with where a file system has no hard links: FAT, and some over a network
 NO_LINKS = (errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP)
-# The file of a job, and its size at most
-NAME = "job.json"
-LARGEST = 1 << 30
+NAME = "job.json"  # the file of a job
+LARGEST = 1 << 30  # bytes of a file of the working folder
 
-
-# A path that the system can have: no NUL, and no half of a surrogate pair but those that stand for
-# bytes
+# A path that the system can have: no NUL, and no half of a surrogate pair except those that stand
+# for bytes that are not UTF-8
 Name: TypeAlias = Annotated[str, re.compile("[^\0\ud800-\udc7f\udd00-\udfff]*")]
 
 
@@ -82,8 +82,9 @@ class File(NamedTuple):
             return ""
         if self.kind == "hf":
             return self.path.rpartition("#")[0]
-        index = self.kind == "megatron" and self == now._replace(companions=self.companions)
-        return str(Path(self.path).with_suffix(".idx")) if index else self.path
+        if self.kind == "megatron" and self == now._replace(companions=self.companions):
+            return str(Path(self.path).with_suffix(".idx"))
+        return self.path
 
     @property
     def has_known_size(self) -> bool:
@@ -123,13 +124,12 @@ class Job:
 
     @property
     def bytes(self) -> int:
+        """The size of all files together."""
         return self._ends[-1] if self._ends else 0
 
     @functools.cached_property
     def has_known_size(self) -> bool:
-        """Whether `bytes` is the size of the input; shards of a data set on the Hub count as PART
-        bytes each.
-        """
+        """Whether `bytes` is the input's size; a shard of a data set on the Hub counts as PART."""
         return all(file.has_known_size for file in self.files)
 
     @functools.cached_property
@@ -144,19 +144,21 @@ class Job:
 
     def pieces(self, part: int) -> Iterator[Piece]:
         """What part number `part`, from 0 on, reads."""
-        low, high = (self.bytes * i // self.parts for i in (part, part + 1))
+        # All of these are places in the sequence of the bytes of all files
+        low = self.bytes * part // self.parts
+        high = self.bytes * (part + 1) // self.parts
         for number in range(bisect.bisect_left(self._ends, low), len(self.files)):
             file = self.files[number]
-            offset = self._ends[number]
-            first = offset - file.size
-            if first >= high:
+            file_end = self._ends[number]
+            file_begin = file_end - file.size
+            if file_begin >= high:
                 break
             if self._can_be_cut(file):
-                begin = max(low, first) - first
-                end = min(high, offset) - first
+                begin = max(low, file_begin)
+                end = min(high, file_end)
                 if begin < end:
-                    yield Piece(file, begin, end)
-            elif low <= first < high:
+                    yield Piece(file, begin - file_begin, end - file_begin)
+            elif low <= file_begin:
                 yield Piece(file, 0, file.size)
 
     def size(self, parts: Iterable[int]) -> int | None:
@@ -165,12 +167,11 @@ class Job:
         return total if self.has_known_size else None
 
     def _can_be_cut(self, file: File) -> bool:
-        cuttable = (
-            not file.compression
-            and file.kind != "hf"
-            and not (file.kind == "text" and self.whole_documents)
-        )
-        return cuttable and file.size >= self.cut
+        if file.compression or file.kind == "hf":
+            return False
+        if file.kind == "text" and self.whole_documents:
+            return False  # the file is one document
+        return file.size >= self.cut
 
 
 def number_of_parts(total: int) -> int:
@@ -180,8 +181,7 @@ def number_of_parts(total: int) -> int:
 
 
 def begin_job(job: Job, work: Path) -> None:
-    """Writes the job into its working folder, or checks that the folder was begun with the same
-    job.
+    """Writes the job into its working folder, or checks that the folder has the same job.
 
     Of several processes that begin at the same time, one writes its job, and the others compare
     theirs with it.
@@ -192,7 +192,8 @@ def begin_job(job: Job, work: Path) -> None:
     changed = differences(read_job(work), job)
     if changed:
         raise ConfigError(
-            f"{work}: was begun differently ({changed}); repeat the former command, or {afresh(work)}"
+            f"{work}: was begun differently ({changed}); "
+            f"repeat the former command, or {afresh(work)}"
         )
     write_job(job, work)  # what is not compared may differ
 
@@ -215,7 +216,7 @@ def _create(path: Path, content: bytes) -> bool:
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
-            # a process that reads it too early fails, and can be repeated
+            # Not complete at once: a process that reads it too early fails, and can be repeated
             write_synced(path, content)
     except FileExistsError:
         return False
@@ -239,49 +240,64 @@ def afresh(work: Path) -> str:
 
 
 def differences(was: Job, now: Job) -> str:
-    """The options and files in which two jobs differ, as the command line names them; "" if they
-    are equal.
-    """
-    found = []
-    for setting in (field for field in dataclasses.fields(Job) if field.compare):
+    """The options and files in which two jobs differ, as on the command line; "" if equal."""
+    changes = []
+    for setting in dataclasses.fields(Job):
         before = getattr(was, setting.name)
         after = getattr(now, setting.name)
-        if before == after:
+        if not setting.compare or before == after:
             continue
         if setting.name == "files":
-            found.append(_changed_files(before, after))
+            changes.append(_changed_files(before, after))
         elif isinstance(before, FilterConfig | DuplicateConfig):
-            pairs = (
-                (f.name, getattr(before, f.name), getattr(after, f.name))
-                for f in dataclasses.fields(before)
-            )
-            found += [_difference(name, a, b) for name, a, b in pairs if a != b]
+            for field in dataclasses.fields(before):
+                value_before = getattr(before, field.name)
+                value_after = getattr(after, field.name)
+                if value_before != value_after:
+                    changes.append(_difference(field.name, value_before, value_after))
         else:
-            found.append(_difference(setting.name, before, after))
-    return "; ".join(found)
+            changes.append(_difference(setting.name, before, after))
+    return "; ".join(changes)
 
 
-def _difference(name: str, *values: Any) -> str:
-    option = OPTIONS.get(
-        name, name if name in ("name", "roots", "format", "cut") else f"--{name.replace('_', '-')}"
-    )
-    texts = [", ".join(value) if isinstance(value, tuple) else value for value in values]
-    was, now = (
-        "unset" if text in (None, "") else f"{text:g}" if isinstance(text, float) else text
-        for text in texts
-    )
-    return f"{option}: {str(was)[:SHOWN]}, now {str(now)[:SHOWN]}"
+def _difference(name: str, before: object, after: object) -> str:
+    option = OPTIONS.get(name, f"--{name.replace('_', '-')}")
+    if name in NAMES:
+        option = name
+    return f"{option}: {_shown(before)}, now {_shown(after)}"
+
+
+def _shown(value: object) -> str:
+    """A value as a message shows it."""
+    if isinstance(value, tuple):
+        text = ", ".join(value)
+    elif isinstance(value, float):
+        text = f"{value:g}"
+    elif value is None:
+        text = ""
+    else:
+        text = str(value)
+    return text[:SHOWN] or "unset"
 
 
 def _changed_files(was: tuple[File, ...], now: tuple[File, ...]) -> str:
-    before, after = ({file.path: file for file in files} for files in (was, now))
-    changed = [f"{path} is gone" for path in before if path not in after]
-    changed += [f"{path} is new" for path in after if path not in before]
-    pairs = ((before[path], after[path]) for path in after if path in before)
-    names = dict.fromkeys(was_file.changed(now_file) for was_file, now_file in pairs)
-    changed += [f"{name} has changed" for name in names if name]
-    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    return f"files: {', '.join(changed[:3]) or 'in another order'}{more}"
+    before = {file.path: file for file in was}
+    after = {file.path: file for file in now}
+    changes = [f"{path} is gone" for path in before if path not in after]
+    changes += [f"{path} is new" for path in after if path not in before]
+    names: dict[
+        str, None
+    ] = {}  # as an ordered set: all shards of a data set on the Hub have one name
+    for path, file in after.items():
+        if path in before:
+            names[before[path].changed(file)] = None
+    changes += [f"{name} has changed" for name in names if name]
+    if not changes:
+        return "files: in another order"
+    rest = ""
+    if len(changes) > 3:
+        rest = f" and {len(changes) - 3} more"
+    return f"files: {', '.join(changes[:3])}{rest}"
 
 
 def read_job(work: Path) -> Job:
@@ -289,9 +305,9 @@ def read_job(work: Path) -> Job:
     try:
         job = typed(Job, read_json(work / NAME))
         _require_consistent(job)
+    except ConfigError:  # a ValueError too, and complete
+        raise
     except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(
             f"{work / NAME}: damaged ({error}); delete {work} and start again"
         ) from None

@@ -1,5 +1,4 @@
-"""The steps that need all parts of a job: the search for duplicates, and the manifest of the
-prepared folder.
+"""The steps that need all parts of a job: the search for duplicates, and the manifest.
 
 What it is: the shards of the parts are the shards of the result; nothing is copied. The manifest
 lists them in order, then the records of the parts are removed, and the working folder gets its
@@ -12,6 +11,7 @@ reads only the records.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import platform
 import shutil
@@ -59,36 +59,47 @@ def decide_duplicates(job: Job, work: Path, log: Callable[[str], None]) -> None:
     """
     if verdicts_path(work, job.parts - 1, final=True).exists():
         return
-    verdicts = [np.fromfile(verdicts_path(work, part), np.uint8) for part in range(job.parts)]
-    passed = [np.flatnonzero(part != FILTERED) for part in verdicts]
-    for part, kept in enumerate(passed):
+    verdicts = []  # of each part: (documents,)
+    passed = []  # of each part: the indices of the documents that the filters keep
+    held_out = []  # of each part: whether each of these is from a separate validation source
+    for part in range(job.parts):
+        path = verdicts_path(work, part)
+        of_part = np.fromfile(path, np.uint8)
+        indices = np.flatnonzero(of_part != FILTERED)
         signed = signatures_path(work, part).stat().st_size // RECORD.itemsize
-        if len(kept) != signed:
-            problem = f"keeps {len(kept)} documents, and {signed} have a signature"
-            raise ConfigError(f"{verdicts_path(work, part)}: {problem}; {afresh(work)}")
-    held_out = np.concatenate(
-        [part[kept] == HELD_OUT for part, kept in zip(verdicts, passed, strict=True)]
-    )
-    found = find_duplicates(
-        [signatures_path(work, part) for part in range(job.parts)], job.duplicates, held_out
-    )
+        if len(indices) != signed:
+            problem = f"keeps {len(indices)} documents, and {signed} have a signature"
+            raise ConfigError(f"{path}: {problem}; {afresh(work)}")
+        verdicts.append(of_part)
+        passed.append(indices)
+        held_out.append(of_part[indices] == HELD_OUT)
+    signatures = [signatures_path(work, part) for part in range(job.parts)]
+    duplicates = find_duplicates(signatures, job.duplicates, np.concatenate(held_out))
     log(
-        f"duplicates among {len(found.first):,} documents: {found.exact:,} equal, {found.near:,} similar"
+        f"duplicates among {len(duplicates.first):,} documents: "
+        f"{duplicates.exact:,} equal, {duplicates.near:,} similar"
     )
-    stays = np.split(found.stays, np.cumsum([len(kept) for kept in passed])[:-1])
-    for part in range(job.parts):  # the last one says that all are there
+    ends = np.cumsum([len(indices) for indices in passed])
+    stays = np.split(duplicates.stays, ends[:-1])
+    for part in range(job.parts):  # in this order: the last file says that all are there
         verdicts[part][passed[part]] = np.where(stays[part], KEPT, DUPLICATE)
         replace_file(verdicts_path(work, part, final=True), verdicts[part].tobytes())
 
 
 def check_bad_rows(job: Job, records: list[PartRecord], limit: float) -> None:
-    """Raises ConfigError if more rows than the limit could not be read: a number, or below 1 a
-    share of all.
+    """Raises ConfigError if more rows than allowed could not be read.
+
+    `limit`: a number of rows, or, below 1, a share of all.
     """
     rows = sum(record.rows for record in records)
     bad = sum(record.bad for record in records)
-    if bad > (limit * rows if limit < 1 else limit):
-        allowed = f"{100 * limit:g} %" if limit < 1 else f"{limit:g}"
+    if limit < 1:
+        most = limit * rows
+        allowed = f"{100 * limit:g} %"
+    else:
+        most = limit
+        allowed = f"{limit:g}"
+    if bad > most:
         problem = (
             f"{bad:,} of {rows:,} documents cannot be read; allowed: {allowed} (--max-bad-rows)"
         )
@@ -97,8 +108,9 @@ def check_bad_rows(job: Job, records: list[PartRecord], limit: float) -> None:
 
 def _bad_rows(job: Job, records: list[PartRecord]) -> list[str]:
     """The first rows that could not be read, with file and line."""
-    examples = [example for record in records for example in record.examples][:EXAMPLES]
-    return [f"{e['file']}:{e['row']}: {e['text']}" for e in numbered(job, examples)]
+    examples = list(itertools.chain.from_iterable(record.examples for record in records))
+    rows = numbered(job, examples[:EXAMPLES])
+    return [f"{row['file']}:{row['row']}: {row['text']}" for row in rows]
 
 
 def merge(
@@ -131,16 +143,9 @@ def merge(
             raise ConfigError(f"{', '.join(job.roots)}: no document is left to train on")
         replace_file(work / MANIFEST, json.dumps(manifest, indent=1).encode())
     manifest = read_manifest(work)
-    shards = [shard for split in SPLITS for shard in manifest["splits"][split]["shards"]]
-    files = {
-        e["file"]
-        for shard in shards
-        for e in (shard, shard["starts"], shard["mask"])
-        if e is not None
-    }
+    stays = {*expected_files(manifest), MANIFEST, NAME}  # the job, to repeat the command
     for path in work.iterdir():
-        # The job stays, so that the command can be repeated
-        if path.name not in files | {MANIFEST, NAME}:
+        if path.name not in stays:
             path.unlink()
     sync_folder(work)
     work.rename(folder)
@@ -150,8 +155,9 @@ def merge(
 
 
 def _check_shards(job: Job, work: Path, manifest: dict[str, Any]) -> None:
-    """Raises ConfigError for shard files that are absent or incomplete; their parts are then to be
-    made again.
+    """Raises ConfigError for shard files that are absent or incomplete.
+
+    Removes the records of their parts, so that the next command makes them again.
     """
     problems = []
     parts = set()
@@ -160,7 +166,7 @@ def _check_shards(job: Job, work: Path, manifest: dict[str, Any]) -> None:
         size = path.stat().st_size if path.is_file() else 0
         if size != expected.size:
             problems.append(f"{path}: {size} bytes, expected {expected.size}")
-            parts.add(int(name.partition("-")[2].partition(".")[0]))
+            parts.add(int(name.partition("-")[2].partition(".")[0]))  # train-00012.starts.bin: 12
     for part in parts:
         record_path(work, part).unlink()
     if problems:
@@ -179,8 +185,10 @@ def _manifest(job: Job, records: list[PartRecord], tokenizer: Tokenizer) -> dict
             "shards": shards,
         }
     text_bytes = sum(split["bytes"] for split in splits.values())
-    fingerprints = [record.fingerprint for record in records]
-    joined = hashlib.sha256("".join(fingerprints).encode()).hexdigest()
+    fingerprint = records[0].fingerprint
+    if len(records) > 1:
+        joined = "".join(record.fingerprint for record in records)
+        fingerprint = hashlib.sha256(joined.encode()).hexdigest()
     report = FilterReport()
     for record in records:
         report.add(record.report)
@@ -194,7 +202,7 @@ def _manifest(job: Job, records: list[PartRecord], tokenizer: Tokenizer) -> dict
         "files": len(job.files),
         "bytes": job.bytes if job.has_known_size else text_bytes,
         "parts": job.parts,
-        "fingerprint": fingerprints[0] if len(fingerprints) == 1 else joined,
+        "fingerprint": fingerprint,
         "tokenizer": {
             "file": tokenizer.path.name,
             "sha256": tokenizer.sha256,
@@ -218,5 +226,6 @@ def _report(manifest: dict[str, Any], log: Callable[[str], None]) -> None:
         for example in rows["examples"]:
             log(f"  {example}")
     report = FilterReport.from_json(manifest["filters"])
-    for line in report.summary() if report.documents else ():
-        log(line)
+    if report.documents:
+        for line in report.summary():
+            log(line)

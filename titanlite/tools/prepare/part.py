@@ -15,7 +15,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,13 @@ EXAMPLES = 5  # bad rows that are shown, of each part
 # What becomes of a document; HELD_OUT is kept before an equal KEPT one
 FILTERED, KEPT, DUPLICATE, HELD_OUT = range(4)
 
-Progress = Callable[[int], Any]
+Progress = Callable[[int], object]
+
+
+class Digest(Protocol):
+    """A hash object of hashlib, whose class has no public name."""
+
+    def update(self, data: bytes, /) -> None: ...
 
 
 def signatures_path(work: Path, part: int) -> Path:
@@ -46,8 +52,9 @@ def signatures_path(work: Path, part: int) -> Path:
 
 
 def verdicts_path(work: Path, part: int, final: bool = False) -> Path:
-    """A byte for each document: by the filters, or also by the removal of duplicates."""
-    return work / f"{'kept' if final else 'passed'}-{part:05d}.bin"
+    """A byte for each document: by the filters, or (`final`) also by the removal of duplicates."""
+    name = "kept" if final else "passed"
+    return work / f"{name}-{part:05d}.bin"
 
 
 def run_part(job: Job, work: Path, tokenizer: Tokenizer, part: int, progress: Progress) -> None:
@@ -56,9 +63,13 @@ def run_part(job: Job, work: Path, tokenizer: Tokenizer, part: int, progress: Pr
     Raises ConfigError if its input has changed since the job began.
     """
     read = job.duplicates.remove != "none" and not verdicts_path(work, part, final=True).exists()
-    if not record_path(work, part, read).exists():
-        check_inputs((piece.file for piece in job.pieces(part)), work)
-        (read_part if read else tokenise_part)(job, work, tokenizer, part, progress)
+    if record_path(work, part, read).exists():
+        return
+    check_inputs((piece.file for piece in job.pieces(part)), work)
+    if read:
+        read_part(job, work, tokenizer, part, progress)
+    else:
+        tokenise_part(job, work, tokenizer, part, progress)
 
 
 class Tally:
@@ -80,31 +91,37 @@ class Tally:
         Bad rows are counted here. Progress amounts to the size of each piece, if known.
         """
         for piece in self.job.pieces(part):
-            left = piece.end - piece.begin if piece.file.has_known_size else 1 << 62
-            for found in read_documents(self.job, piece, tokenizer):
+            remaining = piece.end - piece.begin if piece.file.has_known_size else 1 << 62
+            for item in read_documents(self.job, piece, tokenizer):
                 self._advanced = 0
-                if isinstance(found, BadRow):
+                if isinstance(item, BadRow):
+                    self._count_bad(piece, item)
+                elif isinstance(item, Document):
                     self.rows += 1
-                    self.bad += 1
-                    if len(self.examples) < EXAMPLES:
-                        self.examples.append(
-                            {
-                                "file": piece.file.path,
-                                "row": found.row,
-                                "begin": piece.begin,
-                                "text": found.problem,
-                            }
-                        )
-                elif isinstance(found, Document):
-                    self.rows += 1
-                    yield piece, self._advancing(found, progress)
-                done = min(found.progress, left)
-                progress(max(0, done - self._advanced))
-                left -= done
-            progress(left if piece.file.has_known_size else 0)
+                    yield piece, self._advancing(item, progress)
+                size = min(item.progress, remaining)
+                progress(max(0, size - self._advanced))
+                remaining -= size
+            if piece.file.has_known_size:
+                progress(remaining)
+
+    def _count_bad(self, piece: Piece, bad_row: BadRow) -> None:
+        self.rows += 1
+        self.bad += 1
+        if len(self.examples) < EXAMPLES:
+            self.examples.append(
+                {
+                    "file": piece.file.path,
+                    "row": bad_row.row,
+                    "begin": piece.begin,
+                    "text": bad_row.problem,
+                }
+            )
 
     def _advancing(self, document: Document, progress: Progress) -> Document:
         """The document; if its blocks come from a file, the progress advances with each of them."""
+        if not isinstance(document.blocks, Iterator):
+            return document
 
         def blocks() -> Iterator[str]:
             characters = 0
@@ -115,11 +132,7 @@ class Tally:
                 progress(place - self._advanced)
                 self._advanced = place
 
-        return (
-            document._replace(blocks=blocks())
-            if isinstance(document.blocks, Iterator)
-            else document
-        )
+        return document._replace(blocks=blocks())
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -140,8 +153,12 @@ def read_part(job: Job, work: Path, tokenizer: Tokenizer, part: int, progress: P
             text = "".join(document.blocks)
             rule = rejection(text, job.filters)
             tally.report.count(text, rule, piece.file.path, document.row, piece.begin)
-            held_out = job.separate_validation and piece.file.split == "validation"
-            verdicts.write(bytes([FILTERED if rule else HELD_OUT if held_out else KEPT]))
+            verdict = KEPT
+            if rule:
+                verdict = FILTERED
+            elif job.separate_validation and piece.file.split == "validation":
+                verdict = HELD_OUT
+            verdicts.write(bytes([verdict]))
             if not rule:
                 signatures.write(signature(text, job.duplicates.remove == "near", document.prompt))
         signatures.finish()
@@ -150,9 +167,8 @@ def read_part(job: Job, work: Path, tokenizer: Tokenizer, part: int, progress: P
         signatures.discard()
         verdicts.discard()
         raise
-    replace_file(
-        record_path(work, part, read=True), json.dumps(tally.as_json()).encode(), shared=True
-    )
+    record = json.dumps(tally.as_json()).encode()
+    replace_file(record_path(work, part, read=True), record, shared=True)
 
 
 def tokenise_part(
@@ -168,19 +184,20 @@ def tokenise_part(
     writers = {split: ShardWriter(work, split, part, dtype, masked) for split in SPLITS}
     digest = hashlib.sha256(tokenizer.sha256.encode())
     tally = Tally(job)
-    verdicts = (
-        np.fromfile(verdicts_path(work, part, True), np.uint8)
-        if job.duplicates.remove != "none"
-        else None
-    )
+    verdicts = None
+    if job.duplicates.remove != "none":
+        verdicts = np.fromfile(verdicts_path(work, part, final=True), np.uint8)
     # Once: of 128,000 ids this takes as long as many documents
     token_bytes = np.asarray(tokenizer.token_bytes)
     count = 0
     try:
         for piece, document in tally.documents(part, tokenizer, progress):
-            if verdicts is not None and count == len(verdicts):
-                raise _other_documents(job, part)
-            if _stays(tally, piece, document, None if verdicts is None else verdicts[count]):
+            verdict = None
+            if verdicts is not None:
+                if count == len(verdicts):
+                    raise _other_documents(job, part)
+                verdict = int(verdicts[count])
+            if _stays(tally, piece, document, verdict):
                 _write(document, tokenizer, writers, digest, token_bytes)
             count += 1
         if verdicts is not None and count < len(verdicts):
@@ -191,7 +208,7 @@ def tokenise_part(
             writer.discard()
         raise
     record = tally.as_json()
-    if verdicts is not None:  # the filters have been counted, when the signatures were made
+    if verdicts is not None:  # `read_part` has counted what the filters reject
         report = read_record(job, work, part, read=True).report
         report.add(tally.report)
         record["report"] = report.to_json()
@@ -202,7 +219,9 @@ def tokenise_part(
 
 def _other_documents(job: Job, part: int) -> ConfigError:
     names = list(dict.fromkeys(piece.file.path for piece in job.pieces(part)))
-    others = f" or {len(names) - 1} others" if len(names) > 1 else ""
+    others = ""
+    if len(names) > 1:
+        others = f" or {len(names) - 1} others"
     return ConfigError(
         f"{names[0]}{others}: has another number of documents than before; repeat the command"
     )
@@ -228,26 +247,25 @@ def _write(
     document: Document,
     tokenizer: Tokenizer,
     writers: dict[str, ShardWriter],
-    digest: Any,
+    digest: Digest,
     token_bytes: NDArray[np.int64],
 ) -> None:
     """Appends a document to the shard of its split: bos, prompt, text, eos.
 
     Ids of others are appended as they are.
     """
-    content: Iterator[Any] = iter(document.ids if document.ids is not None else document.blocks)
+    content: Iterator[Any] = iter(document.blocks if document.ids is None else document.ids)
     split = document.split
-    if split == "hash":  # of the text, or of the first block of ids
+    if split == "hash":  # of the prompt and the first block of text, or of the first block of ids
         first = next(content)
         content = itertools.chain([first], content)
-        identity = (
-            document.prompt + first if document.ids is None else first.astype("<u4").tobytes()
-        )
-        data = identity if isinstance(identity, bytes) else identity.encode()
-        split = SPLITS[int.from_bytes(hashlib.sha256(data).digest(), "big") % HOLDOUT == 0]
-    digest.update(
-        f"{document.label} {split} {document.length}\n".encode("utf-8", "surrogateescape")
-    )
+        if document.ids is None:
+            data = (document.prompt + first).encode()
+        else:
+            data = first.astype("<u4").tobytes()
+        split = _split_of(data)
+    header = f"{document.label} {split} {document.length}\n"
+    digest.update(header.encode("utf-8", "surrogateescape"))
     writer = writers[split]
     if document.begins:
         writer.begin_document()
@@ -268,8 +286,17 @@ def _write(
         writer.write([tokenizer.eos])
 
 
+def _split_of(data: bytes) -> str:
+    """Held out is one document of HOLDOUT, by a hash of its content."""
+    number = int.from_bytes(hashlib.sha256(data).digest(), "big")
+    return "validation" if number % HOLDOUT == 0 else "train"
+
+
 def _write_ids(
-    blocks: Iterator[Any], writer: ShardWriter, digest: Any, token_bytes: NDArray[np.int64]
+    blocks: Iterator[NDArray[np.integer]],
+    writer: ShardWriter,
+    digest: Digest,
+    token_bytes: NDArray[np.int64],
 ) -> None:
     for block in blocks:
         ids = block.astype("<u4")

@@ -45,7 +45,7 @@ from titanlite.tools.prepare.token_files import has_documents
 Known = dict[tuple[str, int, int], tuple[str, str]]
 ROWS = ("jsonl", "parquet", "hf")  # kinds of files with fields
 IDS = ("tokens", "megatron")  # kinds of files of token ids
-MOST_PROBLEMS = 10  # that are shown
+MOST_PROBLEMS = 10  # shown in a message
 
 
 @dataclass(frozen=True)
@@ -72,25 +72,26 @@ def plan_job(
     Raises ConfigError for each file that cannot be read, or that lacks what is asked for: text to
     filter, a prompt.
     """
-    first, found = sources[0]
-    known = (
-        {(f.path, f.size, f.mtime_ns): (f.kind, f.compression) for f in begun.files}
-        if begun
-        else {}
-    )
+    first = sources[0][0]
+    name = sources[0][1].name
+    known: Known = {}
+    if begun is not None:
+        for file in begun.files:
+            known[file.path, file.size, file.mtime_ns] = (file.kind, file.compression)
     files = []
     roots = []
-    for source, here in sources:
-        files += _files(source, here, "", tokenizer, known)
-        roots.append(here.root)
+    for source, source_files in sources:
+        files += _files(source, source_files, "", tokenizer, known)
+        roots.append(source_files.root)
     if first.validation:
         files = [file._replace(split="train") for file in files]
-        there = find(first.held_out())
-        files += _files(first.held_out(), there, "validation", tokenizer, known)
-        roots.append(there.root)
+        validation = first.held_out()
+        validation_files = find(validation)
+        files += _files(validation, validation_files, "validation", tokenizer, known)
+        roots.append(validation_files.root)
     _require_distinct(files, first)
     job = Job(
-        name=found.name,
+        name=name,
         roots=tuple(roots),
         files=tuple(files),
         field=first.field,
@@ -106,10 +107,13 @@ def plan_job(
         raise ConfigError(
             f"{files[0].path}: contains {files[0].kind}, which has no field {job.prompt_field!r}"
         )
-    if job.whole_documents and (ids := [file.path for file in files if file.kind in IDS]):
-        raise ConfigError(
-            f"{ids[0]}: consists of token ids, which cannot be filtered or compared as text"
-        )
+    if job.whole_documents:
+        for file in files:
+            if file.kind in IDS:
+                raise ConfigError(
+                    f"{file.path}: consists of token ids, "
+                    "which cannot be filtered or compared as text"
+                )
     return job
 
 
@@ -128,7 +132,7 @@ def _files(
             if not file.size or source.path in ("", STDLIB):
                 kind = "text"
                 compression = ""
-            elif not kind or (kind == "megatron") != indexed:
+            elif not kind or (kind == "megatron") != indexed:  # an index has come or gone
                 kind, compression = detect(Path(file.path), source)
             if compression and kind in IDS:
                 raise ConfigError(
@@ -136,38 +140,47 @@ def _files(
                 )
         except ConfigError as error:
             problems += error.problems
-        if kind:
+        if kind:  # else an index, which belongs to the .bin file beside it
             companions = companions_of(file.path, file.relative, kind)
             files.append(File(*file, kind, compression, split or "hash", companions))
     if not files and not problems:
         index = Path(found.files[0].path)
-        beside = (
-            f"give {index.with_suffix('.bin')}"
-            if index.with_suffix(".bin").is_file()
-            else "without its .bin file"
-        )
-        problems = [f"{index}: an index of token ids, {beside}"]
+        ids = index.with_suffix(".bin")
+        reason = f"give {ids}" if ids.is_file() else "without its .bin file"
+        problems = [f"{index}: an index of token ids, {reason}"]
+    if len(problems) > MOST_PROBLEMS:
+        omitted = len(problems) - MOST_PROBLEMS
+        problems = [*problems[:MOST_PROBLEMS], f"and {omitted} more"]
     if problems:
-        more = len(problems) - MOST_PROBLEMS
-        raise ConfigError(problems[:MOST_PROBLEMS] + ([f"and {more} more"] if more > 0 else []))
+        raise ConfigError(problems)
     if split:
         return files
+    return _with_splits(files, tokenizer)
+
+
+def _with_splits(files: list[File], tokenizer: Tokenizer) -> list[File]:
+    """The files, each with the split of its documents, where validation has no separate source."""
     texts = [file for file in files if file.kind == "text"]
     held_out = {file.path for file in texts if _is_held_out(file.relative)}
-    # An empty file holds nothing out, so that both splits have text
-    whole_files = len({file.path in held_out for file in texts if file.size}) == 2
+    # Whether both splits have a file of text; an empty one does not count
+    holds_out_files = len({file.path in held_out for file in texts if file.size}) == 2
 
     def split_of(file: File) -> str:
         if file.kind == "text":
-            return ("validation" if file.path in held_out else "train") if whole_files else "tail"
-        return "tail" if file.kind == "tokens" and not has_documents(file, tokenizer) else "hash"
+            if not holds_out_files:
+                return "tail"
+            return "validation" if file.path in held_out else "train"
+        if file.kind == "tokens" and not has_documents(file, tokenizer):
+            return "tail"
+        return "hash"
 
     return [file._replace(split=split_of(file)) for file in files]
 
 
 def _require_distinct(files: list[File], source: Source) -> None:
-    """Raises ConfigError for a file that is given twice: in both splits, validation would measure
-    what was trained.
+    """Raises ConfigError for a file that is given twice.
+
+    In both splits, validation would measure what was trained.
     """
     seen: set[str] = set()
     for file in files:
@@ -187,26 +200,29 @@ def _is_held_out(relative: str) -> bool:
 
 
 def _hub_shards(source: Source, split: str) -> list[File]:
-    """The shards of a data set of the package `datasets`, each as a file. Raises ConfigError as
-    `_shards` does.
+    """The shards of a data set of the package `datasets`, each as a file.
 
     Of a local data set, all shards together have the size of its files. The size of one on the Hub
-    is not known.
+    is not known. Raises ConfigError if the data set lacks the column of the text.
     """
     count = _shards(source)
-    files = hub_files(source.path)
-    total = sum(file.size for file in files)
-    version = version_of(files) if files else ""
+    local_files = hub_files(source.path)
+    total = sum(file.size for file in local_files)
     spec = source.path
-    if files:  # by an absolute path, as other files
+    version = ""
+    if local_files:
+        # By an absolute path, as other files
         name = spec.removeprefix(HUB).split(":")[0]
         spec = HUB + str(Path(name).absolute()) + spec.removeprefix(HUB + name)
-    sizes = [total * (i + 1) // count - total * i // count if files else PART for i in range(count)]
-    names = [f"{spec}#{i}" for i in range(count)]
-    return [
-        File(n, n, max(1, size), 0, "hf", "", split, version)
-        for n, size in zip(names, sizes, strict=True)
-    ]
+        version = version_of(local_files)
+    shards = []
+    for i in range(count):
+        size = PART
+        if local_files:
+            size = total * (i + 1) // count - total * i // count
+        name = f"{spec}#{i}"
+        shards.append(File(name, name, max(1, size), 0, "hf", "", split, version))
+    return shards
 
 
 def _shards(source: Source) -> int:
@@ -217,9 +233,9 @@ def _shards(source: Source) -> int:
     data = open_hub(source.path)
     names = hub_columns(source.path)
     if names and source.field not in names:
-        near = suggestion(source.field, names) or f"; it has {', '.join(names[:20])}"
+        hint = suggestion(source.field, names) or f"; it has {', '.join(names[:20])}"
         raise ConfigError(
-            f"{source.path}: has no column {source.keys.field} = {source.field!r}{near}"
+            f"{source.path}: has no column {source.keys.field} = {source.field!r}{hint}"
         )
     return max(1, data.num_shards)
 
@@ -228,14 +244,14 @@ def text_files(source: Source, found: Found) -> list[File]:
     """The text files of a source. Raises ConfigError if it has files of another kind."""
     files = []
     for file in found.files:
-        kind, compression = (
-            ("text", "")
-            if source.path in ("", STDLIB) or not file.size
-            else detect(Path(file.path), source)
-        )
+        kind = "text"
+        compression = ""
+        if file.size and source.path not in ("", STDLIB):
+            kind, compression = detect(Path(file.path), source)
         if kind != "text":
             raise ConfigError(
-                f"{file.path}: contains {kind}, expected text; select files with {source.keys.pattern}"
+                f"{file.path}: contains {kind}, expected text; "
+                f"select files with {source.keys.pattern}"
             )
         files.append(File(*file, kind, compression, "train"))
     return files

@@ -54,12 +54,12 @@ class ShardWriter:
         name = f"{split}-{number:05d}"
         self.dtype = dtype
         self.text_bytes = 0
-        self._ids, self._starts = (
-            HashedFile(folder / f"{name}{kind}.bin") for kind in ("", ".starts")
-        )
+        self.tokens = 0
+        self.documents = 0
+        self._ids = HashedFile(folder / f"{name}.bin")
+        self._starts = HashedFile(folder / f"{name}.starts.bin")
         self._mask = HashedFile(folder / f"{name}.mask.bin") if masked else None
-        self._bits = np.empty(0, dtype=bool)  # of the mask, less than a byte, until there are eight
-        self.tokens = self.documents = 0
+        self._bits = np.empty(0, dtype=bool)  # the mask's last bits, fewer than a byte
 
     def begin_document(self) -> None:
         """The next token that is written is the first of a document."""
@@ -82,8 +82,13 @@ class ShardWriter:
         if self._mask is not None:
             self._mask.write(np.packbits(self._bits).tobytes())
             mask = self._mask.finish()
-        counts = {"tokens": self.tokens, "documents": self.documents}
-        return {**self._ids.finish(), **counts, "starts": self._starts.finish(), "mask": mask}
+        return {
+            **self._ids.finish(),
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "starts": self._starts.finish(),
+            "mask": mask,
+        }
 
     def discard(self) -> None:
         for file in (self._ids, self._starts, self._mask):

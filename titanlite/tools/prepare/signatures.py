@@ -31,18 +31,16 @@ RECORD = np.dtype([("exact", "<u8", (2,)), ("shingles", "<u4"), ("minhash", "<u2
 
 
 def _orders() -> NDArray[np.int64]:
-    """(64, 160): column i lists the bins from which bin i takes its number: itself, then others
-    until one is filled.
-    """
+    """(64, 160): column i lists the bins that bin i tries for its number, itself first."""
     bins = np.arange(NUM_HASHES, dtype=np.uint64)
     attempts = np.arange(64, dtype=np.uint64)[:, None]
-    orders = (mix_hashes(bins + attempts * np.uint64(NUM_HASHES)) % np.uint64(NUM_HASHES)).astype(
-        np.int64
-    )
+    hashes = mix_hashes(bins + attempts * np.uint64(NUM_HASHES))
+    orders = (hashes % np.uint64(NUM_HASHES)).astype(np.int64)
     orders[0] = np.arange(NUM_HASHES)
     return orders
 
 
+# Bin i holds the hashes from i * 2^64 / 160 (rounded up) on
 _BIN_STARTS = np.array([-((i << 64) // -NUM_HASHES) for i in range(NUM_HASHES)], dtype=np.uint64)
 _BIN_ENDS = np.append(_BIN_STARTS[1:] - np.uint64(1), np.uint64(2**64 - 1))
 _ORDERS = _orders()
@@ -58,20 +56,16 @@ def signature(text: str, near: bool = True, prompt: str = "") -> bytes:
     if prompt:
         text = f"{prompt}\0{text}"  # documents contain no NUL
     record = np.zeros((), RECORD)
-    same = (
-        unicodedata.normalize("NFC", text)
-        .replace("\r\n", "\n")
-        .strip()
-        .encode("utf-8", "surrogatepass")
-    )
-    record["exact"] = np.frombuffer(hashlib.blake2b(same, digest_size=16).digest(), "<u8")
+    normal = unicodedata.normalize("NFC", text).replace("\r\n", "\n").strip()
+    data = normal.encode("utf-8", "surrogatepass")
+    record["exact"] = np.frombuffer(hashlib.blake2b(data, digest_size=16).digest(), "<u8")
     if near:
         record["shingles"], record["minhash"] = _minhash(text)
     return record.tobytes()
 
 
 def _minhash(text: str) -> tuple[int, NDArray[np.uint16]]:
-    """The number of distinct shingles (the largest of any block of a long text), and the MinHash."""
+    """The number of distinct shingles (of a long text, the most of any block), and the MinHash."""
     shingles = 0
     smallest = np.full(NUM_HASHES, 2**64 - 1, np.uint64)
     filled = np.zeros(NUM_HASHES, bool)
@@ -79,12 +73,14 @@ def _minhash(text: str) -> tuple[int, NDArray[np.uint16]]:
         if not len(hashes):
             continue
         hashes.sort()
-        shingles = max(shingles, 1 + int(np.count_nonzero(hashes[1:] != hashes[:-1])))
+        distinct = 1 + int(np.count_nonzero(hashes[1:] != hashes[:-1]))
+        shingles = max(shingles, distinct)
         # Bins are ranges of hashes, so the smallest hash of a bin is the first from the start of
         # the range on.
-        found = hashes[np.minimum(np.searchsorted(hashes, _BIN_STARTS), len(hashes) - 1)]
-        inside = (found >= _BIN_STARTS) & (found <= _BIN_ENDS)
-        smallest = np.where(inside, np.minimum(smallest, found), smallest)
+        places = np.searchsorted(hashes, _BIN_STARTS)
+        firsts = hashes[np.minimum(places, len(hashes) - 1)]  # (160,)
+        inside = (firsts >= _BIN_STARTS) & (firsts <= _BIN_ENDS)  # else the bin has no shingle
+        smallest = np.where(inside, np.minimum(smallest, firsts), smallest)
         filled |= inside
     if not filled.all():
         attempt = filled[_ORDERS].argmax(axis=0)  # the first that leads to a bin with a shingle

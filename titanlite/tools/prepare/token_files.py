@@ -29,7 +29,7 @@ from titanlite.tools.prepare.job import HOLDOUT, File, Piece
 
 # Ids that are read at a time; also the most that are hashed to choose a document's split
 BLOCK = 1 << 20
-DOCUMENTS = 1 << 16  # whose places are read from an index at a time
+DOCUMENTS = 1 << 16  # documents whose places are read from an index at a time
 LLMC_HEADER = 1024  # bytes
 INDEX_HEADER = np.dtype(
     [("magic", "S9"), ("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("bounds", "<u8")]
@@ -54,7 +54,8 @@ def token_documents(piece: Piece, tokenizer: Tokenizer) -> Iterator[Document]:
     """
     file = piece.file
     layout = token_layout(file.path, file.size, tokenizer)
-    low, high = (_first_id(layout, place) for place in (piece.begin, piece.end))
+    low = _first_id(layout, piece.begin)
+    high = _first_id(layout, piece.end)
     if file.kind == "megatron":
         bounds = _indexed(file, layout, low, high)
     else:
@@ -75,7 +76,10 @@ def token_documents(piece: Piece, tokenizer: Tokenizer) -> Iterator[Document]:
 
 def _first_id(layout: Layout, place: int) -> int:
     """The index of the first id from a byte of the file on. The header belongs to the first id."""
-    return max(1, -((layout.offset - place) // layout.dtype.itemsize)) if place else 0
+    if place == 0:
+        return 0
+    ids_before = -((layout.offset - place) // layout.dtype.itemsize)  # rounded up
+    return max(1, ids_before)
 
 
 def token_layout(path: str, size: int, tokenizer: Tokenizer) -> Layout:
@@ -84,6 +88,7 @@ def token_layout(path: str, size: int, tokenizer: Tokenizer) -> Layout:
     Raises ConfigError for a wrong size.
     """
     start = np.fromfile(path, "<u4", 1024)
+    index = Path(path).with_suffix(".idx")
     offset = 0
     dtype: np.dtype[Any] = np.dtype("<u2")
     if len(start) and int(start[0]) in LLMC:
@@ -93,19 +98,23 @@ def token_layout(path: str, size: int, tokenizer: Tokenizer) -> Layout:
             )
         offset = LLMC_HEADER
         dtype = np.dtype(LLMC[int(start[0])])
-        if size - offset != int(start[2]) * dtype.itemsize:
-            found = (size - offset) // dtype.itemsize
+        stated_ids = int(start[2])
+        if size - offset != stated_ids * dtype.itemsize:
+            num_ids = (size - offset) // dtype.itemsize
             raise ConfigError(
-                f"{path}: its header says {start[2]} ids at byte 8, but {found} follow; it is truncated"
+                f"{path}: its header says {stated_ids} ids at byte 8, but {num_ids} follow; "
+                "it is truncated"
             )
-    elif (index := Path(path).with_suffix(".idx")).is_file():
-        dtype = np.dtype(DTYPES[_header(index)[0]])
+    elif index.is_file():
+        type_code, _, _ = _header(index)
+        dtype = np.dtype(DTYPES[type_code])
     elif size % 4 == 0 and len(start) > 1 and int(start.max()) < max(tokenizer.size, 1 << 16):
         # Two ids of 16 bits would be a larger number, unless each second one is 0
         dtype = np.dtype("<u4")
     if (size - offset) % dtype.itemsize:
         raise ConfigError(
-            f"{path}: {size} bytes, not a whole number of {dtype.itemsize}-byte ids; it is truncated"
+            f"{path}: {size} bytes, not a whole number of {dtype.itemsize}-byte ids; "
+            "it is truncated"
         )
     return Layout(dtype, offset, (size - offset) // dtype.itemsize)
 
@@ -120,16 +129,19 @@ def has_documents(file: File, tokenizer: Tokenizer) -> bool:
 def _read(file: File, layout: Layout, begin: int, end: int, tokenizer: Tokenizer) -> Iterator[Ids]:
     """Ids begin to end in blocks. Raises ConfigError for one beyond the vocabulary."""
     for start in range(begin, end, BLOCK):
-        at = layout.offset + start * layout.dtype.itemsize
-        ids = np.fromfile(file.path, layout.dtype, min(BLOCK, end - start), offset=at)
-        if len(ids) < min(BLOCK, end - start):
+        count = min(BLOCK, end - start)
+        offset = layout.offset + start * layout.dtype.itemsize
+        ids = np.fromfile(file.path, layout.dtype, count, offset=offset)
+        if len(ids) < count:
             raise ConfigError(f"{file.path}: became shorter while it was read; start again")
         wrong = (ids >= tokenizer.size) | (ids < 0)
         if wrong.any():
             first = int(np.argmax(wrong))
+            place = offset + first * layout.dtype.itemsize
             raise ConfigError(
-                f"{file.path}: id {ids[first]} at byte {at + first * layout.dtype.itemsize}; expected ids below "
-                f"{tokenizer.size}, the size of the tokenizer {tokenizer.path}: was the file made with another one?"
+                f"{file.path}: id {ids[first]} at byte {place}; expected ids below "
+                f"{tokenizer.size}, the size of the tokenizer {tokenizer.path}: "
+                "was the file made with another one?"
             )
         yield ids
 
@@ -137,43 +149,47 @@ def _read(file: File, layout: Layout, begin: int, end: int, tokenizer: Tokenizer
 def _bounds(
     file: File, layout: Layout, tokenizer: Tokenizer, low: int, high: int
 ) -> Iterator[tuple[int, int, str]]:
-    """(first id, end, split) of each document that begins from id `low` to `high` - 1; only these
-    are scanned.
+    """(first id, end, split) of each document that begins from id `low` to `high` - 1.
+
+    Reads no further than the end of the last of them.
     """
     first = np.fromfile(file.path, layout.dtype, 1, offset=layout.offset)
-    begins = len(first) > 0 and int(first[0]) in (tokenizer.bos, tokenizer.eos)
-    delimiter = int(first[0]) if begins else tokenizer.eos
-    after = not begins  # a delimiter that ends a document belongs to it
-    begin = 0 if low == 0 else -1  # -1: the document that begins before `low` has not ended yet
+    if len(first) and int(first[0]) in (tokenizer.bos, tokenizer.eos):
+        delimiter = int(first[0])
+        after = 0  # the delimiter begins a document
+    else:
+        delimiter = tokenizer.eos
+        after = 1  # it ends one, and the next document begins after it
+    begin = 0 if low == 0 else None  # None: within a document that begins before `low`
     for start in range(max(0, low - after), layout.num_ids, BLOCK):
-        if begin < 0 and start + after >= high:
+        if begin is None and start + after >= high:
             return
-        ids = np.fromfile(
-            file.path, layout.dtype, BLOCK, offset=layout.offset + start * layout.dtype.itemsize
-        )
+        offset = layout.offset + start * layout.dtype.itemsize
+        ids = np.fromfile(file.path, layout.dtype, BLOCK, offset=offset)
         for place in np.flatnonzero(ids == delimiter):
             cut = start + int(place) + after
-            if 0 <= begin < cut:
+            if begin is not None and begin < cut:
                 yield begin, cut, file.split
             begin = cut
             if begin >= high:
                 return
-    if 0 <= begin < layout.num_ids:
+    if begin is not None and begin < layout.num_ids:
         yield begin, layout.num_ids, file.split
 
 
 def _header(index: Path) -> tuple[int, int, int]:
     """(code of the type, number of sequences, number of document bounds) of Megatron's index."""
     header = np.fromfile(index, INDEX_HEADER, 1)
-    if not len(header) or header[0]["magic"] != MEGATRON.rstrip(b"\0") or header[0]["version"] != 1:
+    magic = MEGATRON.rstrip(b"\0")  # numpy drops the zeros at the end of a string
+    if not len(header) or header[0]["magic"] != magic or header[0]["version"] != 1:
         raise ConfigError(
-            f"{index}: not a Megatron index of version 1: its first {INDEX_HEADER.itemsize} bytes differ"
+            f"{index}: not a Megatron index of version 1: "
+            f"its first {INDEX_HEADER.itemsize} bytes differ"
         )
     code = int(header[0]["dtype"])
     if code not in DTYPES:
-        raise ConfigError(
-            f"{index}: type {code} at byte 17; expected one of {', '.join(map(str, DTYPES))} (integers)"
-        )
+        allowed = ", ".join(map(str, DTYPES))
+        raise ConfigError(f"{index}: type {code} at byte 17; expected one of {allowed} (integers)")
     return code, int(header[0]["sequences"]), int(header[0]["bounds"])
 
 
@@ -187,11 +203,9 @@ class Index(NamedTuple):
 
     def start(self, sequence: int, itemsize: int) -> int:
         """The byte at which a sequence begins: where the one before it ends."""
-        return (
-            int(self.pointers[sequence - 1]) + int(self.sizes[sequence - 1]) * itemsize
-            if sequence
-            else 0
-        )
+        if sequence == 0:
+            return 0
+        return int(self.pointers[sequence - 1]) + int(self.sizes[sequence - 1]) * itemsize
 
     def document(self, number: int, itemsize: int) -> int:
         """The byte at which a document begins."""
@@ -207,56 +221,65 @@ class Index(NamedTuple):
 
 def _open_index(path: Path) -> Index:
     """Raises ConfigError if its size does not fit its header."""
-    _, sequences, count = _header(path)
-    at = INDEX_HEADER.itemsize
-    expected = at + sequences * 12 + count * 8
+    _, sequences, num_bounds = _header(path)
+    sizes_at = INDEX_HEADER.itemsize
+    pointers_at = sizes_at + 4 * sequences
+    bounds_at = pointers_at + 8 * sequences
+    expected = bounds_at + 8 * num_bounds
     size = path.stat().st_size
     if size != expected:
         raise ConfigError(
             f"{path}: {size} bytes, expected {expected} by its header; it is truncated"
         )
     data = np.memmap(path, np.uint8, "r")
-    cuts = at + 4 * sequences, at + 12 * sequences
-    places = data[cuts[0] : cuts[1]].view("<i8"), data[cuts[1] :].view("<i8")
-    index = Index(path, data[at : cuts[0]].view("<i4"), *places)
-    if count and (index.bounds[0] != 0 or index.bounds[-1] != sequences):
+    index = Index(
+        path,
+        sizes=data[sizes_at:pointers_at].view("<i4"),
+        pointers=data[pointers_at:bounds_at].view("<i8"),
+        bounds=data[bounds_at:].view("<i8"),
+    )
+    if num_bounds and (index.bounds[0] != 0 or index.bounds[-1] != sequences):
         raise index.disorder()
     return index
 
 
 def _indexed(file: File, layout: Layout, low: int, high: int) -> Iterator[tuple[int, int, str]]:
-    """(first id, end, split) of each document of a Megatron file that begins from id `low` to
-    `high` - 1.
+    """(first id, end, split) of each document of a Megatron file from id `low` to `high` - 1.
 
     Only their part of the index is read and checked; the parts of all pieces are the whole index,
     also of a damaged one. Raises ConfigError if index and file do not fit.
     """
     index = _open_index(Path(file.path).with_suffix(".idx"))
     itemsize = layout.dtype.itemsize
+
+    def begin_of(document: int) -> int:
+        return index.document(document, itemsize)
+
+    # Documents begin in order, so that those from `low` to `high` are found by bisection
     documents = range(max(0, len(index.bounds) - 1))
-    first = (
-        bisect.bisect_left(documents, low * itemsize, key=lambda i: index.document(i, itemsize))
-        if low
-        else 0
-    )
-    last = bisect.bisect_left(documents, high * itemsize, key=lambda i: index.document(i, itemsize))
-    last = len(documents) if high >= layout.num_ids else last
+    first = 0
+    if low > 0:
+        first = bisect.bisect_left(documents, low * itemsize, key=begin_of)
+    last = bisect.bisect_left(documents, high * itemsize, key=begin_of)
+    if high >= layout.num_ids:
+        last = len(documents)  # also empty ones, which begin at the end of the file
+
     for begin in range(first, last, DOCUMENTS):
         bounds = np.array(index.bounds[begin : min(begin + DOCUMENTS, last) + 1])
         if bounds[0] < 0 or bounds[-1] > len(index.sizes) or (np.diff(bounds) < 0).any():
             raise index.disorder()
         _check_sequences(index, file, layout, range(int(bounds[0]), int(bounds[-1])))
-        before = bounds[bounds > 0] - 1
+        # A document begins where the sequence before its first one ends
+        has_previous = bounds > 0
+        previous = bounds[has_previous] - 1
         starts = np.zeros(len(bounds), np.int64)
-        starts[bounds > 0] = index.pointers[before] // itemsize + index.sizes[before]
+        starts[has_previous] = index.pointers[previous] // itemsize + index.sizes[previous]
         for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
             yield start, end, file.split
 
 
 def _check_sequences(index: Index, file: File, layout: Layout, sequences: range) -> None:
-    """Raises ConfigError unless each of these sequences begins where the one before it ends, within
-    the file.
-    """
+    """Raises ConfigError unless these sequences follow one another, within the file."""
     itemsize = layout.dtype.itemsize
     for begin in sequences[::BLOCK]:
         place = slice(begin, min(begin + BLOCK, sequences.stop))
@@ -267,8 +290,10 @@ def _check_sequences(index: Index, file: File, layout: Layout, sequences: range)
         wrong = (pointers != expected) | (sizes < 0) | (ends > layout.num_ids * itemsize)
         if wrong.any():
             first = int(np.argmax(wrong))
-            at = INDEX_HEADER.itemsize + 4 * len(index.sizes) + 8 * (begin + first)
+            sequence = begin + first
+            pointer_at = INDEX_HEADER.itemsize + 4 * len(index.sizes) + 8 * sequence
             raise ConfigError(
-                f"{index.path}: sequence {begin + first}, at byte {at}, is at byte {pointers[first]} of {file.path} "
-                f"with {sizes[first]} ids; expected the sequences one after the other, within its {file.size}"
+                f"{index.path}: sequence {sequence}, at byte {pointer_at}, is at byte "
+                f"{pointers[first]} of {file.path} with {sizes[first]} ids; expected the sequences "
+                f"one after the other, within its {file.size}"
             )
