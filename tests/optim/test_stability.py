@@ -24,7 +24,7 @@ CPU, NAN = torch.device("cpu"), float("nan")
 def make_guard(**keys) -> Guard:
     """A guard of one parameter, whose steps have eight samples each."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.1, fused=True)
-    stream = SimpleNamespace(order=None, begun=0, samples=8)
+    stream = SimpleNamespace(order=SimpleNamespace(number=int), begun=0, samples=8)
     return Guard(
         StabilityConfig(**keys), stream, optimizer, CPU, SimpleNamespace(degrees={"tp": 1})
     )
