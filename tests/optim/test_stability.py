@@ -24,9 +24,7 @@ CPU, NAN = torch.device("cpu"), float("nan")
 def make_guard(dtype: str = "float32", scale: float = 1.0, **keys) -> Guard:
     """A guard of one parameter, whose steps have eight samples each."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.1, fused=True)
-    stream = SimpleNamespace(
-        order=SimpleNamespace(number=lambda position: position), begun=0, samples=8
-    )
+    stream = SimpleNamespace(order=SimpleNamespace(number=int), begun=0, samples=8)
     scaler = LossScale(TrainingConfig(compute_dtype=dtype, loss_scale=scale), optimizer, CPU)
     mesh = SimpleNamespace(degrees={"tp": 1})
     return Guard(StabilityConfig(**keys), stream, optimizer, scaler, mesh, CPU)

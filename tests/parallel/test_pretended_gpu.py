@@ -255,7 +255,7 @@ def withhold_an_offloaded_update(guard: Path) -> None:
         optimizer = build_optimizer([model], OptimizerConfig())
         scale = LossScale(TrainingConfig(compute_dtype="float16"), optimizer, GPU)
         stream, mesh, empty = (
-            mock.Mock(begun=0, samples=2),
+            mock.Mock(begun=0, samples=2, order=mock.Mock(number=int)),
             mock.Mock(degrees={"tp": 1}),
             torch.empty,
         )

@@ -53,7 +53,7 @@ ALTERNATIVES = (
 )
 # Of these, keys that are chosen by 0 or an empty value too: everywhere, and on the command line
 # only, because the config.toml of a run has them beside the alternative that counts
-CHOSEN_BY_ZERO = ("schedule.warmup_steps",)
+CHOSEN_BY_ZERO = ("schedule.warmup_steps", "run.sample_tokens")
 CHOSEN_BY_ZERO_IN_COMMAND = ("schedule.decay_fraction", "validation.prompts")
 MOST_PROBLEMS = 5000  # of a command line, that are reported
 

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from titanlite.config.schema import EmaConfig
 from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.torch_private import foreach_lerp_
-from titanlite.optim.found_inf import withheld
+from titanlite.optim.found_inf import found_inf_of
 
 
 class WeightEMA:
@@ -113,7 +113,7 @@ class WeightEMA:
         self.steps += 1
         share = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
         shards = self._shards()
-        found_inf = withheld(self.optimizer)
+        found_inf = found_inf_of(self.optimizer)
         if found_inf is None and all(weights.dtype == torch.float32 for _, weights in shards):
             averages = [average for average, _ in shards]
             foreach_lerp_(averages, [weights for _, weights in shards], share)

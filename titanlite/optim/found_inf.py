@@ -44,8 +44,3 @@ def require_withholding(optimizer: torch.optim.Optimizer, setting: str) -> None:
     if not (fused or getattr(optimizer, "honours_found_inf", False)):
         name = type(optimizer).__name__
         raise ConfigError(f"{setting}: {name} cannot withhold an update; expected fused AdamW")
-
-
-def withheld(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """1.0 on the device if the last update was withheld, 0.0 if not; None without a decision."""
-    return getattr(optimizer, "found_inf", None)
