@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from model_builder import TOKENS, assert_same, build_stages, full, small_model
+from model_builder import EVEN, TOKENS, assert_same, build_stages, full, small_model
 from torch.distributed.tensor import DTensor
 
 from titanlite.data.stream import Batch
 from titanlite.optim.loss import cross_entropy_sum
+from titanlite.parallel.parallelize import assign_shard
 
 
 def sharded_gradients(parallel: dict) -> tuple[dict, dict]:
@@ -47,6 +48,23 @@ def test_weights_are_bit_equal_and_gradients_equal_in_every_layout(pool, world_s
         assert_same(
             found, {name: p.grad for name, p in plain.named_parameters()}, rtol=1e-4, atol=1e-6
         )
+
+
+def rows_of_wq() -> tuple[str, list[int]]:
+    """The placements of a wq of 32 rows, and the rows that this rank holds."""
+    model = build_stages({"dp_shard": 2, "tp": 2}, llama=EVEN).model_parts[0]
+    weight = model.layers["0"].attention.wq.weight
+    numbered = torch.arange(32.0)[:, None].expand(32, 32)
+    assign_shard(weight.detach(), numbered)
+    return str(weight.placements), weight.to_local()[:, 0].int().tolist()
+
+
+def test_with_tp_the_rows_of_a_rank_are_a_part_of_its_half_of_tp(pool):
+    """tp cuts first: FSDP divides what tp leaves to a rank, although dp_shard is the outer axis."""
+    placements, rows = zip(*pool.run(4, rows_of_wq), strict=True)
+    assert set(placements) == {"(_StridedShard(dim=0, sf=2), Shard(dim=0))"}
+    starts = [0, 16, 8, 24]  # of ranks 0 to 3: (dp_shard, tp) = (0, 0), (0, 1), (1, 0), (1, 1)
+    assert list(rows) == [list(range(start, start + 8)) for start in starts]
 
 
 def rope_dtype_in_a_block() -> list[torch.dtype]:

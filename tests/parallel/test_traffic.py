@@ -19,6 +19,7 @@ from model_builder import EVEN, build_stages
 from torch.distributed.tensor import DTensor, Partial, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite.config.schema import RecomputeConfig
 from titanlite.data.stream import Batch
 
 B, S, D, K, DH = 2, 16, EVEN.dim, EVEN.num_kv_heads, EVEN.head_dim
@@ -33,10 +34,8 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.size, self.sent = (
-            size,
-            dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "send"), 0),
-        )
+        self.size = size
+        self.sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "send"), 0)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
@@ -61,8 +60,9 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sent(parallel: dict, num_layers: int, size: int) -> dict[str, int]:
-    stages = build_stages(parallel, llama=replace(EVEN, num_layers=num_layers))
+def sent(parallel: dict, num_layers: int, size: int, mode: str = "none") -> dict[str, int]:
+    recompute = RecomputeConfig(mode=mode)
+    stages = build_stages(parallel, 0, replace(EVEN, num_layers=num_layers), recompute)
     tokens = torch.randint(104, (B, S + 1), generator=torch.Generator().manual_seed(0))
     for _ in range(2):  # the first run of a pipeline sends additional messages
         with Traffic(size) as traffic:
@@ -70,10 +70,13 @@ def sent(parallel: dict, num_layers: int, size: int) -> dict[str, int]:
     return traffic.sent
 
 
-def per_block(pool, parallel: dict, size: int) -> dict[str, int]:
-    """The traffic of a model with three blocks minus that of a model with two."""
+def per_block(pool, parallel: dict, size: int, mode: str = "none") -> dict[str, int]:
+    """The traffic of a model with three blocks minus that of a model with two.
+
+    `mode`: of recomputation.
+    """
     (more, *_), (less, *_) = (
-        pool.run(size, sent, parallel, num_layers, size) for num_layers in (3, 2)
+        pool.run(size, sent, parallel, num_layers, size, mode) for num_layers in (3, 2)
     )
     return {kind: more[kind] - less[kind] for kind in more if more[kind] != less[kind]}
 
@@ -96,9 +99,12 @@ def part(size: int) -> float:
     return (size - 1) / size
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_sharding(pool, size):
-    found = per_block(pool, {"dp_shard": size, "reshard_after_forward": "always"}, size)
+@pytest.mark.parametrize(
+    ("size", "mode"), [pytest.param(2, "none", marks=pytest.mark.slow), (4, "none"), (2, "full")]
+)
+def test_sharding(pool, size, mode):
+    """Recomputation sends nothing more: it runs while the backward has the weights gathered."""
+    found = per_block(pool, {"dp_shard": size, "reshard_after_forward": "always"}, size, mode)
     assert found == {
         "all_gather": 2 * BYTES * BLOCK * part(size),
         "reduce_scatter": BYTES * BLOCK * part(size),
@@ -117,11 +123,22 @@ def test_replicas(pool):
     assert per_block(pool, {"dp_replicate": 2}, 2) == {"all_reduce": 2 * BYTES * BLOCK * part(2)}
 
 
-def test_tensor_parallel(pool):
-    found = per_block(pool, {"tp": 2}, 2)
+@pytest.mark.parametrize(
+    ("mode", "all_gathers", "reduce_scatters"),
+    [("none", 4, 4), ("selective", 6, 4), ("full", 6, 5)],
+)
+def test_tensor_parallel(pool, mode, all_gathers, reduce_scatters):
+    """Recomputation repeats the forward's two all-gathers, and `full` the first of its two
+    reduce-scatters: nothing in the backward needs the result of the second.
+    """
+    found = per_block(pool, {"tp": 2}, 2, mode)
     one = BYTES * B * S * D * part(2)
     norms = 2 * 2 * BYTES * D * part(2)  # an all-reduce of each norm's gradient
-    assert found == {"all_gather": 4 * one, "reduce_scatter": 4 * one, "all_reduce": norms}
+    assert found == {
+        "all_gather": all_gathers * one,
+        "reduce_scatter": reduce_scatters * one,
+        "all_reduce": norms,
+    }
 
 
 def test_ends_of_the_model_under_tensor_parallel(pool):
@@ -133,13 +150,24 @@ def test_ends_of_the_model_under_tensor_parallel(pool):
     assert ends == {"all_gather": 2 * one, "reduce_scatter": 2 * one, "all_reduce": norm + loss}
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_context_parallel(pool, size):
-    """In addition to the traffic of weights sharded over the same processes."""
-    sharding = per_block(pool, {"dp_shard": size}, size)
-    found = per_block(pool, {"cp": size}, size)
+@pytest.mark.parametrize(
+    ("size", "mode", "all_gathers"),
+    [
+        (2, "none", 1),
+        pytest.param(4, "none", 1, marks=pytest.mark.slow),
+        (2, "selective", 2),
+        (2, "full", 2),
+    ],
+)
+def test_context_parallel(pool, size, mode, all_gathers):
+    """In addition to the traffic of weights sharded over the same processes.
+
+    Recomputation gathers keys and values again.
+    """
+    sharding = per_block(pool, {"dp_shard": size}, size, mode)
+    found = per_block(pool, {"cp": size}, size, mode)
     assert {kind: found[kind] - sharding[kind] for kind in found} == {
-        "all_gather": 2 * BYTES * B * S * K * DH * part(size),
+        "all_gather": all_gathers * 2 * BYTES * B * S * K * DH * part(size),
         "reduce_scatter": 2 * BYTES * B * S * K * DH * part(size),
     }
 

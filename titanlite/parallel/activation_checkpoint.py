@@ -3,16 +3,18 @@
 What it is: `torch.utils.checkpoint` around the forward of all blocks or of every n-th, in three
 modes:
 * `full` keeps only the block's input (arXiv 1604.06174).
-* `selective` also keeps the results of the operators in SAVED and of every second matmul, which take the most
-  computation or communication per byte kept (after arXiv 2205.05198).
-* `memory_budget` leaves the choice to the compiler, which solves a knapsack of time against memory for each block.
+* `selective` also keeps the results of the operators in SAVED and of every second matmul, which
+  take the most computation or communication per byte kept (after arXiv 2205.05198).
+* `memory_budget` leaves the choice to the compiler, which solves a knapsack of time against memory
+  for each block.
 `full` and `selective` work with and without the compiler.
 
 Why it is here: activations grow with the batch and the sequence, and can take more memory than
 weights and moments. What it costs, per block and local batch: `none` keeps every intermediate
 result and computes nothing twice; `full` keeps b B S D / (cp tp) bytes (b per number) and adds one
-forward with its communication, a third of the step's compute; the other modes lie between these
-two.
+forward, a third of the step's compute; the other modes lie between these two. Recomputation also
+repeats communication: both modes the all-gathers of tp and cp, and `full` one of tp's two
+reduce-scatters. FSDP sends nothing more, because the backward has the block's weights gathered.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from titanlite.distributed.torch_private import (
     SCALED_MM,
     SHARD_ALL_TO_ALL,
 )
+from titanlite.parallel.activation_offload import offload_input
 
 SAVED = {  # by `selective`, in addition to every second operator of MATMULS
     *FUSED_ATTENTION,
@@ -45,9 +48,7 @@ MATMULS = (torch.ops.aten.mm.default, SCALED_MM)  # the second is that of float8
 
 
 def apply_ac(model: Any, config: RecomputeConfig) -> None:
-    """Replaces the forward of every n-th block, for `full` and `selective`; not names or
-    parameters.
-    """
+    """Replaces the forward of every n-th block, for `full` and `selective`."""
     if config.mode in ("none", "memory_budget"):
         return
     options: dict[str, Any] = {"use_reentrant": False}
@@ -57,8 +58,6 @@ def apply_ac(model: Any, config: RecomputeConfig) -> None:
         if int(name) % config.every == 0:
             block.forward = functools.partial(checkpoint, block.forward, **options)
             if config.offload:
-                from titanlite.parallel.activation_offload import offload_input
-
                 block.forward = offload_input(block.forward)
 
 

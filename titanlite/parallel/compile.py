@@ -46,17 +46,22 @@ def missing_for_inductor(device_type: str) -> str:
         return "the GPU's compute capability is below 7.0"
     if device_type == "cuda" and not has_triton_package():
         return "no Triton (a package that torch's CUDA builds install)"
-    variable, usual, language = (
-        ("CC", ("gcc", "clang"), "c") if device_type == "cuda" else ("CXX", ("g++",), "c++")
-    )
-    names = (os.environ[variable],) if variable in os.environ else usual
-    program = next((found for name in names if (found := shutil.which(name))), None)
-    if program is None:
-        return (
-            f"{variable} = {names[0]!r} is not a program"
-            if variable in os.environ
-            else f"no {' or '.join(usual)}"
-        )
+    if device_type == "cuda":
+        variable = "CC"
+        language = "c"
+        names = ["gcc", "clang"]
+    else:
+        variable = "CXX"
+        language = "c++"
+        names = ["g++"]
+    if variable in os.environ:
+        program = shutil.which(os.environ[variable])
+        if program is None:
+            return f"{variable} = {os.environ[variable]!r} is not a program"
+    else:
+        program = next(filter(None, map(shutil.which, names)), None)
+        if program is None:
+            return f"no {' or '.join(names)}"
     command = [program, "-x", language, "-fsyntax-only", "-I", sysconfig.get_path("include"), "-"]
     done = subprocess.run(command, input=b"#include <Python.h>\n", capture_output=True, check=False)
     if done.returncode:
@@ -73,31 +78,31 @@ def missing_compiler(config: Config, device_type: str) -> str:
     Raises ConfigError on all ranks if a setting requires it.
     """
     missing = first_message(missing_for_inductor(device_type))
-    required = {  # setting -> (alternative that needs no compiler, whether the setting is used)
-        "compile.enabled = true": ("compile.enabled = false", config.compile.enabled == "true"),
-        "recompute.mode = memory_budget": (
-            "another recompute.mode",
-            config.recompute.mode == "memory_budget",
-        ),
-        "compile.loss = true": ("compile.loss = false", config.compile.loss),
-    }
-    for setting, (otherwise, is_set) in required.items():
-        if missing and is_set:
-            raise ConfigError(
-                f"{setting} needs a compiler: {missing}; expected one, or {otherwise}"
-            )
+    if not missing:
+        return ""
+    required = ""
+    if config.compile.enabled == "true":
+        required = "compile.enabled = true"
+        alternative = "compile.enabled = false"
+    elif config.recompute.mode == "memory_budget":
+        required = "recompute.mode = memory_budget"
+        alternative = "another recompute.mode"
+    elif config.compile.loss:
+        required = "compile.loss = true"
+        alternative = "compile.loss = false"
+    if required:
+        raise ConfigError(f"{required} needs a compiler: {missing}; expected one, or {alternative}")
     return missing
 
 
 def apply_compile(
     model: Any, backend: str, recompute: RecomputeConfig, async_tp: bool = False
 ) -> None:
-    """Replaces each block's forward by its compiled version; with `fullgraph` a graph break is an
-    error.
-    """
+    """Replaces each block's forward by its compiled version."""
     options = OVERLAP_TENSOR_PARALLEL if async_tp else None  # inductor's
     set_activation_memory_budget(recompute.budget if recompute.mode == "memory_budget" else 1.0)
     for block in model.layers.values():
+        # fullgraph: a graph break is an error
         block.forward = torch.compile(
             block.forward, backend=backend, options=options, fullgraph=True
         )

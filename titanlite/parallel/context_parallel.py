@@ -3,13 +3,16 @@
 What it is: every module but attention works on single tokens, so each rank computes S/cp tokens. In
 attention a query needs the keys and values of all earlier tokens. There are three ways to get them:
 
-* `all_gather` (Llama 3, arXiv 2407.21783, section 3.3.2): every rank all-gathers the keys and values of the layer. With
-  grouped-query attention these are small: K heads, against H heads of queries.
-* `ulysses` (DeepSpeed-Ulysses, arXiv 2309.14509): an all-to-all turns "all heads, S/cp tokens" into "H/cp heads, all
-  tokens", plain attention follows, and another all-to-all restores the first layout. cp must divide H and K.
-* `ring` (arXiv 2310.01889): keys and values rotate over the ranks in cp - 1 steps, while each rank attends to those it
-  received before. It is torch's `context_parallel`, used for CUDA only. That does not support grouped-query attention,
-  so keys and values are repeated for each query head.
+* `all_gather` (Llama 3, arXiv 2407.21783, section 3.3.2): every rank all-gathers the keys and
+  values of the layer. With grouped-query attention these are small: K heads, against H heads of
+  queries.
+* `ulysses` (DeepSpeed-Ulysses, arXiv 2309.14509): an all-to-all turns "all heads, S/cp tokens" into
+  "H/cp heads, all tokens", plain attention follows, and another all-to-all restores the first
+  layout. cp must divide H and K.
+* `ring` (arXiv 2310.01889): keys and values rotate over the ranks in cp - 1 steps, while each rank
+  attends to those it received before. It is torch's `context_parallel`, used for CUDA only. torch's
+  ring attention does not support grouped-query attention, so keys and values are repeated for each
+  query head.
 
 A causal mask makes late tokens cost more than early ones. So with all_gather and ring the sequence
 is cut into 2 cp chunks, and rank r holds chunk r (of the first half) and chunk 2 cp - 1 - r (of the
@@ -21,11 +24,12 @@ r. With Ulysses each rank attends over the whole sequence, so contiguous parts a
 Why it is here: the activations of a long sequence do not fit on one device; with grouped-query
 attention cp is cheap. What it costs, per rank, block and local batch, with b bytes per number, H
 and K after the division by tp: all_gather moves 2 b B S K Dh (cp-1)/cp forward (keys and values)
-and as much backward (the sum of their gradients); ulysses b B S (2H + 2K) Dh (cp-1)/cp^2 in each
-direction; ring 2 b B S H Dh (cp-1)/cp forward, and the same backward, plus the gradients of keys
-and values. Activations are 1/cp; FSDP shards weights over cp as it does over dp_shard. (On gloo
-DTensor has no all-to-all: it gathers and cuts instead, which sends more bytes and gives equal
-numbers.)
+and as much backward (the sum of their gradients), and with `recompute.mode` full or selective it
+gathers keys and values again, 6 b B S K Dh (cp-1)/cp in all; ulysses moves b B S (2H + 2K) Dh
+(cp-1)/cp^2 in each direction; ring 2 b B S H Dh (cp-1)/cp forward, and the same backward, plus the
+gradients of keys and values. Activations are 1/cp; FSDP shards weights over cp as it does over
+dp_shard. (On gloo DTensor has no all-to-all: it gathers and cuts instead, which sends more bytes
+and gives equal numbers.)
 
 Positions: a rank's RoPE table has the rows of its tokens. Labels are shifted by one before the
 sequence is cut (in `data/stream.py`), and then cut like tokens. After the cut a rank could not
@@ -73,8 +77,9 @@ def own_chunks(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def apply_cp(model: Any, mesh: DeviceMesh, method: str) -> None:
-    """Replaces each block's inner attention, and sets the model's positions to those of this rank's
-    tokens.
+    """Replaces each block's inner attention, and sets the positions of this rank's tokens.
+
+    Raises ConfigError for `ring` without CUDA.
     """
     if method == "ring":
         if mesh.device_type != "cuda":
@@ -159,11 +164,12 @@ def all_gather_attention(
     size = mesh.size()
     both = torch.stack((k, v))  # (2, B, K, S/cp, Dh): one all-gather for both
     gathered = DTensor.from_local(both, mesh, [Shard(3)]).redistribute(placements=[Replicate()])
-    # Each rank attends with its queries only, so its gradient of the keys is one term of a sum:
-    # Partial.
-    # The gathered chunks are in rank order: 0, 2cp-1, 1, 2cp-2, ...
+    # Each rank attends with its queries only: its gradient of the keys is one term of a sum
     chunks = gathered.to_local(grad_placements=[Partial()]).chunk(2 * size, dim=3)
-    order = [2 * i if i < size else 2 * (2 * size - 1 - i) + 1 for i in range(2 * size)]
+    # They are in the order of ranks: 0, 2 cp - 1, 1, 2 cp - 2, ... Where each is in the sequence:
+    heads = [2 * rank for rank in range(size)]
+    tails = [2 * rank + 1 for rank in reversed(range(size))]
+    order = heads + tails
     outputs = []
     for chunk, index, mask in zip(
         q.chunk(2, dim=2), own_chunks(mesh), documents or masks, strict=True
@@ -175,7 +181,7 @@ def all_gather_attention(
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, mesh: DeviceMesh) -> Tensor:
-    """Causal attention of H/cp heads over the whole sequence; shapes as in `all_gather_attention`."""
+    """Causal attention of H/cp heads over the whole sequence, with the same shapes."""
 
     def exchange(x: Tensor, source: Shard, target: Shard) -> Tensor:
         return DTensor.from_local(x, mesh, [source]).redistribute(placements=[target]).to_local()

@@ -1,15 +1,23 @@
 """Fully sharded data parallel (FSDP2; ZeRO-3, arXiv 1910.02054; arXiv 2304.11277).
 
 What it is: `fully_shard` on the units (the embedding, each block, the norm with the output layer),
-and on the model for the remaining parameters. The n = dp_shard * cp ranks compute with the same
-weights on different tokens, and each stores 1/n of every parameter, of its gradient and of its
-optimizer state: dimension 0 is cut into n pieces. Before a unit computes, its parameters are
-all-gathered; afterwards they are freed; in the backward they are gathered again, and the gradients
-are reduce-scattered. With dp_replicate > 1 (HSDP) each shard's gradient is also all-reduced over
-the replicas; n = 1 is then plain data parallel.
+and on the model for the remaining parameters. If embeddings are tied, as in debug, 1B and 3B, only
+blocks are units, and the embedding and the norm remain for the model. The n = dp_shard * cp ranks
+compute with the same weights on different tokens, and each stores 1/n of every parameter, of its
+gradient and of its optimizer state: dimension 0 is cut into n pieces. Before a unit computes, its
+parameters are all-gathered; afterwards they are freed; in the backward they are gathered again, and
+the gradients are reduce-scattered. With dp_replicate > 1 (HSDP) each shard's gradient is also
+all-reduced over the replicas; n = 1 is then plain data parallel.
 
-    a 4096 x 4096 weight, n = 4: rank 2 holds rows 2048 to 3071. In fp32 these are 16.8 MB of weight and 33.6 MB of
-    moments, also between steps. Their gradient, 16.8 MB, exists only from the backward to the end of the step.
+    a 4096 x 4096 weight, n = 4: rank 2 holds rows 2048 to 3071. In fp32 these are 16.8 MB of weight
+    and 33.6 MB of moments, also between steps. Their gradient, 16.8 MB, exists only from the
+    backward to the end of the step.
+
+With tp the weights are already cut over tp, and FSDP divides what a rank has. So with dp_shard = 2
+and tp = 2 the placements of a wq of 32 rows are (_StridedShard(0, split_factor=2), Shard(0)):
+
+    rank (dp_shard, tp)    0 (0, 0)    1 (0, 1)    2 (1, 0)    3 (1, 1)
+    rows of wq             0 - 7       16 - 23     8 - 15      24 - 31
 
 Why it is here: it works on every model without conditions on its sizes, and its traffic does not
 grow with the batch. What it costs, per rank and local batch, for N parameters (after the division
@@ -20,9 +28,11 @@ another unit. Memory: 16 N/n bytes for fp32 parameters, gradients and moments, p
 parameter of each unit that is gathered at the moment.
 
 The trade-offs, as keys of [parallel]:
-* `reshard_after_forward`: `never` saves the second all-gather and keeps all weights gathered, b N bytes; a number keeps
-  weights sharded over that many ranks (for example those of one node), which do the second all-gather among themselves.
-* `reduce_every_microbatch = false` reduces gradients once per step, and keeps them unsharded until then: r N bytes.
+* `reshard_after_forward`: `never` saves the second all-gather and keeps all weights gathered, b N
+  bytes; a number keeps weights sharded over that many ranks (for example those of one node), which
+  do the second all-gather among themselves.
+* `reduce_every_microbatch = false` reduces gradients once per step, not after each local batch
+  (which the key calls a microbatch), and keeps them unsharded until then: r N bytes.
 * `prefetch` gathers more units in advance, for b bytes per parameter of each.
 * `cpu_offload` keeps the 16 N/n bytes in CPU memory, with a copy in each direction and AdamW on the CPU.
 
@@ -48,16 +58,17 @@ def fsdp_units(model: Any) -> list[list[nn.Module]]:
 
     A tied embedding is in none: both ends use it.
     """
-    ends: list[nn.Module] = (
-        [] if model.config.tied_embeddings else [model.tok_embeddings, model.norm, model.output]
-    )
-    here = [[end] if any(True for _ in end.parameters()) else [] for end in ends]
-    first, norm, output = here if here else ([], [], [])
-    return [
-        unit
-        for unit in (first, *([block] for block in model.layers.values()), norm + output)
-        if unit
-    ]
+    blocks: list[nn.Module] = list(model.layers.values())
+    units = [[block] for block in blocks]
+    if not model.config.tied_embeddings:
+        units = [[model.tok_embeddings], *units, [model.norm, model.output]]
+    # A pipeline stage has no parameters in place of the ends that other stages have
+    units = [[module for module in unit if _has_parameters(module)] for unit in units]
+    return [unit for unit in units if unit]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def apply_fsdp(
@@ -87,8 +98,7 @@ def apply_fsdp(
         fully_shard(unit, reshard_after_forward=reshard, **options)
     fully_shard(model, reshard_after_forward=at_the_end, **options)
     for module in model.modules():
-        # On a single rank gradients need no divisor, and a divisor would cost a pass over all of
-        # them.
+        # On a single rank a divisor of 1 would cost a pass over all gradients
         if isinstance(module, FSDPModule) and options["mesh"].size() > 1:
             # With only a divisor of 1, FSDP2 uses PREMUL_SUM, which gloo does not have: request a
             # plain sum too.
@@ -98,22 +108,26 @@ def apply_fsdp(
 
 
 def _reshard(config: ParallelConfig, mesh: Mesh, last: bool) -> bool | int:
-    """True to shard a unit's weights again after the forward, False to keep them gathered, or over
-    how many ranks.
-    """
+    """Whether a unit's weights are sharded again after the forward, or over how many ranks."""
     mode = config.reshard_after_forward
     if mode == "default":
         # The backward begins with the last unit; and in a pipeline each microbatch would gather the
         # weights again.
         return not last and mesh["pp"].size() == 1
-    return int(mode) if mode.isdecimal() else mode == "always"
+    if mode.isdecimal():
+        return int(mode)
+    return mode == "always"
 
 
 def _prefetch(units: list[Any], depth: int) -> None:
-    """Each unit starts the all-gathers of the next `depth` units, forward and backward; 0 keeps
-    FSDP2's default.
+    """Each unit starts the all-gathers of the next `depth` units, forward and backward.
+
+    0 keeps FSDP2's default.
     """
-    if depth:
-        for i, unit in enumerate(units):
-            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + depth])
-            unit.set_modules_to_backward_prefetch(units[max(0, i - depth) : i][::-1])
+    if depth == 0:
+        return
+    for i, unit in enumerate(units):
+        following = units[i + 1 : i + 1 + depth]
+        previous = units[max(0, i - depth) : i]
+        unit.set_modules_to_forward_prefetch(following)
+        unit.set_modules_to_backward_prefetch(previous[::-1])

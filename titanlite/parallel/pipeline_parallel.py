@@ -7,19 +7,23 @@ of them compute the same sum. `torch.distributed.pipelining` has these schedules
 rank; bubble: the idle part of the time):
 
     schedule                 v    bubble
-    GPipe                    1    (pp-1) / (M+pp-1): all forwards, then all backwards (arXiv 1811.06965)
-    1F1B                     1    the same, but a rank keeps at most pp microbatches' activations (arXiv 1806.03377)
+    GPipe                    1    (pp-1) / (M+pp-1): all forwards, then all backwards (arXiv
+                                  1811.06965)
+    1F1B                     1    the same, but a rank keeps at most pp microbatches' activations
+                                  (arXiv 1806.03377)
     Interleaved1F1B          v    (pp-1) / (v M+pp-1), with v times as many messages (arXiv 2104.04473)
-    LoopedBFS                v    the same; GPipe's order, repeated for each of the v stages (arXiv 2211.05953)
+    LoopedBFS                v    the same; GPipe's order, repeated for each of the v stages (arXiv
+                                  2211.05953)
     InterleavedZeroBubble    v    computes gradients of weights during the bubble (arXiv 2401.10241)
-    ZBVZeroBubble            2    the same in a V: rank 0 has the first and the last stage (section 6 of it)
-    DualPipeV                2    a V that overlaps forwards with backwards (DeepSeek-V3, arXiv 2412.19437); torch
-                                  runs the two one after the other
+    ZBVZeroBubble            2    the same in a V: rank 0 has the first and the last stage (section 6
+                                  of 2401.10241)
+    DualPipeV                2    a V that overlaps forwards with backwards (DeepSeek-V3, arXiv
+                                  2412.19437); torch runs the two one after the other
 
 Why it is here: it sends the fewest bytes of all axes, so it is the axis to place across nodes.
 What it costs: b B S D / (cp tp) bytes per microbatch and stage boundary in each direction, b bytes
 per number; and the bubble. Weights, gradients and moments are 1/pp, but FSDP reduces gradients only
-after the last microbatch and keeps them unsharded until then.
+after the last microbatch and keeps them unsharded until then: r N / (pp tp) bytes.
 
 The split: a block and the output layer count with their number of parameters, which is proportional
 to their compute. The embedding has no matrix product, but it takes memory on the rank that keeps
@@ -55,11 +59,9 @@ logger = logging.getLogger("titanlite")
 
 def stage_indices(rank: int, size: int, per_rank: int, schedule: str) -> list[int]:
     """The stages of a rank: rank, rank + pp, ... in a loop, or rank and 2 pp - 1 - rank in a V."""
-    return (
-        [rank, 2 * size - 1 - rank]
-        if schedule in V_SHAPED
-        else list(range(rank, size * per_rank, size))
-    )
+    if schedule in V_SHAPED:
+        return [rank, 2 * size - 1 - rank]
+    return list(range(rank, size * per_rank, size))
 
 
 def balanced_split(weights: list[int], num_stages: int) -> list[int]:
@@ -71,27 +73,32 @@ def balanced_split(weights: list[int], num_stages: int) -> list[int]:
     stages, since the last computes the loss.
     """
     blocks = len(weights) - 2
-    total = [0, *itertools.accumulate(weights)]
+    sums = [0, *itertools.accumulate(weights)]  # of the weights before each index
 
-    # Of a stage with blocks begin .. end - 1, and with the ends if next to them
+    def first_index(begin: int) -> int:
+        """Where a stage whose first block is `begin` begins in `weights`: block i is i + 1."""
+        return begin + 1 if begin > 0 else 0
+
     def cost(begin: int, end: int) -> int:
-        return (
-            total[len(weights) if end == blocks else end + 1]
-            - total[0 if begin == 0 else begin + 1]
-        )
+        """Of a stage with blocks begin .. end - 1, and with the ends if next to them."""
+        end_index = len(weights) if end == blocks else end + 1
+        return sums[end_index] - sums[first_index(begin)]
 
-    best: dict[int, tuple[int, list[int]]] = {
-        end: (cost(0, end), [0]) for end in range(1, blocks + 1)
-    }
+    # Dynamic programming. For the blocks before `end`, divided into the stages so far: the cost of
+    # the heaviest stage, and the first block of each
+    best: dict[int, tuple[int, list[int]]] = {}
+    for end in range(1, blocks + 1):
+        best[end] = (cost(0, end), [0])
     for stage in range(1, num_stages):
-        best = {
-            end: min(
-                (max(best[begin][0], cost(begin, end)), [*best[begin][1], begin])
-                for begin in range(stage, end)
-            )
-            for end in range(stage + 1, blocks + 1)
-        }
-    return [begin + 1 if begin else 0 for begin in best[blocks][1]]
+        with_stage: dict[int, tuple[int, list[int]]] = {}
+        for end in range(stage + 1, blocks + 1):
+            choices = []
+            for begin in range(stage, end):  # the blocks begin .. end - 1 are this stage
+                heaviest, starts = best[begin]
+                choices.append((max(heaviest, cost(begin, end)), [*starts, begin]))
+            with_stage[end] = min(choices)
+        best = with_stage
+    return [first_index(begin) for begin in best[blocks][1]]
 
 
 def stage_modules(model: Any, num_stages: int, explicit: list[str]) -> list[list[str]]:
@@ -214,8 +221,9 @@ class Pipeline:
                 )
                 for stage, index in zip(stages, indices, strict=True)
             ]
-            for stage in built if times else ():
-                mark_chunks(stage)
+            if times:
+                for stage in built:
+                    mark_chunks(stage)
             cls: Any = get_schedule_class(schedule)
             one_stage = schedule in ("GPipe", "1F1B")
             # Losses are sums over a global count: gradients must not be divided by the number of
@@ -246,16 +254,15 @@ class Pipeline:
     ) -> Tensor:
         self.num_targets = num_targets
         losses: list[Tensor] = []
-        # contiguous: a stage of torch 2.11 checks strides
-        inputs = [tokens.contiguous()] * self.has_first
+        inputs = []
+        if self.has_first:
+            inputs.append(tokens.contiguous())  # a stage of torch 2.11 checks strides
         target = labels if self.has_last else None
-        # the packing goes to every stage, divided into microbatches like the tokens
+        # The packing goes to every stage, divided into microbatches like the tokens
         run(*inputs, target=target, losses=losses, return_outputs=False, **packing)
-        return (
-            torch.stack(losses).sum().detach()
-            if losses
-            else torch.zeros((), device=num_targets.device)
-        )
+        if not losses:
+            return torch.zeros((), device=num_targets.device)
+        return torch.stack(losses).sum().detach()
 
     def forward_backward(
         self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **packing: Tensor
@@ -277,11 +284,8 @@ def mark_chunks(stage: Any) -> None:
     orders.
     """
     for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-        setattr(
-            stage,
-            name,
-            functools.partial(_mark_and_call, name.partition("_")[0], getattr(stage, name)),
-        )
+        phase = name.partition("_")[0]  # forward or backward
+        setattr(stage, name, functools.partial(_mark_and_call, phase, getattr(stage, name)))
 
 
 def _mark_and_call(phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -308,13 +312,12 @@ def sum_shared_gradients(params: list[Tensor], mesh: DeviceMesh) -> None:
         gradients[0] += gradients[1]
         gradients[1].copy_(gradients[0])
     elif gradients:
-        # NCCL sends no offloaded gradient
-        own = gradients[0].to(mesh.device_type)
+        local = gradients[0].to(mesh.device_type)  # NCCL sends no offloaded gradient
         group = mesh.get_group()
-        other = torch.empty_like(own)
+        other = torch.empty_like(local)
         peer = dist.get_global_rank(group, mesh.size() - 1 - mesh.get_local_rank())
         exchange = [
-            dist.P2POp(dist.isend, own, peer, group),
+            dist.P2POp(dist.isend, local, peer, group),
             dist.P2POp(dist.irecv, other, peer, group),
         ]
         for work in dist.batch_isend_irecv(exchange):

@@ -81,9 +81,10 @@ class Inputs(NamedTuple):
 
 
 class Stages:
-    """Computes the loss of batches that are equal on all ranks along pp, cp and tp.
+    """Computes the loss of local batches.
 
-    Each rank computes its part of the loss; `Mesh.sum_losses` adds the parts.
+    All ranks along pp, cp and tp are given the same batch. Each computes its part of the loss;
+    `Mesh.sum_losses` adds the parts.
     """
 
     def __init__(

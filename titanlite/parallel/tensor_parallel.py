@@ -16,21 +16,23 @@ computed on the sharded logits: loss parallel.
     wq is (H Dh, D) and wo is (D, H Dh). With tp = 2, rank 1 holds the second half of the rows of wq, which
     compute its heads, and the second half of the columns of wo, which multiply the outputs of these heads.
 
-Why it is here: only this axis makes the weight matrices smaller that a rank multiplies with.
-What it costs, per rank, block and local batch, with b bytes per number and S tokens (after the
-division by cp): 2 all-gathers and 2 reduce-scatters in the forward and as many in the backward, 8 b
-B S D (tp-1)/tp bytes in all, and 2 all-reduces of D numbers for the norms' gradients. The
-computation waits for them, so tp should stay within a node. The embedding and the output layer
-together add as much as half a block, and the loss adds 3 all-reduces of B S numbers. Memory:
-matrices, their gradients and moments, and activations are 1/tp; norms are replicated.
+Why it is here: only this axis makes the weight matrices smaller that a rank multiplies with. What
+it costs, per rank, block and local batch, with b bytes per number and S tokens (after the division
+by cp): 2 all-gathers and 2 reduce-scatters in the forward and as many in the backward, 8 b B S D
+(tp-1)/tp bytes in all, and 2 all-reduces of D numbers for the norms' gradients. Recomputation
+repeats part of the forward's: `selective` the 2 all-gathers (10 in place of 8), `full` also the
+first reduce-scatter (11). The computation waits for all of them, so tp should stay within a node.
+The embedding and the output layer together add as much as half a block, and the loss adds 3
+all-reduces of B S numbers. Memory: matrices, their gradients and moments, and activations are 1/tp;
+norms are replicated.
 
 How it is made: the tables below name each module and the placement of its input, weight and output.
 torch names the styles by the transposed weight: `ColwiseParallel` cuts the rows of wq (its output
-features), `RowwiseParallel` the columns of wo;
-`parallelize_module` makes the weights DTensors on the tp axis. Every parameter is in a table, norms
-included: clipping cannot combine gradients that are DTensors on one mesh with plain tensors or
-other meshes. The model takes the number of heads from the tensors, so grouped-query attention needs
-no further code.
+features), `RowwiseParallel` the columns of wo; `parallelize_module` makes the weights DTensors on
+the tp axis. Every parameter is in a table, norms included: torch's clipping multiplies all
+gradients in one call, which cannot combine DTensors on one mesh with plain tensors or with other
+meshes. The model takes the number of heads from the tensors, so grouped-query attention needs no
+further code.
 """
 
 from __future__ import annotations
