@@ -108,37 +108,38 @@ def list_run(run_folder: Path) -> int:
     folder = _folder(run_folder)
     rows = [("step", "saved (UTC)", "GB", "layout", "validation loss", "state")]
     for step in list_steps(folder):
-        path = step_folder(folder, step)
-        try:
-            manifest = read_manifest(path)
-        except ConfigError as error:  # damaged, or of another format version
-            kind = "damaged: " if isinstance(error, CorruptCheckpoint) else ""
-            rows.append((str(step), "", "", "", "", f"{kind}{error}"))
-            continue
-        problems = file_problems(path, manifest.files) or (
-            [] if manifest.finite else ["contains NaN or infinity"]
-        )
-        loss = "" if manifest.validation_loss is None else f"{manifest.validation_loss:.4f}"
-        when = manifest.created[:19].replace("T", " ")
-        size = f"{manifest.size / 1e9:.3f}"
-        rows.append(
-            (str(step), when, size, manifest.degrees, loss, "; ".join(problems) or "complete")
-        )
+        rows.append((str(step), *_described(step_folder(folder, step))))
     for path in sorted(folder.glob("step-*.*")):
-        kind = (
-            "incomplete"
-            if ".tmp-" in path.name
-            else "partly deleted"
-            if path.suffix == ".deleted"
-            else "renamed"
-        )
+        kind = "renamed"
+        if ".tmp-" in path.name:
+            kind = "incomplete"
+        elif path.suffix == ".deleted":
+            kind = "partly deleted"
         rows.append((path.name, "", "", "", "", kind))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
     return 0
+
+
+def _described(path: Path) -> tuple[str, str, str, str, str]:
+    """The cells of a step's row after the step."""
+    try:
+        manifest = read_manifest(path)
+    except CorruptCheckpoint as error:
+        return "", "", "", "", f"damaged: {error}"
+    except ConfigError as error:  # of another format version
+        return "", "", "", "", str(error)
+    problems = file_problems(path, manifest.files)
+    if not problems and not manifest.finite:
+        problems = ["contains NaN or infinity"]
+    state = "; ".join(problems) or "complete"
+    loss = ""
+    if manifest.validation_loss is not None:
+        loss = f"{manifest.validation_loss:.4f}"
+    saved = manifest.created[:19].replace("T", " ")
+    return saved, f"{manifest.size / 1e9:.3f}", manifest.degrees, loss, state
 
 
 def verify(path: Path) -> int:
@@ -146,19 +147,8 @@ def verify(path: Path) -> int:
 
     Returns 1 if any is damaged.
     """
-    folders = (
-        [path] if (path / "manifest.json").exists() or re.fullmatch(r"step-\d+", path.name) else []
-    )
-    if not folders and path.exists() and not is_step_folder(path):
-        form = open_full_state(path).about.format
-        raise ConfigError(
-            f"{path}: format {form} has no hashes; expected a run's or a step's folder"
-        )
-    folders = folders or [
-        step_folder(folder, step) for folder in [_folder(path)] for step in list_steps(folder)
-    ]
     damaged = False
-    for folder in folders:
+    for folder in _step_folders(path):
         started = time.monotonic()
         try:
             manifest = read_manifest(folder)
@@ -168,16 +158,30 @@ def verify(path: Path) -> int:
             problems = error.problems
         for problem in problems:
             print(f"damaged: {problem}")
-        damaged |= bool(problems)
+            damaged = True
         if not problems:
             seconds = time.monotonic() - started
             note = "" if manifest.finite else ", but contains NaN or infinity"
             gb = manifest.size / 1e9
-            count = len(manifest.files)
-            print(
-                f"{folder}: {count} files, {gb:.3f} GB, complete{note} ({seconds:.2f} s, {gb / seconds:.2f} GB/s)"
-            )
+            size = f"{len(manifest.files)} files, {gb:.3f} GB"
+            print(f"{folder}: {size}, complete{note} ({seconds:.2f} s, {gb / seconds:.2f} GB/s)")
     return EXIT_DAMAGED if damaged else 0
+
+
+def _step_folders(path: Path) -> list[Path]:
+    """The folder of a step itself, or those of all steps of a run.
+
+    Raises ConfigError for a checkpoint of another format, which has no hashes.
+    """
+    if (path / "manifest.json").exists() or re.fullmatch(r"step-\d+", path.name):
+        return [path]
+    if path.exists() and not is_step_folder(path):
+        form = open_full_state(path).about.format
+        raise ConfigError(
+            f"{path}: format {form} has no hashes; expected a run's or a step's folder"
+        )
+    folder = _folder(path)
+    return [step_folder(folder, step) for step in list_steps(folder)]
 
 
 def show(path: Path) -> int:
@@ -190,17 +194,15 @@ def show(path: Path) -> int:
         return 0
     folder = find_step_folder(path)
     manifest = read_manifest(folder)
-    numbers = sum(
-        torch.Size(t.shape).numel()
-        for name, t in manifest.tensors.items()
-        if name.startswith("model.")
-    )
-    print(
-        f"{folder}\n  step {manifest.step}, saved {manifest.created} by torch {manifest.torch}, {manifest.degrees}"
-    )
-    print(
-        f"  {numbers:,} parameters, {manifest.size / 1e9:.3f} GB{'' if manifest.finite else ', NOT FINITE'}"
-    )
+    num_parameters = 0
+    for name, tensor in manifest.tensors.items():
+        if name.startswith("model."):
+            num_parameters += torch.Size(tensor.shape).numel()
+    saved = f"saved {manifest.created} by torch {manifest.torch}"
+    note = "" if manifest.finite else ", NOT FINITE"
+    print(folder)
+    print(f"  step {manifest.step}, {saved}, {manifest.degrees}")
+    print(f"  {num_parameters:,} parameters, {manifest.size / 1e9:.3f} GB{note}")
     print(f"  data {manifest.data[:8]}, validation loss {manifest.validation_loss}, config:")
     for section, entries in manifest.config.items():
         settings = ", ".join(f"{key} = {json.dumps(value)}" for key, value in entries.items())
@@ -210,7 +212,8 @@ def show(path: Path) -> int:
         print(f"    {name}  {file.size:,} bytes  sha256 {file.sha256}")
     print("  tensors:")
     for name, tensor in manifest.tensors.items():
-        parts = f"  in {len(tensor.grid.files)} parts" if len(tensor.grid.files) > 1 else ""
+        count = len(tensor.grid.files)
+        parts = f"  in {count} parts" if count > 1 else ""
         print(f"    {name}  {tensor.dtype}  {list(tensor.shape)}{parts}")
     return 0
 
@@ -218,9 +221,10 @@ def show(path: Path) -> int:
 def diff(a: FullState, b: FullState, everything: bool) -> int:
     """Prints each tensor's largest difference, and the norm of the difference over that of `a`.
 
-    Returns 1 if any.
+    Returns 1 if any tensor differs.
     """
-    print(f"a: {describe(a, full=True)}\nb: {describe(b, full=True)}")
+    print(f"a: {describe(a, full=True)}")
+    print(f"b: {describe(b, full=True)}")
     for line in _config_differences(a.about.config, b.about.config):
         print(line)
     first = a.tensors | a.others
@@ -238,7 +242,8 @@ def diff(a: FullState, b: FullState, everything: bool) -> int:
             continue
         x = was.read()
         y = now.read()
-        if bool(((x == y) | (x.isnan() & y.isnan())).all()):
+        same = (x == y) | (x.isnan() & y.isnan())
+        if bool(same.all()):
             equal += 1
             if everything:
                 print(f"{name}: equal")
@@ -248,9 +253,8 @@ def diff(a: FullState, b: FullState, everything: bool) -> int:
         changed = int((x != y).sum())
         largest = float((x - y).abs().max())
         relative = float((x - y).norm() / x.norm().clamp(min=1e-300))
-        print(
-            f"{name}: {changed:,} of {x.numel():,} differ, by up to {largest:.3g}; relative norm {relative:.3g}"
-        )
+        extent = f"by up to {largest:.3g}; relative norm {relative:.3g}"
+        print(f"{name}: {changed:,} of {x.numel():,} differ, {extent}")
     print(f"{equal} of {len(names)} tensors are equal")
     return 0 if equal == len(names) else EXIT_DAMAGED
 
@@ -258,12 +262,17 @@ def diff(a: FullState, b: FullState, everything: bool) -> int:
 def _config_differences(
     a: dict[str, dict[str, Any]], b: dict[str, dict[str, Any]]
 ) -> Iterator[str]:
-    for section in {**a, **b} if a and b else ():
+    """A line for each key with two values, if both checkpoints have a config."""
+    if not a or not b:
+        return
+    for section in a | b:
         was = a.get(section, {})
         now = b.get(section, {})
-        for key in {**was, **now}:
+        for key in was | now:
+            before = json.dumps(was.get(key))
+            after = json.dumps(now.get(key))
             if was.get(key) != now.get(key):
-                yield f"{section}.{key}: {json.dumps(was.get(key))} in a, {json.dumps(now.get(key))} in b"
+                yield f"{section}.{key}: {before} in a, {after} in b"
 
 
 def prune(run_folder: Path, keep: int, keep_every: int, keep_best: int, dry_run: bool) -> int:
@@ -271,14 +280,8 @@ def prune(run_folder: Path, keep: int, keep_every: int, keep_best: int, dry_run:
     if not keep:
         raise ConfigError("--keep 0: expected at least 1; the newest checkpoint is always kept")
     folder = _folder(run_folder.resolve())
-    try:
-        _lock = None if dry_run else lock(folder.parent / ".lock")
-    except BlockingIOError:
-        raise ConfigError(
-            f"{run_folder}: a run is training in this folder, and deletes checkpoints itself"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{run_folder}: {error.strerror or error}") from None
+    if not dry_run:
+        _lock = _lock_run(run_folder, folder.parent)  # until this function returns
     good = Retention(folder).good()
     proof = read_proof(folder.parent)
     gone = steps_to_delete(good, keep, keep_every, keep_best, proof.plausible)
@@ -286,19 +289,31 @@ def prune(run_folder: Path, keep: int, keep_every: int, keep_best: int, dry_run:
     # Training has not gone on from any newer one: it may have diverged
     if proven and set(proven) <= set(gone):
         gone.remove(proven[-1])
-    leftovers = [
-        path.name for kind in ("tmp-*", "deleted") for path in folder.glob(f"step-*.{kind}")
-    ]
+    stay = [manifest.step for manifest in good if manifest.step not in gone]
     freed = sum(manifest.size for manifest in good if manifest.step in gone) / 1e9
-    stay = ", ".join(str(manifest.step) for manifest in good if manifest.step not in gone) or "none"
-    for step in [] if dry_run else gone:
-        delete_step(folder, step)
+    leftovers = [*folder.glob("step-*.tmp-*"), *folder.glob("step-*.deleted")]
     if not dry_run:
+        for step in gone:
+            delete_step(folder, step)
         sweep(folder)
     verb = "would delete" if dry_run else "deleted"
-    print(
-        f"{verb} steps {', '.join(map(str, gone)) or 'none'} ({freed:.3f} GB)"
-        + "".join(f", {n}" for n in leftovers)
-    )
-    print(f"complete checkpoints that are kept: {stay}")
+    names = "".join(f", {path.name}" for path in leftovers)
+    print(f"{verb} steps {_listed(gone)} ({freed:.3f} GB){names}")
+    print(f"complete checkpoints that are kept: {_listed(stay)}")
     return 0
+
+
+def _lock_run(run_folder: Path, folder: Path) -> object:
+    """The lock of a run's folder, held as long as the object lives. Raises ConfigError."""
+    try:
+        return lock(folder / ".lock")
+    except BlockingIOError:
+        raise ConfigError(
+            f"{run_folder}: a run is training in this folder, and deletes checkpoints itself"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{run_folder}: {error.strerror or error}") from None
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, steps)) or "none"

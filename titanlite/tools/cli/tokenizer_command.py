@@ -1,5 +1,6 @@
-"""`titanlite tokenizer`: trains a byte-pair encoding, describes one, and encodes and decodes with
-one.
+"""`titanlite tokenizer`: trains, describes and uses a byte-pair encoding.
+
+What reads text and tokenizers is imported by the command that needs it: `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from titanlite.tools.cli.options import at_least
 
 
 def run(argv: list[str]) -> int:
+    """Runs the command; returns 0. Raises ConfigError."""
     options = _options(argv)
-    return {"train": _train, "info": _info, "encode": _encode, "decode": _decode}[options.command](
-        options
-    )
+    commands = {"train": _train, "info": _info, "encode": _encode, "decode": _decode}
+    return commands[options.command](options)
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
@@ -55,7 +56,8 @@ def _options(argv: list[str]) -> argparse.Namespace:
             "tokenizer",
             nargs="?" if name == "info" else None,
             default="",
-            help='a tiktoken rank file, a tokenizer.json, or a folder with one of them; "": the bundled one',
+            help="a tiktoken rank file, a tokenizer.json, or a folder with one of them; "
+            '"": the bundled one',
         )
         if name != "decode":
             command.add_argument("--file", type=Path, help="a file with the text")
@@ -85,21 +87,20 @@ def _train(options: argparse.Namespace) -> int:
     )
     found = find(source)
     print(f"counting words in {len(found.files)} files of {found.root}", flush=True)
-    tokens = (train_bpe_fast if options.fast else train_bpe)(
-        read_texts(text_files(source, found)), options.num_tokens
-    )
+    texts = read_texts(text_files(source, found))
+    if options.fast:
+        tokens = train_bpe_fast(texts, options.num_tokens)
+    else:
+        tokens = train_bpe(texts, options.num_tokens)
     try:
         write_rank_file(tokens, options.output)
     except OSError as error:
         raise ConfigError(f"{options.output}: {error.strerror or error}") from None
-    fewer = (
-        f" ({options.num_tokens} requested, but the text has no more pairs)"
-        if len(tokens) < options.num_tokens
-        else ""
-    )
-    print(
-        f"wrote {len(tokens)} tokens{fewer} to {options.output}; train with --data.tokenizer={options.output}"
-    )
+    fewer = ""
+    if len(tokens) < options.num_tokens:
+        fewer = f" ({options.num_tokens} requested, but the text has no more pairs)"
+    advice = f"train with --data.tokenizer={options.output}"
+    print(f"wrote {len(tokens)} tokens{fewer} to {options.output}; {advice}")
     return 0
 
 
@@ -108,23 +109,27 @@ def _info(options: argparse.Namespace) -> int:
 
     tokenizer = Tokenizer(options.tokenizer)
     names = {i: name for name, i in tokenizer.special.items()}
-    shown = [f"{names[i]} {i}" for i in sorted(names)[:8]] + (
-        [f"and {len(names) - 8} more"] if len(names) > 8 else []
-    )
-    notes = [
-        *(["text is normalised to NFC"] if tokenizer.nfc else []),
-        *(["the ids are not in the order of the merges"] if tokenizer.ids else []),
-        *([f"{tokenizer.unmade} tokens that no merges make"] if tokenizer.unmade else []),
-    ]
+    special = [f"{names[i]} {i}" for i in sorted(names)[:8]]
+    if len(names) > 8:
+        special.append(f"and {len(names) - 8} more")
+    notes = []
+    if tokenizer.nfc:
+        notes.append("text is normalised to NFC")
+    if tokenizer.ids:
+        notes.append("the ids are not in the order of the merges")
+    if tokenizer.unmade:
+        notes.append(f"{tokenizer.unmade} tokens that no merges make")
+    form = "a tiktoken rank file" if len(tokenizer.files) == 1 else "a tokenizer.json"
+    counts = f"{len(tokenizer.tokens):,} tokens of text, {len(names):,} special"
+    longest = max(tokenizer.token_bytes)
+    bos = f"{names[tokenizer.bos]} ({tokenizer.bos})"
+    eos = f"{names[tokenizer.eos]} ({tokenizer.eos})"
     rows = {
         "file": f"{tokenizer.path} (SHA-256 {tokenizer.sha256[:16]})",
-        "kind": "byte-level BPE of "
-        + ("a tiktoken rank file" if len(tokenizer.files) == 1 else "a tokenizer.json"),
-        "ids": f"{tokenizer.size:,}: {len(tokenizer.tokens):,} tokens of text, {len(names):,} special; "
-        f"the longest has {max(tokenizer.token_bytes)} bytes",
-        "documents": f"begin with {names[tokenizer.bos]} ({tokenizer.bos}), end with {names[tokenizer.eos]} "
-        f"({tokenizer.eos})",
-        "special": ", ".join(shown),
+        "kind": f"byte-level BPE of {form}",
+        "ids": f"{tokenizer.size:,}: {counts}; the longest has {longest} bytes",
+        "documents": f"begin with {bos}, end with {eos}",
+        "special": ", ".join(special),
         "pattern": tokenizer.pattern,
         "notes": "; ".join(notes),
     }
@@ -132,10 +137,11 @@ def _info(options: argparse.Namespace) -> int:
         text = _read(options.file)
         size = len(text.encode())
         count = len(tokenizer.encode(text))
-        rows["text"] = (
-            f"{options.file}: {size:,} bytes, {count:,} tokens, {size / max(1, count):.3f} bytes per token"
-        )
-    print("\n".join(f"{name:<10} {printable(row)}" for name, row in rows.items() if row))
+        ratio = f"{size / max(1, count):.3f} bytes per token"
+        rows["text"] = f"{options.file}: {size:,} bytes, {count:,} tokens, {ratio}"
+    for name, row in rows.items():
+        if row:
+            print(f"{name:<10} {printable(row)}")
     return 0
 
 
@@ -145,7 +151,9 @@ def _encode(options: argparse.Namespace) -> int:
     if options.text is not None and options.file:
         raise ConfigError(f"--file {options.file}: a text is given too; give one of them")
     tokenizer = Tokenizer(options.tokenizer)
-    text = options.text if options.text is not None else _read(options.file)
+    text = options.text
+    if text is None:
+        text = _read(options.file)
     print(*tokenizer.encode(text))
     return 0
 
@@ -156,9 +164,8 @@ def _decode(options: argparse.Namespace) -> int:
     tokenizer = Tokenizer(options.tokenizer)
     words = options.ids or _read(None).split()
     for word in words:
-        if not (
-            word.isascii() and word.isdecimal() and len(word) < 20 and int(word) < tokenizer.size
-        ):
+        is_number = word.isascii() and word.isdecimal() and len(word) < 20
+        if not is_number or int(word) >= tokenizer.size:
             raise ConfigError(
                 f"{word[:40]!r}: expected ids, integers from 0 to {tokenizer.size - 1}"
             )
@@ -172,7 +179,8 @@ def _read(path: Path | None) -> str:
     Raises ConfigError if it is not UTF-8.
     """
     try:
-        return (path.read_bytes() if path else sys.stdin.buffer.read()).decode()
+        content = path.read_bytes() if path else sys.stdin.buffer.read()
+        return content.decode()
     except OSError as error:
         raise ConfigError(f"--file {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
