@@ -1,7 +1,8 @@
 # Sourced by run_train.sh, run_tests.sh and run_lint.sh: finds or makes the Python environment and sets PYTHON.
 #
 # The active environment is used if Python >= 3.10, torch >= 2.11 and the other packages are installed in it.
-# Otherwise .venv beside this file is, made once from the pinned versions of a requirements file.
+# Otherwise .venv beside this file is: what a requirements file pins is installed into it once. If it is
+# missing or broken it is made anew.
 
 # usable PYTHON REQUIREMENTS: does this interpreter have what the requirements file names?
 usable() {
@@ -21,6 +22,16 @@ assert tuple(int(n) for n in re.findall(r"\d+", versions["torch"])[:2]) >= (2, 1
 PY
 }
 
+# recent PYTHON: is it Python >= 3.10?
+recent() {
+  "$1" -I -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
+}
+
+# has_pip PYTHON: is it Python >= 3.10 with a pip that can be imported?
+has_pip() {
+  recent "$1" && "$1" -I -c 'import pip' 2>/dev/null
+}
+
 # setup_env REQUIREMENTS: sets PYTHON, making .venv if need be.
 setup_env() {
   local here name python=""
@@ -35,15 +46,20 @@ setup_env() {
   done
   PYTHON="$venv/bin/python"
   if [ -x "$PYTHON" ] && cmp -s "$requirements" "$stamp" && usable "$PYTHON" "$requirements"; then return; fi
-  for name in python3 python python3.13 python3.12 python3.11 python3.10; do
-    if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then python="$name"; break; fi
-  done
-  if [ -z "$python" ]; then
-    echo "error: no Python >= 3.10 found; install one (https://www.python.org/downloads)" >&2; return 2
-  fi
-  echo "setting up $venv from $1 (once; torch is large, this can take minutes) ..." >&2
-  if ! "$python" -I -m venv "$venv" >&2; then  # -I: not from the current folder
-    echo "error: $python cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; return 2
+  # An environment that works keeps its interpreter: a second one over it would break its pip
+  if ! has_pip "$PYTHON"; then
+    for name in python3 python python3.13 python3.12 python3.11 python3.10; do
+      if recent "$name"; then python="$name"; break; fi
+    done
+    if [ -z "$python" ]; then
+      echo "error: no Python >= 3.10 found; install one (https://www.python.org/downloads)" >&2; return 2
+    fi
+    echo "setting up $venv from $1 (once; torch is large, this can take minutes) ..." >&2
+    if ! "$python" -I -m venv --clear "$venv" >&2; then  # -I: not from the current folder
+      echo "error: $python cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; return 2
+    fi
+  else
+    echo "installing $1 into $venv ..." >&2
   fi
   if ! "$PYTHON" -I -m pip install --quiet --disable-pip-version-check -r "$requirements" >&2; then
     echo "error: pip could not install $1 into $venv; its message is above" >&2; return 2
