@@ -43,15 +43,13 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed import process_group
 from titanlite.distributed.agreement import (
     PATIENT,
-    JoinError,
-    StorageError,
     broadcast,
     broadcast_from_rank0,
     require_agreement,
 )
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.run_folder import claim_folder
-from titanlite.distributed.signals import FileRequest, Requests
+from titanlite.distributed.run_folder import RunFolder
+from titanlite.distributed.signals import Requests
 from titanlite.distributed.watchdog import Watchdog
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
@@ -73,9 +71,9 @@ from titanlite.probes.noise_scale import NoiseScale
 from titanlite.probes.probes import Probes
 from titanlite.probes.samples import Sampler
 from titanlite.rules.check import check_layout
-from titanlite.runtime.errors import EXIT_CONFIG, LAUNCHED, ConfigError
+from titanlite.runtime.errors import EXIT_CONFIG, LAUNCHED, ConfigError, JoinError, StorageError
 from titanlite.runtime.failure import report_failure
-from titanlite.runtime.files import replace_file
+from titanlite.runtime.garbage import GarbageCollection
 from titanlite.sinks.feed import Sinks
 
 logger = logging.getLogger("titanlite")
@@ -87,26 +85,22 @@ def main(config: Config) -> int:
     Returns the exit code: 0 finished, 75 stopped after saving.
     """
     # 1. World: the ranks, how they are arranged, and the folder they share
-    timeout = config.comm.group_timeout_seconds
-    device = process_group.start(
-        config.run.device, timeout, config.run.seed, config.debug.deterministic
-    )
-    folder = Path(config.run.folder, config.run.name)
+    device = process_group.start(config.run, config.comm, config.debug)
     setup_logging(dist.get_rank())
     require_agreement(configuration=portable(config))
     tokenizer = Tokenizer(config.data.tokenizer)
     llama = resolve_flavor(config.model, tokenizer.size)
     degrees = check_layout(config, llama, dist.get_world_size())
-    _lock = claim_folder(folder)  # held until this function returns
+    run_folder = RunFolder(config.run)  # locked until this process ends
+    folder = run_folder.path
     broadcast_from_rank0(lambda: log_to_file(folder / "log.txt"))
     config = resolve_dtype(config, llama, device)  # `auto` becomes a number format
     # Not recorded: a resumed run may be on another device
     compiled = decide_compile(config, llama, degrees, device)
-    mesh = Mesh(device.type, degrees, timeout)
+    mesh = Mesh(device.type, degrees, config.comm.group_timeout_seconds)
     progress = Progress()
-    # Ends the run if a rank hangs, and names the rank
-    watchdog = Watchdog(config.comm, folder, lambda: progress.step, device.type == "cpu")
-    requests = Requests()  # from here on a signal makes the run save and end
+    watchdog = Watchdog(config.comm, folder, progress, device)  # ends the run if a rank hangs
+    requests = Requests(folder)  # from here on a signal makes the run save and end
 
     # 2. Data: text is tokenised once; sample i of the stream is a function of (seed, i)
     data = load_sources(config.data, prepared_folders(config.data, tokenizer), tokenizer)
@@ -154,9 +148,8 @@ def main(config: Config) -> int:
     validator = Validator(config.validation, data, stream, stages.evaluate, mesh, metrics)
     sampler = Sampler(config.validation, config.run.seed, tokenizer, stages, stream, metrics)
     profiler = Profiler(config.profiling, folder, progress)
-    profile_file = FileRequest(folder / "PROFILE")
-    garbage = process_group.GarbageCollection(training.gc_freq)
-    broadcast_from_rank0(lambda: replace_file(folder / "config.toml", facts.toml.encode()))
+    garbage = GarbageCollection(training.gc_freq)
+    run_folder.write("config.toml", facts.toml)
     log_start(config, llama, mesh, device, compiled, progress)
     if progress.step == 0 and validator.due(finished=False):
         with metrics.paused():
@@ -197,9 +190,8 @@ def main(config: Config) -> int:
 
             # After some steps: log, validate, save, stop. All ranks take the same branches
             agreed = requests.agree(
-                checkpoint.wants_save(), checkpoint.failed or guard.noticed, profile_file.seen()
+                save=checkpoint.minutes_passed(), failed=checkpoint.failed or guard.noticed
             )
-            profile_file.open = False
             finished = progress.step == training.steps
             last = finished or agreed.stop
             logs = metrics.due(last)
@@ -227,8 +219,10 @@ def main(config: Config) -> int:
                     last = last or requests.stop  # a signal ends a validation
                     if checkpoint.due(progress.step, last or agreed.save):
                         checkpoint.save(progress.step, held_out_loss, wait=last)
+                        requests.saved()
             garbage.step(progress.step)
             profiler.step(agreed.profile, last)
+            requests.profiled()
     watchdog.close()
     garbage.close()
     code = log_end(config, Path(__file__), progress.step, sampler.texts)

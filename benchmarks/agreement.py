@@ -22,7 +22,7 @@ from typing import Any
 
 import report
 
-# -> `exchange.MANY`, from which number of ranks on messages are used
+# -> `agreement.MANY`, from which number of ranks on messages are used
 KINDS = {"ring": 1 << 30, "messages": 0}
 
 
@@ -30,19 +30,19 @@ def one_rank(rank: int, processes: int, store: str, kind: str, calls: int) -> No
     import torch
     import torch.distributed as dist
 
-    from titanlite.distributed import exchange
+    from titanlite.distributed import agreement
     from titanlite.distributed.process_group import join, use_loopback
 
     torch.set_num_threads(1)
     use_loopback()
     join(torch.device("cpu"), 300, rank, processes, dist.FileStore(store, processes))
-    exchange.MANY = KINDS[kind]
+    agreement.MANY = KINDS[kind]
     seconds = []
-    exchange.bitwise_or(rank)
+    agreement.bitwise_or(rank)
     cpu = time.process_time()
     for _ in range(calls):
         started = time.perf_counter()
-        exchange.bitwise_or(0)
+        agreement.bitwise_or(0)
         seconds.append(time.perf_counter() - started)
     cpu = (time.process_time() - cpu) / calls
     dist.barrier()
@@ -52,7 +52,7 @@ def one_rank(rank: int, processes: int, store: str, kind: str, calls: int) -> No
 
 def all_ranks(processes: int, store: str, kind: str, calls: int) -> None:
     """Forks the ranks from this process, which imports torch for all."""
-    from titanlite.distributed import exchange, process_group  # noqa: F401
+    from titanlite.distributed import agreement, process_group  # noqa: F401
 
     children = []
     for rank in range(processes):

@@ -32,9 +32,8 @@ from titanlite.config.schema import Config
 from titanlite.data.stream import Batch, count_targets
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.distributed import process_group, watchdog
+from titanlite.distributed import process_group
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.watchdog import mark_phase
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.observe.step_times import StepTimes
@@ -48,6 +47,8 @@ from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
 from titanlite.rules.check import check_layout
 from titanlite.rules.compiled import reason_not_compiled
+from titanlite.runtime import phases
+from titanlite.runtime.phases import Phase, mark_phase
 from titanlite.tools.formats import huggingface
 from titanlite.tools.formats.full_state import half_split
 
@@ -88,7 +89,7 @@ class Titanlite:
 
     def __init__(self, arguments: list[str]) -> None:
         self.config, self.llama = configuration(arguments)
-        self.device = process_group.start(self.config.run.device, 600, self.config.run.seed)
+        self.device = process_group.start(self.config.run, self.config.comm, self.config.debug)
         constant = config_module.ScheduleConfig(name="constant", warmup_steps=0)
         degrees = check_layout(self.config, self.llama, 1)
         self.config = resolve_dtype(self.config, self.llama, self.device)
@@ -117,10 +118,10 @@ class Titanlite:
 
         With `data.document_mask` each sequence is taken for four documents of equal length.
         """
-        watchdog.recorder = (
-            self.times.mark if self.times.enabled else None
-        )  # of the one whose turn it is
-        mark_phase("reading data", times_only=True)
+        phases.listeners.clear()
+        if self.times.enabled:
+            phases.add_listener(self.times.mark)  # the one whose turn it is
+        mark_phase(Phase.READ_DATA)
         batch = Batch(tokens, labels)
         if self.config.data.document_mask:
             positions = torch.arange(tokens.shape[1], device=tokens.device) % (tokens.shape[1] // 4)
@@ -143,7 +144,7 @@ class Titanlite:
         if self.guard.noticed:
             raise RuntimeError(f"expected no bad step: {self.guard.read(self.steps, loss, norm)}")
         if self.times.enabled and self.steps % self.config.metrics.log_freq == 0:
-            mark_phase("start of timing", times_only=True)
+            mark_phase(Phase.START_TIMING)
             self.times.columns()
         return loss
 

@@ -41,7 +41,7 @@ from contestants import Bare, configuration, make_batch, timed
 from titanlite.distributed import process_group
 arguments, steps, sharded = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "fsdp"
 config, _ = configuration(arguments)
-device = process_group.start(config.run.device, 600, 0)
+device = process_group.start(config.run, config.comm, config.debug)
 bare = Bare(arguments, device)
 if sharded:
     bare.shard()

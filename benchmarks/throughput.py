@@ -149,9 +149,9 @@ def child(arguments: list[str], steps: int) -> dict[str, Any]:
     import torch
     from contestants import Titanlite, make_batch, timed
 
-    from titanlite.distributed.process_group import device_name
     from titanlite.model.flops import flops_per_token, peak_tflops
     from titanlite.observe.memory import peak_memory_gib
+    from titanlite.runtime.device import device_name
 
     subject = Titanlite(arguments)
     config, device = subject.config, subject.device

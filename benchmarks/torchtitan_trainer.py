@@ -107,7 +107,7 @@ class Torchtitan:
 
 def build(config: Config, llama: LlamaConfig, pair: str, weights: dict[str, Tensor]) -> Torchtitan:
     """torchtitan with these weights. `pair`: autocast or fsdp."""
-    device = process_group.start(config.run.device, 600, config.run.seed)
+    device = process_group.start(config.run, config.comm, config.debug)
     if device.type != "cuda":
         _stand_in_for_cuda()
     _stand_in_for_datasets()

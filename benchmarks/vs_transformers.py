@@ -75,7 +75,7 @@ def one_process(size: str, compute: str, compiled: bool, theirs_first: bool) -> 
     ]
     arguments += [f"--training.compute_dtype={compute}"]
     config, llama = configuration(arguments)
-    device = process_group.start(config.run.device, 600, config.run.seed)
+    device = process_group.start(config.run, config.comm, config.debug)
     build: list[Callable[[], Any]] = [
         lambda: Titanlite(arguments),
         lambda: HuggingFace(arguments, device, compiled),

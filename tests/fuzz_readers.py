@@ -55,8 +55,8 @@ from titanlite.data.prepared_manifest import read_manifest as read_prepared
 from titanlite.data.tokenizer import BUNDLED, Tokenizer
 from titanlite.data.verification import RECORD, unverified
 from titanlite.data.verification import verify as verify_data
-from titanlite.distributed.hang_diagnosis import Heartbeat, diagnose
-from titanlite.distributed.messages import read_heartbeat, read_message
+from titanlite.distributed.agreement import read_message
+from titanlite.distributed.hang_diagnosis import Heartbeat, diagnose, read_heartbeat
 from titanlite.model.flavors import LlamaConfig, RopeScaling, resolve_flavor
 from titanlite.observe.metrics_file import RowReader, truncate_after
 from titanlite.rules.check import check_layout

@@ -21,6 +21,7 @@ from titanlite.checkpoint.manifest import RunMetadata, read_manifest
 from titanlite.checkpoint.step_files import verify_files
 from titanlite.checkpoint.storage import SaveError, list_steps, write_step
 from titanlite.data.stream import TrainStream
+from titanlite.distributed import signals
 
 CPU = torch.device("cpu")
 
@@ -175,7 +176,6 @@ def test_saving_in_the_background_changes_no_loss_and_resumes_exactly(
 
 def train_and_ask(arguments: list[str], folder: Path) -> int:
     """A run in which somebody makes the file SAVE while it is at step 3."""
-    from titanlite.checkpoint.manager import Checkpointer
 
     original, steps = TrainStream.next_step, iter(range(1, 1000))
 
@@ -185,13 +185,7 @@ def train_and_ask(arguments: list[str], folder: Path) -> int:
         return original(stream)
 
     TrainStream.next_step = next_step
-    looked = Checkpointer.wants_save
-
-    def wants_save(self):
-        self._file._looked_at = 0.0  # it looks once a second, and these steps take milliseconds
-        return looked(self)
-
-    Checkpointer.wants_save = wants_save
+    signals.LOOK_EVERY = 0.0  # these steps take milliseconds
     return train_run(arguments)
 
 

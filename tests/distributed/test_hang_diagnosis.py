@@ -8,14 +8,13 @@ import json
 import re
 import sys
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from titanlite.distributed import exchange, hang_diagnosis
+from titanlite.distributed import agreement, hang_diagnosis
 from titanlite.distributed.hang_diagnosis import SILENT, Diagnosis, Heartbeat, diagnose, locate
 from titanlite.observe.waits import timed
 
@@ -119,15 +118,15 @@ def test_the_line_in_this_repository_is_found():
 
 
 def test_a_message_that_has_not_come_is_a_wait_for_other_ranks(monkeypatch):
-    """The wait itself is in C++, without a frame, so the innermost is that of exchange.py."""
+    """The wait itself is in C++, without a frame, so the innermost is that of agreement.py."""
     found = []
     work = SimpleNamespace(wait=lambda timeout: None)
     monkeypatch.setattr(
         dist, "isend", lambda *arguments: found.append(locate(sys._getframe(1))) or work
     )
-    exchange._send(torch.zeros(3), 0, 1, timedelta(days=1))
+    agreement.send(torch.zeros(3), 0, agreement.PATIENT)
     assert [waiting for waiting, _, _ in found] == [2, 2]
-    assert found[0][1].startswith("titanlite/distributed/exchange.py:")
+    assert found[0][1].startswith("titanlite/distributed/agreement.py:")
 
 
 def test_a_wait_that_is_timed_is_still_a_wait():

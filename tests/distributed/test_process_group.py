@@ -17,13 +17,18 @@ import torch
 import torch.distributed as dist
 from messages import refused
 
+from titanlite.config.schema import CommConfig, DebugConfig, RunConfig
 from titanlite.distributed import process_group, rendezvous
-from titanlite.distributed.agreement import JoinError
 from titanlite.distributed.network import interface_towards
-from titanlite.distributed.process_group import device_type, open_device, start, use_loopback
-from titanlite.runtime.errors import LISTENER
+from titanlite.distributed.process_group import start, use_loopback
+from titanlite.runtime.device import device_type, open_device
+from titanlite.runtime.errors import LISTENER, JoinError
 
 ROOT = Path(__file__).parents[2]
+
+
+def start_on(device: str, seed: int = 5) -> torch.device:
+    return start(RunConfig(device=device, seed=seed), CommConfig(timeout_seconds=20), DebugConfig())
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,7 @@ def gpus(monkeypatch):
         lambda backend, **options: calls.update(options, backend=backend),
     )
     monkeypatch.setattr(dist, "new_group", lambda **options: calls.update(host=options))
-    monkeypatch.setattr(process_group, "_host", None)
+    monkeypatch.setattr(process_group, "_host_group", None)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # remembered, and restored at the end
         monkeypatch.delenv(name)
@@ -63,7 +68,7 @@ def gpus(monkeypatch):
 
 def test_each_process_of_a_node_has_a_gpu_and_nccl_connects_at_once(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
-    device = start("auto", 30, 5)
+    device = start_on("auto")
     assert device == gpus["device"] == gpus["device_id"] == torch.device("cuda", 3)
     assert gpus["backend"] == "nccl"
     assert gpus["host"] == {"backend": "gloo", "timeout": timedelta(seconds=30)}
@@ -79,7 +84,7 @@ def test_the_limit_of_descriptors_is_raised(gpus, monkeypatch, soft, hard, expec
     raised = []
     monkeypatch.setattr(resource, "getrlimit", lambda what: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda what, limits: raised.append((what, *limits)))
-    start("auto", 30, 5)
+    start_on("auto")
     assert raised == [(resource.RLIMIT_NOFILE, expected, hard)]
 
 
@@ -94,7 +99,7 @@ def test_the_users_allocator_settings_are_kept(gpus, monkeypatch, name):
 
 PAGES = """
 import resource, torch
-from titanlite.distributed.process_group import open_device
+from titanlite.runtime.device import open_device
 open_device("cpu")
 counts = []
 for _ in range(40):
@@ -132,7 +137,7 @@ def test_freed_memory_is_used_again_unless_the_environment_says_otherwise(name):
 def start_alone() -> tuple[int, int, str, str]:
     """As a process that nothing launched; the pool's group is left first."""
     dist.destroy_process_group()
-    device = start("cpu", 30, 5)
+    device = start_on("cpu")
     return dist.get_rank(), dist.get_world_size(), dist.get_backend(), device.type
 
 
@@ -141,7 +146,7 @@ def test_a_process_alone_is_a_world_of_one(pool):
 
 
 def random_numbers(seed: int) -> tuple[float, float]:
-    start("cpu", 30, seed)
+    start_on("cpu", seed)
     return random.random(), float(torch.rand(()))
 
 
@@ -154,7 +159,7 @@ def test_every_rank_gets_the_same_seed(pool):
 def start_with_a_world_size() -> int:
     dist.destroy_process_group()
     os.environ["WORLD_SIZE"] = "8"
-    start("cpu", 30, 5)
+    start_on("cpu")
     return dist.get_world_size()
 
 

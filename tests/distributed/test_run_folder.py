@@ -14,9 +14,10 @@ import torch.distributed as dist
 from messages import assert_mentions
 from runs import train_run
 
+from titanlite.config.schema import RunConfig
 from titanlite.data.stream import TrainStream
 from titanlite.distributed import run_folder
-from titanlite.distributed.run_folder import claim_folder, lock
+from titanlite.distributed.run_folder import RunFolder, lock
 from titanlite.runtime.errors import ConfigError
 
 
@@ -34,7 +35,8 @@ def claim(folder: Path, other: Path | None = None) -> list[str]:
     """Problems of claiming the folder, or on later ranks the other one."""
     run_folder.time = FastClock
     try:
-        claim_folder(other if other and dist.get_rank() else folder)
+        path = other if other and dist.get_rank() else folder
+        RunFolder(RunConfig(folder=str(path.parent), name=path.name))
     except ConfigError as error:
         return error.problems
     return []

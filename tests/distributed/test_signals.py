@@ -8,15 +8,17 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.distributed.signals import Agreed, FileRequest, Requests
+from titanlite.distributed.signals import Agreed, RequestFile, Requests
 
 
 def ask(number: int) -> list[Agreed]:
     """Agreements of a rank: nothing, a save wanted by rank 1, a failure of rank 0, a profile wanted
     by rank 0, a signal to rank 1, and after it."""
-    requests, rank = Requests(), dist.get_rank()
+    requests, rank = Requests(Path("absent")), dist.get_rank()
     found = [requests.agree(), requests.agree(save=rank == 1), requests.agree(failed=rank == 0)]
-    found.append(requests.agree(profile=rank == 0))
+    requests.profile_file.pending = rank == 0
+    found.append(requests.agree())
+    requests.profiled()
     if rank == 1:
         os.kill(os.getpid(), number)
     found += [requests.agree(), requests.agree()]
@@ -40,13 +42,13 @@ def test_what_one_rank_wants_all_agree_on(pool):
 
 def look_for_file(path: Path) -> list[bool]:
     """What this rank sees: at once, and twice a second later, with the file and without."""
-    request, rank, found = FileRequest(path), dist.get_rank(), []
+    request, rank, found = RequestFile(path), dist.get_rank(), []
     for there, later in ((True, 0.0), (True, 2.0), (False, 2.0)):
         if rank == 0 and there:
             path.touch()
-        request._looked_at -= later
-        found.append(request.seen())
-        request.open = False
+        request.looked_at -= later
+        found.append(request.is_pending())
+        request.fulfilled()
     return [*found, path.exists()]
 
 
@@ -59,13 +61,13 @@ def test_a_file_is_seen_by_rank_0_which_removes_it(pool, tmp_path):
 
 def signal_twice(later: float) -> bool:
     """Whether a second signal, so many seconds after the first, has its default effect."""
-    requests = Requests()
+    requests = Requests(Path("absent"))
     os.kill(os.getpid(), signal.SIGTERM)
-    requests._seen -= later
+    requests.signalled -= later
     killed = []
     kill, os.kill = os.kill, lambda pid, number: killed.append((pid, number))
     try:
-        requests._handle(signal.SIGTERM, None)
+        requests.handle(signal.SIGTERM, None)
     finally:
         os.kill = kill
     default = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -83,10 +85,10 @@ def test_a_second_signal_ends_at_once_but_not_within_a_second(pool):
 
 def restore_handlers() -> bool:
     before = signal.getsignal(signal.SIGUSR1)
-    requests = Requests()
+    requests = Requests(Path("absent"))
     during = signal.getsignal(signal.SIGUSR1)
     requests.restore()
-    return during == requests._handle and signal.getsignal(signal.SIGUSR1) == before
+    return during == requests.handle and signal.getsignal(signal.SIGUSR1) == before
 
 
 def test_handlers_are_given_back(pool):

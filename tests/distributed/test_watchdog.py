@@ -5,33 +5,39 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import CommConfig
-from titanlite.distributed.watchdog import PERIOD, Watchdog, mark_phase
+from titanlite.distributed.watchdog import PERIOD, Watchdog
+from titanlite.runtime.phases import Phase, mark_phase
 from titanlite.tools.verify.pool import WorkerError
+
+CPU = torch.device("cpu")
 
 
 def mark_phases(folder: Path) -> list[tuple[int, str, float, str]]:
-    mark_phase("nothing runs", in_step=True)
-    now = [0]
+    mark_phase(Phase.UPDATE)  # nothing runs
+    progress = SimpleNamespace(step=0)
     config = CommConfig(timeout_seconds=300, step_timeout_seconds=100)
-    watchdog = Watchdog(config, folder, lambda: now[0], computes_here=True)
+    watchdog = Watchdog(config, folder, progress, CPU)
     found = []
-    for name, step, in_step in (
-        ("loading", 0, False),
-        ("first", 5, True),
-        ("next", 6, True),
-        ("saving", 6, False),
+    for phase, step in (
+        (Phase.LOAD, 0),
+        (Phase.READ_DATA, 5),
+        (Phase.BACKWARD, 5),  # for the times only
+        (Phase.UPDATE, 6),
+        (Phase.SAVE, 6),
     ):
-        now[0] = step
-        mark_phase(name, in_step)
-        marked = watchdog._marked
+        progress.step = step
+        mark_phase(phase)
+        marked = watchdog.marked
         found.append((marked.progress, marked.phase, marked.limit, marked.key))
     watchdog.close()
-    mark_phase("nothing runs", in_step=True)
+    mark_phase(Phase.UPDATE)  # nothing runs
     return found
 
 
@@ -39,8 +45,9 @@ def test_a_phase_has_the_limit_of_its_kind(pool, tmp_path):
     long, short = (300, "comm.timeout_seconds"), (100, "comm.step_timeout_seconds")
     expected = [
         (1, '"loading"', *long),
-        (2, '"first" of step 5', *long),
-        (3, '"next" of step 6', *short),
+        (2, '"reading data" of step 5', *long),
+        (2, '"reading data" of step 5', *long),
+        (3, '"update" of step 6', *short),
         (4, '"saving" after step 6', *long),
     ]
     assert pool.run(2, mark_phases, tmp_path) == [expected] * 2
@@ -48,8 +55,8 @@ def test_a_phase_has_the_limit_of_its_kind(pool, tmp_path):
 
 
 def hang_before_closing(folder: Path) -> None:
-    watchdog = Watchdog(CommConfig(timeout_seconds=2), folder, lambda: 0, computes_here=True)
-    mark_phase("the last steps")
+    watchdog = Watchdog(CommConfig(timeout_seconds=2), folder, SimpleNamespace(step=0), CPU)
+    mark_phase(Phase.DELETE_CHECKPOINTS)
     time.sleep(60 * dist.get_rank())
     watchdog.close()
 
@@ -60,36 +67,38 @@ def test_a_rank_that_hangs_before_it_closes_is_named(pool, tmp_path):
     for rank in range(2):
         report = (tmp_path / f"hang/rank-{rank}.txt").read_text()
         assert report.startswith("rank 1 (host ")
-        assert 'in "the last steps" (comm.timeout_seconds = 2)' in report
+        assert 'in "deleting old checkpoints" (comm.timeout_seconds = 2)' in report
     assert "hang_before_closing" in (tmp_path / "hang/rank-1.txt").read_text()
 
 
-def stands_still(folder: Path, computes_here: bool, on_host: bool) -> float:
+def stands_still(folder: Path, device_type: str, phase: Phase) -> float:
     """Seconds that this process seems to stand still after it has computed for 1.5 s."""
-    watchdog = Watchdog(CommConfig(), folder, lambda: 0, computes_here)
-    mark_phase("computing", on_host=on_host)
+    device = torch.device(device_type)
+    watchdog = Watchdog(CommConfig(), folder, SimpleNamespace(step=0), device)
+    mark_phase(phase)
     end = time.monotonic() + 1.5
     while time.monotonic() < end:
         pass
-    still = watchdog._own.still
+    still = watchdog.own.still
     watchdog.close()
     return still
 
 
 @pytest.mark.parametrize(
-    ("computes_here", "on_host"), [(True, False), (False, True), (False, False)]
+    ("device_type", "phase", "progress"),
+    [("cpu", Phase.LOAD, True), ("cuda", Phase.SAVE, True), ("cuda", Phase.LOAD, False)],
 )
 def test_cpu_time_is_progress_unless_a_gpu_may_be_waited_for(
-    pool, tmp_path, computes_here, on_host
+    pool, tmp_path, device_type, phase, progress
 ):
-    (still,) = pool.run(1, stands_still, tmp_path, computes_here, on_host)
-    assert (still < 0.6) == (computes_here or on_host), still
+    (still,) = pool.run(1, stands_still, tmp_path, device_type, phase)
+    assert (still < 0.6) == progress, still
 
 
 def errors_of_threads(folder: Path) -> list[str]:
     errors: list[str] = []
     threading.excepthook = lambda arguments: errors.append(repr(arguments.exc_value))
-    watchdog = Watchdog(CommConfig(), folder, lambda: 0, computes_here=True)
+    watchdog = Watchdog(CommConfig(), folder, SimpleNamespace(step=0), CPU)
     time.sleep(3 * PERIOD)
     watchdog.close()
     return errors

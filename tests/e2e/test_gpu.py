@@ -19,8 +19,8 @@ from titanlite.checkpoint.storage import write_step
 from titanlite.data.stream import Batch
 from titanlite.data.to_device import prefetch
 from titanlite.model import block_mask
-from titanlite.model.attention import attention_kernel
 from titanlite.model.flavors import FLAVORS
+from titanlite.observe.start_and_end import attention_kernel
 from titanlite.parallel.float8 import Scaling, float8_linear
 from titanlite.tools.verify.pool import Pool
 

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from titanlite.checkpoint.manager import Checkpointer, Diverged
 from titanlite.checkpoint.storage import RECORD, list_steps
 from titanlite.config.load import load_config
+from titanlite.distributed import signals
 from titanlite.tools.report.run_data import read_run
 
 SAMPLE = 17  # of step 3, with samples 16 to 23
@@ -69,7 +70,7 @@ def ask_with_nan(arguments: list[str], folder: Path) -> str:
     """As `run_with_nan`, and the file SAVE appears in the bad step."""
     from titanlite.optim.stability import Guard
 
-    judge, wants_save = Guard.judge, Checkpointer.wants_save
+    judge = Guard.judge
     steps: list[int] = []
 
     def judged(guard, step, loss, grad_norm):
@@ -78,14 +79,9 @@ def ask_with_nan(arguments: list[str], folder: Path) -> str:
             (folder / "SAVE").touch()
         judge(guard, step, loss, grad_norm)
 
-    def look(checkpointer):
-        # It looks once a second, and these steps take milliseconds
-        checkpointer._file._looked_at = 0.0
-        return wants_save(checkpointer)
-
     with (
         mock.patch.object(Guard, "judge", judged),
-        mock.patch.object(Checkpointer, "wants_save", look),
+        mock.patch.object(signals, "LOOK_EVERY", 0.0),  # these steps take milliseconds
     ):
         return run_with_nan(arguments, 0, "loss")[2]
 

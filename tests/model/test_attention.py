@@ -9,8 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right
 
-from titanlite.model.attention import attention, attention_kernel, share_heads
+from titanlite.model.attention import attention, share_heads
 from titanlite.model.flavors import FLAVORS
+from titanlite.observe.start_and_end import attention_kernel
 
 
 def by_definition(q, k, v, keys_before):

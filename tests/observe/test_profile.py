@@ -11,7 +11,7 @@ import torch.distributed as dist
 from runs import curve, train_run
 
 from titanlite.data.stream import TrainStream
-from titanlite.distributed.signals import FileRequest
+from titanlite.distributed import signals
 from titanlite.observe.profile import parse_ranks
 from titanlite.runtime.errors import ConfigError
 
@@ -41,22 +41,19 @@ def test_traces_are_written_for_each_rank(pool, arguments, tmp_path):
 
 def run_and_ask(arguments: list[str], folder: Path, step: int) -> int:
     """A run in which the file PROFILE appears during a step."""
-    original, steps, seen = TrainStream.next_step, iter(range(1, 1000)), FileRequest.seen
+    original, steps = TrainStream.next_step, iter(range(1, 1000))
 
     def next_step(stream):
         if next(steps) == step and dist.get_rank() == 0:
             (folder / "PROFILE").touch()
         return original(stream)
 
-    def look(request):
-        request._looked_at = 0.0  # it looks once a second, and these steps take milliseconds
-        return seen(request)
-
-    TrainStream.next_step, FileRequest.seen = next_step, look
+    TrainStream.next_step = next_step
+    signals.LOOK_EVERY = 0.0  # these steps take milliseconds
     try:
         return train_run(arguments)
     finally:
-        TrainStream.next_step, FileRequest.seen = original, seen
+        TrainStream.next_step = original
 
 
 @pytest.mark.parametrize("ranks", ["all", pytest.param("1", marks=pytest.mark.slow)])

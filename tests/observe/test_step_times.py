@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,10 +12,10 @@ import torch
 import torch.distributed as dist
 from runs import rows, train_run
 
-from titanlite.distributed import watchdog
-from titanlite.distributed.watchdog import mark_phase
 from titanlite.observe import step_times
-from titanlite.observe.step_times import BESIDE, PARTS, START, StepTimes, Window
+from titanlite.observe.step_times import BESIDE, PARTS, StepTimes, Window
+from titanlite.runtime import phases
+from titanlite.runtime.phases import Phase, mark_phase
 
 CPU = torch.device("cpu")
 TIMES = ["step_seconds", "step_seconds_p50", "step_seconds_p95", "step_seconds_max"]
@@ -256,7 +255,7 @@ class Device:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda of: device.current)
         monkeypatch.setattr(dist, "get_world_size", lambda: 1)
         monkeypatch.setattr(dist, "get_rank", lambda: 0)
-        monkeypatch.setattr(watchdog, "recorder", None)
+        monkeypatch.setattr(phases, "listeners", [])
         monkeypatch.setattr(step_times, "memory_columns", lambda of: {})
         monkeypatch.setattr(step_times, "peak_memory_gib", lambda of: 1.5)
 
@@ -274,18 +273,18 @@ def test_on_a_gpu_times_are_those_of_the_device(monkeypatch):
     times = StepTimes(True, torch.device("cuda", 0))
     found = []
     for _ in range(3):
-        mark_phase(START, times_only=True)
+        mark_phase(Phase.START_TIMING)
         found.append(times.columns())
         for _ in range(4):
-            for name, seconds in (
-                ("reading data", 0.25),
-                ("forward and backward", 1),
-                ("backward", 2),
-                ("update", 4),
+            for phase, seconds in (
+                (Phase.READ_DATA, 0.25),
+                (Phase.FORWARD_BACKWARD, 1),
+                (Phase.BACKWARD, 2),
+                (Phase.UPDATE, 4),
             ):
-                mark_phase(name)
+                mark_phase(phase)
                 gpu.computes(seconds)
-                if name == "backward":
+                if phase is Phase.BACKWARD:
                     assert times.begin_wait()
                     assert not times.begin_wait(), "a wait within a wait is one wait"
                     gpu.computes(0.5)
@@ -317,16 +316,16 @@ def test_marks_that_the_device_has_passed_are_added_up_before_they_are_many(monk
     gpu.install(monkeypatch)
     monkeypatch.setattr(step_times, "MOST_MARKS", 100)
     times = StepTimes(True, torch.device("cuda", 0))
-    mark_phase(START, times_only=True)
+    mark_phase(Phase.START_TIMING)
     assert times.columns() == {}  # the first window
     for step in range(1000):
-        mark_phase("reading data")
+        mark_phase(Phase.READ_DATA)
         gpu.computes(1)
-        mark_phase("update")
+        mark_phase(Phase.UPDATE)
         gpu.computes(2)
         gpu.now = 3.0 * max(0, step - 20)  # the host is 20 steps ahead
     assert gpu.now == 3.0 * 979
-    mark_phase(START, times_only=True)
+    mark_phase(Phase.START_TIMING)
     row = times.columns()
     assert (row["step_seconds"], row["time/data"], row["time/optimizer"]) == (3, 1, 2)
     assert gpu.made < 200
@@ -336,11 +335,11 @@ def test_waits_of_other_threads_and_of_pauses_are_not_communication(monkeypatch)
     from threading import Thread
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(watchdog, "recorder", None)
+    monkeypatch.setattr(phases, "listeners", [])
     times = StepTimes(True, CPU)
     answers = []
-    for phase in ("backward", "validation", "saving"):
-        mark_phase(phase, times_only=True)
+    for phase in (Phase.BACKWARD, Phase.VALIDATE, Phase.SAVE):
+        mark_phase(phase)
         thread = Thread(target=lambda: answers.append(times.begin_wait()))
         thread.start()
         thread.join()
@@ -354,19 +353,20 @@ def test_waits_of_other_threads_and_of_pauses_are_not_communication(monkeypatch)
 def test_the_cost_of_a_mark_is_small(monkeypatch):
     """A bound that only a mistake reaches: measured are 0.5 microseconds."""
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(watchdog, "recorder", None)
+    monkeypatch.setattr(phases, "listeners", [])
     StepTimes(True, CPU)
     started = time.perf_counter()
     for _ in range(10_000):
-        mark_phase("update")
+        mark_phase(Phase.UPDATE)
     assert (time.perf_counter() - started) / 10_000 < 50e-6
 
 
-def test_a_mark_without_a_watchdog_reaches_the_recorder(monkeypatch):
-    seen: list[str] = []
-    counted = SimpleNamespace(phase=lambda name, in_step, on_host: seen.append(f"counted {name}"))
-    monkeypatch.setattr(watchdog, "recorder", seen.append)
-    monkeypatch.setattr(watchdog, "_running", counted)
-    mark_phase("update")
-    mark_phase("backward", times_only=True)
-    assert seen == ["update", "counted update", "backward"]
+def test_a_mark_reaches_all_listeners(monkeypatch):
+    monkeypatch.setattr(phases, "listeners", [])
+    seen: list[Phase] = []
+    phases.add_listener(seen.append)
+    phases.add_listener(seen.append)
+    mark_phase(Phase.UPDATE)
+    phases.remove_listener(seen.append)
+    mark_phase(Phase.BACKWARD)
+    assert seen == [Phase.UPDATE, Phase.UPDATE, Phase.BACKWARD]

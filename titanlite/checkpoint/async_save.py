@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.state import State
 from titanlite.checkpoint.storage import SaveError
-from titanlite.distributed.watchdog import mark_phase
+from titanlite.runtime.phases import Phase, mark_phase
 
 logger = logging.getLogger("titanlite")
 Write = Callable[[State, "Exception | None"], None]  # state, the error if staging has failed
@@ -73,7 +73,7 @@ class AsyncSaver:
             self.waited += time.monotonic() - started
         else:
             if self.staging is not None:
-                mark_phase("copying the state")
+                mark_phase(Phase.COPY_STATE)
             self._save(state, write, ready)
 
     def wait_for_staging(self) -> None:
@@ -81,11 +81,11 @@ class AsyncSaver:
         if not self._copying:
             return
         started = time.monotonic()
-        mark_phase("waiting for the copy of the state")
+        mark_phase(Phase.WAIT_FOR_STAGING)
         self._staged.wait()
         self._copying = False
         self.waited += time.monotonic() - started
-        mark_phase("update", in_step=True)
+        mark_phase(Phase.UPDATE)
 
     @property
     def failed(self) -> bool:
@@ -127,7 +127,7 @@ class AsyncSaver:
         finally:
             self._staged.set()  # also after an error, because the loop waits for it
         if not self.background:
-            mark_phase("saving", on_host=True)
+            mark_phase(Phase.SAVE)
         self._write(state, write, failure)
 
     def _write(self, state: State, write: Write, failure: Exception | None) -> None:

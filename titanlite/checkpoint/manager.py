@@ -37,11 +37,10 @@ from titanlite.config.schema import CheckpointConfig
 from titanlite.data.excluded import Range
 from titanlite.data.stream import TrainStream
 from titanlite.distributed.agreement import PATIENT, broadcast_from_rank0, gather
-from titanlite.distributed.signals import FileRequest
-from titanlite.distributed.watchdog import mark_phase
 from titanlite.observe.metrics_file import drop_later_lines
 from titanlite.optim.stability import Guard, Outcome, Verdict
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.phases import Phase, mark_phase
 
 logger = logging.getLogger("titanlite")
 
@@ -77,7 +76,6 @@ class Checkpointer:
         self.resumed = 0  # the step that this process has resumed from, while that is unproven
         self.returned = False  # to that step, in a rollback
         self._saved_at = time.monotonic()
-        self._file = FileRequest(folder / "SAVE")
 
     def load(self) -> bool:
         """Resumes from the newest usable checkpoint of this run; returns False if it has none.
@@ -85,7 +83,7 @@ class Checkpointer:
         Raises ConfigError if `checkpoint.load` forbids it, the config contradicts the checkpoint,
         or all are unusable.
         """
-        mark_phase("loading")
+        mark_phase(Phase.LOAD)
         if self.config.load == "never":
             self._require_unused()
         if dist.get_rank() == 0:
@@ -144,13 +142,6 @@ class Checkpointer:
             files[EXCLUDED] = json.dumps(self.excluded).encode()
         return files
 
-    def wants_save(self) -> bool:
-        """Whether this process requests a save: rank 0 does, when `freq_minutes` have passed or
-        SAVE exists.
-        """
-        file_seen = self._file.seen()
-        return file_seen or self.minutes_passed()
-
     def minutes_passed(self) -> bool:
         """Whether `freq_minutes` have passed since the last save, on the clock of rank 0."""
         seconds = 60 * self.config.freq_minutes
@@ -182,11 +173,10 @@ class Checkpointer:
 
         Returns when the save is complete if `wait`, or if saving is not asynchronous.
         """
-        mark_phase("saving", on_host=True)
+        mark_phase(Phase.SAVE)
         self.newest = step
         self.unproven = True
         self._saved_at = time.monotonic()
-        self._file.open = False
         if validation_loss is not None and not math.isfinite(validation_loss):
             validation_loss = None
         metadata = self.facts.metadata(validation_loss)
@@ -229,7 +219,7 @@ class Checkpointer:
         """
         if not self.unproven:
             return
-        mark_phase("deleting old checkpoints")
+        mark_phase(Phase.DELETE_CHECKPOINTS)
         self.unproven = False
         self.resumed = 0
         self.returned = False
@@ -294,7 +284,7 @@ class Checkpointer:
         Raises SaveError, or the process group's error.
         """
         self.saver.wait_for_staging()
-        mark_phase("saving", on_host=True)
+        mark_phase(Phase.SAVE)
         self.saver.wait()
         # Rank 0 may still be deleting: a rank that exits earlier would end the run
         gather(None, PATIENT)

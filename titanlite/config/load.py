@@ -230,7 +230,7 @@ def read_options(options: list[Option], problems: list[str]) -> Layer:
 def find_key(name: str) -> Key | None:
     """What is declared about a key, also if it is an old one that has become another."""
     if name == "run.sample_tokens":  # 0 stands for no sample
-        return dataclasses.replace(schema_keys()[ALIASES[name]], name=name, min=0)
+        return dataclasses.replace(schema_keys()[ALIASES[name]], name=name, min=0, max=None)
     if name == "run.sample_prompt":  # one prompt, no list
         return dataclasses.replace(schema_keys()[ALIASES[name]], name=name, kind=str, items=None)
     return schema_keys().get(name)

@@ -28,8 +28,8 @@ from titanlite.data.mixture import Mixture, build_mixture
 from titanlite.data.packing import PackedRows
 from titanlite.data.prepared import PreparedData
 from titanlite.data.shards import Array, Tokens
-from titanlite.distributed.watchdog import mark_phase
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.phases import Phase, mark_phase
 
 # The label of a position without a target: the default ignore_index of torch's cross entropy
 IGNORED = -100
@@ -279,7 +279,7 @@ class TrainStream:
 
     def next_step(self) -> list[Batch]:
         """This rank's local batches of the next optimizer step: (local_batch_size, S) each."""
-        mark_phase("reading data", in_step=True)
+        mark_phase(Phase.READ_DATA)
         started = time.perf_counter()
         size = self.training.local_batch_size
         seq_len = self.training.seq_len

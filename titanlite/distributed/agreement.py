@@ -3,22 +3,33 @@
 What it is: `gather` gives every rank the values of all, `broadcast` that of rank 0, and the other
 functions decide from these. So all ranks reach the same decision: an error on one rank is raised on
 all, and no rank waits for one that has exited. All ranks call each function together.
-What it costs: two messages from each rank to rank 0, and two to each rank along a tree, of CPU
-tensors over gloo. Used while a run starts, loads and saves, never by the training thread within a
-step.
+How it is made: values are sent as JSON, because `all_gather_object` unpickles bytes from other
+processes. Each message has a tag, so that the saving thread and the main thread can use one process
+group at the same time; with collectives each thread would need a separate group, and every rank a
+second socket to every other rank.
+What it costs: two messages (length and content) from each rank to rank 0, and two to each rank
+along a tree, of CPU tensors over gloo. Used while a run starts, loads and saves, never by the
+training thread within a step. For `bitwise_or`, which is called after each step, see there.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from titanlite.runtime.errors import ConfigError
+from titanlite.distributed.process_group import host_group
+from titanlite.runtime.errors import ConfigError, StorageError
 
+T = TypeVar("T")
+
+# Errors of the system whose cause is the path that the user has chosen
 PATH_ERRORS = (
     errno.EISDIR,
     errno.ENOTDIR,
@@ -28,16 +39,10 @@ PATH_ERRORS = (
     errno.ENOENT,
     errno.ENAMETOOLONG,
 )
-
-
-class JoinError(RuntimeError):
-    """Other nodes did not start in time, or cannot be reached."""
-
-
-class StorageError(RuntimeError):
-    """Rank 0 could not read or write a file of the run; a full or failing disk may have recovered
-    at a restart.
-    """
+# Number of ranks from which `bitwise_or` sends messages instead of calling all_reduce. Without
+# network delays the ring is faster below, and at 32 both take equally long; with delays, messages
+# are faster (benchmarks/agreement.py).
+MANY = 32
 
 
 class Channel(NamedTuple):
@@ -51,10 +56,17 @@ class Channel(NamedTuple):
     timeout: timedelta
 
 
-TRAINING = Channel(1, timedelta(0))  # 0 is torch's default tag, and 3 that of `exchange.bitwise_or`
+# 0 is torch's default tag
+TRAINING = Channel(1, timedelta(0))
 # To prepare data, to save and to load takes some ranks much longer than others: the watchdog
 # detects hangs, not this.
 PATIENT = Channel(2, timedelta(days=1))
+BITS = Channel(3, timedelta(0))
+
+
+def is_alone() -> bool:
+    """Whether there are no other ranks."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def gather(value: Any, channel: Channel = TRAINING) -> list[Any]:
@@ -66,57 +78,161 @@ def gather_on_rank0(value: Any, channel: Channel = TRAINING) -> list[Any]:
     """The JSON values of all ranks on rank 0, which receives them in turn; an empty list on the
     others.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if is_alone():
         return [value]
-    from titanlite.distributed import exchange  # not imported by a run of one rank
-
-    return exchange.gather_on_rank0(value, *channel)
+    if dist.get_rank() != 0:
+        send(_encode(value), 0, channel)
+        return []
+    values = [value]
+    for rank in range(1, dist.get_world_size()):
+        values.append(_decode(receive(rank, channel)))
+    return values
 
 
 def broadcast(value: Any, channel: Channel = TRAINING) -> Any:
-    """Rank 0's JSON value."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    """Rank 0's JSON value. Along a tree: the ranks that have it double with each round."""
+    if is_alone():
         return value
-    from titanlite.distributed import exchange  # not imported by a run of one rank
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    content = _encode(None)
+    if rank == 0:
+        content = _encode(value)
+    num_reached = 1
+    while num_reached < world_size:
+        if num_reached <= rank < 2 * num_reached:
+            content = receive(rank - num_reached, channel)
+        elif rank < num_reached and rank + num_reached < world_size:
+            send(content, rank + num_reached, channel)
+        num_reached *= 2
+    return _decode(content)
 
-    return exchange.broadcast(value, *channel)
+
+def bitwise_or(bits: int) -> int:
+    """The bits that any rank has.
+
+    gloo passes an all-reduce around the ring of ranks, twice: little work, but 2 (N - 1) messages
+    one after another. From MANY ranks on, in round i each rank sends its bits to rank + 2^i (mod
+    N): log2 N rounds (docs/multinode.md).
+    """
+    if is_alone():
+        return bits
+    combined = torch.tensor(bits)
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    if world_size < MANY:
+        dist.all_reduce(combined, dist.ReduceOp.BOR, host_group())
+        return int(combined)
+    distance = 1
+    while distance < world_size:
+        received = torch.zeros_like(combined)
+        # Both at once: each rank sends to one and receives from another
+        receiving = _receiving(received, (rank - distance) % world_size, BITS)
+        _sending(combined, (rank + distance) % world_size, BITS).wait()
+        receiving.wait()
+        combined = combined | received
+        distance *= 2
+    return int(combined)
+
+
+def _sending(content: Tensor, rank: int, channel: Channel) -> dist.Work:
+    work = dist.isend(content, rank, host_group(), channel.tag)
+    assert work is not None, "this rank is in the group"
+    return work
+
+
+def _receiving(memory: Tensor, rank: int, channel: Channel) -> dist.Work:
+    work = dist.irecv(memory, rank, host_group(), channel.tag)
+    assert work is not None, "this rank is in the group"
+    return work
+
+
+def send(content: Tensor, rank: int, channel: Channel) -> None:
+    _sending(torch.tensor([len(content)]), rank, channel).wait(channel.timeout)
+    _sending(content, rank, channel).wait(channel.timeout)
+
+
+def receive(rank: int, channel: Channel) -> Tensor:
+    length = torch.zeros(1, dtype=torch.int64)
+    _receiving(length, rank, channel).wait(channel.timeout)
+    content = torch.empty(int(length), dtype=torch.uint8)
+    _receiving(content, rank, channel).wait(channel.timeout)
+    return content
+
+
+def _encode(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(content: Tensor) -> Any:
+    return read_message(content.numpy().tobytes())
+
+
+def read_message(content: bytes) -> Any:
+    """The JSON value that another rank has sent. Raises ConfigError if it is not JSON.
+
+    The network is trusted, but another version of titanlite or other software may answer at the
+    address.
+    """
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"a message between ranks is not JSON ({error}); check that all ranks run the same "
+            "titanlite, and that nothing else uses MASTER_PORT"
+        ) from None
+
+
+# How bad the outcome on a rank is, as `on_all_ranks` sends it
+GOOD = 0
+EXPECTED_ERROR = 1
+CONFIG_ERROR = 2
+OTHER_ERROR = 3
 
 
 def on_all_ranks(
-    work: Callable[[], Any], channel: Channel = TRAINING, expected: type[ConfigError] = ConfigError
-) -> Any:
+    work: Callable[[], T],
+    channel: Channel = TRAINING,
+    expected: type[ConfigError] = ConfigError,
+) -> T:
     """What `work` returns on this rank. If it raises on any rank, all raise, with the problems of
     all.
 
     The exception is `expected` if all errors are of that type, ConfigError if all are ConfigErrors,
     otherwise the original error on the ranks where one was raised, and RuntimeError on the others.
     """
-    result = None
-    unexpected = None
-    problems = []
-    kind = -1
+    outcome = GOOD
+    problems: list[str] = []
+    other_error: Exception | None = None
+    result: Any = None
     try:
         result = work()
     except ConfigError as error:
         problems = error.problems
-        kind = 0 if isinstance(error, expected) else 1
+        outcome = CONFIG_ERROR
+        if isinstance(error, expected):
+            outcome = EXPECTED_ERROR
     except Exception as error:
         rank = dist.get_rank() if dist.is_initialized() else 0
         problems = [f"rank {rank}: {type(error).__name__}: {str(error)[:200]}"]
-        kind = 2
-        unexpected = error
-    everyone = gather((kind, problems), channel)
-    worst = max(kind for kind, _ in everyone)
-    if worst < 0:
-        return result
-    if unexpected is not None:
-        raise unexpected
-    found = list(
-        dict.fromkeys(problem for kind, own in everyone if kind == worst for problem in own)
-    )
-    if worst == 2:
-        raise RuntimeError("; ".join(found))
-    raise (ConfigError if worst else expected)(found)
+        outcome = OTHER_ERROR
+        other_error = error
+    outcomes = gather((outcome, problems), channel)
+    worst = max(outcome for outcome, _ in outcomes)
+    if worst == GOOD:
+        done: T = result
+        return done
+    if other_error is not None:
+        raise other_error
+    worst_problems: list[str] = []  # each once
+    for outcome, problems in outcomes:
+        if outcome == worst:
+            worst_problems += [text for text in problems if text not in worst_problems]
+    if worst == OTHER_ERROR:
+        raise RuntimeError("; ".join(worst_problems))
+    if worst == CONFIG_ERROR:
+        raise ConfigError(worst_problems)
+    raise expected(worst_problems)
 
 
 def broadcast_from_rank0(find: Callable[[], Any]) -> Any:
@@ -126,18 +242,23 @@ def broadcast_from_rank0(find: Callable[[], Any]) -> Any:
     example because it is a folder or may not be written, otherwise as StorageError.
     On a network file system some nodes see a new folder later than others, so rank 0 looks for all.
     """
-    found: list[Any] = [None, [], ""]
+    value: Any = None
+    problems: list[str] = []
+    failure = ""
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            found[0] = find()
+            value = find()
         except ConfigError as error:
-            found[1] = error.problems
+            problems = error.problems
         except OSError as error:
-            message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            found[1 if error.errno in PATH_ERRORS else 2] = (
-                [message] if error.errno in PATH_ERRORS else message
-            )
-    value, problems, failure = broadcast(found)
+            text = str(error)
+            if error.filename:
+                text = f"{error.filename}: {error.strerror}"
+            if error.errno in PATH_ERRORS:
+                problems = [text]
+            else:
+                failure = text
+    value, problems, failure = broadcast((value, problems, failure))
     if problems:
         raise ConfigError(problems)
     if failure:
@@ -148,12 +269,13 @@ def broadcast_from_rank0(find: Callable[[], Any]) -> Any:
 def require_agreement(channel: Channel = TRAINING, **facts: str) -> None:
     """Raises ConfigError on all ranks unless they all pass the same facts (name -> value or hash)."""
     everyone = gather(facts, channel)
-    problems = [
-        f"rank {rank}: {name} differs from rank 0's; expected the same command, data, Python version, folder and kind "
-        "of processor on all nodes"
-        for rank, other in enumerate(everyone)
-        for name in facts
-        if other[name] != everyone[0][name]
-    ]
+    problems = []
+    for rank, theirs in enumerate(everyone):
+        for name in facts:
+            if theirs[name] != everyone[0][name]:
+                problems.append(
+                    f"rank {rank}: {name} differs from rank 0's; expected the same command, data, "
+                    "Python version, folder and kind of processor on all nodes"
+                )
     if problems:
         raise ConfigError(problems)

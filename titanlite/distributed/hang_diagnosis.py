@@ -14,25 +14,30 @@ entered.
 
 from __future__ import annotations
 
+import json
 import math
 import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 SILENT = 3.0  # seconds: a process without a heartbeat for longer may be frozen
 PACKAGE = Path(__file__).resolve().parents[1]
-# Modules that wait for other ranks. `wait` of a message adds no frame of torch
-# Its frame is around each wait, within that of the function that waits
-TIMED = "titanlite.observe.waits"
+TIMED = "titanlite.observe.waits"  # its frame is around each wait, within that of the caller
+# Modules that wait for other ranks; `wait` of a message adds no frame of torch
 WAITING = (
     TIMED,
     "torch.distributed",
-    "titanlite.distributed.exchange",
+    "titanlite.distributed.agreement",
     "titanlite.parallel.pipeline_parallel",
 )
 DEBUGGERS = ("bdb", "pdb", "pydevd")
+
+# Where the main thread stands still
+IN_PYTHON = 0
+IN_TORCH = 1
+FOR_RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,7 @@ class Heartbeat:
     limit: float = math.inf  # how long the phase may stand still
     key: str = ""  # the config key of the limit
     still: float = 0.0  # how long it has stood still
-    # Where the main thread stands still; 0: in Python code, 1: in torch, 2: for other ranks
-    waiting: int = 0
+    waiting: int = IN_PYTHON  # where the main thread stands still
     place: str = ""  # file:line in this repository, once it stands still
     silent: bool = False  # set by the reader
     # Rank 0's `Diagnosis`, for all ranks to follow
@@ -57,9 +61,10 @@ class Heartbeat:
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} (host {self.host}, pid {self.pid})" + (
-            f" at {self.place}" if self.place else ""
-        )
+        name = f"rank {self.rank} (host {self.host}, pid {self.pid})"
+        if self.place:
+            return f"{name} at {self.place}"
+        return name
 
     def aged(self, age: float, reader: Heartbeat) -> Heartbeat:
         """This heartbeat, `age` seconds after the reader received it."""
@@ -95,38 +100,79 @@ def diagnose(heartbeats: list[Heartbeat], own: Heartbeat, folder: Path) -> Diagn
         if own.still > own.limit - SILENT:
             blocking = [beat for beat in silent if beat.still > beat.limit]
     elif own.rank == 0:
-        first = min((beat.progress, beat.waiting) for beat in heartbeats)
-        candidates = [beat for beat in heartbeats if (beat.progress, beat.waiting) == first]
+        # The fewest phases begun, and among these not waiting for other ranks
+        last = min((beat.progress, beat.waiting) for beat in heartbeats)
+        candidates = [beat for beat in heartbeats if (beat.progress, beat.waiting) == last]
         if all(beat.still > beat.limit for beat in candidates):
             blocking = candidates
     if not blocking:
         return None
     longest = max(blocking, key=lambda beat: beat.still)
-    names = ", ".join(beat.name for beat in blocking[:8]) + (
-        f" and {len(blocking) - 8} more" if blocking[8:] else ""
-    )
-    what = "frozen or gone, no heartbeat" if longest.silent else "no progress"
+    names = ", ".join(beat.name for beat in blocking[:8])
+    if len(blocking) > 8:
+        names += f" and {len(blocking) - 8} more"
+    problem = "no progress"
+    if longest.silent:
+        problem = "frozen or gone, no heartbeat"
     message = (
-        f"{names}: {what} for {longest.still:.0f} s in {longest.phase} ({longest.key} = {longest.limit:.0f}); "
-        f"the run ends; stacks: {folder}"
+        f"{names}: {problem} for {longest.still:.0f} s in {longest.phase} "
+        f"({longest.key} = {longest.limit:.0f}); the run ends; stacks: {folder}"
     )
     return Diagnosis(message, [beat.rank for beat in blocking if beat.silent])
 
 
-def locate(frame: FrameType) -> tuple[int, str, bool]:
-    """Where a thread is, from its innermost frame: (`waiting`, `place`, whether a debugger holds
-    it).
-    """
+class Location(NamedTuple):
+    """Where a thread is."""
+
+    waiting: int  # IN_PYTHON, IN_TORCH or FOR_RANKS
+    place: str  # file:line of the innermost frame in this repository
+    debugged: bool  # a debugger holds it
+
+
+def locate(frame: FrameType) -> Location:
+    """Where a thread is, from its innermost frame."""
     modules = []
     place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     for current, line in traceback.walk_stack(frame):
         modules.append(str(current.f_globals.get("__name__", "")))
         path = Path(current.f_code.co_filename)
-        # train.py, in a clone
-        beside = path.is_relative_to(PACKAGE.parent) and "site-packages" not in path.parts
-        if (beside or path.is_relative_to(PACKAGE)) and modules[-1] != TIMED:
+        # In a clone, train.py is beside the package
+        in_clone = path.is_relative_to(PACKAGE.parent) and "site-packages" not in path.parts
+        if (in_clone or path.is_relative_to(PACKAGE)) and modules[-1] != TIMED:
             place = f"{path.relative_to(PACKAGE.parent)}:{line}"
             break
-    in_collective = any(module.startswith(WAITING) for module in modules)
+    waiting = IN_PYTHON
+    if any(module.startswith(WAITING) for module in modules):
+        waiting = FOR_RANKS
+    elif modules[0].startswith("torch"):
+        waiting = IN_TORCH
     debugged = any(module.partition(".")[0] in DEBUGGERS for module in modules)
-    return 2 if in_collective else int(modules[0].startswith("torch")), place, debugged
+    return Location(waiting, place, debugged)
+
+
+EXAMPLE = Heartbeat(0, "", 0)  # whose fields have the types of all
+
+
+def read_heartbeat(content: bytes) -> Heartbeat | None:
+    """A heartbeat from the store; None if a field is absent or of another type, as if none had
+    arrived.
+
+    Another version of titanlite or other software may write to the store. An invalid heartbeat must
+    not end the thread that watches for hangs.
+    """
+    try:
+        beat = Heartbeat(**json.loads(content))
+        beat = replace(
+            beat, clock=float(beat.clock), limit=float(beat.limit), still=float(beat.still)
+        )
+        diagnosis = Diagnosis(**beat.diagnosis or {"message": "", "frozen": []})
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return None
+    for name, value in vars(beat).items():
+        if type(value) is not type(getattr(EXAMPLE, name)):
+            return None
+    if type(diagnosis.message) is not str or type(diagnosis.frozen) is not list:
+        return None
+    if not all(type(rank) is int for rank in diagnosis.frozen):
+        return None
+    return beat

@@ -11,8 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from titanlite.distributed.agreement import JoinError
-from titanlite.runtime.errors import LISTENER
+from titanlite.runtime.errors import LISTENER, JoinError
 
 JOIN = timedelta(minutes=15)  # how long the nodes wait for each other
 
@@ -25,7 +24,9 @@ def meet(rank: int, world_size: int) -> dist.Store:
     """
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    listener = int(os.environ[LISTENER]) if LISTENER in os.environ else None
+    listener = None
+    if LISTENER in os.environ:
+        listener = int(os.environ[LISTENER])
     try:
         store = dist.TCPStore(
             address, port, world_size, rank == 0, JOIN, True, master_listen_fd=listener
@@ -34,8 +35,8 @@ def meet(rank: int, world_size: int) -> dist.Store:
             store.set("titanlite/joined", "")
         store.wait(["titanlite/joined"], JOIN)
     except RuntimeError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise JoinError(
-            f"the processes did not find each other at {address}:{port}: {reason}"
+            f"the processes did not find each other at {address}:{port}: {lines[0]}"
         ) from None
     return store

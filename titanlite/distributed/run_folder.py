@@ -13,49 +13,59 @@ import os
 import secrets
 import time
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
+from titanlite.config.schema import RunConfig
 from titanlite.distributed.agreement import broadcast_from_rank0, require_agreement
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import NO_LOCKS, make_folder, read_bounded
+from titanlite.runtime.files import NO_LOCKS, make_folder, read_bounded, replace_file
 
 logger = logging.getLogger("titanlite")
 
 
-def claim_folder(folder: Path) -> Any:
-    """Creates the run's folder and locks it as long as the returned object lives. All ranks call it
-    together.
+class RunFolder:
+    """The folder of a run, locked as long as this object lives."""
 
-    Raises ConfigError on all ranks if the folder cannot be written, another run holds its lock, or
-    a rank sees another folder under the same path (checkpoints need one that all nodes share).
-    """
-    held: list[Any] = []
+    def __init__(self, config: RunConfig) -> None:
+        """Makes the folder and locks it. All ranks call it together.
 
-    def lock_with_token() -> str:
+        Raises ConfigError on all ranks if the folder cannot be written, another run holds its lock,
+        or a rank sees another folder under the same path (checkpoints need one that all nodes
+        share).
+        """
+        self.path = Path(config.folder, config.name)
+        self._lock: TextIO | None = None  # on rank 0
+        token = broadcast_from_rank0(self._lock_with_token)
+        require_agreement(folder=_read_token(self.path / ".lock", token))
+
+    def _lock_with_token(self) -> str:
+        """On rank 0: locks the folder, and writes a new token into the lock file."""
+        token = secrets.token_hex(8)
         try:
-            make_folder(folder)
-            file = lock(folder / ".lock")
+            make_folder(self.path)
+            file = lock(self.path / ".lock")
             os.ftruncate(file.fileno(), 0)  # repeated by Python if a signal interrupts it
-            file.write(token := secrets.token_hex(8))
+            file.write(token)
             file.flush()
         except BlockingIOError:
             raise ConfigError(
-                f"{folder}: another run is training in this folder; wait for it or choose another run.name"
+                f"{self.path}: another run is training in this folder; wait for it or choose "
+                "another run.name"
             ) from None
         except OSError as error:
-            reason = error.strerror or error
+            problem = error.strerror or error
             raise ConfigError(
-                f"run.folder, run.name: {folder}: {reason}; expected a writable folder"
+                f"run.folder, run.name: {self.path}: {problem}; expected a writable folder"
             ) from None
-        held.append(file)
+        self._lock = file
         return token
 
-    token = broadcast_from_rank0(lock_with_token)
-    require_agreement(folder=_read_token(folder / ".lock", token))
-    return held
+    def write(self, name: str, text: str) -> None:
+        """Rank 0 writes a file of the folder; an error is raised on all ranks."""
+        broadcast_from_rank0(lambda: replace_file(self.path / name, text.encode()))
 
 
-def lock(path: Path) -> Any:
+def lock(path: Path) -> TextIO:
     """Locks a file, which it creates if necessary, as long as the returned object lives.
 
     Raises BlockingIOError.

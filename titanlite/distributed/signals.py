@@ -1,9 +1,9 @@
-"""Signals and requests: collects local requests to stop, save or give up, and combines them after
-each step.
+"""Signals and requests: collects local stop and save requests, and combines them after each step.
 
 What it is: a signal, the file SAVE or PROFILE, a clock or an error reaches a single process first.
 Combined, they make all processes take the same branch of the loop after the same step.
-    SIGTERM, SIGINT, SIGUSR1    save and exit with code 75; a second signal, at least a second later, exits at once
+    SIGTERM, SIGINT, SIGUSR1    save and exit with code 75; a second signal, at least a second
+                                later, exits at once
     the launcher has exited     the same, because nothing would receive this run's exit code
 What it costs: one number per step over gloo, without a GPU synchronization.
 """
@@ -21,9 +21,12 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from titanlite.distributed.agreement import bitwise_or
 from titanlite.runtime.errors import LAUNCHED
 
 logger = logging.getLogger("titanlite")
+# Seconds between two looks for a file: network file systems are slow
+LOOK_EVERY = 1.0
 
 
 class Agreed(NamedTuple):
@@ -35,75 +38,93 @@ class Agreed(NamedTuple):
     profile: bool
 
 
-class FileRequest:
-    """A request by a file with this path (`touch outputs/debug/SAVE`).
+class RequestFile:
+    """A request by a file (`touch outputs/debug/SAVE`), which rank 0 removes when it sees it.
 
-    Rank 0 removes the file when it is seen.
+    Once seen, it stays a request until it is fulfilled: a step may be rolled back in between.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._looked_at = time.monotonic()
-        self.open = False
+        self.pending = False
+        self.looked_at = time.monotonic()
 
-    def seen(self) -> bool:
-        """Whether the file was there since the last answer, which sets `open` to false: a step may
-        be rolled back.
-
-        Looks at most once a second, because network file systems are slow.
-        """
+    def is_pending(self) -> bool:
+        """Whether the file was seen and not fulfilled yet. Looks at most every LOOK_EVERY seconds."""
         now = time.monotonic()
-        if dist.get_rank() == 0 and now >= self._looked_at + 1:
-            self._looked_at = now
+        if dist.get_rank() == 0 and now >= self.looked_at + LOOK_EVERY:
+            self.looked_at = now
             with contextlib.suppress(OSError):
                 self.path.unlink()
-                self.open = True
-        return self.open
+                self.pending = True
+        return self.pending
+
+    def fulfilled(self) -> None:
+        self.pending = False
 
 
 class Requests:
     """Collects the requests of this process and combines them with those of all others."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        """`folder`: of the run, in which the files SAVE and PROFILE may appear."""
         self.stop = False  # agreed by all processes; never reset
-        self._seen = 0.0  # when this process was signalled
-        self._launcher = (
-            os.getppid() if {"TORCHELASTIC_RUN_ID", LAUNCHED} & os.environ.keys() else None
-        )
-        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        self._previous = {number: signal.signal(number, self._handle) for number in handled}
+        self.save_file = RequestFile(folder / "SAVE")
+        self.profile_file = RequestFile(folder / "PROFILE")
+        self.signalled = 0.0  # when this process was
+        self._launcher: int | None = None  # the process that must be alive
+        if "TORCHELASTIC_RUN_ID" in os.environ or LAUNCHED in os.environ:
+            self._launcher = os.getppid()
+        self._former_handlers = {}
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            self._former_handlers[number] = signal.signal(number, self.handle)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         # No message from here, as the signal may have interrupted a print. A scheduler signals
         # every process of a job, and the launcher forwards the signal as well, so a signal within a
         # second is the same request.
-        if not self._seen:
-            self._seen = time.monotonic()
-        elif time.monotonic() > self._seen + 1:
+        now = time.monotonic()
+        if not self.signalled:
+            self.signalled = now
+        elif now > self.signalled + 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def restore(self) -> None:
         """Restores the previous signal handlers."""
-        for number, handler in self._previous.items():
+        for number, handler in self._former_handlers.items():
             signal.signal(number, handler)
 
-    def agree(self, save: bool = False, failed: bool = False, profile: bool = False) -> Agreed:
-        """The requests of all processes, which all call this together."""
-        orphaned = self._launcher is not None and os.getppid() != self._launcher
-        stop = self.stop or bool(self._seen) or orphaned
-        bits = stop | save << 1 | failed << 2 | profile << 3
-        if dist.get_world_size() > 1:
-            # Not imported by a run of one rank
-            from titanlite.distributed.exchange import bitwise_or
+    def agree(self, save: bool = False, failed: bool = False) -> Agreed:
+        """The requests of all processes after a step, which all call this together.
 
-            bits = bitwise_or(bits)  # over gloo, so it does not wait for the GPU
+        `save`, `failed`: what this process asks for itself. The request of a file is repeated after
+        each step until `saved` or `profiled` is called.
+        """
+        save_file = self.save_file.is_pending()
+        profile_file = self.profile_file.is_pending()
+        return self._combine(save or save_file, failed, profile_file)
+
+    def saved(self) -> None:
+        """A save has begun, as requested."""
+        self.save_file.fulfilled()
+
+    def profiled(self) -> None:
+        """A recording has begun, as requested, or cannot begin."""
+        self.profile_file.fulfilled()
+
+    def agree_to_stop(self) -> bool:
+        """Whether any process is to stop. All call it together, also within a step."""
+        return self._combine(False, False, False).stop
+
+    def _combine(self, save: bool, failed: bool, profile: bool) -> Agreed:
+        orphaned = self._launcher is not None and os.getppid() != self._launcher
+        stop = self.stop or self.signalled > 0 or orphaned
+        bits = stop | save << 1 | failed << 2 | profile << 3
+        bits = bitwise_or(bits)  # over gloo, so it does not wait for the GPU
         agreed = Agreed(bool(bits & 1), bool(bits & 2), bool(bits & 4), bool(bits & 8))
         if agreed.stop and not self.stop:
             text = "stop requested: saving, then exiting (a second signal exits at once)"
             logger.info(text, extra={"event": "signal"})
         self.stop = agreed.stop
         return agreed
-
-    def agree_to_stop(self) -> bool:
-        return self.agree().stop

@@ -23,40 +23,54 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
+import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import CommConfig
-from titanlite.distributed.hang_diagnosis import Diagnosis, Heartbeat, diagnose, locate
+from titanlite.distributed.hang_diagnosis import (
+    IN_PYTHON,
+    Diagnosis,
+    Heartbeat,
+    Location,
+    diagnose,
+    locate,
+    read_heartbeat,
+)
 from titanlite.distributed.torch_private import clone_default_store, flight_recorder
 from titanlite.runtime.errors import EXIT_HUNG
+from titanlite.runtime.phases import Phase, add_listener, remove_listener
 
 KEY = "titanlite/heartbeat/"
 # Seconds between heartbeats, and between looks at the clock
 PERIOD = 0.5
 TICK = 0.25
-_running: Watchdog | None = None
-recorder: Callable[[str], None] | None = None  # also gets each mark: `observe/step_times.py`
 
 
-def mark_phase(
-    name: str, in_step: bool = False, on_host: bool = False, times_only: bool = False
-) -> None:
-    """Marks the start of a phase of the main loop, which lasts until the next mark, for watchdog
-    and `recorder`.
+class Work(NamedTuple):
+    """What this process has done so far."""
 
-    A phase of a training step has the shorter time-out of steps. `on_host`: it does not wait for a
-    GPU, so CPU time means progress. All ranks must mark the same phases in the same order, because
-    the diagnosis counts them, but for those with `times_only`, which only the recorder gets.
-    """
-    if recorder is not None:
-        recorder(name)
-    if _running is not None and not times_only:
-        _running.phase(name, in_step, on_host)
+    cpu_seconds: float
+    num_bytes: int  # read and written through files (Linux)
+
+
+def work_done() -> Work:
+    counts: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/io").read_text().splitlines()
+        counts = dict(line.split(": ") for line in lines)
+    # rchar and wchar count calls of read and write, read_bytes what a memory map reads from disk
+    num_bytes = sum(int(counts.get(name, 0)) for name in ("rchar", "wchar", "read_bytes"))
+    return Work(time.process_time(), num_bytes)
+
+
+class HasStep(Protocol):
+    """What the watchdog needs of the progress of a run."""
+
+    step: int
 
 
 class Watchdog:
@@ -66,34 +80,25 @@ class Watchdog:
     """
 
     def __init__(
-        self, config: CommConfig, folder: Path, step: Callable[[], int], computes_here: bool
+        self, config: CommConfig, folder: Path, progress: HasStep, device: torch.device
     ) -> None:
-        """`step` gives the current step; `computes_here`: the model is on the CPU, where CPU time
-        means progress.
-        """
-        global _running
+        """`folder`: of the run; `progress` has the current step."""
         self.config = config
         self.folder = folder / "hang"
-        self.step = step
-        self.computes_here = computes_here
-        self._on_host = computes_here
+        self.progress = progress
+        # Where the model computes on the CPU, CPU time means progress
+        self.computes_on_host = device.type == "cpu"
+        self._on_host = self.computes_on_host
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self._marked = self._own = Heartbeat(self.rank, socket.gethostname(), os.getpid())
+        self.marked = self.own = Heartbeat(self.rank, socket.gethostname(), os.getpid())
         self._first_step = 0
-        # Seconds this process has run, and when it last made progress
-        self._clock = self._since = 0.0
-        self._work = self._work_done()
-        self._others = (
-            [rank for rank in range(self.world_size) if rank != self.rank]
-            if self.rank == 0
-            else [0]
-        )
-        if self._others:
-            # Not imported by a run of one rank
-            from titanlite.distributed.messages import read_heartbeat
-
-            self._read = read_heartbeat
+        self._clock = 0.0  # seconds this process has run
+        self._since = 0.0  # when it last made progress
+        self._work = work_done()
+        self._others = [0]  # the ranks whose heartbeats this process reads
+        if self.rank == 0:
+            self._others = list(range(1, self.world_size))
         # Rank -> its newest heartbeat, and when it was received
         self._heard: dict[int, tuple[Heartbeat, float]] = {}
         self._connected = True
@@ -107,33 +112,36 @@ class Watchdog:
         ]
         for thread in self._threads:
             thread.start()
-        _running = self
+        add_listener(self.phase_begins)
 
-    def phase(self, name: str, in_step: bool, on_host: bool) -> None:
-        """See `mark_phase`.
+    def phase_begins(self, phase: Phase) -> None:
+        """Called by `mark_phase`.
 
         The first step of a process compiles and connects, and has the longer time-out too.
         """
-        step = self.step()
+        if phase.times_only:
+            return
+        step = self.progress.step
         limit = self.config.timeout_seconds
         key = "comm.timeout_seconds"
-        if in_step:
-            self._first_step = self._first_step or step
+        text = f'"{phase.text}"'
+        if phase.in_step:
+            text = f"{text} of step {step}"
+            if self._first_step == 0:
+                self._first_step = step
             if step > self._first_step and self.config.step_timeout_seconds < limit:
                 limit = self.config.step_timeout_seconds
                 key = "comm.step_timeout_seconds"
-        self._on_host = on_host or self.computes_here
-        where = f'"{name}"' + (
-            f" of step {step}" if in_step else f" after step {step}" if step else ""
-        )
-        self._marked = replace(
-            self._marked, progress=self._marked.progress + 1, phase=where, limit=limit, key=key
+        elif step > 0:
+            text = f"{text} after step {step}"
+        self._on_host = phase.on_host or self.computes_on_host
+        self.marked = replace(
+            self.marked, progress=self.marked.progress + 1, phase=text, limit=limit, key=key
         )
 
     def close(self) -> None:
         """The loop is over on all ranks: what follows has no time-out."""
-        global _running, recorder
-        _running = recorder = None
+        remove_listener(self.phase_begins)
         dist.barrier()  # still watched: a rank that hangs on its way to this line is named
         self._closed.set()
         for thread in self._threads:
@@ -144,12 +152,10 @@ class Watchdog:
         """Thread: writes this process's heartbeats and reads the others'."""
         while not self._closed.wait(PERIOD):
             try:
-                self._store.set(KEY + str(self.rank), json.dumps(asdict(self._own)))
-                values = (
-                    self._store.multi_get([KEY + str(rank) for rank in self._others])
-                    if self._others
-                    else []
-                )
+                self._store.set(KEY + str(self.rank), json.dumps(asdict(self.own)))
+                values = []
+                if self._others:
+                    values = self._store.multi_get([KEY + str(rank) for rank in self._others])
                 self._connected = True
             except RuntimeError:  # a broken connection, which a client does not repair
                 values = []
@@ -157,12 +163,10 @@ class Watchdog:
                 with contextlib.suppress(RuntimeError):
                     self._store = clone_default_store()
             for rank, value in zip(self._others, values, strict=False):
-                beat = self._read(value)
-                if (
-                    beat
-                    and beat.rank == rank
-                    and (rank not in self._heard or self._heard[rank][0] != beat)
-                ):
+                beat = read_heartbeat(value)
+                if beat is None or beat.rank != rank:
+                    continue
+                if rank not in self._heard or self._heard[rank][0] != beat:
                     self._heard[rank] = (beat, self._clock)
 
     def _watch(self) -> None:
@@ -181,70 +185,68 @@ class Watchdog:
 
     def _look_at_self(self, passed: float) -> None:
         """Updates this process's heartbeat."""
-        marked = self._marked
+        marked = self.marked
         before = self._work
-        self._work = self._work_done()
-        # 0.1 s of CPU time or 1 MB per second is work. The store may run in rank 0: it moves bytes
-        # for every rank.
-        works = self._on_host and self._work[0] - before[0] > 0.1 * passed
-        store = 10_000 * self.world_size if self.rank == 0 else 0
-        works |= self._work[1] - before[1] > (1_000_000 + store) * passed
-        waiting = 0
-        place = ""
-        debugged = False
+        self._work = work_done()
+        # 0.1 s of CPU time or 1 MB per second is work
+        computes = self._on_host and self._work.cpu_seconds - before.cpu_seconds > 0.1 * passed
+        most_idle_bytes = 1_000_000
+        if self.rank == 0:  # the store may run in this process: it moves bytes for every rank
+            most_idle_bytes += 10_000 * self.world_size
+        reads_or_writes = self._work.num_bytes - before.num_bytes > most_idle_bytes * passed
+        location = Location(IN_PYTHON, "", False)
         if self._clock - self._since > min(2.0, marked.limit / 2):
-            waiting, place, debugged = locate(sys._current_frames()[self._main])
-        if marked.progress != self._own.progress or works or debugged:
+            location = locate(sys._current_frames()[self._main])
+        begun = marked.progress != self.own.progress
+        if begun or computes or reads_or_writes or location.debugged:
             self._since = self._clock
-        still = self._clock - self._since
-        self._own = replace(marked, clock=self._clock, still=still, waiting=waiting, place=place)
-
-    def _work_done(self) -> tuple[float, int]:
-        """Seconds of CPU time, and bytes read and written through files (Linux)."""
-        counts: dict[str, str] = {}
-        with contextlib.suppress(OSError):
-            counts = dict(
-                line.split(": ") for line in Path("/proc/self/io").read_text().splitlines()
-            )
-        # rchar and wchar count calls of read and write, read_bytes what a memory map reads from the
-        # disk.
-        count = sum(int(counts.get(name, 0)) for name in ("rchar", "wchar", "read_bytes"))
-        return time.process_time(), count
+        self.own = replace(
+            marked,
+            clock=self._clock,
+            still=self._clock - self._since,
+            waiting=location.waiting,
+            place=location.place,
+        )
 
     def _diagnosis(self) -> Diagnosis | None:
         """Rank 0's, or this process's own if rank 0 is silent."""
-        own = self._own
+        own = self.own
         heard = dict(self._heard)
         if len(heard) < len(self._others) or (self.rank == 0 and not self._connected):
             return None  # rank 0 cannot judge the others; the time-outs of the collectives remain
-        if self.rank and heard[0][0].diagnosis:
-            return Diagnosis(**heard[0][0].diagnosis)
+        if self.rank != 0:
+            of_rank0, _ = heard[0]
+            if of_rank0.diagnosis:
+                return Diagnosis(**of_rank0.diagnosis)
         others = [beat.aged(self._clock - when, own) for beat, when in heard.values()]
-        found = diagnose([own, *others], own, self.folder)
-        if found and self.rank == 0:
-            self._own = replace(own, diagnosis=asdict(found))
-        return found
+        diagnosis = diagnose([own, *others], own, self.folder)
+        if diagnosis is not None and self.rank == 0:
+            self.own = replace(own, diagnosis=asdict(diagnosis))
+        return diagnosis
 
     def _end(self, diagnosis: Diagnosis) -> NoReturn:
-        """Exits, after time enough for all ranks to read the diagnosis and to write their reports."""
-        # a node's ranks follow one another
+        """Exits, after time for all ranks to read the diagnosis and to write their reports."""
+        # The ranks of a node follow one another
         first = self.rank - int(os.environ.get("LOCAL_RANK", self.rank))
         node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size)))
-        speaks = self.rank == diagnosis.speaker(node)
-        threading.Thread(target=self._report, args=(diagnosis.message, speaks), daemon=True).start()
+        prints = self.rank == diagnosis.speaker(node)
+        reporter = threading.Thread(
+            target=self._report, args=(diagnosis.message, prints), daemon=True
+        )
+        reporter.start()
         # Without waiting for the report: the disk may be what hangs
         time.sleep(2 * PERIOD + 2 * TICK)
         os._exit(EXIT_HUNG)
 
-    def _report(self, message: str, speaks: bool) -> None:
+    def _report(self, message: str, prints: bool) -> None:
         """Prints the message, and writes it with this process's stacks and collectives into its
         file.
         """
-        if speaks:
+        if prints:
             print(f"error: {message}", file=sys.stderr, flush=True)
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"rank-{self.rank}.txt").open("w") as file:
-            print(f"{message}\n\n{self._own.name}, {self._own.phase}\n", file=file, flush=True)
+            print(f"{message}\n\n{self.own.name}, {self.own.phase}\n", file=file, flush=True)
             # Errors of collectives that break now go here and not onto the console
             os.dup2(file.fileno(), 2)
             faulthandler.dump_traceback(file=file, all_threads=True)

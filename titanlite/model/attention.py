@@ -8,24 +8,25 @@ older ones compute some sequence lengths wrongly (pytorch#169849). With `data.do
 mask is a tensor, or on CUDA a list of blocks (`block_mask.py`).
 What it costs: B S^2 H Dh multiply-adds in the forward, half of two whole matrix products, because
 of the mask. Plain products also store S^2 numbers for each head, which the other kernels do not.
-The chosen kernel is logged at the start, unless there are masks. A mask that is a tensor takes B
+The kernel is logged at the start (`observe/start_and_end.py`), unless there are masks. A mask that is a tensor takes B
 S^2 bytes, and all pairs are computed.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeAlias
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
-from torch.nn.attention.bias import CausalBias
 from torch.nn.attention.flex_attention import BlockMask
 
-from titanlite.distributed.torch_private import attention_backend
 from titanlite.model.block_mask import block_attention
-from titanlite.model.flavors import LlamaConfig
 
-Mask = Tensor | BlockMask | CausalBias
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias  # it imports torch.distributed.tensor
+
+Mask: TypeAlias = "Tensor | BlockMask | CausalBias"
 
 
 def attention(
@@ -62,29 +63,9 @@ def share_heads(q: Tensor, x: Tensor, mask: Mask | None = None) -> Tensor:
     That is on CUDA in fp32 (torch 2.11), and with a mask from `document_mask`.
     """
     queries_per_key = q.shape[1] // x.shape[1]
-    masked = mask is not None and not isinstance(mask, CausalBias)
+    # A document mask; torch's causal bias, which fused kernels support, is not of this dtype
+    masked = isinstance(mask, Tensor) and mask.dtype == torch.bool
     needed = q.is_cuda and (q.dtype == torch.float32 or masked)
     if queries_per_key > 1 and needed:
         return x.repeat_interleave(queries_per_key, dim=1)
     return x
-
-
-def attention_kernel(
-    config: LlamaConfig, seq_len: int, dtype: torch.dtype, device: torch.device
-) -> str:
-    """The kernel for a model of this shape on whole sequences in training.
-
-    cudnn, flash, efficient or math.
-    """
-    if device.type == "mps":
-        return "math"
-
-    def empty(num_heads: int) -> Tensor:
-        shape = (1, num_heads, seq_len, config.head_dim)
-        return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
-
-    q = empty(config.num_heads)
-    k = share_heads(q, empty(config.num_kv_heads))
-    grouped = q.shape[1] != k.shape[1]
-    kernel = SDPBackend(attention_backend(q, k, k, enable_gqa=grouped))
-    return kernel.name.removesuffix("_ATTENTION").lower()

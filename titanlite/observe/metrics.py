@@ -25,8 +25,6 @@ from titanlite.config.schema import Config
 from titanlite.data.stream import TrainStream
 from titanlite.distributed.agreement import broadcast_from_rank0
 from titanlite.distributed.mesh import sum_dtype
-from titanlite.distributed.process_group import device_name
-from titanlite.distributed.watchdog import mark_phase
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.flops import flops_per_token, peak_tflops
 from titanlite.observe.console import step_line
@@ -35,6 +33,8 @@ from titanlite.observe.line_file import LineFile
 from titanlite.observe.memory import peak_memory_gib
 from titanlite.observe.metrics_file import drop_later_lines
 from titanlite.observe.step_times import StepTimes
+from titanlite.runtime.device import device_name
+from titanlite.runtime.phases import Phase, mark_phase
 
 logger = logging.getLogger("titanlite")
 
@@ -114,7 +114,7 @@ class Metrics:
 
     def _begin_window(self) -> None:
         """Begins the time until the next logged step."""
-        mark_phase("start of timing", times_only=True)
+        mark_phase(Phase.START_TIMING)
         self._tokens_before = self.progress.tokens
         self._seconds_before = self.progress.seconds
 
@@ -207,7 +207,7 @@ class Metrics:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         self._add_time()
-        mark_phase("pause", times_only=True)
+        mark_phase(Phase.PAUSE)
         yield
         now = time.monotonic()
         self.pauses.append((self.progress.step, now - self._last))  # the ETA expects more of them

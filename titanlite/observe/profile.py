@@ -30,10 +30,10 @@ from titanlite.distributed.torch_private import (
     flight_recorder,
     record_memory_history,
 )
-from titanlite.distributed.watchdog import mark_phase
 from titanlite.observe.hottest import summary
 from titanlite.observe.metrics import Progress
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.phases import Phase, mark_phase
 
 logger = logging.getLogger("titanlite")
 
@@ -61,7 +61,7 @@ class Profiler:
         recording = self._remaining > 0
         if not (self.config.enabled or requested or recording):
             return
-        mark_phase("profiling")
+        mark_phase(Phase.PROFILE)
         if recording and requested:
             logger.info("PROFILE: a recording is in progress")
         elif requested and last:

@@ -15,16 +15,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from titanlite.config.load import program_folder
 from titanlite.config.schema import Config
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.process_group import device_name
-from titanlite.model.attention import attention_kernel
+from titanlite.distributed.torch_private import attention_backend
+from titanlite.model.attention import share_heads
 from titanlite.model.flavors import LlamaConfig
 from titanlite.observe.metrics import Progress
 from titanlite.rules.unused import unused_settings
 from titanlite.runtime import interpreter
+from titanlite.runtime.device import device_name
 from titanlite.runtime.errors import EXIT_STOPPED
 
 logger = logging.getLogger("titanlite")
@@ -85,6 +88,27 @@ def _attention(config: Config, llama: LlamaConfig, mesh: Mesh, device: torch.dev
         return "over ranks"
     dtype = getattr(torch, config.training.compute_dtype)
     return attention_kernel(llama, config.training.seq_len, dtype, device)
+
+
+def attention_kernel(
+    config: LlamaConfig, seq_len: int, dtype: torch.dtype, device: torch.device
+) -> str:
+    """The kernel for a model of this shape on whole sequences in training.
+
+    cudnn, flash, efficient or math.
+    """
+    if device.type == "mps":
+        return "math"
+
+    def empty(num_heads: int) -> Tensor:
+        shape = (1, num_heads, seq_len, config.head_dim)
+        return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
+
+    q = empty(config.num_heads)
+    k = share_heads(q, empty(config.num_kv_heads))
+    grouped = q.shape[1] != k.shape[1]
+    kernel = SDPBackend(attention_backend(q, k, k, enable_gqa=grouped))
+    return kernel.name.removesuffix("_ATTENTION").lower()
 
 
 def log_end(config: Config, script: Path, step: int, texts: list[str]) -> int:

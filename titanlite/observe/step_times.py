@@ -17,34 +17,18 @@ from __future__ import annotations
 import math
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from titanlite.distributed import watchdog
 from titanlite.observe.memory import memory_columns, peak_memory_gib
 from titanlite.observe.ranks import Ranks
 from titanlite.observe.waits import time_waits
+from titanlite.runtime.phases import Phase, add_listener
 
-# The first mark after a logged step, and of each step
-START = "start of timing"
-STEP = "reading data"
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")  # of a step
 BESIDE = ("validation", "checkpoint", "pause")  # between two steps
-PHASES = {
-    "reading data": "data",
-    "forward and backward": "forward",  # until the mark of the backward
-    "forward": "forward",  # these two also of each microbatch of a pipeline
-    "backward": "backward",
-    "update": "optimizer",
-    "validation": "validation",
-    "sampling": "validation",
-    "saving": "checkpoint",
-    "copying the state": "checkpoint",
-    "pause": "pause",  # until validation or saving begins
-    "profiling": "pause",  # writes a trace, on some ranks
-}
 # Beyond these, marks that the device has passed are added up before the next logged step
 MOST_MARKS = 1000
 
@@ -147,6 +131,14 @@ class Window:
         return sum(self.seconds[part] for part in PARTS if part != "communication") / self.begun
 
 
+class Mark(NamedTuple):
+    """A time at which a phase, a wait, or the rest of a phase after a wait begins."""
+
+    part: str  # to which the time until the next mark is booked
+    phase: Phase | None  # None: a wait begins or ends
+    time: Any  # the clock's
+
+
 class StepTimes:
     """Gets the marks of this process from its construction on; without `metrics.step_times` none.
 
@@ -157,11 +149,13 @@ class StepTimes:
         self.enabled = enabled
         self.device = device
         self.ranks = Ranks(device)
-        self.clock: Any = EventClock(device) if device.type == "cuda" else HostClock()
-        # The one that the last START has ended, and the one after it
-        self.window = self._next = Window()
-        self._marks: list[tuple[str, str, Any]] = []  # part, name, time; not added up yet
-        self._last: tuple[str, Any] | None = None  # part and time of the last mark that is added up
+        self.clock: HostClock | EventClock = HostClock()
+        if device.type == "cuda":
+            self.clock = EventClock(device)
+        self.window = Window()  # the one that the last START_TIMING has ended
+        self._next = self.window  # the one after it
+        self._marks: list[Mark] = []  # not added up yet
+        self._last: Mark | None = None  # that is added up
         self._part = "other"
         self._waiting = False
         self._first = True  # window of this process, which compiles and so is left out
@@ -169,13 +163,13 @@ class StepTimes:
             return
         if dist.get_world_size() > 1:  # one process waits for no other
             time_waits(self.begin_wait, self.end_wait, device)
-        watchdog.recorder = self.mark
+        add_listener(self.mark)
 
-    def mark(self, name: str) -> None:
+    def mark(self, phase: Phase) -> None:
         """A phase begins."""
-        self._part = PHASES.get(name, "other")
-        self._marks.append((self._part, name, self.clock.now()))
-        if name == STEP and len(self._marks) > MOST_MARKS:
+        self._part = phase.part
+        self._marks.append(Mark(phase.part, phase, self.clock.now()))
+        if phase is Phase.READ_DATA and len(self._marks) > MOST_MARKS:
             self._add_up(wait=False)
 
     def begin_wait(self) -> bool:
@@ -190,33 +184,34 @@ class StepTimes:
         if started_here or self._waiting or self._part in BESIDE or not self.clock.in_use():
             return False
         self._waiting = True
-        self._marks.append(("communication", "", self.clock.now()))
+        self._marks.append(Mark("communication", None, self.clock.now()))
         return True
 
     def end_wait(self) -> None:
         """The wait is over: the phase in which it began continues."""
-        self._marks.append((self._part, "", self.clock.now()))
+        self._marks.append(Mark(self._part, None, self.clock.now()))
         self._waiting = False
 
     def _add_up(self, wait: bool) -> None:
         """Adds up the time between marks; without `wait` only between those that the device has
         passed.
         """
-        done = 0
-        for part, name, at in self._marks:
-            if not self.clock.reached(at, wait):
+        num_passed = 0
+        for mark in self._marks:
+            if not self.clock.reached(mark.time, wait):
                 break
             if self._last is not None:
-                self._next.add(self._last[0], self.clock.between(self._last[1], at))
-                self.clock.release(self._last[1])
-            if name == START:
+                seconds = self.clock.between(self._last.time, mark.time)
+                self._next.add(self._last.part, seconds)
+                self.clock.release(self._last.time)
+            if mark.phase is Phase.START_TIMING:
                 self.window = self._next
                 self._next = Window()
-            elif name == STEP:
+            elif mark.phase is Phase.READ_DATA:
                 self._next.begin_step()
-            self._last = (part, at)
-            done = done + 1
-        del self._marks[:done]
+            self._last = mark
+            num_passed += 1
+        del self._marks[:num_passed]
 
     def columns(self) -> dict[str, Any]:
         """The columns of a logged step, means since the last one.
@@ -232,8 +227,6 @@ class StepTimes:
         if first or not self.window.begun:
             return {}
         row: dict[str, Any] = self.window.columns()
-        return (
-            row
-            | self.ranks.columns(self.window.work, peak_memory_gib(self.device))
-            | memory_columns(self.device)
-        )
+        row |= self.ranks.columns(self.window.work, peak_memory_gib(self.device))
+        row |= memory_columns(self.device)
+        return row

@@ -24,9 +24,9 @@ from titanlite.data.stream import IGNORED, Batch, TrainStream, Windows, validati
 from titanlite.data.to_device import to_device
 from titanlite.distributed.mesh import Mesh, sum_dtype
 from titanlite.distributed.signals import Requests
-from titanlite.distributed.watchdog import mark_phase
 from titanlite.observe.metrics import Metrics, perplexity
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.phases import Phase, mark_phase
 
 
 class Sums(NamedTuple):
@@ -135,7 +135,7 @@ class Validator:
         loss = torch.zeros((), dtype=sum_dtype(device), device=device)
         counts = torch.zeros(2, dtype=torch.int64)  # targets, and the bytes that they encode
         for batch in validation_batches(windows, self.config.samples, self.stream):
-            mark_phase("validation")
+            mark_phase(Phase.VALIDATE)
             if requests.agree_to_stop():
                 return None
             targets = batch.labels[batch.labels != IGNORED]

@@ -15,23 +15,17 @@ all-reduce of 8 bytes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from titanlite.config.schema import OptimizerConfig
-from titanlite.distributed.dtensor import local_part
-from titanlite.distributed.mesh import sum_dtype
-from titanlite.distributed.torch_private import foreach_norm
-from titanlite.distributed.watchdog import mark_phase
+from titanlite.distributed.dtensor import sum_of_squares
 from titanlite.model.llama import Llama
 from titanlite.optim.agc import clip_units
-
-ROW = 1024
+from titanlite.runtime.phases import Phase, mark_phase
 
 
 def clip_gradients(
@@ -63,19 +57,15 @@ def clip_grad_norm(
     caller decides when. `shared_params`: parameters that two pipeline stages hold; `agc_factor`: if
     not 0, that of `agc.py`, instead of `max_norm`.
     """
-    mark_phase("update", in_step=True)
-    parameters = [p for part in parts for p in part.parameters() if p.grad is not None]
-    total = torch.zeros((), dtype=sum_dtype(device), device=device)
-    held: dict[int, list[Tensor]] = {}  # gradients by the number of processes that hold them
-    for parameter in parameters:
-        gradient = parameter.grad
-        assert gradient is not None
-        holders = _replication(parameter)
-        if any(parameter is shared for shared in shared_params):
-            holders *= 2
-        held.setdefault(holders, []).append(local_part(gradient))
-    for holders, gradients in held.items():
-        total += _square(gradients).to(device, non_blocking=True) / holders
+    mark_phase(Phase.UPDATE)
+    parameters = []
+    pairs = []
+    for part in parts:
+        for parameter in part.parameters():
+            if parameter.grad is not None:
+                parameters.append(parameter)
+                pairs.append((parameter, parameter.grad))
+    total = sum_of_squares(pairs, shared_params, device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
     norm = total.sqrt().float()
@@ -84,32 +74,3 @@ def clip_grad_norm(
     elif max_norm > 0:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=device.type != "mps")
     return norm
-
-
-def _square(gradients: list[Tensor]) -> Tensor:
-    """The sum of all squares, in float64 where the device has it; on GPUs in few kernels."""
-    if gradients[0].device.type == "cpu":
-        # fp32 sums within rows of ROW numbers, a float64 sum over rows: an error of 1e-9, without
-        # the float64 copy of the whole gradient that torch would make. Gradients that do not divide
-        # into rows are copied; most are small.
-        norms = []
-        for flat in (gradient.flatten() for gradient in gradients):
-            if flat.numel() % ROW:
-                norms.append(torch.linalg.vector_norm(flat, dtype=torch.float64)[None])
-            else:
-                rows = flat.view(flat.numel() // ROW, ROW)
-                norms.append(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).double())
-        return torch.cat(norms).square().sum()
-    return (
-        torch.stack(foreach_norm(gradients, 2, dtype=sum_dtype(gradients[0].device))).square().sum()
-    )
-
-
-def _replication(parameter: Tensor) -> int:
-    """How many processes hold the same shard of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    mesh = parameter.device_mesh
-    return math.prod(
-        mesh.size(i) for i, placement in enumerate(parameter.placements) if placement == Replicate()
-    )

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.config.schema import Config
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.watchdog import mark_phase
 from titanlite.model.block_mask import apply_block_mask
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile, missing_for_inductor
@@ -39,6 +38,7 @@ from titanlite.parallel.mixed_precision import apply_mixed_precision
 from titanlite.parallel.pipeline_parallel import split_into_stages
 from titanlite.parallel.tensor_parallel import apply_tp
 from titanlite.rules.degrees import needs_fsdp
+from titanlite.runtime.phases import Phase, mark_phase
 
 
 def build_model_parts(
@@ -49,7 +49,7 @@ def build_model_parts(
     One part, or its pipeline stages. `model`: a Llama on the meta device; a rank holds its own
     part, and one full parameter while that is drawn. `compiled` comes from `decide_compile`.
     """
-    mark_phase("building the model")
+    mark_phase(Phase.BUILD_MODEL)
     model_parts = split_and_parallelize(model, config, mesh, compiled)
     for part in model_parts:
         part.to_empty(device="cpu" if config.parallel.cpu_offload else device)

@@ -50,9 +50,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from titanlite.config.schema import V_SHAPED, Config, ParallelConfig
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import pipeline_stage_class
-from titanlite.distributed.watchdog import mark_phase
 from titanlite.optim.loss import SummedLoss
 from titanlite.parallel.deferred_output import WeightHolder
+from titanlite.runtime.phases import Phase, mark_phase
 
 logger = logging.getLogger("titanlite")
 
@@ -283,13 +283,17 @@ def mark_chunks(stage: Any) -> None:
     """Makes a stage mark each forward and backward of a microbatch, which ranks run in different
     orders.
     """
-    for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-        phase = name.partition("_")[0]  # forward or backward
+    phases = {
+        "forward_one_chunk": Phase.FORWARD,
+        "backward_one_chunk": Phase.BACKWARD,
+        "backward_weight_one_chunk": Phase.BACKWARD,
+    }
+    for name, phase in phases.items():
         setattr(stage, name, functools.partial(_mark_and_call, phase, getattr(stage, name)))
 
 
-def _mark_and_call(phase: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    mark_phase(phase, times_only=True)
+def _mark_and_call(phase: Phase, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    mark_phase(phase)
     return method(*args, **kwargs)
 
 

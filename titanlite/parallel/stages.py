@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 from titanlite.config.schema import Config
 from titanlite.data.stream import Batch
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.watchdog import mark_phase
 from titanlite.optim.chunked_loss import ChunkedLoss
 from titanlite.optim.loss import SummedLoss, cross_entropy_sum
 from titanlite.optim.z_loss import with_z_loss
@@ -33,6 +32,7 @@ from titanlite.parallel.pipeline_parallel import (
     sum_shared_gradients,
 )
 from titanlite.parallel.tensor_parallel import loss_parallel_cross_entropy_sum
+from titanlite.runtime.phases import Phase, mark_phase
 
 
 class Runner(Protocol):
@@ -60,7 +60,7 @@ class WholeModel:
         self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **packing: Tensor
     ) -> Tensor:
         loss = self.loss(self.model(tokens, **packing), labels) / num_targets
-        mark_phase("backward", times_only=True)
+        mark_phase(Phase.BACKWARD)
         loss.backward()
         return loss.detach()
 
@@ -129,7 +129,7 @@ class Stages:
         `scale`: float16's, by which the gradients are multiplied; `last`: no other local batch of
         this step follows.
         """
-        mark_phase("forward and backward", in_step=True)
+        mark_phase(Phase.FORWARD_BACKWARD)
         for part in self.model_parts:
             # Reduces gradients over ranks now, or accumulates them locally
             if isinstance(part, FSDPModule):

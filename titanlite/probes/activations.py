@@ -36,10 +36,10 @@ from torch.overrides import TorchFunctionMode
 
 from titanlite.data.stream import Batch
 from titanlite.data.to_device import to_device
-from titanlite.distributed.watchdog import mark_phase
 from titanlite.observe.metrics import Metrics
 from titanlite.parallel.stages import Stages
 from titanlite.probes.layer_norms import finite
+from titanlite.runtime.phases import Phase, mark_phase
 
 logger = logging.getLogger("titanlite")
 Mask: TypeAlias = "Tensor | CausalBias | None"
@@ -74,7 +74,7 @@ class Activations:
 
         All ranks call it together, each with its batch, which stays as it is.
         """
-        mark_phase("measuring activations")
+        mark_phase(Phase.MEASURE_ACTIVATIONS)
         logits = self.has_logits(batch)
         self._sums.zero_()
         self._largest.fill_(float("-inf"))

@@ -17,40 +17,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.distributed.dtensor import local_part
+from titanlite.distributed.dtensor import local_part, sum_of_squares
 from titanlite.observe.metrics import Metrics
-from titanlite.optim.clip import _replication, _square
 from titanlite.parallel.stages import Stages
 
 logger = logging.getLogger("titanlite")
 FIGURES = ("gradient_norm", "weight_norm", "update_ratio")
-
-
-def sum_of_squares(
-    pairs: Iterable[tuple[Tensor, Any]], twice: Collection[Tensor], device: torch.device
-) -> Tensor:
-    """This rank's part of a sum of squares; the sum of the parts of all ranks is that of the whole
-    tensors.
-
-    `pairs`: a parameter, and a tensor that is sharded as it is. `twice`: parameters that two
-    pipeline stages hold.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    # Tensors by the number of ranks that hold them, as in `clip_grad_norm`
-    held: dict[int, list[Tensor]] = {}
-    for parameter, value in pairs:
-        holders = _replication(parameter) * (2 if any(parameter is p for p in twice) else 1)
-        held.setdefault(holders, []).append(local_part(value))
-    for holders, tensors in held.items():
-        total += _square(tensors).to(device) / holders
-    return total
 
 
 class LayerNorms:

@@ -33,10 +33,11 @@ from torch import Tensor
 from titanlite.config.schema import MetricsConfig
 from titanlite.data.stream import Batch, count_targets
 from titanlite.data.to_device import to_device
+from titanlite.distributed.dtensor import sum_of_squares
 from titanlite.observe.metrics import Progress
 from titanlite.optim.loss_scale import LossScale
 from titanlite.parallel.stages import Stages
-from titanlite.probes.layer_norms import finite, sum_of_squares
+from titanlite.probes.layer_norms import finite
 
 KEPT = 0.95  # of the averages at each measurement: about the last 20 count
 

@@ -33,13 +33,13 @@ from titanlite.data.to_device import to_device
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed.agreement import broadcast
 from titanlite.distributed.signals import Requests
-from titanlite.distributed.watchdog import mark_phase
 from titanlite.model.generate import sample_token
 from titanlite.observe.line_file import LineFile
 from titanlite.observe.metrics import Metrics
 from titanlite.observe.metrics_file import SAMPLES
 from titanlite.parallel.stages import Stages
 from titanlite.runtime.errors import ConfigError, printable
+from titanlite.runtime.phases import Phase, mark_phase
 
 logger = logging.getLogger("titanlite")
 TOP_K = 50
@@ -125,7 +125,7 @@ class Sampler:
         for _ in range(self.config.prompt_tokens):
             if not open_rows:
                 break
-            mark_phase("sampling")
+            mark_phase(Phase.SAMPLE)
             if stop():
                 return None
             logits = self.next_logits(rows)

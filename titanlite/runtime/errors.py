@@ -38,3 +38,13 @@ class ConfigError(ValueError):
         )
         self.problems = [text if len(text) < 2000 else text[:2000] + "..." for text in found]
         super().__init__("\n".join(self.problems))
+
+
+class JoinError(RuntimeError):
+    """Other nodes did not start in time, or cannot be reached."""
+
+
+class StorageError(RuntimeError):
+    """Rank 0 could not read or write a file of the run; a full or failing disk may have recovered
+    at a restart.
+    """

@@ -26,10 +26,10 @@ from typing import Any, Protocol
 
 from titanlite.config.schema import MetricsConfig
 from titanlite.distributed.agreement import broadcast_from_rank0
-from titanlite.distributed.watchdog import mark_phase
 from titanlite.observe.metrics_file import RUN_ID, RowReader
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded, replace_file
+from titanlite.runtime.phases import Phase, mark_phase
 from titanlite.sinks.installed import require_installed
 from titanlite.sinks.metric_names import Scalars, scalars
 from titanlite.sinks.provenance import provenance
@@ -178,7 +178,7 @@ class Sinks:
         imported.
         """
         if self.config.sinks:
-            mark_phase("importing the libraries of metrics.sinks", on_host=True)
+            mark_phase(Phase.IMPORT_SINKS)
             broadcast_from_rank0(self._start)
         return self
 
@@ -207,7 +207,7 @@ class Sinks:
         """
         if not self.config.sinks:
             return
-        mark_phase("sending the last metrics", on_host=True)
+        mark_phase(Phase.CLOSE_SINKS)
         for feed in self.feeds:
             feed.stop(failed=error is not None)
         now = time.monotonic()

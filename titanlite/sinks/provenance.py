@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titanlite.distributed.process_group import device_name, device_type
+from titanlite.runtime.device import device_name, device_type
 
 PACKAGE = Path(__file__).parents[1]
 PASSWORD = re.compile(r"//[^/@\s\"]+@")

@@ -69,7 +69,7 @@ def run(argv: list[str]) -> int:
 def _device(name: str) -> str:
     if name == "cpu":  # no need to import torch
         return name
-    from titanlite.distributed.process_group import device_type
+    from titanlite.runtime.device import device_type
 
     return device_type(name)
 

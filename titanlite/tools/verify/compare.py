@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, DebugConfig
 from titanlite.data.stream import IGNORED, Batch, count_targets
 from titanlite.distributed import process_group
 from titanlite.distributed.mesh import Mesh
@@ -214,7 +214,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
 
 def _device(config: Config) -> torch.device:
     """The device of this worker. Its process group exists already."""
-    return process_group.start(config.run.device, config.comm.timeout_seconds, config.run.seed)
+    return process_group.start(config.run, config.comm, DebugConfig())
 
 
 def _farthest(

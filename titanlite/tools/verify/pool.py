@@ -49,7 +49,8 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    from titanlite.distributed.process_group import join, open_device, use_loopback
+    from titanlite.distributed.process_group import join, use_loopback
+    from titanlite.runtime.device import open_device
 
     # a collection would visit all that torch imported, and so copy the pages shared with the server
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Exchange: values and bits of all ranks reach all, by messages that several threads can send at
+"""Transport of agreement: values and bits of all ranks reach all, by messages that several threads can send at
 the same time.
 """
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlite.distributed import exchange
+from titanlite.distributed import agreement
 from titanlite.distributed.agreement import (
     PATIENT,
     TRAINING,
@@ -66,9 +66,9 @@ def or_bits(many: int) -> tuple[int, int, int]:
     """The bits of all ranks, of the last one, and of none; the ranks send to each other as from
     `many` ranks on.
     """
-    exchange.MANY = many
+    agreement.MANY = many
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    return tuple(exchange.bitwise_or(bits) for bits in (1 << rank, 4 * (rank == last), 0))
+    return tuple(agreement.bitwise_or(bits) for bits in (1 << rank, 4 * (rank == last), 0))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 6])

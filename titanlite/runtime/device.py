@@ -1,0 +1,75 @@
+"""The device of a process, and its memory.
+
+What it is: `run.device` resolved to the device on which this process computes, its name, and the
+settings of the two allocators that must be made before memory is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import torch
+
+from titanlite.runtime.errors import ConfigError
+
+# Of glibc's malloc.h
+M_TRIM_THRESHOLD = -1
+M_MMAP_MAX = -4
+
+
+def device_type(name: str) -> str:
+    """Resolves `run.device` to cuda, mps or cpu.
+
+    Raises ConfigError for a device that torch does not find.
+    """
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    no_cuda = name == "cuda" and not torch.cuda.is_available()
+    no_mps = name == "mps" and not torch.backends.mps.is_available()
+    if no_cuda or no_mps:
+        raise ConfigError(f"run.device = {name}: torch finds no such device; allowed: auto, cpu")
+    return name
+
+
+def device_name(device: torch.device) -> str:
+    """What a person calls the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "mps":
+        return "Apple GPU"
+    return "CPU"
+
+
+def open_device(name: str) -> torch.device:
+    """The device of this process: the CPU, Apple's GPU, or the CUDA device whose index is its rank
+    on the node.
+    """
+    kind = device_type(name)
+    if kind != "cuda":
+        keep_freed_memory()
+        return torch.device(kind)
+    # Segments that can grow waste less memory between tensors of changing sizes. Read when CUDA
+    # allocates first.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep the memory of freed tensors, unless a variable MALLOC_* or GLIBC_TUNABLES is
+    set.
+
+    By default it returns freed tensors of more than 32 MB to the system, and smaller ones often.
+    The system clears each page before it gives it out again, which can take as long as the
+    computation (docs/cpu.md). This holds for the main thread, which computes; other threads still
+    return what is larger than 64 MB.
+    """
+    libc = ctypes.CDLL(None)
+    chosen = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    if not chosen and hasattr(libc, "mallopt"):
+        # Large tensors too come from the heap, not from separate mappings
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # the end of the heap is not returned either
