@@ -62,7 +62,8 @@ def launch(argv: list[str]) -> int:
     threads = _number("OMP_NUM_THREADS", max(1, usable_cores() // here))
     if nodes > 1 and not os.environ.get("MASTER_ADDR"):
         raise ConfigError(
-            f"MASTER_ADDR is not set in the environment, and NNODES = {nodes}: expected node 0's address"
+            f"MASTER_ADDR is not set in the environment, and NNODES = {nodes}: "
+            "expected node 0's address"
         )
     text: list[Found] = []  # of each source
     tokenizer: list[Tokenizer] = []

@@ -37,16 +37,16 @@ USAGE = """usage: titanlite COMMAND ...
 
   train [CONFIG] [--section.key=value ...]       train, as ./run_train.sh; --help lists every key
   config [CONFIG] [--section.key=value ...]      check a configuration and print all its keys as TOML
-  schedule [CONFIG] [--key=value ...] [--svg F]  draw the learning rate and batch size of every step
+  schedule [CONFIG] [--key=value ...] [--svg F]  draw the learning rate and batch size of each step
   prepare SOURCE... --out FOLDER                 tokenise text, JSONL, Parquet and more
   prepare --inspect FOLDER                       describe and verify tokenised data
-  prepare [CONFIG] [--section.key=value ...]     tokenise the data of a configuration into the cache
+  prepare [CONFIG] [--section.key=value ...]     tokenise a configuration's data into the cache
   verify [CONFIG] [--quick] [--processes N]      show that every parallel layout equals one process
   generate CHECKPOINT [--prompt TEXT]            sample text from a checkpoint of any format
   convert SOURCE TARGET [--to FORMAT]            write a checkpoint in another format and check it
   checkpoint list|verify|show|diff|prune ...     list, check, show and delete checkpoints of a run
   evaluate CHECKPOINT [--tasks A,B] [...]        tasks of lm-eval; --perplexity DATA: loss on a text
-  report RUN... [--text] [--live] [--out FILE]   charts and findings of a run, or of several compared
+  report RUN... [--text] [--live] [--out FILE]   charts and findings of a run, or several compared
   tokenizer train|info|encode|decode ...         train, describe or use a byte-pair encoding
   eject FOLDER                                   copy train.py and the configs, to change them there
 

@@ -86,7 +86,8 @@ def listen(address: str, port: int) -> socket.socket:
             and address != "localhost"
         ):
             raise ConfigError(  # on Debian, a machine's own name does
-                f"{where}: on node 0 this name is the loopback address {found[0]}, which no other node can reach; "
+                f"{where}: on node 0 this name is the loopback address {found[0]}, "
+                "which no other node can reach; "
                 "expected an IP address of node 0"
             )
         return socket.create_server(found[:2], family=family, backlog=4096)
@@ -237,7 +238,8 @@ def explain(codes: dict[int, int], stopped: bool) -> int:
         )
     elif code not in (EXIT_CONFIG, EXIT_STOPPED):
         print(
-            f"error: the process of rank {rank} failed with exit code {code}; its messages are above",
+            f"error: the process of rank {rank} failed with exit code {code}; "
+            "its messages are above",
             file=sys.stderr,
         )
     return code if code > 0 else 128 - code

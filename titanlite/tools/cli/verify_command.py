@@ -18,9 +18,10 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tools.verify.campaign import run_cases
 from titanlite.tools.verify.ladder import MAX_PROCESSES, Case, ladder, make_case, reason_not_fitting
 
-EPILOG = """The degrees, batch sizes and recomputation of the config are not used: each layout sets them.
-Columns: the largest relative differences from one process, for the loss and the gradient norm of 5 steps, each
-parameter's gradient at step 1 and each parameter after step 5 (norm of the difference divided by the norm)."""
+EPILOG = """The degrees, batch sizes and recomputation of the config are not used: each layout sets
+them. Columns: the largest relative differences from one process, for the loss and the gradient norm
+of 5 steps, each parameter's gradient at step 1 and each parameter after step 5 (norm of the
+difference divided by the norm)."""
 
 
 def run(argv: list[str]) -> int:
@@ -30,7 +31,8 @@ def run(argv: list[str]) -> int:
     processes = options.processes or (_cuda_devices() if device == "cuda" else 4)
     if device == "cuda" and processes > _cuda_devices():
         raise ConfigError(
-            f"--processes {processes}: there are {_cuda_devices()} CUDA devices; or --run.device=cpu"
+            f"--processes {processes}: there are {_cuda_devices()} CUDA devices; "
+            "or --run.device=cpu"
         )
     texts = options.layout or ladder(processes, options.quick, device)
     tokenizer = Tokenizer(load_config(rest).data.tokenizer)
@@ -40,7 +42,10 @@ def run(argv: list[str]) -> int:
         llama = resolve_flavor(case.config.model, tokenizer.size)
         problem = reason_not_fitting(case, llama)
         if device == "cuda" and case.processes > _cuda_devices():
-            problem = f"{case.processes} processes, but there are {_cuda_devices()} CUDA devices; or --run.device=cpu"
+            problem = (
+                f"{case.processes} processes, but there are {_cuda_devices()} CUDA devices; "
+                "or --run.device=cpu"
+            )
         if not problem:
             fitting.append((case, llama))
         elif options.layout:

@@ -24,7 +24,7 @@ from titanlite.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class Reading:
-    """How text is read: the windows' length in tokens, how many (0: all), and how many at a time."""
+    """How text is read: length of the windows in tokens, how many (0: all), how many at a time."""
 
     seq_len: int
     samples: int
@@ -60,7 +60,8 @@ def perplexity(model: Llama, data: PreparedData, split: str, reading: Reading) -
         )
     if not num_targets:
         raise ConfigError(
-            f"the {split} text of {data.name} has no targets in {count} sequences; expected more of them"
+            f"the {split} text of {data.name} has no targets in {count} sequences; "
+            "expected more of them"
         )
     loss = total / num_targets
     bits = total / math.log(2) / max(1, num_bytes)

@@ -123,7 +123,7 @@ def _validation(run: Run) -> list[tuple[str, str]]:
 
 
 def _evaluations(run: Run) -> list[tuple[str, str]]:
-    """The newest result of each metric of `titanlite evaluate`, with its standard error and step."""
+    """The newest result of each metric of `titanlite evaluate`, with standard error and step."""
     rows = []
     for name, label in evaluation_columns([run]).items():
         column = run.columns[name]

@@ -47,10 +47,8 @@ def run_cases(
     pool = Pool(["titanlite.tools.verify.compare"], device, quiet=True)
     references: dict[Any, Path] = {}
     width = max([len(case.name) for case, _ in cases], default=6)
-    print(
-        f"{'layout':{width}}  processes  {'  '.join(f'{name:>10}' for name in FIGURES)}  seconds  verdict",
-        flush=True,
-    )
+    figures = "  ".join(f"{name:>10}" for name in FIGURES)
+    print(f"{'layout':{width}}  processes  {figures}  seconds  verdict", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for case, llama in cases:
             key = _same_reference(case.config, llama)

@@ -208,7 +208,8 @@ def ladder(processes: int, quick: bool, device: str) -> Iterator[str]:
         yield f"{axis}=2,training.compute_dtype=float16"
     # Of single sequences, as in the reference
     for scaling in () if quick else ("tensorwise", "rowwise"):
-        yield f"tp=2,float8.enabled,float8.emulate,float8.scaling={scaling},training.local_batch_size=1"
+        float8 = f"float8.enabled,float8.emulate,float8.scaling={scaling}"
+        yield f"tp=2,{float8},training.local_batch_size=1"
     if processes >= 4 and not quick:
         yield from (f"pp=2,tp=2,pp_split=output{also}" for also in ("", ",loss.num_chunks=3"))
     if device == "cuda":
