@@ -1,6 +1,6 @@
 """Settings that a checkpoint and the resumed run must share, unless `checkpoint.accept` names them.
 
-Imported only to compare with a checkpoint, or if `checkpoint.accept` is set.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ ACCEPTABLE = (
 def accept_problems(section: CheckpointConfig) -> Iterator[str]:
     """Names in `checkpoint.accept` that are not allowed there."""
     for accepted in section.accepted:
-        if accepted not in ACCEPTABLE:
-            # As errors name them; `data` stands for all of them
-            sources = accepted.startswith("data.source")
-            near = "; did you mean data?" if sources else suggestion(accepted, list(ACCEPTABLE))
-            yield f"checkpoint.accept: {accepted}: expected some of {', '.join(ACCEPTABLE)}{near}"
+        if accepted in ACCEPTABLE:
+            continue
+        hint = suggestion(accepted, list(ACCEPTABLE))
+        if accepted.startswith("data.source"):  # as errors name them; `data` stands for them all
+            hint = "; did you mean data?"
+        yield f"checkpoint.accept: {accepted}: expected some of {', '.join(ACCEPTABLE)}{hint}"

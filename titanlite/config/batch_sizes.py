@@ -8,8 +8,7 @@ by 8 from 4e9 tokens` divides the way there from the size before into equal part
 Why it is here: early in training the gradient noise is small compared with the gradient, and a
 small batch makes the same progress with fewer tokens (arXiv 1812.06162). The data state stays one
 integer: no step number is needed.
-What it costs: a binary search per step. Imported only if the config has a ramp, a budget in tokens
-or a phase of the data, or if a size does not fit.
+What it costs: a binary search per step.
 """
 
 from __future__ import annotations
@@ -46,8 +45,9 @@ def segments(training: TrainingConfig) -> tuple[Segment, ...]:
         _append(found, change, training.seq_len)
         if found[-1] == begin:
             raise ConfigError(
-                f"training.batch_ramp = {training.batch_ramp!r}: size {change.value:g} does not begin after size "
-                f"{begin.size}, which begins with step {begin.step}; expected sizes in order, a step apart or more"
+                f"training.batch_ramp = {training.batch_ramp!r}: size {change.value:g} does not "
+                f"begin after size {begin.size}, which begins with step {begin.step}; expected "
+                "sizes in order, a step apart or more"
             )
     return tuple(found)
 
@@ -57,11 +57,9 @@ def _changes(training: TrainingConfig) -> list[Change]:
     key = f"training.batch_ramp = {training.batch_ramp!r}"
     before = training.global_batch_size
     problems = []
-    entries = (
-        read_changes("training.batch_ramp", training.batch_ramp, EXAMPLE, True)
-        if training.batch_ramp
-        else []
-    )
+    if not training.batch_ramp:
+        return []
+    entries = read_changes("training.batch_ramp", training.batch_ramp, EXAMPLE, increments=True)
     for entry in entries:
         size = entry.value
         increment = entry.increment
@@ -70,10 +68,10 @@ def _changes(training: TrainingConfig) -> list[Change]:
                 f"{key}: size {size:g} by {increment:g}: expected whole numbers of sequences"
             )
         elif increment and (size <= before or (size - before) % increment):
-            what = (
-                f"does not lead from {before:g} to {size:g}; expected a divisor of their difference"
+            problems.append(
+                f"{key}: an increment of {increment:g} does not lead from {before:g} to {size:g}; "
+                "expected a divisor of their difference"
             )
-            problems.append(f"{key}: an increment of {increment:g} {what}")
         elif increment and (size - before) // increment > MAX_SIZES:
             problems.append(
                 f"{key}: more than {MAX_SIZES} sizes up to {size:g}; expected a larger increment"
@@ -144,29 +142,28 @@ def first_sample(phase: PhaseConfig, training: TrainingConfig) -> int:
 
 
 def size_problems(training: TrainingConfig, readers: int = 0) -> Iterator[str]:
-    """Mistakes in the ramp, and batch sizes that cannot be divided into local batches over the
-    data-parallel ranks.
+    """Mistakes in the ramp, and batch sizes that cannot be divided into local batches.
 
-    `readers`: the number of these; 0 if it is not known yet.
+    `readers`: the number of data-parallel ranks; 0 if it is not known yet.
     """
     local = training.local_batch_size
-    portion = training.local_batch_size * max(1, readers)
+    portion = local * max(1, readers)
     over = f" times {readers} data-parallel processes ({portion})" if readers else ""
-    also = ", or another local batch size" if readers else ""
+    remedy = ", or another local batch size" if readers else ""
     try:
-        sizes = [part.size for part in segments(training)]
+        sizes = [segment.size for segment in segments(training)]
     except ConfigError as error:
         yield from error.problems
         sizes = [training.global_batch_size]
-    wrong = [size for size in sizes if size % portion]
-    for size in wrong[:1]:
-        key = (
-            "training.global_batch_size =" if size is sizes[0] else "training.batch_ramp: the size"
-        )
-        more = f" (and {len(wrong) - 1} later sizes)" if len(wrong) > 1 else ""
-        near = " or ".join(
-            str(n) for n in (size // portion * portion, (size // portion + 1) * portion) if n
-        )
-        yield (
-            f"{key} {size}{more} is not a multiple of training.local_batch_size = {local}{over}; nearest: {near}{also}"
-        )
+    wrong = [number for number, size in enumerate(sizes) if size % portion]
+    if not wrong:
+        return
+    key = "training.batch_ramp: the size" if wrong[0] else "training.global_batch_size ="
+    size = sizes[wrong[0]]
+    later = f" (and {len(wrong) - 1} later sizes)" if len(wrong) > 1 else ""
+    below = size // portion * portion
+    fitting = " or ".join(str(n) for n in (below, below + portion) if n)
+    yield (
+        f"{key} {size}{later} is not a multiple of training.local_batch_size = {local}{over}; "
+        f"nearest: {fitting}{remedy}"
+    )

@@ -34,28 +34,37 @@ def read_changes(key: str, text: str, example: str, increments: bool = False) ->
     Raises ConfigError with every entry that is wrong.
     """
     problems = []
-    found = list[Change]()
-    for entry in text.split(","):
-        match = ENTRY.fullmatch(entry.strip())
-        value, increment, step, tokens = (
-            (float(number or 0) for number in match.groups()) if match else (0.0,) * 4
-        )
-        whole = (
-            step.is_integer() and tokens.is_integer() and max(value, increment, step, tokens) < MOST
-        )
-        if not match or not whole or (match[2] and not (increments and increment)):
+    changes = []
+    for part in text.split(","):
+        entry = part.strip()
+        change = _read_change(entry, increments)
+        if change is None:
             problems.append(
-                f"{key} = {text!r}: found {entry.strip()!r}; expected entries as in `{example}`"
+                f"{key} = {text!r}: found {entry!r}; expected entries as in `{example}`"
             )
-        elif step < 2 and not tokens:
+        elif change.step < 2 and not change.tokens:
             problems.append(
-                f"{key} = {text!r}: {entry.strip()!r} is not after the first step; expected step 2 or later"
+                f"{key} = {text!r}: {entry!r} is not after the first step; expected step 2 or later"
             )
         else:
-            found.append(Change(value, increment, int(step), int(tokens)))
+            changes.append(change)
     if problems:
         raise ConfigError(problems)
-    return found
+    return changes
+
+
+def _read_change(entry: str, increments: bool) -> Change | None:
+    """One entry; None if it is none, or has `by` where `increments` are not allowed."""
+    match = ENTRY.fullmatch(entry)
+    if not match:
+        return None
+    numbers = [float(number or 0) for number in match.groups()]
+    value, increment, step, tokens = numbers
+    if not step.is_integer() or not tokens.is_integer() or max(numbers) >= MOST:
+        return None
+    if match[2] and not (increments and increment):
+        return None
+    return Change(value, increment, int(step), int(tokens))
 
 
 @functools.lru_cache(maxsize=8)

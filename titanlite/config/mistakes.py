@@ -1,6 +1,6 @@
 """Messages about mistakes: which word was probably meant, and the line of a key in a config file.
 
-Imported only when there is something to report.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from titanlite.config.schema import sections
 
 
 def suggestion(word: str, allowed: list[str], cutoff: float = 0.65) -> str:
-    """`; did you mean X?` for the most similar allowed word, "" if none is similar. Equally similar
-    ones are all named.
+    """`; did you mean X?` for the most similar allowed words, "" if none is similar.
 
     `cutoff`: the similarity required, from 0 to 1 for the same word.
     """
     word = word[:199]  # SequenceMatcher treats longer ones differently
-    near = {
-        other: SequenceMatcher(None, other, word).ratio()
-        for other in get_close_matches(word, allowed, 9, cutoff)
-    }
-    best = [other for other in allowed if other in near and near[other] == max(near.values())]
-    return f"; did you mean {' or '.join(best)}?" if best else ""
+    similarity = {}
+    for other in get_close_matches(word, allowed, 9, cutoff):
+        similarity[other] = SequenceMatcher(None, other, word).ratio()
+    if not similarity:
+        return ""
+    highest = max(similarity.values())
+    best = [other for other in allowed if similarity.get(other) == highest]
+    return f"; did you mean {' or '.join(best)}?"
 
 
 def where(path: Path, text: str, section: str, name: str) -> str:
-    """`file:line` of a key, or of the header of its section when `name` is empty or not found in
-    it.
+    """`file:line` of a key, or of its section's header if `name` is empty or not in the section.
 
     The second table of an array is the section `data.sources[2]`.
     """
@@ -59,35 +59,40 @@ def where(path: Path, text: str, section: str, name: str) -> str:
 
 def unknown_config(name: str, flavors: list[str]) -> str:
     """The message for a CONFIG argument that is neither a file nor one of the flavors."""
-    problem = f"config {name!r}: no such file, and no such flavor in train_configs/{suggestion(name, flavors)}"
+    hint = suggestion(name, flavors)
+    problem = f"config {name!r}: no such file, and no such flavor in train_configs/{hint}"
     return f"{problem}; allowed: a path or one of {', '.join(flavors)}"
 
 
 def wrong_value(name: str, value: object, expected: str, choices: tuple[object, ...]) -> str:
-    """The message for the value of a key, which should be as `expected`, for example one of the
-    choices.
-    """
-    near = (
-        suggestion(value, [str(choice) for choice in choices])
-        if isinstance(value, str) and choices
-        else ""
-    )
-    return f"{name} = {json.dumps(value, default=str)[:200]}: expected {expected}{near}"
+    """The message for the value of a key that is not as `expected`, with the nearest choice."""
+    hint = ""
+    if isinstance(value, str):
+        hint = suggestion(value, [str(choice) for choice in choices])
+    return f"{name} = {json.dumps(value, default=str)[:200]}: expected {expected}{hint}"
 
 
 def unknown_key(name: str, keys: list[str], removed: dict[str, str]) -> str:
     """The message for a key that is not one of `keys`, with the one that was probably meant."""
+    if name in removed:
+        return f"unknown key {name}; removed: {removed[name]}"
+    return f"unknown key {name}{_probable_key(name, keys)}"
+
+
+def _probable_key(name: str, keys: list[str]) -> str:
+    """Which key was probably meant; empty if none is similar."""
     section, _, entry = name.partition(".")
-    elsewhere = [key for key in keys if key.partition(".")[2] == (entry or section)]
-    mistyped_section = entry and section not in sections()
-    near = suggestion(name, elsewhere) if mistyped_section else ""
-    if elsewhere and not near:
-        near = f"; did you mean {' or '.join(elsewhere)}?"
-    elif not elsewhere:
-        # More than usual: keys of one section have its name in common
-        near = suggestion(name, keys, 0.8)
-    if name == "help":
-        near = "; titanlite train --help, or ./run_train.sh --help, lists all keys"
     if name in sections():
-        near = f"; that is a section: set one of its keys, {', '.join(key for key in keys if key.startswith(name))}"
-    return f"unknown key {name}" + (f"; removed: {removed[name]}" if name in removed else near)
+        in_section = ", ".join(key for key in keys if key.startswith(name))
+        return f"; that is a section: set one of its keys, {in_section}"
+    if name == "help":
+        return "; titanlite train --help, or ./run_train.sh --help, lists all keys"
+    same_name = [key for key in keys if key.partition(".")[2] == (entry or section)]
+    if not same_name:
+        # More than usual: keys of one section have its name in common
+        return suggestion(name, keys, 0.8)
+    if entry and section not in sections():  # the section may be mistyped
+        hint = suggestion(name, same_name)
+        if hint:
+            return hint
+    return f"; did you mean {' or '.join(same_name)}?"

@@ -34,8 +34,9 @@ def key(
     choices: tuple[Any, ...] = (),
     items: type | None = None,
 ) -> Any:
-    """A config key: default, help, allowed values (bounds are inclusive); `items` of a list: str or
-    a dataclass.
+    """A config key: default, help and allowed values; bounds are inclusive.
+
+    `items`: of a list, str or the dataclass of its tables.
     """
     return field(
         default=default,
@@ -83,7 +84,8 @@ class ModelConfig:
     ffn_dim: int = key(0, "hidden width of the feed-forward", min=0, max=2**22)
     embeddings: str = key(
         "flavor",
-        "whether the output projection uses the embedding's weight (tied) or has a separate one (untied)",
+        "whether the output projection uses the embedding's weight (tied) or has a separate "
+        "one (untied)",
         choices=("flavor", "tied", "untied"),
     )
     vocab_size: int = key(
@@ -136,11 +138,13 @@ class DataConfig:
     )
     cache: str = key(
         "",
-        "folder of prepared data; empty: $TITANLITE_CACHE, or ~/.cache/titanlite if that is not set",
+        "folder of prepared data; empty: $TITANLITE_CACHE, or ~/.cache/titanlite if that is "
+        "not set",
     )
     packing: str = key(
         "split",
-        "how documents fill sequences: split (one after the other, cut into sequences) or best_fit (documents that fit "
+        "how documents fill sequences: split (one after the other, cut into sequences) or "
+        "best_fit (documents that fit "
         "are not cut; the rest of a sequence is padding)",
         choices=("split", "best_fit"),
     )
@@ -164,9 +168,7 @@ class DataConfig:
         ]
 
     def parts(self) -> list[DataConfig]:
-        """For each source a section with it alone, and its path, pattern and field as those of the
-        section.
-        """
+        """For each source a section with it alone, and its path, pattern and field."""
         alone = dataclasses.replace(self, phases=())
         sources = self.all_sources()
         replace = dataclasses.replace
@@ -200,7 +202,8 @@ class TrainingConfig:
     )
     compute_dtype: str = key(
         "auto",
-        "dtype of forward and backward; auto: bfloat16 on CUDA (float16 on GPUs without it), and on CPUs with bfloat16 "
+        "dtype of forward and backward; auto: bfloat16 on CUDA (float16 on GPUs without it), "
+        "and on CPUs with bfloat16 "
         "instructions if the model is at least 256 wide; otherwise float32",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
@@ -212,7 +215,8 @@ class TrainingConfig:
     )
     param_dtype: str = key(
         "float32",
-        "dtype of parameters and gradients; bfloat16 saves 4 bytes per parameter and loses small updates",
+        "dtype of parameters and gradients; bfloat16 saves 4 bytes per parameter and loses "
+        "small updates",
         choices=("float32", "bfloat16"),
     )
     reduce_dtype: str = key(
@@ -360,7 +364,8 @@ class ParallelConfig:
     )
     reshard_after_forward: str = key(
         "default",
-        "free gathered weights after the forward (less memory, more traffic): default (all units but the last; none "
+        "free gathered weights after the forward (less memory, more traffic): default (all "
+        "units but the last; none "
         "with pp > 1), always, never, or a number of processes over which they stay sharded",
     )
     reduce_every_microbatch: bool = key(
@@ -378,11 +383,13 @@ class ParallelConfig:
     )
     async_tp: bool = key(
         False,
-        "overlap the communication of tensor parallel with its matrix products (CUDA, with compile)",
+        "overlap the communication of tensor parallel with its matrix products (CUDA, with "
+        "compile)",
     )
     cp_method: str = key(
         "all_gather",
-        "how attention gets all keys: all_gather (of keys and values), ulysses (all-to-all of heads), ring (CUDA)",
+        "how attention gets all keys: all_gather (of keys and values), ulysses (all-to-all "
+        "of heads), ring (CUDA)",
         choices=("all_gather", "ulysses", "ring"),
     )
     pp_schedule: str = key(
@@ -396,7 +403,8 @@ class ParallelConfig:
     )
     pp_split: str = key(
         "",
-        "first module of each stage but the first, as in `layers.2, layers.4`; empty: balanced by size",
+        "first module of each stage but the first, as in `layers.2, layers.4`; empty: "
+        "balanced by size",
     )
 
     @property
@@ -415,7 +423,8 @@ class RecomputeConfig:
 
     mode: str = key(
         "none",
-        "none; full: keep only each block's input; selective: also keep the results of expensive operators; "
+        "none; full: keep only each block's input; selective: also keep the results of "
+        "expensive operators; "
         "memory_budget: the compiler keeps what fits into `budget`",
         choices=("none", "full", "selective", "memory_budget"),
     )
@@ -435,7 +444,8 @@ class CompileConfig:
 
     enabled: str = key(
         "auto",
-        "compile each transformer block; auto: on CUDA, on CPU under Linux if the model is at least 256 wide (not with "
+        "compile each transformer block; auto: on CUDA, on CPU under Linux if the model is "
+        "at least 256 wide (not with "
         "options that cannot be compiled), and always with recompute.mode = memory_budget",
         choices=("auto", "true", "false"),
     )
@@ -452,7 +462,8 @@ class Float8Config:
     )
     skip: str = key(
         "",
-        "linear layers that are not converted, by parts of their names, as in `attention.wk, layers.0.`",
+        "linear layers that are not converted, by parts of their names, as in `attention.wk, "
+        "layers.0.`",
     )
     scaling: str = key(
         "tensorwise", "one scale per tensor, or one per row", choices=("tensorwise", "rowwise")
@@ -484,7 +495,8 @@ class LossConfig:
 
     num_chunks: int = key(
         1,
-        "number of chunks of tokens for which the output projection and the loss are computed one after the other: "
+        "number of chunks of tokens for which the output projection and the loss are "
+        "computed one after the other: "
         "n chunks need 1/n of the memory for logits",
         min=1,
         max=65536,
@@ -507,7 +519,8 @@ class CheckpointConfig:
     )
     async_mode: str = key(
         "disabled",
-        "disabled: training waits until a checkpoint is written; async: training continues while a copy is written; "
+        "disabled: training waits until a checkpoint is written; async: training continues "
+        "while a copy is written; "
         "async_pinned: as async, but the memory of the copy is kept for the next save",
         choices=("disabled", "async", "async_pinned"),
     )
@@ -533,7 +546,8 @@ class CheckpointConfig:
     )
     initial_load: str = key(
         "",
-        "initial weights of a run without a checkpoint: a run folder, or any format that `convert` reads",
+        "initial weights of a run without a checkpoint: a run folder, or any format that "
+        "`convert` reads",
     )
     accept: str = key(
         "", "keys that may differ from the checkpoint on resuming, as in `run.seed, optimizer.lr`"
@@ -629,9 +643,7 @@ class CommConfig:
 
     @property
     def group_timeout_seconds(self) -> int:
-        """Time-out of a collective: later than the watchdog's, which reports which rank blocks the
-        others.
-        """
+        """Time-out of a collective: after the watchdog's, which names the rank that blocks."""
         return self.timeout_seconds + 10
 
 

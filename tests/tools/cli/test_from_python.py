@@ -199,3 +199,12 @@ def test_a_caller_that_ends_leaves_no_process(arguments, tmp_path, number):
         for pid in running(tmp_path):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_the_package_has_the_function_and_the_error_that_it_raises():
+    import titanlite
+    from titanlite.runtime.errors import ConfigError as Raised
+
+    assert titanlite.ConfigError is Raised
+    with pytest.raises(titanlite.ConfigError, match=r"training\.steps = -1"):
+        titanlite.launch("debug", {"training.steps": -1})
