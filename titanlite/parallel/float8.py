@@ -85,13 +85,11 @@ class Scaling(NamedTuple):
         self, x: Tensor, dtype: torch.dtype, sides: str, summed: str
     ) -> tuple[Tensor, Tensor]:
         """For a product that sums over the side `summed`; `sides`: those of `x`, as "MK"."""
-        covers_the_cut = self.cut and (summed if self.rowwise else sides).count(self.cut)
-        mesh = self.mesh if covers_the_cut else None
-        return (
-            quantize(x, dtype, sides.index(summed), mesh)
-            if self.rowwise
-            else quantize(x, dtype, None, mesh)
-        )
+        # One scale holds for a row along the summed side, or for the whole matrix
+        covered = summed if self.rowwise else sides
+        dim = sides.index(summed) if self.rowwise else None
+        divided = self.cut != "" and self.cut in covered
+        return quantize(x, dtype, dim, self.mesh if divided else None)
 
 
 def scaled_matmul(
@@ -103,10 +101,10 @@ def scaled_matmul(
     """
     (x, x_scale), (y, y_scale) = a, b
     if emulate:
-        found = (x.float() @ y.float()) * (x_scale * y_scale)
+        product = (x.float() @ y.float()) * (x_scale * y_scale)
         # `to` with an unchanged dtype returns its input, and torch 2.11 compiles a Function that
         # returns such an alias to one without gradient (pytorch#180642).
-        return found if found.dtype == out else found.to(out)
+        return product if product.dtype == out else product.to(out)
     by_columns = y.t().contiguous().t()  # the layout that the hardware requires
     scales = x_scale.contiguous(), y_scale.contiguous()
     return scaled_mm(x.contiguous(), by_columns, *scales, out_dtype=out, use_fast_accum=fast)
@@ -130,7 +128,8 @@ class _Float8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        scaling, (*x8, weight) = ctx.scaling, ctx.saved_tensors
+        scaling = ctx.scaling
+        *x8, weight = ctx.saved_tensors
         e5m2 = E4M3 if scaling.rowwise else E5M2
         g8 = scaling.quantize(gradient, e5m2, "MN", "N")
         w8 = scaling.quantize(weight, E4M3, "NK", "N")
@@ -197,18 +196,14 @@ def apply_float8(model: Any, config: Float8Config, device_type: str, tp: int = 1
         for name, module in model.layers.named_modules()
         if isinstance(module, nn.Linear)
     }
-    left = {
-        name
-        for name, module in linear.items()
-        if any(part in f"layers.{name}" for part in config.skipped)
-    }
+    skipped = {name for name in linear if any(part in f"layers.{name}" for part in config.skipped)}
     odd = {
         name
         for name, module in linear.items()
         if any(side % MULTIPLE for side in _sides(name, module, tp))
     }
     for name, module in linear.items():
-        if name not in left | odd:
+        if name not in skipped | odd:
             # The class is replaced, not the forward, so that all blocks have the same code and one
             # compiled graph.
             module.__class__ = Float8Linear
@@ -216,9 +211,9 @@ def apply_float8(model: Any, config: Float8Config, device_type: str, tp: int = 1
             module.rowwise = config.scaling == "rowwise"
     logger.info(
         "float8: %d linear layers; %d skipped by name, %d for sides that are not multiples of %d",
-        len(linear) - len(left | odd),
-        len(left),
-        len(odd - left),
+        len(linear) - len(skipped | odd),
+        len(skipped),
+        len(odd - skipped),
         MULTIPLE,
     )
 
