@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.state import State
+from titanlite.checkpoint.staging import Staging
 from titanlite.checkpoint.storage import SaveError
 from titanlite.runtime.phases import Phase, mark_phase
 
@@ -44,11 +45,9 @@ class AsyncSaver:
         self.retries = retries
         self.background = mode != "disabled"
         self.on_gpu = device.type == "cuda"
-        self.staging: Any = None
+        self.staging: Staging | None = None
         if self.background or self.on_gpu:
             # a save on the CPU that training waits for copies nothing
-            from titanlite.checkpoint.staging import Staging
-
             self.staging = Staging(device, keep=mode == "async_pinned")
         self.waited = 0.0  # seconds that training has waited for the save in progress
         self._threads = ThreadPoolExecutor(1, "save")

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from titanlite.model.block_mask import block_attention
 
 if TYPE_CHECKING:
-    from torch.nn.attention.bias import CausalBias  # it imports torch.distributed.tensor
+    from torch.nn.attention.bias import CausalBias  # slow to import
 
 Mask: TypeAlias = "Tensor | BlockMask | CausalBias"
 

@@ -54,6 +54,11 @@ class Progress:
             "seconds": torch.tensor(self.seconds, dtype=torch.float64),
         }
 
+    def add(self, tokens: int, seconds: float) -> None:
+        """Counts what has been trained since the last call."""
+        self.tokens += tokens
+        self.seconds += seconds
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = int(state["step"])
         self.tokens = int(state["tokens"])
@@ -121,13 +126,18 @@ class Metrics:
     def _add_time(self) -> None:
         """Adds the time since the last call to the training time."""
         now = time.monotonic()
-        self.progress.seconds += now - self._last
+        self.progress.add(tokens=0, seconds=now - self._last)
         self._last = now
 
     def count_step(self, tokens: int) -> None:
         """Call it after each step, with the tokens that it had over all ranks."""
         self._add_time()
-        self.progress.tokens += tokens
+        self.progress.add(tokens, seconds=0.0)
+
+    def count_first_evaluation(self, seconds: float) -> None:
+        """Call it after each forward of a validation: the first one of a process compiles."""
+        if not self.compiling:
+            self.compiling = seconds
 
     def due(self, last: bool) -> bool:
         """Whether the current step is logged."""

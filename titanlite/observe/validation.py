@@ -142,7 +142,6 @@ class Validator:
             counts += torch.stack([torch.tensor(len(targets)), self.token_bytes[targets].sum()])
             began = time.monotonic()
             loss += self.evaluate(batch.apply(lambda tensor: to_device(tensor, device)))
-            if not self.metrics.compiling:  # the first forward of this process
-                self.metrics.compiling = time.monotonic() - began
+            self.metrics.count_first_evaluation(time.monotonic() - began)
         num_targets, num_bytes = self.mesh.sum_counts(counts.to(device)).tolist()
         return Sums(float(self.mesh.sum_losses(loss)), num_targets, num_bytes)
