@@ -156,9 +156,7 @@ def lines_of_code(path: Path) -> int:
 TESTED_ELSEWHERE = {
     "checkpoint/manager": "tests/checkpoint/test_checkpoint.py, tests/e2e/test_resume.py",
     "checkpoint/read_step": "tests/checkpoint/test_manifest.py",
-    "checkpoint/resume": "tests/e2e/test_resume.py",
     "checkpoint/shard_file": "tests/checkpoint/test_checkpoint.py",
-    "checkpoint/state": "tests/checkpoint/test_checkpoint.py",
     "checkpoint/step_files": "tests/checkpoint/test_manifest.py",
     "checkpoint/storage": "tests/checkpoint/test_checkpoint.py, tests/e2e/test_faults.py",
     "tools/cli/convert_command": "tests/tools/formats/test_convert.py, tests/tools/formats/test_convert_limits.py",
