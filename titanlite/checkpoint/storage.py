@@ -132,7 +132,7 @@ class _Save:
 
     plan: Plan
     entries: dict[str, TensorEntry]  # on rank 0
-    # What `begin` returns, on all ranks: the name of the temporary folder; tensors of several stages
+    # What `begin` returns, on all ranks: the temporary folder's name; tensors of several stages
     name: str
     shared: dict[str, int]
     manifest: Manifest | None = None  # on rank 0, when it is committed
