@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import math
 import os
-import random
 import shutil
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from titanlite.checkpoint import retention, shard_file
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import RunMetadata, read_manifest
 from titanlite.checkpoint.read_step import find_step_folder, read_step
-from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState
+from titanlite.checkpoint.state import ModelState, OptimizerState
 from titanlite.checkpoint.storage import SaveError, list_steps, sweep, write_step
 from titanlite.config.schema import CheckpointConfig, OptimizerConfig
 from titanlite.data.stream import Batch
@@ -403,16 +402,6 @@ def test_when_saving_is_due(pool, tmp_path):
     }
     for case, steps in cases.items():
         assert pool.run(1, due_steps, tmp_path, *case) == [steps], case
-
-
-def test_random_state_round_trips():
-    state = RandomState()
-    saved = state.state_dict()
-    assert all(isinstance(value, torch.Tensor) for value in saved.values())
-    expected = (random.random(), torch.rand(3).tolist())
-    random.random()
-    state.load_state_dict(saved)
-    assert (random.random(), torch.rand(3).tolist()) == expected
 
 
 def test_one_process_reads_a_run_back(pool, arguments, tmp_path):

@@ -84,10 +84,10 @@ def test_what_is_far_above_the_lowest_plausible_loss_is_not_plausible(caplog):
         assert (record.step, record.plausible) == (step, plausible)
     assert (record.loss, record.validation_loss) == (3.0, 3.2)
     assert caplog.messages == [
-        "the checkpoint of step 40 may be useless: its validation loss is 9.5; expected at most 4.2. "
-        "Step 30 is kept until a newer one is plausible",
-        "the checkpoint of step 90 may be useless: its validation loss is 4.5; expected at most 4.2. "
-        "Step 80 is kept until a newer one is plausible",
+        "the checkpoint of step 40 may be useless: its validation loss is 9.5; "
+        "expected at most 4.2. Step 30 is kept until a newer one is plausible",
+        "the checkpoint of step 90 may be useless: its validation loss is 4.5; "
+        "expected at most 4.2. Step 80 is kept until a newer one is plausible",
     ]
 
 

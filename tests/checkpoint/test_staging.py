@@ -92,7 +92,7 @@ def gpu(monkeypatch):
 
 
 def test_pieces_go_through_a_few_buffers(gpu):
-    """Sizes that the pieces do not divide, a scalar, nothing at all, and another dtype; two times."""
+    """Sizes that the pieces do not divide, a scalar, nothing at all, another dtype; two times."""
     copier = Staging(torch.device("cuda", 1), True)
     state = {
         "model": {

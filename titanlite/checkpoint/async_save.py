@@ -5,10 +5,12 @@ and backward, which read parameters and optimizer state but do not change them; 
 the copy before the optimizer step. Then a thread plans, writes and commits from the copy. Its
 messages have a separate tag, so that they cannot mix with those of training. At most one save is in
 progress.
-    disabled       the loop waits until the save is complete; on CUDA the state is first copied to the host
+
+    disabled       the loop waits for the whole save; on CUDA the state is first copied to the host
     async          copies into new memory, which is freed after the save
-    async_pinned   copies into memory that is kept for the next save, which is faster. The name is older than the copy
-                   through pinned buffers, which all three use on CUDA
+    async_pinned   copies into memory that is kept for the next save, which is faster
+
+On CUDA all three copy through pinned buffers (`staging.py`); `async_pinned` is an older name.
 What it costs: a copy of this process's part of the state in host memory: 12 bytes per parameter,
 over all processes.
 """
@@ -20,13 +22,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.state import State
 from titanlite.checkpoint.staging import Staging
+from titanlite.checkpoint.state import State
 from titanlite.checkpoint.storage import SaveError
 from titanlite.runtime.phases import Phase, mark_phase
 
@@ -46,8 +47,7 @@ class AsyncSaver:
         self.background = mode != "disabled"
         self.on_gpu = device.type == "cuda"
         self.staging: Staging | None = None
-        if self.background or self.on_gpu:
-            # a save on the CPU that training waits for copies nothing
+        if self.background or self.on_gpu:  # else it can be written from where it is
             self.staging = Staging(device, keep=mode == "async_pinned")
         self.waited = 0.0  # seconds that training has waited for the save in progress
         self._threads = ThreadPoolExecutor(1, "save")
@@ -57,14 +57,17 @@ class AsyncSaver:
         self._later: Future[None] | None = None
 
     def save(self, get_state: Callable[[], State], write: Write) -> None:
-        """Waits for the previous save, then calls `write(state, failure)`: in a thread if
-        asynchronous.
+        """Waits for the previous save, then calls `write(state, failure)`.
+
+        If saving is asynchronous, that is in a thread, and this returns before.
         """
         started = time.monotonic()
         self.wait()
         self.waited = 0.0
         state = get_state()
-        ready = torch.cuda.current_stream().record_event() if self.on_gpu else None
+        ready = None
+        if self.on_gpu:  # the last update may still be running
+            ready = torch.cuda.current_stream().record_event()
         if self.background:
             self._copying = True
             self._staged.clear()
@@ -89,16 +92,12 @@ class AsyncSaver:
     @property
     def failed(self) -> bool:
         """Whether the save in progress has failed on this process; `wait` raises its error."""
-        return (
-            self._future is not None
-            and self._future.done()
-            and self._future.exception() is not None
-        )
+        if self._future is None or not self._future.done():
+            return False
+        return self._future.exception() is not None
 
     def after_save(self, function: Callable[[], None]) -> None:
-        """Calls a function on this process once the save in progress has ended: in its thread if
-        asynchronous.
-        """
+        """Calls a function once the save in progress has ended; in its thread if asynchronous."""
         if self.background:
             self._later = self._threads.submit(function)
         else:
@@ -114,7 +113,7 @@ class AsyncSaver:
                 future.result()
 
     @torch.no_grad()  # with gradients, `DTensor.to_local` takes a call of Python for autograd
-    def _save(self, state: State, write: Write, ready: Any) -> None:
+    def _save(self, state: State, write: Write, ready: torch.cuda.Event | None) -> None:
         """Staging, then writing."""
         failure: Exception | None = None
         try:
@@ -134,14 +133,12 @@ class AsyncSaver:
             try:
                 write(state, failure)
                 return
-            except (
-                SaveError
-            ) as error:  # raised on all processes, so all repeat the save or none does
+            except SaveError as error:
+                # Raised on all processes, so all of them repeat the save or none does
                 if attempt == self.retries:
                     raise
                 pause = min(2**attempt, MAX_RETRY_SECONDS)
                 if dist.get_rank() == 0:
-                    logger.warning(
-                        f"{error}; trying again in {pause} s ({attempt + 1} of {self.retries})"
-                    )
+                    count = f"{attempt + 1} of {self.retries}"
+                    logger.warning(f"{error}; trying again in {pause} s ({count})")
                 time.sleep(pause)

@@ -27,8 +27,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from titanlite.checkpoint.manifest import Settings
 from titanlite.checkpoint.retention import set_aside
 from titanlite.checkpoint.storage import RECORD, list_steps, step_folder
 from titanlite.data.excluded import Range
@@ -42,8 +43,6 @@ logger = logging.getLogger("titanlite")
 MAX_RENAMED = 3
 MAX_ATTEMPTS = 5
 HINT = "checkpoint.load_step = N selects another"
-
-Settings = dict[str, dict[str, Any]]  # section -> key -> value, as in a checkpoint
 
 
 class Suspect(NamedTuple):

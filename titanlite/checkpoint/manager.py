@@ -275,7 +275,7 @@ class Checkpointer:
         )
 
     def raise_failure(self) -> None:
-        """Raises the SaveError of a save that has failed on any rank. All ranks call it together."""
+        """Raises the SaveError of a save that has failed. All ranks call it together."""
         self.close()
 
     def close(self) -> None:

@@ -49,6 +49,8 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SEAL = ',\n"sha256": "'
 
+Settings = dict[str, dict[str, Any]]  # a config: section -> key -> value
+
 
 class CorruptCheckpoint(ConfigError):
     """A checkpoint differs from what was written: a file is absent, truncated or changed, or its
@@ -85,7 +87,7 @@ class RunMetadata(NamedTuple):
     """The part of a manifest that the run supplies, and that does not follow from the files."""
 
     layout: dict[str, int]  # axis -> degree
-    config: dict[str, dict[str, Any]]  # section -> key -> value
+    config: Settings
     data: str  # fingerprint of the prepared data
     validation_loss: float | None = None  # at this step
 
@@ -97,7 +99,7 @@ class Manifest:
     created: str  # ISO 8601, UTC
     torch: str
     layout: dict[str, int]  # axis -> degree
-    config: dict[str, dict[str, Any]]  # section -> key -> value
+    config: Settings
     data: str  # fingerprint of the prepared data
     validation_loss: float | None  # at this step
     files: dict[str, FileEntry]

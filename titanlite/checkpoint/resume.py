@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest
+from titanlite.checkpoint.manifest import CorruptCheckpoint, Manifest, Settings
 from titanlite.checkpoint.read_step import load_states, read_step
 from titanlite.checkpoint.retention import Retention, set_aside
 from titanlite.checkpoint.run_facts import RunFacts
@@ -40,8 +40,6 @@ logger = logging.getLogger("titanlite")
 
 # In a checkpoint: pairs of a first sample number and the one after the last
 EXCLUDED = "excluded.json"
-
-Settings = dict[str, dict[str, Any]]  # section -> key -> value, as in a checkpoint
 
 
 class Resumed(NamedTuple):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
-from titanlite.checkpoint.manifest import RunMetadata
+from titanlite.checkpoint.manifest import RunMetadata, Settings
 from titanlite.config.schema import Config
 from titanlite.config.to_toml import to_toml
 from titanlite.data.prepared import PreparedData, description, fingerprint_of
@@ -29,7 +28,7 @@ class RunFacts:
     ) -> None:
         """`config`: as it is to be recorded; `degrees`: of each axis of the mesh."""
         self.toml = to_toml(config)
-        self.config: dict[str, dict[str, Any]] = dataclasses.asdict(config)
+        self.config: Settings = dataclasses.asdict(config)
         self.layout = dict(degrees)
         self.data = fingerprint_of(data)
         self.vocab_size = llama.vocab_size

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,11 +36,11 @@ class Staging:
         """
         self.device = device
         self.keep = keep
-        self._kept: dict[str, Tensor] = {}
+        self._memories: dict[str, Tensor] = {}  # with `keep`: name -> copy
         self._threads = ThreadPoolExecutor(BUFFERS, "staging")
-        self._own = threading.local()  # each thread's stream and buffer
+        self._of_thread = threading.local()  # its stream and buffer
 
-    def copy(self, state: State, also_host: bool, ready: Any) -> State:
+    def copy(self, state: State, also_host: bool, ready: torch.cuda.Event | None) -> State:
         """The state in CPU memory, complete when this returns.
 
         `also_host`: tensors that are in CPU memory already are copied too. `ready`: on CUDA, the
@@ -56,39 +55,42 @@ class Staging:
                 if value.device.type == "mps" or not (_on_gpu(value) or also_host):
                     copies[part][name] = value.cpu()  # the same tensor if it is there already
                     continue
-                copy = copies[part][name] = self._memory(f"{part}.{name}", value)
-                source, target = (_bytes(tensor) for tensor in (value, copy))
-                # By numpy: torch would start a second OpenMP team, for this thread
+                copy = self._memory(f"{part}.{name}", value)
+                copies[part][name] = copy
+                source = _bytes(value)
+                target = _bytes(copy)
                 if not _on_gpu(value):
+                    # By numpy: torch would start a second OpenMP team, for this thread
                     np.copyto(target.numpy(), source.numpy())
                     continue
-                pieces = zip(source.split(PIECE), target.split(PIECE), strict=True)
-                moving += [self._threads.submit(self._move, *piece, ready) for piece in pieces]
+                for piece, place in zip(source.split(PIECE), target.split(PIECE), strict=True):
+                    moving.append(self._threads.submit(self._move, piece, place, ready))
         for future in moving:
             future.result()
         return copies
 
     def _memory(self, key: str, value: Tensor) -> Tensor:
         """CPU memory for a copy of a tensor; a DTensor if it is one."""
-        if key in self._kept:
-            return self._kept[key]
+        if key in self._memories:
+            return self._memories[key]
         memory = torch.empty_like(value, device="cpu")
         if self.keep:
-            self._kept[key] = memory
+            self._memories[key] = memory
         return memory
 
-    def _move(self, source: Tensor, target: Tensor, ready: Any) -> None:
+    def _move(self, source: Tensor, target: Tensor, ready: torch.cuda.Event | None) -> None:
         """Thread: copies one piece from the GPU through this thread's pinned buffer."""
-        own = self._own
-        if not hasattr(own, "buffer"):
+        thread = self._of_thread
+        if not hasattr(thread, "buffer"):
             torch.cuda.set_device(self.device)
-            own.stream = torch.cuda.Stream(self.device)
-            own.buffer = _pinned(PIECE)
-        piece = own.buffer[: len(source)]
-        with torch.cuda.stream(own.stream):
-            own.stream.wait_event(ready)
+            thread.stream = torch.cuda.Stream(self.device)
+            thread.buffer = _pinned(PIECE)
+        piece = thread.buffer[: len(source)]
+        with torch.cuda.stream(thread.stream):
+            assert ready is not None, "recorded on CUDA"
+            thread.stream.wait_event(ready)
             piece.copy_(source, non_blocking=True)
-        own.stream.synchronize()
+        thread.stream.synchronize()
         np.copyto(target.numpy(), piece.numpy())
 
 

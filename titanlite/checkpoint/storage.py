@@ -6,7 +6,8 @@ the folder self-contained (resolved config, model shape, tokenizer, data manifes
 
     1. creates `step-N.tmp-<id>`, with a random id;
     2. lets each process write its files there and sync them to the disk;
-    3. writes the small files and the manifest, with the size and SHA-256 of all files, and syncs them and the folder;
+    3. writes the small files and the manifest, with the size and SHA-256 of all files;
+       and syncs them and the folder;
     4. renames the folder to `step-N`, and syncs the parent folder.
 
 So a folder was complete when it was named `step-N`, whenever a process died, and nothing is written
@@ -32,8 +33,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.manifest import FileEntry, Manifest, RunMetadata, TensorEntry
+from titanlite.checkpoint.manifest import (
+    NAME,
+    FileEntry,
+    Manifest,
+    RunMetadata,
+    TensorEntry,
+    to_text,
+)
 from titanlite.checkpoint.shard_file import Written, write_files
 from titanlite.checkpoint.state import State
 from titanlite.checkpoint.write_plan import Plan, Table, shared_tensors, tensor_entries
@@ -54,8 +61,12 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def list_steps(folder: Path) -> list[int]:
     """Steps of the committed checkpoints in a `checkpoints` folder, ascending."""
-    found = ((path, re.fullmatch(r"step-(\d{1,18})", path.name)) for path in folder.glob("step-*"))
-    return sorted(int(match[1]) for path, match in found if match and path.is_dir())
+    steps = []
+    for path in folder.glob("step-*"):
+        match = re.fullmatch(r"step-(\d{1,18})", path.name)
+        if match and path.is_dir():
+            steps.append(int(match[1]))
+    return sorted(steps)
 
 
 def write_step(
@@ -77,14 +88,14 @@ def write_step(
         _together(save.write, save.commit)
     except SaveError as error:
         if not dist.is_initialized() or dist.get_rank() == 0:
-            for rest in folder.glob(f"step-{step}.tmp-*"):
-                shutil.rmtree(rest, ignore_errors=True)  # frees space if the disk is full
+            for unfinished in folder.glob(f"step-{step}.tmp-*"):
+                shutil.rmtree(unfinished, ignore_errors=True)  # frees space if the disk is full
         raise SaveError(f"step {step} could not be saved in {folder}: {error}") from None
     return save.manifest
 
 
-def _together(own: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
-    """What `decide` returns on rank 0, given the results of `own` on all ranks.
+def _together(work: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any:
+    """What `decide` returns on rank 0, given the results of `work` on all ranks.
 
     If any raises, all raise SaveError.
     """
@@ -92,7 +103,7 @@ def _together(own: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any
     decision = None
     problem = ""
     try:
-        value = own()
+        value = work()
     except Exception as error:
         logger.debug("this process's part of the save failed", exc_info=True)
         problem = reason(error)
@@ -100,11 +111,13 @@ def _together(own: Callable[[], Any], decide: Callable[[list[Any]], Any]) -> Any
             problem = f"rank {dist.get_rank()}: {problem}"
     results = gather_on_rank0((value, problem), PATIENT)
     if results:  # rank 0
-        problem = next((problem for _, problem in results if problem), "")
-        try:
-            decision = None if problem else decide([value for value, _ in results])
-        except Exception as error:
-            problem = reason(error)
+        problems = [problem for _, problem in results if problem]
+        problem = problems[0] if problems else ""
+        if not problem:
+            try:
+                decision = decide([value for value, _ in results])
+            except Exception as error:
+                problem = reason(error)
     decision, problem = broadcast((decision, problem), PATIENT)
     if problem:
         raise SaveError(problem)
@@ -119,8 +132,9 @@ class _Save:
 
     plan: Plan
     entries: dict[str, TensorEntry]  # on rank 0
-    name: str  # of the temporary folder, and
-    shared: dict[str, int]  # tensors of several stages: what `begin` returns, on all ranks
+    # What `begin` returns, on all ranks: the temporary folder's name; tensors of several stages
+    name: str
+    shared: dict[str, int]
     manifest: Manifest | None = None  # on rank 0, when it is committed
 
     def __init__(
@@ -135,7 +149,8 @@ class _Save:
         if failure is not None:
             raise failure
         self.plan = Plan(state)
-        return self.plan.table if self.plan.rank == self.plan.first else {}, self.plan.boxes()
+        table = self.plan.table if self.plan.rank == self.plan.first else {}  # once per stage
+        return table, self.plan.boxes()
 
     def begin(self, plans: list[tuple[Table, list[Any]]]) -> tuple[str, dict[str, int]]:
         tables = [table for table, _ in plans]
@@ -145,33 +160,32 @@ class _Save:
         return temporary.name, shared_tensors(tables)
 
     def write(self) -> dict[str, Written]:
-        files = {
-            self.folder / self.name / file: parts
-            for file, parts in self.plan.files(self.shared).items()
-        }
+        temporary = self.folder / self.name
+        files = {temporary / name: parts for name, parts in self.plan.files(self.shared).items()}
         return {path.name: written for path, written in write_files(files).items()}
 
     def commit(self, results: list[dict[str, Any]]) -> None:
+        """`results`: what `write` returned on each rank, as JSON: named tuples are lists."""
         temporary = self.folder / self.name
-        written = {
-            file: Written(FileEntry(*entry), ok)
-            for own in results
-            for file, (entry, ok) in own.items()
-        }
-        files = {name: file.entry for name, file in written.items()}
+        files: dict[str, FileEntry] = {}
+        all_finite = True
+        for written in results:
+            for name, (entry, finite) in written.items():
+                files[name] = FileEntry(*entry)
+                all_finite = all_finite and finite
         for name, content in self.extra_files.items():
             write_synced(temporary / name, content)
             files[name] = FileEntry(len(content), hashlib.sha256(content).hexdigest())
         manifest = Manifest(
             step=self.step,
-            finite=all(file.finite for file in written.values()),
+            finite=all_finite,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             torch=torch.__version__,
             files=files,
             tensors=self.entries,
             **self.facts._asdict(),
         )
-        write_synced(temporary / manifests.NAME, manifests.to_text(manifest).encode())
+        write_synced(temporary / NAME, to_text(manifest).encode())
         _publish(temporary, step_folder(self.folder, self.step))
         self.manifest = manifest
 
@@ -192,7 +206,8 @@ def _publish(temporary: Path, final: Path) -> None:
 
 def reason(error: Exception) -> str:
     """An error in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
 
 
 def sweep(folder: Path) -> None:

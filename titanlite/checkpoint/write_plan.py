@@ -1,5 +1,4 @@
-"""Which process writes which part of which tensor: each decides for itself, from the placements of
-its tensors.
+"""Which process writes which part of which tensor: decided by each from its tensors' placements.
 
 What it is: the processes of a pipeline stage hold parts of the same tensors, as DTensors on one
 mesh. Where a tensor is replicated, one of the replicas writes it; they take turns, so that each
@@ -66,37 +65,44 @@ Table = dict[str, tuple[str, tuple[int, ...], int]]  # tensor -> dtype, shape, n
 
 
 class Plan:
-    """What this process writes. `first`: the lowest rank of its stage, on whose mesh its DTensors
-    lie, or itself if it has none; `table`: all tensors of the stage."""
+    """What this process writes.
+
+    `table` has all tensors of its pipeline stage, and is the same on all processes of the stage.
+    `parts` are those that this process writes. `first` is the lowest rank of the stage: that of the
+    mesh on which its DTensors lie. A process without DTensors is a stage of its own.
+    """
 
     def __init__(self, state: State) -> None:
-        self.rank = self.first = dist.get_rank() if dist.is_initialized() else 0
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.first = self.rank
         self.table: Table = {}
-        self.parts: dict[str, Part] = {}  # those that this process writes
-        layouts: dict[Any, int] = {}  # of DTensors, numbered alike on all processes of the stage
-        plain_layouts: dict[Any, int] = {}  # of values that its first rank alone writes
-        shares: dict[Any, list[int]] = {}  # bytes that each replica writes
-        plain: dict[str, Part] = {}
+        self.parts: dict[str, Part] = {}
+        # Layouts are numbered in the order of the tensors, so alike on all processes of the stage:
+        # those of DTensors from 0 on, those of plain values, which `first` writes, from -1 down
+        layouts: dict[tuple[Any, ...], int] = {}
+        plain_layouts: dict[tuple[Any, ...], int] = {}
+        plain_parts: dict[str, Part] = {}
+        written: dict[int, list[int]] = {}  # number of replicas -> bytes that each of them writes
         for part, value in local_parts(state):
             if isinstance(value, DTensor):
                 replica, count, lowest = _replicas(value.device_mesh, value.placements)
-                share = shares.setdefault(count, [0] * count)
-                writer = share.index(min(share))
-                share[writer] += math.prod(part.shape) * part.local.element_size()
+                self.first = min(self.first, lowest)
+                # The replica that has written least is the next one
+                bytes_of = written.setdefault(count, [0] * count)
+                writer = bytes_of.index(min(bytes_of))
+                bytes_of[writer] += math.prod(part.shape) * part.local.element_size()
                 if writer == replica:
                     self.parts[part.name] = part
-                self.first = min(self.first, lowest)
-                # The files of each replica make a grid.
-                layout = _kind(part.name), part.shape, value.device_mesh, value.placements, writer
+                # Also by replica, because a grid names the files of its cells
+                layout = (_kind(part.name), part.shape, value.device_mesh, value.placements, writer)
                 number = layouts.setdefault(layout, len(layouts))
             else:
-                plain[part.name] = part
-                number = -1 - plain_layouts.setdefault(
-                    (_kind(part.name), part.shape), len(plain_layouts)
-                )
-            self.table[part.name] = DTYPE_NAMES[part.local.dtype], part.shape, number
-        if self.rank == self.first:  # values that are equal on all processes of the stage
-            self.parts |= plain
+                plain_parts[part.name] = part
+                plain_layout = (_kind(part.name), part.shape)
+                number = -1 - plain_layouts.setdefault(plain_layout, len(plain_layouts))
+            self.table[part.name] = (DTYPE_NAMES[part.local.dtype], part.shape, number)
+        if self.rank == self.first:  # plain values are equal on all processes of the stage
+            self.parts.update(plain_parts)
 
     def files(self, shared: dict[str, int]) -> dict[str, dict[str, Tensor]]:
         """File name -> key -> tensor.
@@ -105,44 +111,46 @@ class Plan:
         """
         files: dict[str, dict[str, Tensor]] = {}
         for name, part in self.parts.items():
-            # Uneven shards can be empty
-            if shared.get(name, self.first) == self.first and 0 not in part.sizes:
+            of_this_stage = shared.get(name, self.first) == self.first
+            empty = 0 in part.sizes  # uneven shards can be
+            if of_this_stage and not empty:
                 key = part_key(name, part.shape, part.offsets, part.sizes)
                 files.setdefault(self._file(name), {})[key] = part.local
         return files
 
     def boxes(self) -> list[tuple[int, int, Box]]:
         """`first`, layout and box, for each layout of which this process writes tensors."""
-        parts = {self.table[name][2]: part for name, part in self.parts.items()}
-        return [
-            (self.first, n, Box(self._file(part.name), part.offsets, part.sizes))
-            for n, part in parts.items()
-        ]
+        boxes = {}
+        for name, part in self.parts.items():
+            _, _, layout = self.table[name]  # tensors of one layout have the same box
+            boxes[layout] = Box(self._file(name), part.offsets, part.sizes)
+        return [(self.first, layout, box) for layout, box in boxes.items()]
 
     def _file(self, name: str) -> str:
         return f"{_kind(name)}-{self.rank:05}.safetensors"
 
 
 def _kind(name: str) -> str:
-    """Parameters, and averaged ones (`optim/ema.py`), have separate files, because most readers
-    need nothing else.
+    """Which of the rank's files has the tensor.
+
+    Parameters, and averaged ones (`optim/ema.py`), have separate files, because most readers need
+    nothing else.
     """
-    return name.partition(".")[0] if name.startswith(("model.", "ema.")) else "training"
+    if name.startswith(("model.", "ema.")):
+        return name.partition(".")[0]
+    return "training"
 
 
 @functools.cache
 def _replicas(mesh: DeviceMesh, placements: tuple[Any, ...]) -> tuple[int, int, int]:
-    """Which replica of a tensor this rank has a part of, how many replicas there are, and the
-    mesh's first rank.
-    """
+    """Which replica of a tensor this rank holds, how many there are, and the mesh's first rank."""
     replica = 0
     count = 1
-    for axis, (place, placement) in enumerate(
-        zip(mesh.get_coordinate() or (), placements, strict=True)
-    ):
+    coordinates = mesh.get_coordinate() or ()
+    for axis, placement in enumerate(placements):
         if placement.is_replicate():
-            replica = replica * mesh.size(axis) + place
-            count = count * mesh.size(axis)
+            replica = replica * mesh.size(axis) + coordinates[axis]
+            count *= mesh.size(axis)
     return replica, count, int(mesh.mesh.min())
 
 
@@ -163,9 +171,11 @@ def tensor_entries(tables: list[Table], boxes: list[list[Any]]) -> dict[str, Ten
     Raises ValueError if the parts of a tensor do not cover it, or overlap: such a checkpoint could
     not be loaded.
     """
-    cut: dict[tuple[int, int], list[Box]] = {}
-    for first, layout, (file, offsets, sizes) in (box for of_rank in boxes for box in of_rank):
-        cut.setdefault((first, layout), []).append(Box(file, tuple(offsets), tuple(sizes)))
+    cells: dict[tuple[int, int], list[Box]] = {}  # of each stage's layouts, from all ranks
+    for boxes_of_rank in boxes:
+        for first, layout, (file, offsets, sizes) in boxes_of_rank:
+            cell = Box(file, tuple(offsets), tuple(sizes))
+            cells.setdefault((first, layout), []).append(cell)
     grids: dict[tuple[int, int], Grid] = {}
     entries: dict[str, TensorEntry] = {}
     for first, table in enumerate(tables):
@@ -174,7 +184,7 @@ def tensor_entries(tables: list[Table], boxes: list[list[Any]]) -> dict[str, Ten
                 continue
             if (first, layout) not in grids:
                 try:
-                    grids[first, layout] = grid_of(shape, cut.get((first, layout), []))
+                    grids[first, layout] = grid_of(shape, cells.get((first, layout), []))
                 except ValueError as error:
                     raise ValueError(f"{name} of shape {list(shape)}: {error}") from None
             entries[name] = TensorEntry(dtype, grids[first, layout])

@@ -1,0 +1,41 @@
+"""What a checkpoint holds: tensors only, and nothing of a part that is switched off."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from titanlite.checkpoint.state import OptionalStateful, RandomState, state_of
+
+
+class Part:
+    """A part of a run that is switched on or off."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+
+    def state_dict(self):
+        return {"value": torch.ones(2)} if self.enabled else {}
+
+    def load_state_dict(self, state):
+        raise AssertionError("not called")
+
+    def reset(self):
+        raise AssertionError("not called")
+
+
+def test_a_part_that_is_off_is_left_out():
+    assert state_of({"on": Part(True), "off": Part(False)}).keys() == {"on"}
+    assert isinstance(Part(True), OptionalStateful)
+    assert not isinstance(RandomState(), OptionalStateful)
+
+
+def test_random_state_round_trips():
+    state = RandomState()
+    saved = state.state_dict()
+    assert all(isinstance(value, torch.Tensor) for value in saved.values())
+    expected = (random.random(), torch.rand(3).tolist())
+    random.random()
+    state.load_state_dict(saved)
+    assert (random.random(), torch.rand(3).tolist()) == expected
