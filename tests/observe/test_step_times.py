@@ -359,14 +359,3 @@ def test_the_cost_of_a_mark_is_small(monkeypatch):
     for _ in range(10_000):
         mark_phase(Phase.UPDATE)
     assert (time.perf_counter() - started) / 10_000 < 50e-6
-
-
-def test_a_mark_reaches_all_listeners(monkeypatch):
-    monkeypatch.setattr(phases, "listeners", [])
-    seen: list[Phase] = []
-    phases.add_listener(seen.append)
-    phases.add_listener(seen.append)
-    mark_phase(Phase.UPDATE)
-    phases.remove_listener(seen.append)
-    mark_phase(Phase.BACKWARD)
-    assert seen == [Phase.UPDATE, Phase.UPDATE, Phase.BACKWARD]

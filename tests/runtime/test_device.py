@@ -1,0 +1,83 @@
+"""The device of a process, and the settings of its allocators."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from messages import refused
+
+from titanlite.runtime.device import device_type, open_device
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "available", "expected"),
+    [("auto", True, "cuda"), ("auto", False, "cpu"), ("cpu", True, "cpu"), ("cuda", True, "cuda")],
+)
+def test_auto_is_cuda_where_there_is_one(monkeypatch, name, available, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    assert device_type(name) == expected
+
+
+@pytest.mark.parametrize(("name", "module"), [("cuda", torch.cuda), ("mps", torch.backends.mps)])
+def test_a_device_that_torch_does_not_find_is_refused(monkeypatch, name, module):
+    monkeypatch.setattr(module, "is_available", lambda: False)
+    with refused(f"run.device = {name}", "no such device", "auto", "cpu"):
+        device_type(name)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_users_allocator_settings_are_kept(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for other in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:128")
+    open_device("cuda")
+    assert [v for k, v in os.environ.items() if k.endswith("ALLOC_CONF")] == [
+        "max_split_size_mb:128"
+    ]
+
+
+PAGES = """
+import resource, torch
+from titanlite.runtime.device import open_device
+open_device("cpu")
+counts = []
+for _ in range(40):
+    torch.ones(10_000_000)
+    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(counts[-1] - counts[19])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no other C library is set")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+        ),
+    ],
+)
+def test_freed_memory_is_used_again_unless_the_environment_says_otherwise(name):
+    """Pages that the system gives out for twenty tensors of 40 MB, after twenty others: of at most
+    2 MB each.
+    """
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))
+    }
+    environment |= {"PYTHONPATH": str(ROOT)} | ({name: ""} if name else {})
+    done = subprocess.run(
+        [sys.executable, "-c", PAGES], env=environment, capture_output=True, text=True, check=True
+    )
+    assert (int(done.stdout) > 10 * 20) == bool(name)
