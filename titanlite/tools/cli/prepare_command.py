@@ -1,6 +1,4 @@
-"""`titanlite prepare`: tokenises data, from sources into a folder or from a configuration into the
-cache.
-"""
+"""`titanlite prepare`: tokenises data, of sources into a folder, or of a config into the cache."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from titanlite.tools.prepare.cache import prepare
 from titanlite.tools.prepare.inspect import inspect
 from titanlite.tools.prepare.job import NAME, differences, read_job
 from titanlite.tools.prepare.locks import hold
-from titanlite.tools.prepare.merge import decide_duplicates, merge, missing_parts
+from titanlite.tools.prepare.merge import MANIFEST, decide_duplicates, merge, missing_parts
 from titanlite.tools.prepare.part import run_part, verdicts_path
 from titanlite.tools.prepare.plan_job import Settings, plan_job
 from titanlite.tools.prepare.records import record_path
@@ -41,15 +39,17 @@ USAGE = """titanlite prepare SOURCE... --out FOLDER [options]
        titanlite prepare --merge FOLDER
        titanlite prepare --inspect FOLDER
        titanlite prepare [CONFIG] [--section.key=value ...]"""
-EPILOG = """A SOURCE is a text file, JSON lines, Parquet, or a folder of these; token ids of nanoGPT, llm.c or Megatron
-(.bin, .idx); hf:NAME[:CONFIG[:SPLIT]] for a data set of the package datasets; or python-stdlib. Text and JSON lines may
-be compressed with gzip or zstd. Kinds are detected from the contents.
+EPILOG = """A SOURCE is a text file, JSON lines, Parquet, or a folder of these; token ids of nanoGPT,
+llm.c or Megatron (.bin, .idx); hf:NAME[:CONFIG[:SPLIT]] for a data set of the package datasets; or
+python-stdlib. Text and JSON lines may be compressed with gzip or zstd. Kinds are detected from the
+contents.
 
-Train on the result with --data.path=FOLDER. An interrupted command goes on when it is repeated. Without --out, --merge
-and --inspect, the arguments are those of `titanlite train`, and its data is prepared into the cache."""
+Train on the result with --data.path=FOLDER. An interrupted command goes on when it is repeated.
+Without --out, --merge and --inspect, the arguments are those of `titanlite train`, and its data is
+prepared into the cache."""
 
 ADVICE = "stopped; the same command goes on with what is missing"
-TEXTS = {  # options with a text: (default, what stands for it in the help, help)
+TEXTS = {  # options with a text: (default, name of the value, help)
     "tokenizer": ("", "FILE", "default: the bundled one of 4,096 tokens"),
     "pattern": ("**/*", "GLOB", "which files of a folder to use; default: **/*"),
     "field": (
@@ -80,7 +80,8 @@ def run(argv: list[str]) -> int:
     if options.inspect or options.merge:
         if options.sources or options.out or options.part:
             raise ConfigError(
-                "--inspect and --merge take one prepared folder, and neither SOURCE, --out nor --part"
+                "--inspect and --merge take one prepared folder, "
+                "and neither SOURCE, --out nor --part"
             )
         if options.inspect:
             return inspect(options.inspect, options.tokenizer)
@@ -88,7 +89,8 @@ def run(argv: list[str]) -> int:
             return _merge(options)
     if not options.sources:
         raise ConfigError(
-            "--out without SOURCE: name what to prepare, as in: titanlite prepare my_texts --out my_data"
+            "--out without SOURCE: name what to prepare, "
+            "as in: titanlite prepare my_texts --out my_data"
         )
     with stoppable(ADVICE):
         return _prepare_sources(options)
@@ -97,7 +99,8 @@ def run(argv: list[str]) -> int:
 def _prepare_config(argv: list[str]) -> int:
     """From [data] of a configuration into the cache."""
     positional = [word for word in argv if not word.startswith("-")]
-    for word in positional[:1]:
+    if positional:
+        word = positional[0]
         if word not in flavors() and not word.endswith(".toml") and Path(word).exists():
             raise ConfigError(
                 f"{word!r} is a file or folder, not a config: add --out FOLDER to prepare it"
@@ -126,7 +129,8 @@ def _parser() -> StrictParser:
         type=at_least(float, 0),
         default=BAD_ROWS,
         metavar="N",
-        help=f"how many documents may be unreadable; below 1: a share of all; default: {BAD_ROWS:g}",
+        help="how many documents may be unreadable; below 1: a share of all; "
+        f"default: {BAD_ROWS:g}",
     )
     parser.add_argument(
         "--workers",
@@ -168,9 +172,8 @@ def _log(text: str) -> None:
 
 
 def _prepare_sources(options: argparse.Namespace) -> int:
-    settings = Settings(
-        options.part[1] if options.part else 0, filters_from(options), duplicates_from(options)
-    )
+    num_parts = options.part[1] if options.part else 0
+    settings = Settings(num_parts, filters_from(options), duplicates_from(options))
     tokenizer = Tokenizer(options.tokenizer)
     folder = options.out.absolute()
     sources: list[tuple[Source, Found]] = []
@@ -180,19 +183,22 @@ def _prepare_sources(options: argparse.Namespace) -> int:
         )
         if is_prepared(Path(path)):
             raise ConfigError(f"{path}: is prepared already; train on it with --data.path={path}")
-        sources.append((source, find(source)))
-        require_apart(*sources[-1], folder)
+        found = find(source)
+        require_apart(source, found, folder)
+        sources.append((source, found))
     if options.validation:
         held_out = source.held_out()
         require_apart(held_out, find(held_out), folder)
-    with contextlib.nullcontext() if folder.exists() else hold(folder, shared=bool(options.part)):
+    # Several machines may make parts at the same time
+    lock = hold(folder, shared=bool(options.part))
+    with contextlib.nullcontext() if folder.exists() else lock:
         if folder.exists():
             _repeated(sources, tokenizer, folder, settings)
         elif options.part:
             return _make_part(sources, tokenizer, folder, settings, options.part[0] - 1)
         else:
-            how = Options(settings, options.workers, options.max_bad_rows, options.engine)
-            build(sources, tokenizer, folder, how, _log)
+            build_options = Options(settings, options.workers, options.max_bad_rows, options.engine)
+            build(sources, tokenizer, folder, build_options, _log)
     verify_changed(folder)
     print(folder)
     return 0
@@ -201,10 +207,7 @@ def _prepare_sources(options: argparse.Namespace) -> int:
 def _repeated(
     sources: list[tuple[Source, Found]], tokenizer: Tokenizer, folder: Path, settings: Settings
 ) -> None:
-    """The folder is there.
-
-    Raises ConfigError unless it was made by this very command, which is then done.
-    """
+    """Raises ConfigError unless the folder, which exists, was made by the same command."""
     if not (folder / NAME).is_file() or not is_prepared(folder):
         raise ConfigError(
             f"{folder}: exists and is not prepared data; choose another folder for --out"
@@ -253,22 +256,26 @@ def _merge(options: argparse.Namespace) -> int:
 def _merge_parts(options: argparse.Namespace, folder: Path, work: Path) -> int:
     """The next step that needs all parts."""
     job = read_job(work)
-    compared = (
-        job.duplicates.remove == "none" or verdicts_path(work, job.parts - 1, final=True).exists()
-    )
-    if (work / "manifest.json").exists():
-        pass
-    elif missing := missing_parts(job, work, read=not compared):
-        shown = ", ".join(f"{part + 1}/{job.parts}" for part in missing[:20]) + ", ..." * (
-            len(missing) > 20
-        )
-        raise ConfigError(
-            f"{folder}: {len(missing)} of {job.parts} parts are missing: run with --part {shown}"
-        )
-    elif not compared:
-        decide_duplicates(job, work, _log)
-        _log("now run every part once more, which tokenises what is left, and then --merge again")
-        return 0
+    compared = True
+    if job.duplicates.remove != "none":
+        compared = verdicts_path(work, job.parts - 1, final=True).exists()
+    # With a manifest, the records of the parts may be gone: an earlier merge was interrupted
+    if not (work / MANIFEST).exists():
+        missing = missing_parts(job, work, read=not compared)
+        if missing:
+            shown = ", ".join(f"{part + 1}/{job.parts}" for part in missing[:20])
+            if len(missing) > 20:
+                shown += ", ..."
+            raise ConfigError(
+                f"{folder}: {len(missing)} of {job.parts} parts are missing: "
+                f"run with --part {shown}"
+            )
+        if not compared:
+            decide_duplicates(job, work, _log)
+            _log(
+                "now run every part once more, which tokenises what is left, and then --merge again"
+            )
+            return 0
     merge(job, work, folder, Tokenizer(job.tokenizer), options.max_bad_rows, _log)
     verify_changed(folder)
     print(folder)

@@ -1,6 +1,4 @@
-"""Options of `titanlite prepare` for what is dropped: limits of the quality filters, and
-duplicates.
-"""
+"""Options of `titanlite prepare` for what is dropped: limits of quality filters, and duplicates."""
 
 from __future__ import annotations
 
@@ -29,9 +27,13 @@ def filters_from(options: argparse.Namespace) -> FilterConfig:
     """
     given = {name: getattr(options, name) for name in RULES}
     for name, limit in given.items():
-        highest = 1.0 if _is_share(name) else float("inf")
-        if limit is not None and not 0 <= limit <= highest:
-            expected = "a share from 0 to 1" if highest == 1 else "a number from 0 on"
+        if _is_share(name):
+            highest = 1.0
+            expected = "a share from 0 to 1"
+        else:
+            highest = float("inf")
+            expected = "a number from 0 on"
+        if limit is not None and not 0 <= limit <= highest:  # also for NaN
             raise ConfigError(f"--{_option(name)} = {limit:g}: expected {expected}")
     for measure in ("chars", "mean_word_length"):
         low = given[f"min_{measure}"]
@@ -54,13 +56,19 @@ def _option(name: str) -> str:
 
 def add_duplicate_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "removal of duplicates; the first document of each set is kept, one of --validation before others"
+        "removal of duplicates; the first document of each set is kept, "
+        "one of --validation before others"
     )
     group.add_argument(
         "--drop-duplicates", choices=("none", "exact", "near"), default="none", help="default: none"
     )
-    text = f"near duplicates have at least this estimated Jaccard similarity, from 0.5 to 1; default: {THRESHOLD}"
-    group.add_argument("--near-threshold", type=float, metavar="SHARE", help=text)
+    group.add_argument(
+        "--near-threshold",
+        type=float,
+        metavar="SHARE",
+        help="near duplicates have at least this estimated Jaccard similarity, from 0.5 to 1; "
+        f"default: {THRESHOLD}",
+    )
 
 
 def duplicates_from(options: argparse.Namespace) -> DuplicateConfig:

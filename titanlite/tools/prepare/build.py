@@ -59,9 +59,9 @@ def begin(
     settings: Settings,
     restart: Log | None = None,
 ) -> Job:
-    """The job for a prepared folder, in its working folder. Raises ConfigError if another one was
-    begun there.
+    """The job for a prepared folder, in its working folder.
 
+    Raises ConfigError if another one was begun there.
     `restart`: if only the input has changed since, remove what depends on it, and log that. The
     caller must hold the folder alone.
     """
@@ -70,11 +70,12 @@ def begin(
     job = plan_job(sources, tokenizer, settings, begun)
     make_folder(work)
     if restart and begun and only_input_differs(begun, job):
-        stay = keep_unchanged(begun, job, work)
+        num_kept = keep_unchanged(begun, job, work)
         write_job(job, work)
         changes = differences(begun, job)
         restart(
-            f"the input is not that of the earlier attempt ({changes}); {stay} of {job.parts} parts are kept"
+            f"the input is not that of the earlier attempt ({changes}); "
+            f"{num_kept} of {job.parts} parts are kept"
         )
     begin_job(job, work)
     return job
@@ -87,25 +88,22 @@ def build(
     options: Options,
     log: Log,
 ) -> None:
-    """Prepares sources into `folder`, which does not exist yet. Finished parts of an earlier
-    attempt are kept.
+    """Prepares sources into `folder`, which does not exist yet.
 
-    The caller holds the folder alone (`locks.py`).
+    Finished parts of an earlier attempt are kept. The caller holds the folder alone (`locks.py`).
     Raises ConfigError for files that cannot be read, too many bad rows, or a full disk.
     """
     if folder.exists():
         raise ConfigError(f"{folder}: has no manifest.json; {AGAIN}")
     started = time.monotonic()
     work = working_folder(folder)
-    read = 0
-    begins = not (work / NAME).exists()
+    bytes_read = 0
+    is_new = not (work / NAME).exists()
     try:
         job = begin(sources, tokenizer, folder, options.settings, restart=log)
-        size = (
-            f"{len(job.files)} files, {job.bytes / 1e6:.1f} MB"
-            if job.has_known_size
-            else "an unknown size"
-        )
+        size = "an unknown size"
+        if job.has_known_size:
+            size = f"{len(job.files)} files, {job.bytes / 1e6:.1f} MB"
         log(f"preparing {job.name}: {size} from {', '.join(job.roots)}")
         for path in work.glob(f"*{TEMPORARY}*"):  # of a process that was killed
             path.unlink(missing_ok=True)
@@ -113,21 +111,20 @@ def build(
             if job.duplicates.remove != "none":
                 _run(job, work, tokenizer, options, log, read=True)
                 decide_duplicates(job, work, log)
-            read = _run(job, work, tokenizer, options, log)
+            bytes_read = _run(job, work, tokenizer, options, log)
         manifest = merge(job, work, folder, tokenizer, options.max_bad_rows, log)
     except BaseException as error:
-        if begins and not any(
-            [*work.glob("part-*.json"), *work.glob("read-*.json"), *work.glob(MANIFEST)]
-        ):
-            # Nothing is done that another attempt could use
+        finished = [*work.glob("part-*.json"), *work.glob("read-*.json"), *work.glob(MANIFEST)]
+        if is_new and not finished:  # nothing that another attempt could use
             shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, OSError):
             raise ConfigError(problems(error)) from None
         raise
     tokens = {split: entry["tokens"] for split, entry in manifest["splits"].items()}
     seconds = time.monotonic() - started
-    # Without the parts of an earlier attempt
-    rate = f" ({read / 1e6 / seconds:.1f} MB/s)" if read else ""
+    rate = ""
+    if bytes_read:  # without the parts of an earlier attempt
+        rate = f" ({bytes_read / 1e6 / seconds:.1f} MB/s)"
     log(
         f"prepared {tokens['train']:,} training and {tokens['validation']:,} validation tokens "
         f"in {seconds:.1f} s{rate}: {folder}"
@@ -153,7 +150,7 @@ def _run(
             records = []
             for part in run_parts(job, work, tokenizer, todo, workers, bar.update):
                 records.append(read_record(job, work, part, read))
-                # a number, unlike a share of all, may be exceeded before the end
+                # A number, unlike a share of all, can be exceeded before the end
                 if options.max_bad_rows >= 1:
                     check_bad_rows(job, records, options.max_bad_rows)
         return int(bar.n)
@@ -161,4 +158,6 @@ def _run(
 
 def usable_processors() -> int:
     """The number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

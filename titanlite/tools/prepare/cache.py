@@ -51,17 +51,18 @@ def find_text(section: DataConfig) -> Found:
 def source_of(section: DataConfig) -> Source:
     """The single source that a section names (`DataConfig.parts`)."""
     (source,) = section.all_sources()
-    names = (f"data.sources: {source.name}: {key}" for key in Keys._fields)
-    keys = Keys(*names) if source.name else CONFIG_KEYS
+    keys = CONFIG_KEYS
+    if source.name:  # a table of `[[data.sources]]`
+        keys = Keys(*(f"data.sources: {source.name}: {key}" for key in Keys._fields))
     return Source(source.path or STDLIB, source.pattern, source.field, "", source.validation, keys)
 
 
 def prepare(
     section: DataConfig, tokenizer: Tokenizer, log: Log = print, found: Found | None = None
 ) -> Path:
-    """The folder of prepared data for a config; prepares it if it does not exist, and verifies what
-    has changed.
+    """The folder of prepared data for a config, which is made if it does not exist.
 
+    Files that have changed since they were verified are verified.
     `found`: the result of `find_text`, if that has been called.
     Raises ConfigError with the path of text that is missing, empty or not UTF-8, or of damaged
     data.
@@ -74,11 +75,18 @@ def prepare(
     given = section.cache or os.environ.get("TITANLITE_CACHE")
     cache = Path(given) if given else Path.home() / ".cache/titanlite"
     held_out = find(source.held_out()).files if source.validation else []
-    stats = [versions(files) for files in (found.files, held_out)]
     identity = json.dumps(
-        [FORMAT, found.root, tokenizer.sha256, source.field, source.prompt_field, stats]
+        [
+            FORMAT,
+            found.root,
+            tokenizer.sha256,
+            source.field,
+            source.prompt_field,
+            [versions(found.files), versions(held_out)],
+        ]
     )
-    folder = cache / f"{found.name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    folder = cache / f"{found.name}-{digest}"
     if not (folder / "manifest.json").exists():
         with _hold(folder, log):
             if not (folder / "manifest.json").exists():

@@ -18,11 +18,10 @@ from titanlite.runtime.errors import ConfigError
 
 COMPRESSIONS = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
 BUFFER = 1 << 20
-FED = 1 << 9  # compressed bytes that are decompressed at a time: at most 16 MB come out
+CHUNK = 1 << 9  # compressed bytes that are decompressed at a time: at most 16 MB come out
 WINDOW = 1 << 27  # bytes that a Zstandard stream may refer back to, and that are kept in memory
-# Bytes of text from each byte of a file, and those that any file may have
-EXPANSION = 200
-FREE = 1 << 27
+EXPANSION = 200  # bytes of text that each byte of a file may have
+FREE = 1 << 27  # and bytes of text that any file may have besides
 # Bytes that a row of Parquet counts as, besides its text: its time does not depend on its length
 ROW = 256
 # The same for a line of compressed JSON lines, which is stored with its own bytes and read faster
@@ -37,8 +36,9 @@ class Allowance:
     """The bytes that a file, or a piece of one, may still expand to."""
 
     def __init__(self, size: int, row: str, advice: str) -> None:
-        """`row`: what counts besides the text; `advice`: what helps where the file is meant to
-        expand that far.
+        """For a file of `size` bytes.
+
+        `row`: what counts besides the text. `advice`: what to do if the file is meant to be so.
         """
         self.most = FREE + EXPANSION * size
         self.left = self.most
@@ -50,7 +50,8 @@ class Allowance:
         self.left -= count
         if self.left < 0:
             raise ExpandsTooFar(
-                f"expands to more than {self.most / 1e6:,.0f} MB, {EXPANSION} times its size and {FREE / 1e6:,.0f} MB "
+                f"expands to more than {self.most / 1e6:,.0f} MB, "
+                f"{EXPANSION} times its size and {FREE / 1e6:,.0f} MB "
                 f"({self._row} besides its text); if it is meant to, {self._advice}"
             )
 
@@ -67,11 +68,9 @@ def damaged() -> tuple[type[Exception], ...]:
 def unreadable(path: str, compression: str, error: Exception, line: int = 0) -> ConfigError:
     """The error for a file that raised one of `damaged`; `line` from 1 on, if it is known."""
     place = f"{path}:{line}" if line else path
-    return ConfigError(
-        f"{place}: {error}"
-        if isinstance(error, ExpandsTooFar)
-        else f"{place}: damaged {compression} data: {error}"
-    )
+    if isinstance(error, ExpandsTooFar):
+        return ConfigError(f"{place}: {error}")
+    return ConfigError(f"{place}: damaged {compression} data: {error}")
 
 
 def open_file(path: Path, compression: str) -> IO[bytes]:
@@ -114,6 +113,7 @@ class Decompressed(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Fills the buffer, as far as there are bytes. Raises ExpandsTooFar."""
         count: int = self._content.readinto(buffer) or 0
         self.allowance.spend(count)
         return count
@@ -126,8 +126,9 @@ class Decompressed(io.RawIOBase):
 
 def decompression(stream: IO[bytes]) -> Decompressed | None:
     """What is below the buffer of a stream of `open_file`; None if its file is not compressed."""
-    raw = stream.raw if isinstance(stream, io.BufferedReader) else None
-    return raw if isinstance(raw, Decompressed) else None
+    if isinstance(stream, io.BufferedReader) and isinstance(stream.raw, Decompressed):
+        return stream.raw
+    return None
 
 
 def _decompressor(path: Path) -> Any:
@@ -151,25 +152,26 @@ class _Zstandard(io.RawIOBase):
         self._file = file
         self._new_frame = decompressor.decompressobj
         self._frame: Any = None
-        self._ready = memoryview(b"")
-        self._rest = b""
+        self._ready = memoryview(b"")  # decompressed, and not read yet
+        self._unused = b""  # compressed bytes after the end of the last frame
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            data = self._rest or self._file.read(FED)
+            data = self._unused or self._file.read(CHUNK)
             if not data:
                 if self._frame is not None:
                     raise EOFError("Zstandard data ends within a frame")
                 return 0
             self._frame = self._frame or self._new_frame()
             self._ready = memoryview(self._frame.decompress(data))
-            self._rest = b""
+            self._unused = b""
             if self._frame.eof:
-                self._rest = self._frame.unused_data
+                self._unused = self._frame.unused_data
                 self._frame = None
         count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
         return count

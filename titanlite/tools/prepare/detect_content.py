@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
@@ -21,9 +20,8 @@ from titanlite.tools.prepare.compressed import COMPRESSIONS, damaged, open_file,
 from titanlite.tools.prepare.documents import BYTE_ORDER_MARK
 from titanlite.tools.prepare.sources import Source
 
-# bytes
-SAMPLE = 4096
-MOST = 1 << 20
+SAMPLE = 4096  # bytes that are read
+LONG_LINE = 1 << 20  # and bytes of a first line of JSON that is longer
 ROW_NAMES = (".jsonl", ".ndjson")
 FOREIGN = {  # magic bytes -> (what it is, what to do)
     b"PK\x03\x04": ("a zip archive", "unpack it"),
@@ -38,36 +36,36 @@ FOREIGN = {  # magic bytes -> (what it is, what to do)
     b"\x93NUMPY": ("a NumPy file", "write its ids as raw uint16 or uint32"),
 }
 WEAK = 4  # bytes; shorter magic bytes may be the first ids of a .bin
-# Method, flags, time, level: RFC 1952
+# Magic bytes, method, flags, time, level: RFC 1952
 GZIP = re.compile(rb"\x1f\x8b\x08[\x00-\x1f].{4}[\x00\x02\x04]", re.DOTALL)
 MEGATRON = b"MMIDIDX\x00\x00"
-# Of objects; Markdown and TOML can begin with [, too
+# An array of objects: Markdown and TOML can begin with [, too
 ARRAY = re.compile(rb'(\xef\xbb\xbf)?\s*\[\s*\{\s*"')
 # The magic number in the header of llm.c's token files -> type of its ids
 LLMC = {20240520: "<u2", 20240801: "<u4"}
 
 
 def detect(path: Path, source: Source) -> tuple[str, str]:
-    """(kind, compression) of a file; the kind is "" for Megatron's index, which is read with its
-    .bin.
+    """(kind, compression) of a file.
 
+    The kind is "" for Megatron's index, which is read with its .bin.
     Raises ConfigError for a file that is none of these, naming what it is if that is known.
     """
     compression = ""
     try:
         with path.open("rb") as file:
             start = file.read(16)
-        compression = next(
-            (name for name, magic in COMPRESSIONS.items() if start.startswith(magic)), ""
-        )
+        for name, magic in COMPRESSIONS.items():
+            if start.startswith(magic):
+                compression = name
         if compression == "gzip" and path.suffix == ".bin" and not GZIP.match(start):
-            compression = ""
+            compression = ""  # the two bytes are its first id
         with open_file(path, compression) as file:
             sample = file.read(SAMPLE)
             if sample.startswith(BYTE_ORDER_MARK):
                 sample = sample.removeprefix(BYTE_ORDER_MARK) + file.read(len(BYTE_ORDER_MARK))
             if sample.lstrip()[:1] in (b"{", b"[") and b"\n" not in sample:
-                sample += file.read(MOST)
+                sample += file.read(LONG_LINE)
     except damaged() as error:
         if compression:
             raise unreadable(str(path), compression, error) from None
@@ -82,16 +80,18 @@ def detect(path: Path, source: Source) -> tuple[str, str]:
         return "megatron", compression
     if int.from_bytes(sample[:4], "little") in LLMC and len(sample) >= 1024:
         return "tokens", compression
-    for magic, (what, remedy) in FOREIGN.items():
+    for magic, (content, remedy) in FOREIGN.items():
         if sample.startswith(magic) and (len(magic) >= WEAK or path.suffix != ".bin"):
-            raise ConfigError(f"{path}: is {what}; {remedy}")
+            raise ConfigError(f"{path}: is {content}; {remedy}")
     named = path.name.removesuffix(".gz").removesuffix(".zst").endswith(ROW_NAMES)
     if not _is_text(sample) and not named:  # among rows, some may be text
         if path.suffix == ".bin":
             return "tokens", compression
         problem = "contains a NUL byte, so it is not text" if b"\0" in sample else "not UTF-8 text"
         raise ConfigError(f"{path}: {problem}; select the text files with {source.keys.pattern}")
-    return ("jsonl" if _is_rows(path, sample, source, named) else "text"), compression
+    if _is_rows(path, sample, source, named):
+        return "jsonl", compression
+    return "text", compression
 
 
 def _is_text(sample: bytes) -> bool:
@@ -107,40 +107,47 @@ def _is_text(sample: bytes) -> bool:
 
 
 def _is_rows(path: Path, sample: bytes, source: Source, named: bool) -> bool:
-    """Whether the lines are JSON objects. Raises ConfigError if they are, without the field of the
-    text.
+    """Whether the lines are JSON objects. Raises ConfigError if they lack the field of the text.
 
     `named`: the name says so.
     """
-    *lines, last = sample.split(b"\n")
-    lines = [line for line in lines if line.strip()][:20]
+    *complete, last = sample.split(b"\n")
+    lines = [line for line in complete if line.strip()][:20]
     if not lines and len(sample) < SAMPLE and last.strip():  # a single line without a line end
         lines.append(last)
-    objects = [value for line in lines if isinstance(value := _parse(line), dict)]
-    # Its first line is longer than the sample
     if not lines and sample.lstrip().startswith((b'{"', b"{ ")):
-        return True
+        return True  # the first line is longer than the sample
+    objects: list[dict[str, object]] = []
+    for line in lines:
+        value = _parse(line)
+        if isinstance(value, dict):
+            objects.append(value)
     if named and lines and not objects:
         raise ConfigError(
-            f"{path}: is named as JSON lines, but none of its first {len(lines)} lines is a JSON object"
+            f"{path}: is named as JSON lines, "
+            f"but none of its first {len(lines)} lines is a JSON object"
         )
     if not named and ARRAY.match(sample) and f'"{source.field}"'.encode() in sample:
         raise ConfigError(
             f"{path}: is one JSON array; write one object per line (jq -c '.[]' FILE > FILE.jsonl)"
         )
-    with_field = sum(source.field in value for value in objects)  # among rows, some may be broken
-    is_rows = named or (len(objects) == len(lines) > 1) or (2 * with_field >= len(lines) > 0)
+    with_field = sum(source.field in value for value in objects)
+    all_objects = len(lines) > 1 and len(objects) == len(lines)
+    most_have_field = len(lines) > 0 and 2 * with_field >= len(lines)  # some may be broken
+    is_rows = named or all_objects or most_have_field
     if is_rows and objects and not with_field:
         names = list(objects[0])
-        near = suggestion(source.field, names) or f"; it has {', '.join(map(str, names[:20]))}"
+        hint = suggestion(source.field, names) or f"; it has {', '.join(names[:20])}"
         raise ConfigError(
-            f"{path}: its rows have no field {source.keys.field} = {source.field!r}{near}"
+            f"{path}: its rows have no field {source.keys.field} = {source.field!r}{hint}"
         )
     return is_rows
 
 
-def _parse(line: bytes) -> Any:
+def _parse(line: bytes) -> object:
+    """The JSON value of a line; None if it has none."""
     try:
-        return json.loads(line)
+        value: object = json.loads(line)
     except (ValueError, RecursionError):
         return None
+    return value

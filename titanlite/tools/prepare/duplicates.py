@@ -1,5 +1,4 @@
-"""Which documents of a corpus are duplicates of an earlier one: exact ones, and near ones by
-MinHash LSH.
+"""Which documents of a corpus are duplicates of an earlier one: exact, or near by MinHash LSH.
 
 What it is: documents with the same hash of their text are exact duplicates. For near duplicates the
 160 numbers of each signature are cut into 32 bands of 5; documents with an equal band are
@@ -75,15 +74,14 @@ class Duplicates:
     @property
     def stays(self) -> NDArray[np.bool_]:
         """Whether each document stays."""
-        kept: NDArray[np.bool_] = self.first == np.arange(len(self.first))
-        return kept
+        stays: NDArray[np.bool_] = self.first == np.arange(len(self.first))
+        return stays
 
 
 def find_duplicates(
     files: Sequence[Path], config: DuplicateConfig, preferred: NDArray[np.bool_] | None = None
 ) -> Duplicates:
-    """The duplicates among the documents whose signatures are in these files, one record after the
-    other.
+    """The duplicates among the documents whose signatures are the records of these files.
 
     The index of a document is its place in all files. It decides which of two documents stays, but
     a `preferred` one stays before any other.
@@ -91,36 +89,37 @@ def find_duplicates(
     """
     starts = np.cumsum([0, *(_num_records(path) for path in files)])
     count = int(starts[-1])
-    preferred = np.zeros(count, bool) if preferred is None else preferred
+    if preferred is None:
+        preferred = np.zeros(count, bool)
+    itself = np.arange(count)  # the index of each document
     first = _preferred_of_equal(_first_of_equal(files, starts), preferred)
-    distinct = first == np.arange(count)
-    exact = int(np.count_nonzero(~distinct))
+    exact = int(np.count_nonzero(first != itself))
     if config.remove != "near":
         return Duplicates(first, exact, 0)
+    compared = first == itself
     for start, records in _records(files):
-        distinct[start : start + len(records)] &= records["shingles"] >= MIN_SHINGLES
+        compared[start : start + len(records)] &= records["shingles"] >= MIN_SHINGLES
     rank = np.empty(count, np.int64)  # the order in which documents are decided
-    rank[np.argsort(~preferred, kind="stable")] = np.arange(count)
+    rank[np.argsort(~preferred, kind="stable")] = itself
     pairs = np.empty(0, np.uint64)
-    near = np.arange(count)
+    near = itself
     for _ in range(MAX_ROUNDS):
-        found = _similar_pairs(
-            files, starts, distinct & (near == np.arange(count)), config.threshold, pairs
-        )
-        if len(found) == len(pairs):
+        num_known = len(pairs)
+        pairs = _similar_pairs(files, starts, compared & (near == itself), config.threshold, pairs)
+        if len(pairs) == num_known:
             break
-        pairs = found
         near = _decide(pairs, rank)
     else:
         logger.warning(
-            "the search for near duplicates ended after %d rounds; some similar documents may be left",
+            "the search for near duplicates ended after %d rounds; "
+            "some similar documents may be left",
             MAX_ROUNDS,
         )
-    return Duplicates(near[first], exact, int(np.count_nonzero(near != np.arange(count))))
+    return Duplicates(near[first], exact, int(np.count_nonzero(near != itself)))
 
 
 def _preferred_of_equal(first: Indices, preferred: NDArray[np.bool_]) -> Indices:
-    """For each document the first preferred one that is equal to it, or the first if there is none."""
+    """For each document the first preferred one that equals it, or the first if there is none."""
     chosen = np.full(len(first), len(first))  # of each set, at the index of its first document
     np.minimum.at(chosen, first[preferred], np.flatnonzero(preferred))
     chosen = np.where(chosen < len(first), chosen, np.arange(len(first)))
@@ -134,25 +133,23 @@ def _similar_pairs(
     threshold: float,
     known: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
-    """The known similar pairs and those found among the selected documents: i * documents + j with
-    i < j, in order.
+    """The known similar pairs and those among the selected documents, in order.
+
+    A pair of documents i < j is the number i * documents + j.
     """
     documents = np.flatnonzero(selected).astype(np.uint64)  # the rows of the bands
     count = np.uint64(len(selected))
     for band in range(0, BANDS, BANDS_AT_A_TIME):
         for keys in _band_keys(files, selected, range(band, min(band + BANDS_AT_A_TIME, BANDS))):
-            left, right = (documents[rows] for rows in _candidates(keys))
-            pairs = left * count + right
+            left, right = _candidates(keys)
+            pairs = documents[left] * count + documents[right]
             unknown = ~_contains(known, pairs)
-            left = left[unknown]
-            right = right[unknown]
-            pairs = pairs[unknown]
-            similar = (
-                _similarity(files, starts, left.astype(np.int64), right.astype(np.int64))
-                >= threshold
-            )
-            # Fast where most are in order
-            known = np.sort(np.concatenate([known, pairs[similar]]), kind="stable")
+            left = documents[left[unknown]].astype(np.int64)
+            right = documents[right[unknown]].astype(np.int64)
+            similar = _similarity(files, starts, left, right) >= threshold
+            new = pairs[unknown][similar]
+            # A stable sort is fast where most are in order
+            known = np.sort(np.concatenate([known, new]), kind="stable")
     return known
 
 
@@ -160,25 +157,25 @@ def _contains(ordered: NDArray[np.uint64], values: NDArray[np.uint64]) -> NDArra
     """Whether each of the values is among the ordered ones."""
     if not len(ordered):
         return np.zeros(len(values), bool)
-    found: NDArray[np.bool_] = (
-        ordered[np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)] == values
-    )
-    return found
+    places = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
+    contained: NDArray[np.bool_] = ordered[places] == values
+    return contained
 
 
 def _decide(pairs: NDArray[np.uint64], rank: Indices) -> Indices:
-    """For each document the first one that stays and is similar to it, its own index if it stays;
-    in order of rank.
+    """For each document the first one that stays and is similar to it; itself if it stays.
+
+    Documents are decided in order of rank.
     """
-    one, other = (
-        place.astype(np.int64) for place in np.divmod(pairs, np.uint64(max(1, len(rank))))
-    )
-    swapped = rank[one] > rank[other]
-    earlier = np.where(swapped, other, one)
-    later = np.where(swapped, one, other)
+    left, right = np.divmod(pairs, np.uint64(max(1, len(rank))))
+    left = left.astype(np.int64)
+    right = right.astype(np.int64)
+    swapped = rank[left] > rank[right]
+    earlier = np.where(swapped, right, left)
+    later = np.where(swapped, left, right)
     order = np.lexsort((rank[earlier], rank[later]))
     first = list(range(len(rank)))
-    for start in range(0, len(order), READ):
+    for start in range(0, len(order), READ):  # lists of all pairs would take much memory
         block = order[start : start + READ]
         for document, candidate in zip(later[block].tolist(), earlier[block].tolist(), strict=True):
             if first[document] == document and first[candidate] == candidate:
@@ -190,7 +187,8 @@ def _num_records(path: Path) -> int:
     size = path.stat().st_size
     if size % RECORD.itemsize:
         raise ConfigError(
-            f"{path}: {size} bytes, expected a multiple of {RECORD.itemsize}; the file is incomplete"
+            f"{path}: {size} bytes, expected a multiple of {RECORD.itemsize}; "
+            "the file is incomplete"
         )
     return size // RECORD.itemsize
 
@@ -230,8 +228,8 @@ def _band_keys(
     keys = np.empty((len(bands), np.count_nonzero(selected)), np.uint64)
     row = 0
     for start, records in _records(files):
-        # (documents, 160)
-        numbers = records["minhash"][selected[start : start + len(records)]].astype(np.uint64)
+        of_block = selected[start : start + len(records)]
+        numbers = records["minhash"][of_block].astype(np.uint64)  # (documents, 160)
         for key, band in zip(keys, bands, strict=True):
             combined = np.zeros(len(numbers), np.uint64)
             for number in numbers[:, band * ROWS : (band + 1) * ROWS].T:
@@ -242,32 +240,34 @@ def _band_keys(
 
 
 def _candidates(keys: NDArray[np.uint64]) -> tuple[Indices, Indices]:
-    """Pairs of rows with equal keys: each row with the first and with the previous one of its key."""
+    """Pairs of rows with equal keys: each row with the first and the previous one of its key."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     new = np.ones(len(order), bool)
     new[1:] = ordered[1:] != ordered[:-1]
     places = np.flatnonzero(~new)
     firsts = _run_starts(new)[places]
-    other = firsts != places - 1
-    left = np.concatenate([firsts, places[other] - 1])
-    right = np.concatenate([places, places[other]])
+    # The second row of a key has its first as its previous one: one pair, not two
+    later = places[firsts != places - 1]
+    left = np.concatenate([firsts, later - 1])
+    right = np.concatenate([places, later])
     return order[left], order[right]
 
 
 def _similarity(
     files: Sequence[Path], starts: Indices, left: Indices, right: Indices
 ) -> NDArray[np.float64]:
-    """The estimated Jaccard similarity of each pair of documents: the share of the 160 numbers that
-    are equal.
+    """The estimated Jaccard similarity of each pair of documents.
+
+    It is the share of the 160 numbers that are equal.
     """
-    equal = np.empty(len(left))
+    num_equal = np.empty(len(left))
     for begin in range(0, len(left), COMPARE):
         pairs = slice(begin, begin + COMPARE)
-        equal[pairs] = (
-            _minhashes(files, starts, left[pairs]) == _minhashes(files, starts, right[pairs])
-        ).sum(axis=1)
-    return equal / NUM_HASHES
+        left_numbers = _minhashes(files, starts, left[pairs])  # (pairs, 160)
+        right_numbers = _minhashes(files, starts, right[pairs])
+        num_equal[pairs] = (left_numbers == right_numbers).sum(axis=1)
+    return num_equal / NUM_HASHES
 
 
 def _minhashes(files: Sequence[Path], starts: Indices, documents: Indices) -> NDArray[np.uint16]:
@@ -276,10 +276,9 @@ def _minhashes(files: Sequence[Path], starts: Indices, documents: Indices) -> ND
     The files are mapped for this call only, so that their pages do not add up in memory.
     """
     numbers = np.empty((len(documents), NUM_HASHES), np.uint16)
-    where = np.searchsorted(starts, documents, side="right") - 1
-    for index in np.unique(where):
-        here = where == index
-        numbers[here] = np.memmap(files[index], RECORD, "r")["minhash"][
-            documents[here] - starts[index]
-        ]
+    file_of = np.searchsorted(starts, documents, side="right") - 1  # the index of each one's file
+    for index in np.unique(file_of):
+        in_file = file_of == index
+        records = np.memmap(files[index], RECORD, "r")
+        numbers[in_file] = records["minhash"][documents[in_file] - starts[index]]
     return numbers

@@ -18,7 +18,7 @@ from titanlite.tools.prepare.filters import RULES
 
 EXAMPLES = 3  # for each rule
 EXAMPLE_CHARS = 80
-TOO_MANY = 0.5  # a share of the documents, above which a rule gets a warning
+TOO_MANY = 0.5  # share of the documents that reach a rule; above it the rule gets a warning
 
 
 class ShownExample(TypedDict):
@@ -30,9 +30,7 @@ class ShownExample(TypedDict):
 
 
 class Example(ShownExample, total=False):
-    """In the record of a part: `row` is from 0 on in the piece of the file that begins at byte
-    `begin`.
-    """
+    """In a part's record: `row` counts from 0 in the piece of the file from byte `begin` on."""
 
     begin: Count
 
@@ -55,7 +53,7 @@ class FilterReport:
     rules: dict[str, Dropped] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ValueError if more is said to be dropped than was read, as a damaged file can say."""
+        """Raises ValueError if more is said to be dropped than was read: the file is damaged."""
         if sum(dropped.documents for dropped in self.rules.values()) > self.documents:
             raise ValueError(
                 f"report: its rules drop more than {self.documents} documents, all that there were"
@@ -74,9 +72,7 @@ class FilterReport:
             self.drop(text, rule, file, row, begin)
 
     def drop(self, text: str, rule: str, file: str, row: int, begin: int) -> None:
-        """Counts a document that has been counted before as dropped, after all: duplicates are
-        found last.
-        """
+        """Counts a document that was counted before as dropped: duplicates are found last."""
         dropped = self.rules.setdefault(rule, Dropped())
         dropped.documents += 1
         dropped.bytes += len(text.encode("utf-8", "surrogatepass"))
@@ -89,11 +85,11 @@ class FilterReport:
         """Adds the report of the next part."""
         self.documents += other.documents
         self.bytes += other.bytes
-        for rule, more in other.rules.items():
+        for rule, others in other.rules.items():
             dropped = self.rules.setdefault(rule, Dropped())
-            dropped.documents += more.documents
-            dropped.bytes += more.bytes
-            dropped.examples = (dropped.examples + more.examples)[:EXAMPLES]
+            dropped.documents += others.documents
+            dropped.bytes += others.bytes
+            dropped.examples = (dropped.examples + others.examples)[:EXAMPLES]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,36 +100,38 @@ class FilterReport:
         return typed(cls, data)
 
     def summary(self) -> list[str]:
-        """The lines that a user sees, with a warning for each rule that drops more than half of
-        what reaches it.
-        """
+        """The lines that a user sees, with a warning for each rule that drops too many."""
         total = sum(dropped.documents for dropped in self.rules.values())
         size = sum(dropped.bytes for dropped in self.rules.values())
         lines = [
-            f"read {self.documents:,} documents, {self.bytes / 1e6:,.1f} MB; dropped {self._amount(total, size)}"
+            f"read {self.documents:,} documents, {self.bytes / 1e6:,.1f} MB; "
+            f"dropped {self._amount(total, size)}"
         ]
+        # In the order in which they were applied: first the filters, then the search for duplicates
+        rules = [rule for rule in RULES if rule in self.rules]
+        rules += [rule for rule in self.rules if rule not in RULES]
         reached = self.documents
-        for rule in sorted(
-            self.rules, key=lambda rule: RULES.index(rule) if rule in RULES else len(RULES)
-        ):
+        for rule in rules:
             dropped = self.rules[rule]
             lines.append(f"  {rule}: {self._amount(dropped.documents, dropped.bytes)}")
             lines += [f"    {e['file']}:{e['row']}: {e['text']}" for e in dropped.examples]
             if dropped.documents > TOO_MANY * reached:
                 share = 100 * dropped.documents / reached
                 lines.append(
-                    f"  WARNING: {rule} drops {share:.1f} % of what reaches it; does it suit this text?"
+                    f"  WARNING: {rule} drops {share:.1f} % of what reaches it; "
+                    "does it suit this text?"
                 )
             reached -= dropped.documents
         return lines
 
     def _amount(self, documents: int, size: int) -> str:
-        share = 100 * documents / self.documents if self.documents else 0.0
+        share = 100 * documents / max(1, self.documents)
         return f"{documents:,} documents ({share:.1f} %), {size / 1e6:,.1f} MB"
 
 
 def _printable(text: str) -> str:
     """The start of a text on one line, without terminal control characters."""
     start = " ".join(text[: 4 * EXAMPLE_CHARS].split())
-    cut = start[:EXAMPLE_CHARS] + ("..." if len(start) > EXAMPLE_CHARS else "")
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
+    if len(start) > EXAMPLE_CHARS:
+        start = start[:EXAMPLE_CHARS] + "..."
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in start)

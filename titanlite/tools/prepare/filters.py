@@ -33,8 +33,11 @@ UNSPACED_SCRIPTS = [
     (0x1780, 0x17FF),
     (0x3005, 0x30FF),
     (0x31F0, 0x31FF),
+    (0x3400, 0x9FFF),
+    (0xF900, 0xFAFF),
+    (0xFF66, 0xFF9F),
+    (0x20000, 0x3FFFF),
 ]
-UNSPACED_SCRIPTS += [(0x3400, 0x9FFF), (0xF900, 0xFAFF), (0xFF66, 0xFF9F), (0x20000, 0x3FFFF)]
 
 
 def _limit(text: str) -> Any:
@@ -78,15 +81,16 @@ def rejection(text: str, config: FilterConfig) -> str:
             continue
         bound, _, measure = rule.partition("_")
         value = getattr(measures, measure)
-        if value is not None and (value < limit if bound == "min" else value > limit):
+        if value is None:
+            continue
+        breaks = value < limit if bound == "min" else value > limit
+        if breaks:
             return rule
     return ""
 
 
 class Measures:
-    """The measures of a document, each computed when it is first asked for; None where one does not
-    apply.
-    """
+    """The measures of a document, computed when first asked for; None where one does not apply."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -97,36 +101,35 @@ class Measures:
 
     @functools.cached_property
     def _counts(self) -> tuple[NDArray[np.int64], int]:
-        """The number of characters of each kind; the number of words, which are between spaces or
-        unspaced letters.
+        """The number of characters of each kind, and of words.
+
+        Words are between spaces or unspaced letters.
         """
-        kinds = np.zeros(5, np.int64)
+        counts = np.zeros(5, np.int64)
         words = 0
         for start in range(0, len(self.text), BLOCK):
-            codes = np.frombuffer(
-                self.text[start : start + BLOCK].encode("utf-32-le", "surrogatepass"), "<u4"
-            )
-            found = _kinds()[codes]
-            kinds += np.bincount(found, minlength=5)
-            inside = (found != SPACE) & (found != UNSPACED)
-            words += int(inside[0]) + int(np.count_nonzero(inside[1:] & ~inside[:-1]))
-        return kinds, words
+            block = self.text[start : start + BLOCK].encode("utf-32-le", "surrogatepass")
+            kinds = _kinds()[np.frombuffer(block, "<u4")]  # (characters,)
+            counts += np.bincount(kinds, minlength=5)
+            in_word = (kinds != SPACE) & (kinds != UNSPACED)
+            words += int(in_word[0]) + int(np.count_nonzero(in_word[1:] & ~in_word[:-1]))
+        return counts, words
 
-    def _share(self, *of: int) -> float | None:
+    def _share(self, *kinds: int) -> float | None:
         """The share of some kinds of characters in all but white space; None without any."""
-        kinds, _ = self._counts
-        total = kinds.sum() - kinds[SPACE]
-        return float(kinds[list(of)].sum() / total) if total else None
+        counts, _ = self._counts
+        total = counts.sum() - counts[SPACE]
+        if not total:
+            return None
+        return float(counts[list(kinds)].sum() / total)
 
     @property
     def mean_word_length(self) -> float | None:
-        """None if there are no words, or more than half of the letters belong to scripts without
-        spaces.
-        """
-        kinds, words = self._counts
-        if not words or kinds[UNSPACED] > kinds[LETTER]:
+        """None without words, or if most letters belong to scripts without spaces."""
+        counts, words = self._counts
+        if not words or counts[UNSPACED] > counts[LETTER]:
             return None
-        return float((kinds.sum() - kinds[SPACE] - kinds[UNSPACED]) / words)
+        return float((counts.sum() - counts[SPACE] - counts[UNSPACED]) / words)
 
     @property
     def symbol_ratio(self) -> float | None:
@@ -138,24 +141,26 @@ class Measures:
 
     @functools.cached_property
     def repeated_lines(self) -> float | None:
-        """The share of the text in lines that have occurred before in the document; white space
-        does not count.
-        """
-        lines = [line for line in map(str.strip, self.text.splitlines()) if line]
-        total = sum(map(len, lines))
-        return 1 - sum(map(len, set(lines))) / total if total else None
+        """The share of the text in lines that occurred before, without white space around them."""
+        lines = [line.strip() for line in self.text.splitlines()]
+        total = sum(len(line) for line in lines)
+        if not total:
+            return None
+        distinct = sum(len(line) for line in set(lines))
+        return 1 - distinct / total
 
     @functools.cached_property
     def repeated_text(self) -> float | None:
-        """The share of the windows of 32 bytes that have occurred before (in the same million
-        characters).
-        """
-        total = distinct = 0
+        """The share of windows of 32 bytes that occurred before in the same million characters."""
+        total = 0
+        distinct = 0
         for hashes in window_hashes(self.text, REPEAT):
             hashes.sort()
             total += len(hashes)
             distinct += min(1, len(hashes)) + int(np.count_nonzero(hashes[1:] != hashes[:-1]))
-        return 1 - distinct / total if total else None
+        if not total:
+            return None
+        return 1 - distinct / total
 
 
 @functools.cache

@@ -69,9 +69,9 @@ def _document(row: int, values: Any, job: Job, split: str) -> Document | BadRow 
     texts = []
     size = 0
     for name in (job.field, job.prompt_field):
-        value = values.get(name, values) if name else ""  # a value cannot contain itself
-        if value is values:
+        if name and name not in values:
             return BadRow(row, f"no field {name!r}")
+        value = values[name] if name else ""  # there may be no prompt field
         if value is None and name == job.prompt_field:
             value = ""
         if not isinstance(value, str):
@@ -113,22 +113,22 @@ def _json_lines(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]
                 if not line:
                     break
                 offset += len(line)
-                found: Document | BadRow | Skipped | None = None
-                cut = len(line) > MAX_DOCUMENT and not line.endswith(b"\n")
+                item: Document | BadRow | Skipped | None = None
+                too_long = len(line) > MAX_DOCUMENT and not line.endswith(b"\n")
                 if row == 0 and piece.begin == 0:
                     line = line.removeprefix(BYTE_ORDER_MARK)
-                if cut:
+                if too_long:
                     offset += _skip_line(stream)
-                    found = BadRow(row, f"a line of more than {MAX_DOCUMENT} bytes")
+                    item = BadRow(row, f"a line of more than {MAX_DOCUMENT} bytes")
                 elif line.strip():
-                    found = _line(row, line, job, file.split)
+                    item = _line(row, line, job, file.split)
                 if compressed:
                     compressed.allowance.spend(LINE)
-                if found is None and offset - offset_reported >= COUNTED:
-                    found = Skipped()
-                if found is not None:
+                if item is None and offset - offset_reported >= COUNTED:
+                    item = Skipped()
+                if item is not None:
                     place = compressed.position if compressed else offset
-                    yield found._replace(progress=place - place_reported)
+                    yield item._replace(progress=place - place_reported)
                     place_reported = place
                     offset_reported = offset
                 row += 1
@@ -161,9 +161,7 @@ def _skip_line(stream: IO[bytes]) -> int:
 
 
 def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
-    """The rows of the row groups that begin in the piece, as if all groups had equal sizes in
-    bytes.
-    """
+    """The rows of the row groups that begin in the piece: `_group_bounds`."""
     file = piece.file
     columns = [name for name in (job.field, job.prompt_field) if name]
     table = _table(file, columns)
@@ -174,7 +172,7 @@ def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
     ]
     if not groups:
         return
-    # What a file states can be untrue
+    # The sizes that a file states can be untrue
     size_of_groups = min(file.size, sum(table.sizes[group] for group in groups))
     allowance = Allowance(
         size_of_groups, f"each row counts {ROW} bytes", "write Parquet as JSON lines"
@@ -189,16 +187,15 @@ def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
             size = ROW + sum(_length(value) for value in values)
             allowance.spend(size)
             skipped += size
-            found: Document | BadRow | Skipped | None = _parquet_document(
-                row, columns, values, job, file.split
-            )
+            item: Document | BadRow | Skipped | None
+            item = _parquet_document(row, columns, values, job, file.split)
             row += 1
-            if found is None and skipped >= COUNTED:
-                found = Skipped()
-            if found is not None:
+            if item is None and skipped >= COUNTED:
+                item = Skipped()
+            if item is not None:
                 share = min(1.0, (row - first_row[group]) / table.rows[group])
                 place = bounds[group] + int(share * (bounds[group + 1] - bounds[group]))
-                yield found._replace(progress=place - reported)
+                yield item._replace(progress=place - reported)
                 reported = place
                 skipped = 0
     except (UnreadableParquet, ExpandsTooFar) as error:
@@ -208,9 +205,12 @@ def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
 
 
 def _length(value: bytes | int | str | None) -> int:
+    """The bytes of a text; of one that is too long, an int, only they are known."""
     if isinstance(value, int):
         return value
-    return len(value) if isinstance(value, bytes) else 0
+    if isinstance(value, bytes):
+        return len(value)
+    return 0
 
 
 def _parquet_document(
@@ -249,8 +249,8 @@ def _check_columns(file: File, columns: list[str], table: Table) -> None:
     """Raises ConfigError if a column is absent or has no text."""
     for name in columns:
         if name not in table.types:
-            near = suggestion(name, table.names) or f"; it has {', '.join(table.names[:20])}"
-            raise ConfigError(f"{file.path}: has no column {name!r}{near}")
+            hint = suggestion(name, table.names) or f"; it has {', '.join(table.names[:20])}"
+            raise ConfigError(f"{file.path}: has no column {name!r}{hint}")
         if "string" not in table.types[name]:
             raise ConfigError(
                 f"{file.path}: column {name!r} is of type {table.types[name]}, expected string"
@@ -262,23 +262,23 @@ def _hub(job: Job, piece: Piece) -> Iterator[Document | BadRow]:
     spec, _, index = piece.file.path.rpartition("#")
     data = open_hub(spec)
     try:
-        shard = (
-            data.shard(num_shards=data.num_shards, index=int(index))
-            if data.num_shards > 1
-            else data
-        )
-        for row, values in enumerate(shard):
-            found = _document(row, values, job, piece.file.split)
-            if isinstance(found, Document):
-                found = found._replace(
-                    progress=sum(len(text.encode()) for text in (found.prompt, *found.blocks))
-                )
-            if found is not None:
-                yield found
+        if data.num_shards > 1:
+            data = data.shard(num_shards=data.num_shards, index=int(index))
+        for row, values in enumerate(data):
+            item = _document(row, values, job, piece.file.split)
+            if isinstance(item, Document):
+                size = sum(len(text.encode()) for text in (item.prompt, *item.blocks))
+                item = item._replace(progress=size)
+            if item is not None:
+                yield item
     except Exception as error:  # datasets raises whatever its readers raise
-        raise ConfigError(
-            f"{spec}: {type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
-        ) from None
+        raise _hub_problem(spec, error) from None
+
+
+def _hub_problem(spec: str, error: Exception) -> ConfigError:
+    """What `datasets` raised, as a message of one line."""
+    first_line = (str(error) or "?").splitlines()[0]
+    return ConfigError(f"{spec}: {type(error).__name__}: {first_line}")
 
 
 @functools.lru_cache(4)
@@ -295,43 +295,37 @@ def open_hub(spec: str) -> Any:
         # From save_to_disk
         if Path(name, "state.json").is_file() or Path(name, "dataset_dict.json").is_file():
             data = datasets.load_from_disk(name)
-            data = data[split or "train"] if isinstance(data, dict) else data
+            if isinstance(data, dict):
+                data = data[split or "train"]
             return data.to_iterable_dataset(num_shards=max(1, len(data.cache_files)))
         return datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
     except Exception as error:  # not found, no network, a wrong config or split, a damaged file
-        raise ConfigError(
-            f"{spec}: {type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
-        ) from None
+        raise _hub_problem(spec, error) from None
 
 
 def numbered(job: Job, examples: list[Example]) -> list[Example]:
-    """Examples of rows with their number in the file in place of that in a piece, which begins at
-    byte `begin`.
+    """Examples with the row's number in its file in place of that in the piece from `begin` on.
 
     Only for those that are shown, after all parts: the lines before a piece have to be read and
     counted.
     """
     files = {file.path: file for file in job.files}
-    found = list[Example]()
+    with_numbers: list[Example] = []
     for example in examples:
         file = files[example["file"]]
         begin = example["begin"]
         row = first_row_number(job, Piece(file, begin, file.size)) + example["row"]
-        found.append({"file": file.path, "row": row, "text": example["text"]})
-    return found
+        with_numbers.append({"file": file.path, "row": row, "text": example["text"]})
+    return with_numbers
 
 
 def hub_columns(spec: str) -> list[str]:
-    """The columns of a data set; if it does not list them, those of its first row, which is read
-    for that.
-    """
+    """The columns of a data set. If it does not list them, its first row is read."""
     data = open_hub(spec)
     try:
         return list(data.column_names or next(iter(data), {}))
     except Exception as error:  # datasets raises whatever its readers raise
-        raise ConfigError(
-            f"{spec}: {type(error).__name__}: {(str(error) or '?').splitlines()[0]}"
-        ) from None
+        raise _hub_problem(spec, error) from None
 
 
 def first_row_number(job: Job, piece: Piece) -> int:
@@ -342,17 +336,22 @@ def first_row_number(job: Job, piece: Piece) -> int:
     if piece.begin and piece.file.kind == "jsonl":
         with open(piece.file.path, "rb") as stream:
             stream.seek(piece.begin - 1)
-            left = piece.begin - 1 + _skip_line(stream)
+            remaining = piece.begin - 1 + _skip_line(stream)  # bytes before the first row
             stream.seek(0)
-            lines = 1
-            while left > 0 and (block := stream.read(min(COUNTED, left))):
-                lines = lines + block.count(b"\n")
-                left = left - len(block)
-        return lines
+            number = 1
+            while remaining > 0:
+                block = stream.read(min(COUNTED, remaining))
+                if not block:  # the file has become shorter
+                    break
+                number += block.count(b"\n")
+                remaining -= len(block)
+        return number
     if piece.begin and piece.file.kind == "parquet":
         table = _table(piece.file, [])
         bounds = _group_bounds(piece.file, table)
-        return 1 + sum(
-            rows for rows, begin in zip(table.rows, bounds, strict=False) if begin < piece.begin
-        )
+        number = 1
+        for rows, begin in zip(table.rows, bounds, strict=False):  # the last bound is the end
+            if begin < piece.begin:
+                number += rows
+        return number
     return 1

@@ -38,9 +38,7 @@ NO_CORPUS = {
 
 
 class Keys(NamedTuple):
-    """How messages name the settings of a source: as keys of a config, or as options of the command
-    line.
-    """
+    """How messages name the settings of a source: keys of a config, or options of a command."""
 
     path: str = "data.path"
     pattern: str = "data.pattern"
@@ -69,6 +67,8 @@ class Source:
 
 
 class FoundFile(NamedTuple):
+    """A file of a source, not opened yet."""
+
     path: str
     relative: str  # to the root; it decides whether a text file is held out
     size: int
@@ -108,16 +108,15 @@ def find(source: Source) -> Found:
     try:
         if "**" in source.pattern:
             _require_readable(root)
-        files = [p for p in root.glob(source.pattern) if p.is_file()]
+        matches = [p for p in root.glob(source.pattern) if p.is_file()]
     except OSError as error:
         raise ConfigError(f"{keys.path} = {path!r}: {error.filename}: {error.strerror}") from None
     except (ValueError, IndexError, NotImplementedError) as error:
         raise ConfigError(
-            f"{keys.pattern} = {source.pattern!r}: {error}; expected a glob pattern such as **/*.txt"
+            f"{keys.pattern} = {source.pattern!r}: {error}; "
+            "expected a glob pattern such as **/*.txt"
         ) from None
-    files = [
-        p for p in files if not any(part.startswith(".") for part in p.relative_to(root).parts)
-    ]
+    files = [p for p in matches if not _is_hidden(p.relative_to(root))]
     if not files:
         raise ConfigError(
             f"{keys.path} = {path!r}: no file matches {keys.pattern} = {source.pattern!r}"
@@ -125,8 +124,8 @@ def find(source: Source) -> Found:
     for folder in sorted({p.parent for p in files if p.suffix in (".bin", ".json")}):
         if is_prepared(folder):
             raise ConfigError(
-                f"{keys.path} = {path!r}: {folder} is a folder of prepared data; move it elsewhere, or select "
-                f"the files to prepare with {keys.pattern}"
+                f"{keys.path} = {path!r}: {folder} is a folder of prepared data; "
+                f"move it elsewhere, or select the files to prepare with {keys.pattern}"
             )
     found = _found(root.name, root, sorted(files))
     if not any(file.size for file in found.files):
@@ -134,10 +133,12 @@ def find(source: Source) -> Found:
     return found
 
 
+def _is_hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
 def require_apart(source: Source, found: Found, target: Path) -> None:
-    """Raises ConfigError if the prepared folder would be within the source, or the source is within
-    it.
-    """
+    """Raises ConfigError if one of the prepared folder and the source is within the other."""
     root = Path(found.root.removeprefix(HUB).split(":")[0]).resolve()
     target = target.resolve()
     if source.path in ("", STDLIB) or not root.is_dir():
@@ -187,11 +188,9 @@ def index_of(path: str, relative: str) -> FoundFile | None:
 
 
 def versions(files: Iterable[FoundFile]) -> list[tuple[str, int, int]]:
-    """(relative path, size, time) of all files that are read: these, and the indexes that belong to
-    them.
-    """
+    """(relative path, size, time) of all files that are read: these, and their indexes."""
     listed = {file.path: file for file in files}
-    for file in [*listed.values()]:
+    for file in list(listed.values()):
         index = index_of(file.path, file.relative)
         if index:
             listed.setdefault(index.path, index)
@@ -200,20 +199,22 @@ def versions(files: Iterable[FoundFile]) -> list[tuple[str, int, int]]:
 
 def version_of(files: Iterable[FoundFile]) -> str:
     """A hash that changes when one of these files does."""
-    return hashlib.sha256(json.dumps([file[1:] for file in files]).encode()).hexdigest()[:16]
+    identity = json.dumps([file[1:] for file in files])  # without the absolute path
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 def _standard_library(keys: Keys) -> Found:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
-    for where, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if f not in NO_CORPUS]
-        files += [Path(where, n) for n in names if n.endswith(".py")]
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in NO_CORPUS]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     found = _found("stdlib", root, sorted(files))
     if sum(file.size for file in found.files) < 1_000_000:
         raise ConfigError(
-            f"the default corpus is the source of Python's standard library, but {root} has only {len(files)} "
-            f".py files (a stripped or frozen interpreter); set {keys.path} to a text file or folder"
+            f"the default corpus is the source of Python's standard library, but {root} has only "
+            f"{len(files)} .py files (a stripped or frozen interpreter); "
+            f"set {keys.path} to a text file or folder"
         )
     return found
 
@@ -230,12 +231,14 @@ def _hub(path: str, keys: Keys) -> Found:
         )
     if name.startswith((".", "/")) and not Path(name).is_dir():
         raise ConfigError(f"{keys.path} = {path!r}: no such folder")
-    found = Found(_plain(Path(name).name), path, hub_files(path))
-    return found if found.files else found._replace(files=[FoundFile(path, path, 1, 0)])
+    files = hub_files(path) or [FoundFile(path, path, 1, 0)]
+    return Found(_plain(Path(name).name), path, files)
 
 
 def hub_files(path: str) -> list[FoundFile]:
     """The files of a data set in a local folder; none of one on the Hub."""
     folder = Path(path.removeprefix(HUB).split(":")[0])
-    files = sorted(p for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
     return _found(folder.name, folder, files).files
