@@ -85,7 +85,8 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, Any] = {}
     body = [
-        "| flavor, processes | default, quiet | default, busy | titanlite, quiet | titanlite, busy |",
+        "| flavor, processes | default, quiet | default, busy | titanlite, quiet | titanlite, "
+        "busy |",
         "|---" * 5 + "|",
     ]
     for case in options.cases:

@@ -209,7 +209,8 @@ def main() -> None:
             found = results[f"{world} processes"] = run_processes(world, num_bytes, Path(name))
             speeds = [options.gb / found[key] for key in ("raw", "save")]
             body.append(
-                f"| {world} | {speeds[0]:.2f} GB/s | {speeds[1]:.2f} GB/s | {speeds[1] / speeds[0]:.2f} |"
+                f"| {world} | {speeds[0]:.2f} GB/s | {speeds[1]:.2f} GB/s | "
+                f"{speeds[1] / speeds[0]:.2f} |"
             )
             print(body[-1], flush=True)
         found = results["1 processes"]
@@ -217,7 +218,8 @@ def main() -> None:
         body.append(f"| load alone | {found['load warm']:.3f} s | {found['load cold']:.3f} s |")
         body.append(f"| verify | {found['verify warm']:.3f} s | {found['verify cold']:.3f} s |")
         body.append(
-            f"| load after verifying | {found['load warm']:.3f} s | {found['load after verify']:.3f} s |"
+            f"| load after verifying | {found['load warm']:.3f} s | "
+            f"{found['load after verify']:.3f} s |"
         )
         body += [
             "",

@@ -147,7 +147,8 @@ def main() -> None:
         step = folder / "run/step-1"
         body += [f"{options.flavor}: {size_of(step) / 1e9:.2f} GB in fp32.", ""]
         body += [
-            "| conversion | copy / conversion | conversion | speed | memory | with comparison | its memory |"
+            "| conversion | copy / conversion | conversion | speed | memory | with comparison | "
+            "its memory |"
         ]
         body += ["|---|---|---|---|---|---|---|"]
         for to in options.formats.split(","):

@@ -142,8 +142,10 @@ def main() -> None:
     body += [f"| {name} | {speed:,.0f} |" for name, speed in variants.items()]
     body += [
         "",
-        f"Best-fit packing: {100 * packed.padding:.2f} % of the positions have no target, and {100 * packed.cut:.1f} % "
-        f"of the documents are cut. The rows of this text take {pack_seconds:.3f} CPU seconds, those of 2.5 million "
+        f"Best-fit packing: {100 * packed.padding:.2f} % of the positions have no target, and "
+        f"{100 * packed.cut:.1f} % "
+        f"of the documents are cut. The rows of this text take {pack_seconds:.3f} CPU seconds, "
+        "those of 2.5 million "
         f"documents of random lengths {many_seconds:.2f}.",
     ]
     print("\n".join(body))

@@ -234,7 +234,8 @@ def tables(results: dict[str, Any]) -> list[str]:
         "filters MB/s",
     ]
     body = [
-        f"Recall of each kind of copy, and precision, at {results['threshold']}; speed per CPU second:",
+        f"Recall of each kind of copy, and precision, at {results['threshold']}; speed per CPU "
+        "second:",
         "",
     ]
     body += [f"| language | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]

@@ -158,7 +158,10 @@ def resume(folder: Path) -> list[tuple[str, str]]:
             text = (
                 f"exit code {code} after step {reached}; loss {loss:.1e}, gradient norm {norm:.1e}"
             )
-            what = f"{number.name} near step 10 of 20 with {before} processes, then {after}: against a run not stopped"
+            what = (
+                f"{number.name} near step 10 of 20 with {before} processes, then {after}: "
+                "against a run not stopped"
+            )
             lines.append((what, text + (" (every bit the same)" if loss == norm == 0 else "")))
     return lines
 

@@ -60,7 +60,8 @@ def main() -> None:
                 [statistics.median(side) for side in one[key]] for key in ("seconds", "GiB")
             )
             body.append(
-                f"| {case} | {kept:.3f}, {default:.3f} | {default / kept:.2f} | {less:.2f}, {more:.2f} |"
+                f"| {case} | {kept:.3f}, {default:.3f} | {default / kept:.2f} | {less:.2f}, "
+                f"{more:.2f} |"
             )
         print(body[-1], flush=True)
     report.write("freed_memory", "Keeping the memory of freed tensors", body, results)

@@ -223,10 +223,14 @@ def in_background(flavor: str, ranks: int) -> tuple[dict[str, float], str]:
     if "failed" in found:
         return found, found["failed"]
     return found, (
-        f"A training step of {found['quiet_s']:.2f} s that only launches operations takes {found['ratio']:.3f} times "
-        f"as long while {ranks} ranks save in the background (median of {found['steps']} steps each, A B B A; without "
-        f"the time for which other processes had the cores). The training thread waits {found['waits_s']:.2f} s for "
-        f"others; these use {found['others_cpu_s']:.2f} CPU seconds, of which the one that plans {found['cpu_s']:.2f}."
+        f"A training step of {found['quiet_s']:.2f} s that only launches operations takes "
+        f"{found['ratio']:.3f} times "
+        f"as long while {ranks} ranks save in the background (median of {found['steps']} steps "
+        "each, A B B A; without "
+        "the time for which other processes had the cores). The training thread waits "
+        f"{found['waits_s']:.2f} s for "
+        f"others; these use {found['others_cpu_s']:.2f} CPU seconds, of which the one that plans "
+        f"{found['cpu_s']:.2f}."
     )
 
 

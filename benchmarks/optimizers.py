@@ -121,7 +121,8 @@ def main() -> None:
         print(body[-1], flush=True)
     tokens = next((one["tokens"] for one in results.values() if "tokens" in one), 0)
     body.append(
-        f"- {options.config}, {steps} steps ({warmup} of warmup), {tokens:,} tokens, seed {options.seed}"
+        f"- {options.config}, {steps} steps ({warmup} of warmup), {tokens:,} tokens, seed "
+        f"{options.seed}"
     )
     report.write(f"optimizers_{options.config}", "Optimizers", body, results)
     report.exit_code(results)

@@ -134,7 +134,8 @@ def main() -> None:
                 found[f"{kind}, {workers}"] = one
                 speeds = f"{one['MB'] / one['seconds']:.1f} | {one['MB'] / one['cpu seconds']:.1f}"
                 body.append(
-                    f"| {one['MB']:,.0f} MB of {kind} | {workers} | {speeds} | {one['peak MB']:,.0f} MB |"
+                    f"| {one['MB']:,.0f} MB of {kind} | {workers} | {speeds} | "
+                    f"{one['peak MB']:,.0f} MB |"
                 )
             source.unlink()
     body += ["", f"`Tokenizer.encode` alone: {found['tiktoken MB/cpu s']:.1f} MB per CPU second."]

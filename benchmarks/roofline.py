@@ -139,7 +139,8 @@ def main() -> None:
             groups = " | ".join(f"{100 * one['groups'][group]:.0f} %" for group in columns)
             how = f"{one['compute']}, {one['not compiled'] or 'compiled'}"
             body.append(
-                f"| {name} | {how} | {one['tok/s']:,.0f} | {one['GFLOP/s']:.0f} | {one['limit']:.0f} "
+                f"| {name} | {how} | {one['tok/s']:,.0f} | {one['GFLOP/s']:.0f} | "
+                f"{one['limit']:.0f} "
                 f"| {one['part']:.2f} | {groups} |"
             )
         print(body[-1], flush=True)

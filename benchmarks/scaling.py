@@ -126,7 +126,8 @@ def main() -> None:
                 {"processes": processes, "kind": kind, "tok/s": speed, "communication": share}
             )
             body.append(
-                f"| {processes} | {kind} | {sequences} | {speed:,.0f} | {ratio:.2f} | {100 * share:.0f} % |"
+                f"| {processes} | {kind} | {sequences} | {speed:,.0f} | {ratio:.2f} | "
+                f"{100 * share:.0f} % |"
             )
             print(body[-1], flush=True)
             report.write("scaling", f"More processes along {options.axis}", body, results)

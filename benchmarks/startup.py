@@ -84,7 +84,8 @@ def main() -> None:
     body = ["| | median | over `import torch` |", "|---|---|---|"]
     for what, seconds in found.items():
         body.append(
-            f"| {what} | {statistics.median(seconds):.2f} s | {statistics.median(seconds) - base:+.2f} s |"
+            f"| {what} | {statistics.median(seconds):.2f} s | "
+            f"{statistics.median(seconds) - base:+.2f} s |"
         )
     print("\n".join(body))
     report.write("startup", "From the command to the first step", body, found)

@@ -139,7 +139,8 @@ def named(names: list[str]) -> list[str]:
     for name in names:
         if name not in CASES:
             raise SystemExit(
-                f"error: no case {name!r}{suggestion(name, list(CASES))}; --list of throughput.py shows all"
+                f"error: no case {name!r}{suggestion(name, list(CASES))}; --list of "
+                "throughput.py shows all"
             )
     return names
 

@@ -242,7 +242,8 @@ def main() -> None:
                 row = one[who]
                 body.append(
                     f"| {pair} | {who} | {row['tok/s']:,.0f} | {ratio} | {row['p99 / median']:.3f} "
-                    f"| {row['GiB']:.2f} GiB | {', '.join(f'{value:.1e}' for value in one['losses apart'].values())} |"
+                    f"| {row['GiB']:.2f} GiB | "
+                    f"{', '.join(f'{value:.1e}' for value in one['losses apart'].values())} |"
                 )
                 print(body[-1], flush=True)
     which = "" if options.pairs == ",".join(PAIRS) else f"_{options.pairs.replace(',', '_')}"

@@ -149,13 +149,15 @@ def main() -> None:
     sizes = [size.strip() for size in options.sizes.split(",")]
     if unknown := [size for size in sizes if size not in SIZES]:
         parser.error(
-            f"--sizes {unknown[0]!r}: expected some of {', '.join(SIZES)}{suggestion(unknown[0], list(SIZES))}"
+            f"--sizes {unknown[0]!r}: expected some of "
+            f"{', '.join(SIZES)}{suggestion(unknown[0], list(SIZES))}"
         )
     import transformers
 
     body = [f"transformers {transformers.__version__}, {threads()}, {options.compute}.", ""]
     body += [
-        "| parameters | tokens per step | | titanlite | transformers | ratio | by process | first losses apart |"
+        "| parameters | tokens per step | | titanlite | transformers | ratio | by process | "
+        "first losses apart |"
     ]
     body += ["|---|---|---|---|---|---|---|---|"]
     results = {}
@@ -166,8 +168,10 @@ def main() -> None:
             results[f"{size} {how}"] = one
             body.append(
                 f"| {one['parameters'] / 1e6:.1f}M | {one['tokens per step']:,} | {how} "
-                f"| {one['titanlite tok/s']:,.0f} tok/s | {one['transformers tok/s']:,.0f} tok/s | {one['ratio']:.2f} "
-                f"| {min(one['by process']):.2f} to {max(one['by process']):.2f} | {one['losses apart']:.1e} |"
+                f"| {one['titanlite tok/s']:,.0f} tok/s | {one['transformers tok/s']:,.0f} tok/s "
+                f"| {one['ratio']:.2f} "
+                f"| {min(one['by process']):.2f} to {max(one['by process']):.2f} | "
+                f"{one['losses apart']:.1e} |"
             )
             print(body[-1], flush=True)
     which = "" if options.sizes == parser.get_default("sizes") else "_" + "_".join(sizes)

@@ -399,17 +399,22 @@ TESTED_ELSEWHERE = {
     "checkpoint/shard_file": "tests/checkpoint/test_checkpoint.py",
     "checkpoint/step_files": "tests/checkpoint/test_manifest.py",
     "checkpoint/storage": "tests/checkpoint/test_checkpoint.py, tests/e2e/test_faults.py",
-    "tools/cli/convert_command": "tests/tools/formats/test_convert.py, tests/tools/formats/test_convert_limits.py",
+    "tools/cli/convert_command": "tests/tools/formats/test_convert.py, "
+    "tests/tools/formats/test_convert_limits.py",
     "tools/formats/check_export": "tests/tools/formats/test_convert.py",
-    "tools/formats/detect_format": "tests/tools/formats/test_foreign.py, tests/tools/formats/test_foreign_hostile.py",
+    "tools/formats/detect_format": "tests/tools/formats/test_foreign.py, "
+    "tests/tools/formats/test_foreign_hostile.py",
     "tools/formats/export": "tests/tools/formats/test_convert.py",
-    "tools/formats/full_state": "tests/tools/formats/test_convert.py, tests/tools/formats/test_convert_limits.py",
+    "tools/formats/full_state": "tests/tools/formats/test_convert.py, "
+    "tests/tools/formats/test_convert_limits.py",
     "tools/formats/gguf_file": "tests/tools/formats/test_gguf.py",
     "tools/formats/huggingface": "tests/tools/formats/test_convert.py",
-    "tools/formats/load_weights": "tests/tools/formats/test_transformers.py, tests/tools/formats/test_foreign.py",
+    "tools/formats/load_weights": "tests/tools/formats/test_transformers.py, "
+    "tests/tools/formats/test_foreign.py",
     "tools/formats/meta": "tests/tools/formats/test_convert.py",
     "tools/formats/safetensors_files": "tests/tools/formats/test_convert.py",
-    "tools/formats/stock": "tests/tools/formats/test_foreign.py, tests/tools/formats/test_foreign_hostile.py",
+    "tools/formats/stock": "tests/tools/formats/test_foreign.py, "
+    "tests/tools/formats/test_foreign_hostile.py",
     "tools/formats/targets": "tests/tools/formats/test_convert.py",
 }
 

@@ -8,7 +8,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    """`launch`, and `ConfigError`, which it raises. Imported at first use: training needs neither."""
+    """`launch`, and `ConfigError`, which it raises.
+
+    Imported at first use: training needs neither.
+    """
     if name == "launch":
         from titanlite.tools.cli.from_python import launch
 

@@ -68,7 +68,8 @@ def test_a_decay_in_tokens_waits_for_the_number_of_steps():
     """With a budget in epochs it is known when the data is; 16 of 200 rows are used by steps of 8,
     the others of 16.
     """
-    config = load_config(["debug", *SHAPE, "--training.epochs=2", "--training.batch_ramp=16 from step 3",
+    config = load_config(["debug", *SHAPE, "--training.epochs=2", "--training.batch_ramp=16 from "
+                                                                  "step 3",
                           "--schedule.name=wsd", "--schedule.decay_tokens=1601"])  # fmt: skip
     assert config.schedule.decay_tokens == 1601
     config = epochs_in_steps(config, SAMPLES)

@@ -112,7 +112,8 @@ PHASE = "[[data.phases]]\nfrom_step = 5\nweights = "
     ("text", "expected"),
     [
         (f"{A}wieght = 2\n", ("run.toml:4:", "wieght", "[[data.sources]]", "did you mean weight?")),
-        (f"{A}{B}tokenizer = 2\n", ("run.toml:7:", "tokenizer", "path, name, weight, pattern, field, validation")),
+        (f"{A}{B}tokenizer = "
+         "2\n", ("run.toml:7:", "tokenizer", "path, name, weight, pattern, field, validation")),
         (f"{A}weight = -1\n", ("run.toml:4:", "data.sources[1].weight = -1", "at least 0")),
         (f"{A}weight = nan\n", ("run.toml:4:", "data.sources[1].weight = NaN", "number")),
         (f"{A}weight = inf\n", ("run.toml:4:", "data.sources[1].weight = Infinity", "finite")),
@@ -128,10 +129,13 @@ PHASE = "[[data.phases]]\nfrom_step = 5\nweights = "
         (f"{A}{B}{PHASE}{{ a = 1 }}\n", ("data.phases[1].weights", "no weight for b")),
         (f"{A}{B}{PHASE}{{ a = 1, b = 1, c = 1 }}\n", ("data.phases[1].weights", "name c", "a, b")),
         (f"{A}{B}{PHASE}{{ a = 0, b = 0 }}\n", ("data.phases[1].weights", "all are 0")),
-        (f"{A}{B}{PHASE}{{ a = -1, b = 1 }}\n", ("run.toml:9:", "data.phases[1].weights.a = -1", "at least 0")),
-        (f"{A}{B}{PHASE}{{ a = true, b = 1 }}\n", ("run.toml:9:", "data.phases[1].weights.a = true", "number")),
+        (f"{A}{B}{PHASE}{{ a = -1, b = 1 "
+         "}\n", ("run.toml:9:", "data.phases[1].weights.a = -1", "at least 0")),
+        (f"{A}{B}{PHASE}{{ a = true, b = 1 "
+         "}\n", ("run.toml:9:", "data.phases[1].weights.a = true", "number")),
         (f"{A}{B}{PHASE}[1, 2]\n", ("run.toml:9:", "data.phases[1].weights = [1, 2]", "table")),
-        (f"{A}{B}{PHASE}{{ a = 1, b = 1 }}\nfrom_tokens = 5\n", ("data.phases[1]", "from_step or from_tokens")),
+        (f"{A}{B}{PHASE}{{ a = 1, b = 1 }}\nfrom_tokens = "
+         "5\n", ("data.phases[1]", "from_step or from_tokens")),
         (f"{A}{PHASE}{{ a = 1 }}\n", ("data.phases", "two [[data.sources]]")),
     ],
 )  # fmt: skip

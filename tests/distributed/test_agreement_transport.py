@@ -1,5 +1,5 @@
-"""Transport of agreement: values and bits of all ranks reach all, by messages that several threads can send at
-the same time.
+"""Transport of agreement: values and bits of all ranks reach all, by messages that several threads
+can send at the same time.
 """
 
 from __future__ import annotations

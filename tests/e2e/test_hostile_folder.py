@@ -57,7 +57,10 @@ PACKAGES = {
 }
 
 # What pip installs as the command `titanlite`.
-SCRIPT = "import sys\nfrom titanlite.tools.cli.main import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+SCRIPT = (
+    "import sys\nfrom titanlite.tools.cli.main import main\nif __name__ == '__main__':\n    "
+    "sys.exit(main())\n"
+)
 # The same with parts of a few kilobytes, so that little data gives work to several workers.
 SMALL_PARTS = SCRIPT.replace(
     "    sys", "    from titanlite.tools.prepare import job\n    job.PART = 4096\n    sys"

@@ -51,7 +51,8 @@ def test_faults(tmp_path, function, name):
     sample = 0 if os.environ.get("ALL_FAULTS") else 40
     result = preloaded("io_campaign", function, str(tmp_path), name, sample)
     print(
-        f"\n{function}, {name}: {result['calls']} calls, {result['cases']} cases, {result['seconds']:.0f} s"
+        f"\n{function}, {name}: {result['calls']} calls, {result['cases']} cases, "
+        f"{result['seconds']:.0f} s"
     )
     assert not result["problems"], "\n".join(result["problems"][:10])
     assert result["cases"] >= (min(sample, result["calls"]) or result["calls"])

@@ -238,7 +238,10 @@ def four_kinds(tmp_path, corpus):
         for name, weight in weights.items()
     ]
     tables[2] += 'field = "body"\n'
-    phase = "[[data.phases]]\nfrom_step = 121\nweights = { text = 0.1, rows = 0.1, table = 0.1, ids = 0.7 }\n"
+    phase = (
+        "[[data.phases]]\nfrom_step = 121\nweights = { text = 0.1, rows = 0.1, table = 0.1, "
+        "ids = 0.7 }\n"
+    )
     (tmp_path / "kinds.toml").write_text("".join([*tables, phase]))
     return tmp_path / "kinds.toml"
 

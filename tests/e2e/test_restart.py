@@ -154,7 +154,8 @@ def test_the_slurm_script_saves_and_requeues(saving_run, tmp_path, number):
     files = {
         "job.sh": text.replace("llama3_8b --run.folder=/shared/outputs", ""),
         "srun": SRUN.format(python=sys.executable),
-        "scontrol": f'#!/bin/sh\n[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >> {tmp_path}/requeued\n',
+        "scontrol": '#!/bin/sh\n[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >> '
+        f"{tmp_path}/requeued\n",
     }
     for name, content in files.items():
         (tmp_path / name).write_text(content)

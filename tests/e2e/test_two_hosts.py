@@ -160,7 +160,8 @@ def hosts(request, wire, tmp_path):
                 host.run("ip", "link", "set", card, "up")
             names = tmp_path / f"hosts-{name}"
             names.write_text(
-                f"127.0.0.1 localhost\n127.0.1.1 {name}\n{addresses[1 - i]} {('second', 'first')[i]}\n"
+                f"127.0.0.1 localhost\n127.0.1.1 {name}\n{addresses[1 - i]} "
+                f"{('second', 'first')[i]}\n"
             )
             host.run("mount", "--bind", str(names), "/etc/hosts")
             host.run("hostname", name)

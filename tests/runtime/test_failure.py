@@ -57,13 +57,15 @@ def test_one_line_after_another_rank_has_ended(pool, tmp_path):
         (dist.DistStoreError("wait timeout after 300 s"), ""),
         (
             RuntimeError(
-                "[gloo/transport/tcp/x.cc:81] Timed out waiting 1800000ms for recv operation to complete"
+                "[gloo/transport/tcp/x.cc:81] Timed out waiting 1800000ms for recv operation to "
+                "complete"
             ),
             "",
         ),
         (
             RuntimeError(
-                "[enforce fail at gloo/transport/tcp/socket.cc:24] rv != -1. socket: Too many open files"
+                "[enforce fail at gloo/transport/tcp/socket.cc:24] rv != -1. socket: Too many "
+                "open files"
             ),
             "",
         ),

@@ -7,12 +7,12 @@ from titanlite.config.load import flavors
 from titanlite.config.schema import sections
 from titanlite.config.to_toml import toml_value
 
-USAGE = """usage: titanlite train [CONFIG] [--section.key=value ...]      (./run_train.sh in a clone)
+USAGE = """usage: titanlite train [CONFIG] [--section.key=value ...]   (in a clone: ./run_train.sh)
 
   CONFIG                 a TOML file, or the name of one in train_configs/ (default: debug)
                          flavors here: {flavors}
   --section.key=value    overrides a key; also `--section.key value`, and `--section.key` for true
-  NGPU, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, LOG_RANK: environment variables, see docs/running.md
+  NGPU, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, LOG_RANK: see docs/running.md
 """
 
 

@@ -267,7 +267,7 @@ def broadcast_from_rank0(find: Callable[[], Any]) -> Any:
 
 
 def require_agreement(channel: Channel = TRAINING, **facts: str) -> None:
-    """Raises ConfigError on all ranks unless they all pass the same facts (name -> value or hash)."""
+    """Raises ConfigError on all ranks unless all pass the same facts (name -> value or hash)."""
     everyone = gather(facts, channel)
     problems = []
     for rank, theirs in enumerate(everyone):

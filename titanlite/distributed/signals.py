@@ -50,7 +50,10 @@ class RequestFile:
         self.looked_at = time.monotonic()
 
     def is_pending(self) -> bool:
-        """Whether the file was seen and not fulfilled yet. Looks at most every LOOK_EVERY seconds."""
+        """Whether the file was seen and not fulfilled yet.
+
+        Looks at most every LOOK_EVERY seconds.
+        """
         now = time.monotonic()
         if dist.get_rank() == 0 and now >= self.looked_at + LOOK_EVERY:
             self.looked_at = now

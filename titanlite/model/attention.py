@@ -8,8 +8,8 @@ older ones compute some sequence lengths wrongly (pytorch#169849). With `data.do
 mask is a tensor, or on CUDA a list of blocks (`block_mask.py`).
 What it costs: B S^2 H Dh multiply-adds in the forward, half of two whole matrix products, because
 of the mask. Plain products also store S^2 numbers for each head, which the other kernels do not.
-The kernel is logged at the start (`observe/start_and_end.py`), unless there are masks. A mask that is a tensor takes B
-S^2 bytes, and all pairs are computed.
+The kernel is logged at the start (`observe/start_and_end.py`), unless there are masks. A mask that
+is a tensor takes B S^2 bytes, and all pairs are computed.
 """
 
 from __future__ import annotations

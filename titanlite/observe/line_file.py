@@ -69,7 +69,7 @@ class LineFile:
 
 
 class LineFileHandler(logging.Handler):
-    """Appends log records to a `LineFile`; events (`extra={"event": name}`) also to events.jsonl."""
+    """Appends log records to a `LineFile`; events (`extra={"event": name}`) to events.jsonl too."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

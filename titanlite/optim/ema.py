@@ -143,7 +143,7 @@ class WeightEMA:
 
     @torch.no_grad()
     def _exchange(self, copies: list[Tensor]) -> list[Tensor]:
-        """Exchanges average and weights; restores or returns copies of weights that are not fp32."""
+        """Exchanges average and weights; returns or restores copies of weights not in fp32."""
         for part in self.parts:
             for module in part.modules():
                 if isinstance(module, FSDPModule):

@@ -25,7 +25,7 @@ class WeightHolder(nn.Module):
 
 
 class DeferredOutput(WeightHolder):
-    """Replaces the output layer and holds its weight, with which the loss computes the projection."""
+    """Replaces the output layer and holds its weight; the loss computes the projection."""
 
     def __init__(self, output: Any) -> None:
         tied = not any(True for _ in output.parameters())

@@ -188,7 +188,8 @@ def apply_float8(model: Any, config: Float8Config, device_type: str, tp: int = 1
         device_type != "cuda" or torch.cuda.get_device_capability() < (8, 9)
     ):
         raise ConfigError(
-            "float8.enabled = true needs a CUDA device of compute capability 8.9 (L40S, H100) or later; "
+            "float8.enabled = true needs a CUDA device of compute capability 8.9 (L40S, H100) or "
+            "later; "
             "float8.emulate = true computes the same numbers on any, slowly"
         )
     linear: dict[str, Any] = {

@@ -34,7 +34,8 @@ The trade-offs, as keys of [parallel]:
 * `reduce_every_microbatch = false` reduces gradients once per step, not after each local batch
   (which the key calls a microbatch), and keeps them unsharded until then: r N bytes.
 * `prefetch` gathers more units in advance, for b bytes per parameter of each.
-* `cpu_offload` keeps the 16 N/n bytes in CPU memory, with a copy in each direction and AdamW on the CPU.
+* `cpu_offload` keeps the 16 N/n bytes in CPU memory, with a copy in each direction and AdamW on the
+  CPU.
 
 On one rank there is nothing to shard or reduce, and FSDP is not applied, unless `cpu_offload` or
 `reshard_after_forward` is set: it would copy weights and gradients without changing them.

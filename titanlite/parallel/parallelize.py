@@ -4,11 +4,13 @@ What it is: each technique is a function `apply_*` that changes modules in place
 Why this order: three of its steps are necessary. Left, the required order; right, the error of the
 reverse one in torch 2.13:
 
-    pipeline before fsdp       "FSDP does not support deepcopy": each stage is made from a copy of the model
-    tp before fsdp             "Cannot distribute a DTensor with device mesh (dp_shard_cp) to a different device mesh":
-                               FSDP has made the weights DTensors on its mesh, and tp cannot distribute them again
-    compile before `full` ac   "expected all tensors_saved_with_vc_check to be Tensors": only with tp, if the recomputed
-                               block is inside the compiled graph
+    pipeline before fsdp       "FSDP does not support deepcopy": each stage is made from a copy of
+                               the model
+    tp before fsdp             "Cannot distribute a DTensor with device mesh (dp_shard_cp) to a
+                               different device mesh": FSDP has made the weights DTensors on its
+                               mesh, and tp cannot distribute them again
+    compile before `full` ac   "expected all tensors_saved_with_vc_check to be Tensors": only with
+                               tp, if the recomputed block is inside the compiled graph
 
 tests/parallel/test_parallelize.py tries these orders. Apart from them, tp and cp, which change the
 inside of a block, can come before or after ac and compile, which wrap its forward: the gradients

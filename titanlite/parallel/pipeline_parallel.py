@@ -11,12 +11,13 @@ rank; bubble: the idle part of the time):
                                   1811.06965)
     1F1B                     1    the same, but a rank keeps at most pp microbatches' activations
                                   (arXiv 1806.03377)
-    Interleaved1F1B          v    (pp-1) / (v M+pp-1), with v times as many messages (arXiv 2104.04473)
+    Interleaved1F1B          v    (pp-1) / (v M+pp-1), with v times as many messages (arXiv
+                                  2104.04473)
     LoopedBFS                v    the same; GPipe's order, repeated for each of the v stages (arXiv
                                   2211.05953)
     InterleavedZeroBubble    v    computes gradients of weights during the bubble (arXiv 2401.10241)
-    ZBVZeroBubble            2    the same in a V: rank 0 has the first and the last stage (section 6
-                                  of 2401.10241)
+    ZBVZeroBubble            2    the same in a V: rank 0 has the first and the last stage
+                                  (section 6 of 2401.10241)
     DualPipeV                2    a V that overlaps forwards with backwards (DeepSeek-V3, arXiv
                                   2412.19437); torch runs the two one after the other
 
@@ -200,7 +201,7 @@ class Pipeline:
         schedule: str,
         microbatches: Microbatches,
     ) -> None:
-        """`stages` are those of this rank; `loss` computes the summed loss of outputs and labels."""
+        """`stages` are those of this rank; `loss`: the summed loss of outputs and labels."""
         indices = stage_indices(mesh.get_local_rank(), mesh.size(), len(stages), schedule)
         total = mesh.size() * len(stages)
         self.has_first = 0 in indices

@@ -10,11 +10,12 @@ replaced by a reduce-scatter at the end of a pair and an all-gather before the n
 same total traffic. The embedding and the output layer are cut by vocabulary, and the loss is
 computed on the sharded logits: loss parallel.
 
-    x (B, S/tp, D) --all-gather--> (B, S, D) --wq, wk, wv--> (B, S, H/tp heads) --wo--> partial sums (B, S, D)
-                                                                       --reduce-scatter--> (B, S/tp, D)
+    x (B, S/tp, D) --all-gather--> (B, S, D) --wq, wk, wv--> (B, S, H/tp heads)
+                   --wo--> partial sums (B, S, D) --reduce-scatter--> (B, S/tp, D)
 
-    wq is (H Dh, D) and wo is (D, H Dh). With tp = 2, rank 1 holds the second half of the rows of wq, which
-    compute its heads, and the second half of the columns of wo, which multiply the outputs of these heads.
+    wq is (H Dh, D) and wo is (D, H Dh). With tp = 2, rank 1 holds the second half of the rows of
+    wq, which compute its heads, and the second half of the columns of wo, which multiply the
+    outputs of these heads.
 
 Why it is here: only this axis makes the weight matrices smaller that a rank multiplies with. What
 it costs, per rank, block and local batch, with b bytes per number and S tokens (after the division
@@ -149,7 +150,8 @@ def _prepare_async_tp(mesh: DeviceMesh) -> None:
     """
     if mesh.device_type != "cuda" or torch.cuda.get_device_capability() < (9, 0):
         raise ConfigError(
-            "parallel.async_tp = true needs symmetric memory: CUDA devices of compute capability 9.0 (H100) or "
+            "parallel.async_tp = true needs symmetric memory: CUDA devices of compute capability "
+            "9.0 (H100) or "
             "later, linked with NVLink; set it to false"
         )
     use_symmetric_memory(mesh.get_group())

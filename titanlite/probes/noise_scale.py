@@ -53,7 +53,7 @@ class NoiseScale:
     def __init__(
         self, config: MetricsConfig, stages: Stages, scaler: LossScale, progress: Progress
     ) -> None:
-        """What it needs of the other settings is checked by `rules/divides.py` and `excludes.py`."""
+        """What it needs of other settings is checked by `rules/divides.py` and `excludes.py`."""
         self.freq = config.noise_scale_freq
         self.stages = stages
         self.scaler = scaler

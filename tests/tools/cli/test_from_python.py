@@ -132,7 +132,10 @@ def test_wrong_input_raises_all_its_problems(tmp_path):
 
 
 def test_the_package_imports_nothing_until_it_is_used():
-    code = "import sys, titanlite; print(sorted(m for m in sys.modules if m.startswith(('titanlite', 'torch'))))"
+    code = (
+        "import sys, titanlite; print(sorted(m for m in sys.modules if "
+        "m.startswith(('titanlite', 'torch'))))"
+    )
     code += "; titanlite.launch; assert 'torch' not in sys.modules"
     output = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True

@@ -93,7 +93,10 @@ def test_a_process_that_has_stopped_ends_no_other(signals):
 def test_each_process_gets_its_rank_and_the_first_the_socket(signals, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "17")  # of another launcher
     monkeypatch.setenv(LISTENER, "17")
-    code = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ.get('RANK', 'alone'), 'w'))"
+    code = (
+        "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + "
+        "os.environ.get('RANK', 'alone'), 'w'))"
+    )
     assert (
         processes.run(
             ["-c", code, f"{tmp_path}/"], {"GIVEN": "x"}, 2, 0, 2, ("127.0.0.1", 0), signals

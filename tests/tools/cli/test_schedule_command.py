@@ -142,7 +142,10 @@ def test_mistakes_are_one_line(options, expected, capsys):
 
 
 def test_it_draws_without_torch_and_in_ascii():
-    code = "import sys; from titanlite.tools.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    code = (
+        "import sys; from titanlite.tools.cli.main import main; main(sys.argv[1:]); "
+        "print('torch' in sys.modules)"
+    )
     command = [sys.executable, "-X", "utf8=0", "-c", code, *RUN]
     result = subprocess.run(
         command, cwd=ROOT, env={"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True

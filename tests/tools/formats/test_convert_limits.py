@@ -165,7 +165,8 @@ def test_what_was_not_compared_is_not_called_so(tmp_path, monkeypatch):
         convert(make_file(tmp_path / "c.pt"), tmp_path / "d", "hf", log=told.append)
     assert (
         told[-1]
-        == f"interrupted: {tmp_path / 'd'} is complete, but the comparison with its source did not finish"
+        == f"interrupted: {tmp_path / 'd'} is complete, but the comparison with its source did "
+        "not finish"
     )
 
 

@@ -304,7 +304,8 @@ FOREIGN: dict[str, tuple[list[str], str]] = {
             *(f"layers.0.mlp.{name}.weight" for name in ("w1", "w2", "w3")),
             *("layers.0.sa_norm.scale", "layers.0.mlp_norm.scale", "norm.scale", "output.weight"),
         ],
-        "has torchtune's names ('layers.0.attn.output_proj.weight'); titanlite does not read them; have torchtune's "
+        "has torchtune's names ('layers.0.attn.output_proj.weight'); titanlite does not read "
+        "them; have torchtune's "
         "FullModelHFCheckpointer",
     ),
     "nanoGPT": (

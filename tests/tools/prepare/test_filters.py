@@ -9,7 +9,10 @@ import pytest
 from titanlite.tools.prepare import shingles
 from titanlite.tools.prepare.filters import RULES, FilterConfig, Measures, rejection
 
-ENGLISH = "The committee met on Tuesday, and it agreed that the bridge should be painted before the winter.\n"
+ENGLISH = (
+    "The committee met on Tuesday, and it agreed that the bridge should be painted before "
+    "the winter.\n"
+)
 KOREAN = "위원회는 화요일에 모여서 겨울이 오기 전에 다리를 새로 칠해야 한다는 데에 뜻을 모았다.\n"
 JAPANESE = "委員会は火曜日に開かれ、冬が来る前に橋を塗り直すべきだということで意見が一致した。\n"
 CHINESE = "委员会于星期二开会,一致同意应该在冬天到来之前重新粉刷这座桥。\n"

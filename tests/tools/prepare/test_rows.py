@@ -226,7 +226,8 @@ class Shards(list):
 def test_prompts(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(
-        '{"text": "4", "prompt": "2 + 2 ="}\n{"text": "x", "prompt": null}\n{"text": "y"}\n{"text": "", "prompt": ""}\n'
+        '{"text": "4", "prompt": "2 + 2 ="}\n{"text": "x", "prompt": null}\n{"text": '
+        '"y"}\n{"text": "", "prompt": ""}\n'
     )
     job = job_of(path, "jsonl", prompt="prompt")
     first, second, third = row_documents(job, Piece(job.files[0], 0, job.files[0].size))

@@ -84,7 +84,10 @@ def test_a_long_text_gives_the_numbers_of_its_blocks_together(monkeypatch):
 
 def test_another_process_computes_the_same_bytes():
     text = " ".join(words(7, 300))
-    code = "import sys; from titanlite.tools.prepare.signatures import signature as s; print(s(sys.argv[1]).hex())"
+    code = (
+        "import sys; from titanlite.tools.prepare.signatures import signature as s; "
+        "print(s(sys.argv[1]).hex())"
+    )
     environment = os.environ | {"PYTHONHASHSEED": "123", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         [sys.executable, "-c", code, text], env=environment, capture_output=True, text=True

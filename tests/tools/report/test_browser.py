@@ -73,7 +73,8 @@ def test_the_axis_the_smoothing_and_the_theme_are_choices(tab, one):
     label = tab.run("document.querySelector('.u-legend .u-series th').textContent")
     assert label == "Steps"
     tab.run(
-        "const s = document.getElementById('smooth'); s.value = 0; s.dispatchEvent(new Event('input'))"
+        "const s = document.getElementById('smooth'); s.value = 0; s.dispatchEvent(new "
+        "Event('input'))"
     )
     assert_whole(tab)
     tab.run("document.getElementById('log').click()")
@@ -97,7 +98,8 @@ def test_keys_move_the_cursor_and_toggle_lines(tab, one):
     )
     controls = "[...document.querySelectorAll('button, input, summary, .u-wrap, th[role=button]')]"
     assert tab.run(
-        f"{controls}.every((c) => c.tabIndex >= 0 && (c.labels?.length || c.textContent || c.ariaLabel))"
+        f"{controls}.every((c) => c.tabIndex >= 0 && (c.labels?.length || c.textContent || "
+        "c.ariaLabel))"
     )
 
 

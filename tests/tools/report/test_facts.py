@@ -32,7 +32,8 @@ def test_several_validation_sets_have_names_and_their_mean_too(tmp_path):
     facts = dict(table(read_run(write_run(tmp_path / "a", [row]))))
     losses = {name: value for name, value in facts.items() if name.startswith("validation loss")}
     assert losses == {
-        "validation loss, mean": "2.5000", "validation loss, a": "2.0000", "validation loss, b": "3.0000",
+        "validation loss, "
+        "mean": "2.5000", "validation loss, a": "2.0000", "validation loss, b": "3.0000",
     }  # fmt: skip
     assert facts["perplexity, mean"] == "12.18"
 
@@ -71,7 +72,9 @@ def test_findings(tmp_path):
     run.notes = ["metrics.jsonl: 1 damaged line was skipped"]
     text = " ".join(findings(run, trends_of([run])[0]))
     assert_mentions(
-        text, "Power law", "b = 0.3", "Spike at step 1,800", "No plateau", "not finite in 2 rows, first at step 70",
+        text, "Power law", "b = 0.3", "Spike at step "
+                                      "1,800", "No plateau", "not finite in 2 rows, first at "
+                                                             "step 70",
         "1 damaged line was skipped.",
     )  # fmt: skip
 

@@ -104,8 +104,10 @@ def test_every_chart_has_values(folder):
     data = contents([read_run(folder)])
     titles = [chart["title"] for chart in data["charts"]]
     assert {
-        "Loss", "Validation, bits per byte", "Learning rate", "Gradient norm", "Throughput", "Model FLOPs utilisation",
-        "Time of a step", "Time of a step by part", "Memory", "Gradient noise scale", "Passes over the text",
+        "Loss", "Validation, bits per "
+                "byte", "Learning rate", "Gradient norm", "Throughput", "Model FLOPs utilisation",
+        "Time of a "
+        "step", "Time of a step by part", "Memory", "Gradient noise scale", "Passes over the text",
         "Gradient norm of each layer",
     } <= set(titles)  # fmt: skip
     assert len(set(titles)) == len(titles)

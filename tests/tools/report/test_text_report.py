@@ -18,8 +18,10 @@ def text_of(runs: list[Run], blocks: bool = True) -> str:
 def test_what_it_says(tmp_path):
     text = text_of([read_run(write_run(tmp_path / "a"))])
     assert_mentions(
-        text, "finished", "3,000 of 3,000", "validation loss", "bits per byte", "MFU", "1,312,768", "tp 2",
-        "Spike at step 1,800", "No plateau", "restarts after a failure", "last events (10 of 13)", "▁", "█",
+        text, "finished", "3,000 of "
+                          "3,000", "validation loss", "bits per byte", "MFU", "1,312,768", "tp 2",
+        "Spike at step "
+        "1,800", "No plateau", "restarts after a failure", "last events (10 of 13)", "▁", "█",
     )  # fmt: skip
     assert max(map(len, text.splitlines())) <= 80
 

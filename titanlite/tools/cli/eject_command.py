@@ -22,7 +22,7 @@ from titanlite.runtime.errors import ConfigError
 NEXT = """copied train.py and {count} configs to {folder}. To train with them:
   cd {quoted}
   {python} train.py train_configs/debug.toml
-  {python} -m torch.distributed.run --nproc-per-node 2 train.py train_configs/debug.toml    (two processes)"""
+  {python} -m torch.distributed.run --nproc-per-node 2 train.py train_configs/debug.toml"""
 
 
 def run(argv: list[str]) -> int:

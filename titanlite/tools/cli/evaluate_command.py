@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from titanlite.model.llama import Llama
     from titanlite.tools.formats.full_state import FullState
 
-EPILOG = """The results of a checkpoint in a run's folder are added to evaluations.jsonl there and appear in its report.
-Nothing is downloaded without --online. docs/evaluate.md describes tasks with local data."""
+EPILOG = """\
+The results of a checkpoint in a run's folder are added to evaluations.jsonl there and appear in
+its report. Nothing is downloaded without --online. docs/evaluate.md describes tasks with local
+data."""
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
@@ -160,7 +162,8 @@ def _options(argv: list[str]) -> argparse.Namespace:
         problems.append("nothing to evaluate; expected --tasks, --perplexity or both")
     if options.tasks and importlib.util.find_spec("lm_eval") is None:
         problems.append(
-            "--tasks: lm-eval is not installed: pip install 'titanlite[evaluate]', or pip install lm-eval"
+            "--tasks: lm-eval is not installed: pip install 'titanlite[evaluate]', or pip "
+            "install lm-eval"
         )
     if options.include and not options.include.is_dir():
         problems.append(f"--include {options.include}: no such folder")

@@ -36,7 +36,7 @@ DEPENDENCIES = ("torch", "numpy", "tiktoken", "regex", "safetensors", "tqdm", "t
 USAGE = """usage: titanlite COMMAND ...
 
   train [CONFIG] [--section.key=value ...]       train, as ./run_train.sh; --help lists every key
-  config [CONFIG] [--section.key=value ...]      check a configuration and print all its keys as TOML
+  config [CONFIG] [--section.key=value ...]      check a configuration, print it as TOML
   schedule [CONFIG] [--key=value ...] [--svg F]  draw the learning rate and batch size of each step
   prepare SOURCE... --out FOLDER                 tokenise text, JSONL, Parquet and more
   prepare --inspect FOLDER                       describe and verify tokenised data

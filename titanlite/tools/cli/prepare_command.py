@@ -39,14 +39,15 @@ USAGE = """titanlite prepare SOURCE... --out FOLDER [options]
        titanlite prepare --merge FOLDER
        titanlite prepare --inspect FOLDER
        titanlite prepare [CONFIG] [--section.key=value ...]"""
-EPILOG = """A SOURCE is a text file, JSON lines, Parquet, or a folder of these; token ids of nanoGPT,
-llm.c or Megatron (.bin, .idx); hf:NAME[:CONFIG[:SPLIT]] for a data set of the package datasets; or
-python-stdlib. Text and JSON lines may be compressed with gzip or zstd. Kinds are detected from the
-contents.
+EPILOG = """\
+A SOURCE is a text file, JSON lines, Parquet, or a folder of these; token ids of nanoGPT, llm.c
+or Megatron (.bin, .idx); hf:NAME[:CONFIG[:SPLIT]] for a data set of the package datasets; or
+python-stdlib. Text and JSON lines may be compressed with gzip or zstd. Kinds are detected from
+the contents.
 
 Train on the result with --data.path=FOLDER. An interrupted command goes on when it is repeated.
-Without --out, --merge and --inspect, the arguments are those of `titanlite train`, and its data is
-prepared into the cache."""
+Without --out, --merge and --inspect, the arguments are those of `titanlite train`, and its data
+is prepared into the cache."""
 
 ADVICE = "stopped; the same command goes on with what is missing"
 TEXTS = {  # options with a text: (default, name of the value, help)

@@ -161,7 +161,8 @@ def require_open_files(world_size: int) -> None:
     needed = OPEN_FILES + OPEN_FILES_PER_RANK * world_size
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise ConfigError(
-            f"ulimit -Hn = {limit}: {world_size} processes that communicate need {needed} open files each; "
+            f"ulimit -Hn = {limit}: {world_size} processes that communicate need {needed} open "
+            "files each; "
             f"expected a hard limit of at least {needed}"
         )
 

@@ -21,9 +21,10 @@ from titanlite.runtime.files import replace_file
 from titanlite.tools.cli.curves import Curve, Mark, Picture, svg_picture, text_picture
 from titanlite.tools.cli.options import StrictParser
 
-EPILOG = """Draws what a run with this configuration would do; nothing is trained. With a budget in epochs, the data is
-prepared first, as for a run. The SVG file needs no other file, follows the reader's light or dark theme, and has a
-title and a description for screen readers."""
+EPILOG = """\
+Draws what a run with this configuration would do; nothing is trained. With a budget in epochs,
+the data is prepared first, as for a run. The SVG file needs no other file, follows the reader's
+light or dark theme, and has a title and a description for screen readers."""
 
 
 def run(argv: list[str]) -> int:

@@ -34,7 +34,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Weights:
-    """Parameters by titanlite's names, in fp64, rounded as the output has them; large ones by rows."""
+    """Parameters by titanlite's names, in fp64, rounded as in the output; large ones by rows."""
 
     def __init__(
         self, tensors: dict[str, FullTensor], rounded: Rounded = lambda tensor, rows: rows
@@ -70,7 +70,7 @@ def compare_tensors(
     full: bool,
     progress: Callable[[int], object],
 ) -> list[str]:
-    """A line for each tensor that is missing, new, of another shape or dtype, or differs in a bit."""
+    """A line for each tensor that is missing, new, of another shape or dtype, or differs."""
     problems = []
     pairs = [(source.tensors, result.tensors, rounded)]
     if full:

@@ -106,7 +106,8 @@ def convert(
         to not in SHARDED or (to == "safetensors" and target.suffix == ".safetensors")
     ):
         raise ConfigError(
-            f"--shard-size: {target.name} ({to}) is one file; allowed: {', '.join(SHARDED)}, in folders"
+            f"--shard-size: {target.name} ({to}) is one file; allowed: {', '.join(SHARDED)}, in "
+            "folders"
         )
     state = open_full_state(Path(source), step, model, weights)
     require_writable(state.path, target, force)
@@ -172,7 +173,8 @@ def _read_back(
             log(_verify(export, result, to))
         except (KeyboardInterrupt, SystemExit):
             log(
-                f"interrupted: {target} is complete, but the comparison with its source did not finish"
+                f"interrupted: {target} is complete, but the comparison with its source did not "
+                "finish"
             )
             raise
     return result
@@ -205,7 +207,8 @@ def _require_convertible(state: FullState, to: str, full: bool, force: bool) -> 
         raise ConfigError(f"--full: {to} holds a model only; allowed: {', '.join(WITH_OTHERS)}")
     if full and state.about.averaged:
         raise ConfigError(
-            "--full: training state belongs to the weights, not to their average; leave --weights out"
+            "--full: training state belongs to the weights, not to their average; leave "
+            "--weights out"
         )
     if full and not state.others:
         raise ConfigError(f"--full: {state.path} holds a model only")
@@ -243,7 +246,8 @@ def _require_finite(export: Export) -> None:
         as_dtype = f" as {export.dtype}" if export.dtype else ""
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ConfigError(
-            f"{export.state.path}: {', '.join(map(repr, names[:3]))}{more}: NaN or infinity{as_dtype}; convert it "
+            f"{export.state.path}: {', '.join(map(repr, names[:3]))}{more}: NaN or "
+            f"infinity{as_dtype}; convert it "
             "anyway with --force"
         )
 

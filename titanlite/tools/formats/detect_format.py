@@ -48,7 +48,8 @@ OTHERS = {  # whose names -> parts of them, of which ours have none; the first t
     "Hugging Face's": ("embed_tokens.", ".self_attn.", ".mlp.", "lm_head."),
 }
 ADVICE = {
-    "torchtune's": "titanlite does not read them; have torchtune's FullModelHFCheckpointer save it for Hugging Face",
+    "torchtune's": "titanlite does not read them; have torchtune's FullModelHFCheckpointer save "
+    "it for Hugging Face",
     "Hugging Face's": "give a folder with config.json and safetensors files",
 }
 # What else a run saves
@@ -56,7 +57,8 @@ TRAINING = ("optimizer.", "schedule.", "data.", "progress.", "random.", "ema.", 
 # The two sets of weights that a run can save: its own, and their average
 WEIGHTS = ("model", "ema")
 READABLE = (
-    "a run's or a step's folder, a stock DCP folder (.metadata), a Hugging Face folder (config.json), a folder with "
+    "a run's or a step's folder, a stock DCP folder (.metadata), a Hugging Face folder "
+    "(config.json), a folder with "
     "consolidated.00.pth and params.json, a .safetensors file or folder, or a file of torch.save"
 )
 
@@ -73,7 +75,8 @@ def open_full_state(
     """
     if weights not in WEIGHTS:
         raise ConfigError(
-            f"--weights {weights}{suggestion(weights, list(WEIGHTS))}; allowed: {', '.join(WEIGHTS)}"
+            f"--weights {weights}{suggestion(weights, list(WEIGHTS))}; allowed: "
+            f"{', '.join(WEIGHTS)}"
         )
     try:
         state = _open(path, step)
@@ -153,7 +156,8 @@ def read_model(model: str, state: FullState) -> LlamaConfig:
         return from_json(read_bounded(Path(model)).decode())
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"--model {model}: neither a model.json ({error}) nor a flavor{suggestion(model, list(FLAVORS))}; "
+            f"--model {model}: neither a model.json ({error}) nor a "
+            f"flavor{suggestion(model, list(FLAVORS))}; "
             f"flavors: {', '.join(FLAVORS)}"
         ) from None
 
@@ -185,12 +189,14 @@ def _open(path: Path, step: int | None) -> FullState:
         return _named(path, read_folder(path), _beside(path, "safetensors"))
     if any(path.glob("pytorch_model*.bin")):
         raise ConfigError(
-            f"{path}: has its weights in pytorch_model.bin; have transformers write them as safetensors: "
+            f"{path}: has its weights in pytorch_model.bin; have transformers write them as "
+            "safetensors: "
             "from_pretrained(...).save_pretrained(...)"
         )
     if any((path / name).exists() for name in ("config.json", "params.json", "model.json")):
         raise CorruptCheckpoint(
-            f"{path}: describes a model, but has no weights (model.safetensors or {INDEX}) beside it"
+            f"{path}: describes a model, but has no weights (model.safetensors or {INDEX}) "
+            "beside it"
         )
     raise ConfigError(f"{path}: not a checkpoint; expected {READABLE}")
 
@@ -278,7 +284,8 @@ def _open_file(path: Path) -> FullState:
         _add_origin(about, metadata.get("titanlite", "{}"))
         return _named(path, tensors, about)
     raise ConfigError(
-        f"{path}: neither a zip archive of torch.save (older files: load and save them with torch >= 1.6) nor a "
+        f"{path}: neither a zip archive of torch.save (older files: load and save them with "
+        "torch >= 1.6) nor a "
         f".safetensors file; expected {READABLE}"
     )
 
@@ -305,7 +312,8 @@ def _of_tree(path: Path, tree: Tree, records: list[Record]) -> FullState:
     ):
         if tokenizer.nbytes > MAX_JSON_FILE:
             raise ConfigError(
-                f"{path}: its tokenizer has {tokenizer.nbytes} bytes; at most {MAX_JSON_FILE} are read"
+                f"{path}: its tokenizer has {tokenizer.nbytes} bytes; at most {MAX_JSON_FILE} "
+                "are read"
             )
         about.tokenizer = tokenizer.read().numpy().tobytes()
     state = _named(
@@ -320,7 +328,8 @@ def _of_tree(path: Path, tree: Tree, records: list[Record]) -> FullState:
     if not state.tensors:
         keys = ", ".join(map(repr, list(tree)[:8])) or "none"
         raise ConfigError(
-            f"{path}: no tensors at the top level or under model, state_dict or model_state_dict; its keys: {keys}"
+            f"{path}: no tensors at the top level or under model, state_dict or "
+            f"model_state_dict; its keys: {keys}"
         )
     return state
 

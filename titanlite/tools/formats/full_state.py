@@ -77,7 +77,8 @@ class Part:
                     size = file.readinto(view)
                     if not size:
                         raise CorruptCheckpoint(
-                            f"{self.file}: ends {len(view)} bytes before a tensor does; it is cut short"
+                            f"{self.file}: ends {len(view)} bytes before a tensor does; it is "
+                            "cut short"
                         )
                     view = view[size:]
         except OSError as error:
@@ -268,7 +269,8 @@ class FullState(Mapping[str, Tensor]):
             if self.about.format == "titanlite":
                 raise CorruptCheckpoint(f"{self.path / 'model.json'}: not in the manifest")
             raise ConfigError(
-                f"{self.path} ({self.about.format}) holds no model shape; give --model, a flavor or the path of a "
+                f"{self.path} ({self.about.format}) holds no model shape; give --model, a flavor "
+                "or the path of a "
                 "model.json"
             )
         return self.about.model

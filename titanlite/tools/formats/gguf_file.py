@@ -113,11 +113,13 @@ def pre_tokenizer(tokenizer: Tokenizer) -> str:
     name, keeps_words = PRE_TOKENIZERS.get(tokenizer.pattern, ("", False))
     if not name:
         raise ConfigError(
-            f"{tokenizer.path}: --to gguf: its pattern has no name there; allowed: those of GPT-2, Llama 3 and Qwen"
+            f"{tokenizer.path}: --to gguf: its pattern has no name there; allowed: those of "
+            "GPT-2, Llama 3 and Qwen"
         )
     if tokenizer.unmade and keeps_words != (len(tokenizer.ranks) == len(tokenizer.tokens)):
         raise ConfigError(
-            f"{tokenizer.path}: --to gguf: llama.cpp has ignore_merges = {keeps_words} for pattern {name}, and here "
+            f"{tokenizer.path}: --to gguf: llama.cpp has ignore_merges = {keeps_words} for "
+            f"pattern {name}, and here "
             f"{tokenizer.unmade} tokens encode otherwise then"
         )
     return name

@@ -119,7 +119,8 @@ def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
         return Tokenizer(path)
     if full.about.tokenizer is None:
         raise ConfigError(
-            f"{full.path}: has no tokenizer that titanlite reads; name a tokenizer's file with --tokenizer"
+            f"{full.path}: has no tokenizer that titanlite reads; name a tokenizer's file with "
+            "--tokenizer"
         )
     return Tokenizer(full.path, full.about.tokenizer)
 

@@ -125,7 +125,8 @@ def open_folder(folder: Path) -> FullState:
     ]
     if numbers != list(range(len(files))):
         raise CorruptCheckpoint(
-            f"{folder}: has {', '.join(path.name for path in files)}; expected consolidated.00.pth and on"
+            f"{folder}: has {', '.join(path.name for path in files)}; expected "
+            "consolidated.00.pth and on"
         )
     others = [path for path in files if not path.is_file()]
     if others:

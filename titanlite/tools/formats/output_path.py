@@ -40,7 +40,7 @@ PARTIAL = re.compile(r"scratch\.titanlite-tmp-[0-9a-f]{8}|\.metadata\.tmp")
 
 
 def require_writable(source: Path, target: Path, force: bool) -> None:
-    """Raises ConfigError unless the target is new, or may be replaced, and apart from the source."""
+    """Raises ConfigError unless the target is new or may be replaced, and is not the source."""
     here, there, where = (Path(os.path.realpath(path)) for path in (source, target, "."))
     if there == here or there in here.parents or here in there.parents:
         raise ConfigError(
@@ -70,7 +70,8 @@ def _require_replaceable(path: Path, target: Path) -> list[str]:
     ]
     if others:
         raise ConfigError(
-            f"{target}: holds {', '.join(others[:3])}; --force replaces only folders whose files convert could have "
+            f"{target}: holds {', '.join(others[:3])}; --force replaces only folders whose files "
+            "convert could have "
             "written"
         )
     return [inner.name for inner in content]
@@ -144,7 +145,8 @@ def publish(temporary: Path, target: Path, force: bool) -> None:
     except FileExistsError:
         if not force:
             raise ConfigError(
-                f"{target}: appeared while it was written, and was not replaced; choose another name"
+                f"{target}: appeared while it was written, and was not replaced; choose another "
+                "name"
             ) from None
         _require_replaceable(target, target)
         _replace(temporary, target)
@@ -189,7 +191,9 @@ def _replace(temporary: Path, target: Path) -> None:
     exchanged = _renameat2(temporary, target, RENAME_EXCHANGE)
     if exchanged:
         old = temporary
-    else:  # in two steps: a kill between them leaves the old copy under the other name, which the next one gives back
+    else:
+        # In two steps: a kill between them leaves the old copy under the other name, which the next
+        # one gives back
         target.rename(old)
         try:
             _rename_to_new(temporary, target)

@@ -105,7 +105,10 @@ def _problem(name: str, own: Any, its: Any, path: Path) -> str:
         name = "embeddings"
     if name in {field.name for field in dataclasses.fields(ModelConfig)}:
         return f"model.{name} = {own}, and {its} in {path}; expected model.{name} = {its}"
-    return f"{name} = {own}, and {its} in {path}; titanlite has no key for it, so this model cannot use these weights"
+    return (
+        f"{name} = {own}, and {its} in {path}; titanlite has no key for it, so this model "
+        "cannot use these weights"
+    )
 
 
 def _sizes(tensors: Tensors, model: LlamaConfig) -> dict[str, Any]:
@@ -173,7 +176,8 @@ def tensor_problems(
     if tensors and not tensors.keys() & shapes.keys():
         examples = ", ".join(repr(name[:100]) for name in theirs[:3])
         return [
-            f"{path}: none of its {len(tensors)} tensors ({examples}, ...) has a name of a Llama's parameter"
+            f"{path}: none of its {len(tensors)} tensors ({examples}, ...) has a name of a "
+            "Llama's parameter"
         ]
     problems = _mismatches(path, tensors, shapes)
     problems += [

@@ -37,7 +37,8 @@ ENVELOPE_BYTES = 1 << 20  # upper bound of what torch.save adds to a tensor; it 
 DESCRIPTION_BYTES = 1 << 15  # and of what is read of that: the archive's directory and the pickle
 DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 WAY_OUT = (
-    "If you trust the folder's author: python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE.pt "
+    "If you trust the folder's author: python -m torch.distributed.checkpoint.format_utils "
+    "dcp_to_torch FOLDER FILE.pt "
     "runs its code and writes a file that can be converted"
 )
 
@@ -56,12 +57,14 @@ def read_folder(folder: Path) -> dict[str, FullTensor]:
         index = read_pickle("dcp", path)
     except UnsafeName as error:
         raise ConfigError(
-            f"{path}: names {str(error)!r}, which is none of the classes and dtypes of a DCP index and could run "
+            f"{path}: names {str(error)!r}, which is none of the classes and dtypes of a DCP "
+            "index and could run "
             f"code; nothing was run. {WAY_OUT}"
         ) from None
     except UnreadablePickle as error:
         raise ConfigError(
-            f"{path}: cannot be read: {error}; expected the index that torch.distributed.checkpoint writes"
+            f"{path}: cannot be read: {error}; expected the index that "
+            "torch.distributed.checkpoint writes"
         ) from None
     files: dict[str, _File] = {}
     return {name: _tensor(folder, name, entry, files) for name, entry in index.items()}
@@ -83,7 +86,8 @@ def _tensor(folder: Path, name: str, entry: list[Any], files: dict[str, _File]) 
     chunks = entry[2]
     if dtype is None:
         raise ConfigError(
-            f"{folder / '.metadata'}: {name[:200]!r} has the dtype {entry[0]}, which torch does not have"
+            f"{folder / '.metadata'}: {name[:200]!r} has the dtype {entry[0]}, which torch does "
+            "not have"
         )
     try:
         grid_of(
@@ -95,7 +99,8 @@ def _tensor(folder: Path, name: str, entry: list[Any], files: dict[str, _File]) 
         )
     except ValueError:
         raise ConfigError(
-            f"{folder / '.metadata'}: the {len(chunks)} parts of {name[:200]!r} do not make up its shape {shape!r:.200}"
+            f"{folder / '.metadata'}: the {len(chunks)} parts of {name[:200]!r} do not make up "
+            f"its shape {shape!r:.200}"
         ) from None
     parts = []
     for offsets, sizes, file_name, begin, length in chunks:
@@ -105,7 +110,8 @@ def _tensor(folder: Path, name: str, entry: list[Any], files: dict[str, _File]) 
         file = files[file_name]
         if not 0 <= begin <= begin + length <= file.length:
             raise ConfigError(
-                f"{file.path}: has {file.length} bytes, and the index places {name[:200]!r} at bytes {begin} to "
+                f"{file.path}: has {file.length} bytes, and the index places {name[:200]!r} at "
+                f"bytes {begin} to "
                 f"{begin + length}; the file is truncated, or the index belongs to another folder"
             )
         file.left -= length
@@ -114,7 +120,8 @@ def _tensor(folder: Path, name: str, entry: list[Any], files: dict[str, _File]) 
         nbytes = math.prod(sizes) * dtype.itemsize
         if not nbytes <= length <= nbytes + ENVELOPE_BYTES:
             raise ConfigError(
-                f"{folder / '.metadata'}: a part of {name[:200]!r} has {nbytes} bytes, and the index gives it {length}"
+                f"{folder / '.metadata'}: a part of {name[:200]!r} has {nbytes} bytes, and the "
+                f"index gives it {length}"
             )
         parts.append(
             StockPart(
@@ -132,7 +139,8 @@ def _file_length(folder: Path, name: str) -> int:
         or not name.isprintable()
     ):
         raise ConfigError(
-            f"{folder / '.metadata'}: names the file {name[:200]!r}; only files of the folder itself are read"
+            f"{folder / '.metadata'}: names the file {name[:200]!r}; only files of the folder "
+            "itself are read"
         )
     return _regular_file(folder / name)
 
@@ -166,7 +174,8 @@ class StockPart(Part):
                 self.located.append(_locate(file, self))
             except Exception as error:
                 raise CorruptCheckpoint(
-                    f"{self.file}: {self.name[:200]!r} cannot be read ({str(error)[:200] or type(error).__name__}); "
+                    f"{self.file}: {self.name[:200]!r} cannot be read "
+                    f"({str(error)[:200] or type(error).__name__}); "
                     "expected one tensor as torch.save writes it"
                 ) from None
         return self.located[0]
@@ -223,7 +232,8 @@ def _locate(file: BinaryIO, part: StockPart) -> tuple[int, tuple[int, ...]]:
 
 _SIZES = r"(?:MARK\n)?((?:INT \d+\n)*)(?:EMPTY_TUPLE|TUPLE\d?)\n"
 _TENSOR = re.compile(
-    r"GLOBAL torch._utils _rebuild_tensor_v2\nMARK\nMARK\nTEXT storage\nGLOBAL (torch \w+)\nTEXT (\w+)\nTEXT \S+\n"
+    r"GLOBAL torch._utils _rebuild_tensor_v2\nMARK\nMARK\nTEXT storage\nGLOBAL (torch \w+)\nTEXT "
+    r"(\w+)\nTEXT \S+\n"
     rf"INT \d+\nTUPLE\nBINPERSID\nINT (\d+)\n{_SIZES}{_SIZES}NEW(?:FALSE|TRUE)\n"
     r"GLOBAL collections OrderedDict\nEMPTY_TUPLE\nREDUCE\nTUPLE\nREDUCE\nSTOP\n"
 )

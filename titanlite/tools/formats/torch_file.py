@@ -62,7 +62,8 @@ def read_tree(path: Path) -> tuple[Tree, list[Record]]:
                 f"{path}: holds a tensor of another dtype ({name}); allowed: {known}"
             ) from None
         raise ConfigError(
-            f"{path}: names {name!r}, which is not needed for tensors and numbers and could run code; nothing "
+            f"{path}: names {name!r}, which is not needed for tensors and numbers and could run "
+            "code; nothing "
             "was run. Save the model's state_dict() with torch.save, or as safetensors"
         ) from None
     except UnreadablePickle as error:

@@ -274,7 +274,10 @@ def _with_restarts(events: list[Event]) -> list[Event]:
     for event in events:
         if event.name == "start":
             if running:
-                lost = "the process before ended without a message: it was killed, failed with an error, or hung"
+                lost = (
+                    "the process before ended without a message: it was killed, failed with "
+                    "an error, or hung"
+                )
                 # a process resumes, then says that it starts
                 place = len(result) - (result[-1].name == "resume")
                 result.insert(place, Event(event.time, event.step, "restart", lost))

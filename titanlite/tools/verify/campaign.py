@@ -111,7 +111,8 @@ def _show(row: dict[str, Any], width: int, error: str) -> None:
     )
     verdict = "passed" if row["passed"] else "FAILED"
     print(
-        f"{row['layout']:{width}}  {row['processes']:9}  {figures}  {row['seconds']:7.1f}  {verdict}",
+        f"{row['layout']:{width}}  {row['processes']:9}  {figures}  {row['seconds']:7.1f}  "
+        f"{verdict}",
         flush=True,
     )
     if error:

@@ -62,7 +62,8 @@ def parse_layout(text: str) -> list[tuple[str, str]]:
             names = [key.removeprefix("parallel.") for key in all_keys()]
             near = suggestion(name.removeprefix("parallel."), names)
             raise ConfigError(
-                f"--layout {text}: unknown key {name}{near}; expected key=value, with commas between"
+                f"--layout {text}: unknown key {name}{near}; expected key=value, with commas "
+                "between"
             )
         if name in dict(pairs):
             raise ConfigError(f"--layout {text}: {name} is given twice")
