@@ -313,7 +313,9 @@ def test_a_sample_at_the_end_is_a_prompt_of_validation(toml):
     assert load_config([with_prompt, "--validation.prompts="]).validation.prompts == ()
     changed = load_config(["debug", "--run.sample_tokens=7", "--run.sample_prompt=x"]).validation
     assert (changed.prompts, changed.prompt_tokens) == (("x",), 7)
-    assert load_config(["debug", "--run.sample_tokens=0"]) == load_config(["debug"])
+    without = load_config(["debug", "--run.sample_tokens=0"])
+    assert without == load_config(["debug", "--validation.prompts="])
+    assert without.validation.prompts == ()
     assert "sample_" not in to_toml(old)
 
 

@@ -58,7 +58,7 @@ def limit_spinning() -> None:
 
     By default, GNU OpenMP repeats a test 300,000 times before a thread sleeps. If another process
     needs one of the cores, threads spin while the one that they wait for does not run. The number
-    is a compromise: see docs/gpu.md.
+    is a compromise: see docs/cpu.md.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "1500"
