@@ -20,6 +20,15 @@ def inherited(request):
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture
+def default_action(number):
+    """The signal as a terminal's process has it: nohup ignores SIGHUP."""
+    before = signal.signal(number, signal.SIG_DFL)
+    yield
+    signal.signal(number, before)
+
+
+@pytest.mark.usefixtures("default_action")
 @pytest.mark.parametrize("number", STOPS)
 def test_a_signal_raises_and_is_handled_as_before_afterwards(capsys, number):
     before, unwound = signal.getsignal(number), []
