@@ -113,7 +113,7 @@ def main(config: Config) -> int:
     # 3. Model: first shapes only; then memory and weights for this rank's part of it
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
-    # One part, or this rank's pipeline stages
+    # The model, or the pipeline stages of this rank
     model_parts = build_model_parts(model, config, mesh, device, compiled)
     stages = Stages(model_parts, config, mesh, device)
 
@@ -158,6 +158,7 @@ def main(config: Config) -> int:
     # 6. Loop: one optimizer step after the other
     requests.agree()  # a signal may have arrived during the set-up
     with Sinks(config.metrics, folder, facts.layout, facts.config):
+        profiler.step(requested=False, last=False)  # a recording may begin with the first step
         metrics.start()
         while progress.step < training.steps and not requests.stop:
             progress.step += 1
@@ -165,8 +166,8 @@ def main(config: Config) -> int:
             # One optimizer step
             batches = stream.next_step()  # local batches of tokens and labels (B, S)
             num_batches = len(batches)
-            # Over all ranks
-            num_targets = mesh.sum_counts(to_device(count_targets(batches), device))
+            own_targets = to_device(count_targets(batches), device)
+            num_targets = mesh.sum_counts(own_targets)  # over all ranks
             probes.before_step(batches)
             loss = torch.zeros((), device=device)
             for i, batch in enumerate(prefetch(batches, device)):
@@ -224,6 +225,7 @@ def main(config: Config) -> int:
             profiler.step(agreed.profile, last)
             requests.profiled()
     watchdog.close()
+    metrics.close()
     garbage.close()
     code = log_end(config, Path(__file__), progress.step, sampler.texts)
     write_report(folder)

@@ -317,6 +317,8 @@ def test_a_sample_at_the_end_is_a_prompt_of_validation(toml):
     assert without == load_config(["debug", "--validation.prompts="])
     assert without.validation.prompts == ()
     assert "sample_" not in to_toml(old)
+    long = load_config([toml("[run]\nsample_tokens = 10000\n")])
+    assert long.validation.prompt_tokens == 8192, "the old key had no bound"
 
 
 def test_old_and_new_keys_of_a_sample_at_once(toml):

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.slow
 POINTS: dict[str, tuple[object, str, str, bool]] = {
     "planning": (storage.Plan, "files", "before", False),
     "folder made": (storage._Save, "begin", "after", True),
-    "mid-shard": (shard_file, "_write", "within", False),
-    "shard end": (shard_file, "_write", "after", False),
+    "mid-shard": (shard_file, "write_file", "within", False),
+    "shard end": (shard_file, "write_file", "after", False),
     "all written": (storage._Save, "write", "after", False),
     "before the manifest": (storage._Save, "commit", "before", True),
     "mid-commit": (storage, "write_synced", "after", True),
@@ -69,7 +69,9 @@ def die(arguments: list[str], point: str, victim: int, step: int) -> int:
         if not striker or (name == "rmtree" and not str(args[0]).endswith(".deleted")):
             return original(*args, **kwargs)
         struck.append(point)
-        if where == "within" and name == "_write":  # a process that dies within has done half of it
+        if (
+            where == "within" and name == "write_file"
+        ):  # a process that dies within has done half of it
             half = dict(list(args[1].items())[: len(args[1]) // 2 + 1])
             original(args[0], half)
             os.truncate(args[0], 4000)

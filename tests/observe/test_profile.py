@@ -22,6 +22,13 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "traces").iterdir())
 
 
+def test_a_recording_may_begin_with_the_first_step(pool, arguments, tmp_path):
+    scheduled = ["--profiling.enabled", "--profiling.freq=2", *STEPS, "--training.steps=4"]
+    assert pool.run(1, train_run, [*arguments, *scheduled]) == [0]
+    traces = [name for name in files(tmp_path / "debug") if name.endswith("0.json.gz")]
+    assert traces == ["step-2-rank-0.json.gz", "step-4-rank-0.json.gz"]
+
+
 def test_traces_are_written_for_each_rank(pool, arguments, tmp_path):
     scheduled = ["--profiling.enabled", "--profiling.freq=3", *STEPS]
     assert pool.run(2, train_run, [*arguments, *scheduled]) == [0, 0]

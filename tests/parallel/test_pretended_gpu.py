@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -32,6 +33,7 @@ from titanlite.config.schema import (
     DataConfig,
     Float8Config,
     LossConfig,
+    MetricsConfig,
     OptimizerConfig,
     RecomputeConfig,
     StabilityConfig,
@@ -49,6 +51,8 @@ from titanlite.parallel import parallelize
 from titanlite.parallel.parallelize import split_and_parallelize
 from titanlite.parallel.pipeline_parallel import sum_shared_gradients
 from titanlite.parallel.stages import Stages
+from titanlite.probes.activations import Activations
+from titanlite.probes.noise_scale import NoiseScale
 from titanlite.rules.degrees import AXES
 from titanlite.tools.verify.pool import WorkerError
 
@@ -135,6 +139,12 @@ def one_step(guard: Path, config: Config, llama, device: torch.device = GPU) -> 
             Stages(parts, config, mesh, device),
             build_optimizer(parts, config.optimizer),
         )
+        # Parts that are off are built too
+        scaler = LossScale(TrainingConfig(compute_dtype="float32"), optimizer, device)
+        progress, metrics = SimpleNamespace(step=0), SimpleNamespace(device=device)
+        NoiseScale(MetricsConfig(), stages, scaler, progress)
+        Activations(0, stages, metrics)
+        Guard(StabilityConfig(), mock.Mock(), optimizer, scaler, mesh, device)
         for step in range(2):
             tokens = torch.zeros(2, config.training.seq_len, dtype=torch.long, device=device)
             batch = Batch(tokens, tokens, tokens if config.data.document_mask else None)

@@ -286,7 +286,9 @@ def replace_aliases(values: dict[str, Any], command: Layer, problems: list[str])
     prompt = values.pop("run.sample_prompt", "def")
     if tokens and not values.get("validation.prompts"):
         values["validation.prompts"] = (prompt,)
-        values["validation.prompt_tokens"] = tokens
+        most = schema_keys()["validation.prompt_tokens"].max
+        assert most is not None
+        values["validation.prompt_tokens"] = min(tokens, int(most))  # the old key had no bound
     elif "run.sample_prompt" in command.values and not tokens:
         problems.append("run.sample_prompt is a key of older versions: expected validation.prompts")
 

@@ -14,7 +14,8 @@ no special case for it.
 Context parallel ranks compute with the same weights on different tokens, as data parallel ranks do.
 So weights are sharded over both: `dp_shard_cp` is dp_shard and cp as one axis.
 
-What it costs: one process group per axis of each of two meshes, made at the start.
+What it costs: nine process groups, made at the start: four axes of one DeviceMesh and five of
+another (`Mesh` says why there are two).
 """
 
 from __future__ import annotations

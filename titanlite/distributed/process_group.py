@@ -1,9 +1,9 @@
 """The process group: how a process joins the others, and how it leaves.
 
 What it is: the set-up of a process before the model is built: its device, random seed and backend.
-Rank 0 serves the store on a socket that the launcher has bound and passed to it. If all processes
-run on one machine, gloo and NCCL use its loopback interface too, so no port of the run can be
-reached from the network.
+Rank 0 serves the store, the key-value server by which the processes find each other (a TCPStore),
+on a socket that the launcher has bound and passed to it. If all processes run on one machine, gloo
+and NCCL use its loopback interface too, so no port of the run can be reached from the network.
 What it costs: one rendezvous at the start.
 """
 

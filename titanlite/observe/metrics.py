@@ -216,12 +216,19 @@ class Metrics:
         """A context for validation and saving, whose time does not count as training time."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-        self._add_time()
+        if self.progress.step > 0:
+            self._add_time()
+        else:
+            self._last = time.monotonic()  # nothing has been trained: that was the set-up
         mark_phase(Phase.PAUSE)
         yield
         now = time.monotonic()
         self.pauses.append((self.progress.step, now - self._last))  # the ETA expects more of them
         self._last = now
+
+    def close(self) -> None:
+        """The last step is over."""
+        self.step_times.close()
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends one JSON object.

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from titanlite.observe.memory import memory_columns, peak_memory_gib
 from titanlite.observe.ranks import Ranks
 from titanlite.observe.waits import time_waits
-from titanlite.runtime.phases import Phase, add_listener
+from titanlite.runtime.phases import Phase, add_listener, remove_listener
 
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "other")  # of a step
 BESIDE = ("validation", "checkpoint", "pause")  # between two steps
@@ -164,6 +164,11 @@ class StepTimes:
         if dist.get_world_size() > 1:  # one process waits for no other
             time_waits(self.begin_wait, self.end_wait, device)
         add_listener(self.mark)
+
+    def close(self) -> None:
+        """No mark is recorded from now on."""
+        if self.enabled:
+            remove_listener(self.mark)
 
     def mark(self, phase: Phase) -> None:
         """A phase begins."""

@@ -38,9 +38,6 @@ class WeightEMA:
     Stateful: its values and the number of steps that it has followed.
     """
 
-    # Absent from a checkpoint: the average begins with the weights of that checkpoint
-    optional = True
-
     def __init__(
         self, config: EmaConfig, parts: list[nn.Module], optimizer: torch.optim.Optimizer
     ) -> None:

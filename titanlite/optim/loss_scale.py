@@ -38,8 +38,6 @@ class LossScale:
     Stateful: the scale, good steps since it was last changed, and the number of withheld updates.
     """
 
-    optional = True  # a run that continues in float16 begins with `training.loss_scale`
-
     def __init__(
         self, config: TrainingConfig, optimizer: torch.optim.Optimizer, device: torch.device
     ) -> None:

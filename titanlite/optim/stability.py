@@ -133,8 +133,6 @@ class Guard:
     state. Stateful: the window and the counts.
     """
 
-    optional = True  # in a checkpoint
-
     def __init__(
         self,
         config: StabilityConfig,

@@ -34,6 +34,7 @@ from titanlite.config.schema import MetricsConfig
 from titanlite.data.stream import Batch, count_targets
 from titanlite.data.to_device import to_device
 from titanlite.distributed.dtensor import sum_of_squares
+from titanlite.distributed.mesh import sum_dtype
 from titanlite.observe.metrics import Progress
 from titanlite.optim.loss_scale import LossScale
 from titanlite.parallel.stages import Stages
@@ -48,8 +49,6 @@ class NoiseScale:
     Stateful: the two averages, in that order.
     """
 
-    optional = True  # a checkpoint may be older than the measurement
-
     def __init__(
         self, config: MetricsConfig, stages: Stages, scaler: LossScale, progress: Progress
     ) -> None:
@@ -63,9 +62,10 @@ class NoiseScale:
 
     def reset(self) -> None:
         """Back to the state at the beginning of a run."""
-        self.averages = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self._small = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._small_targets = torch.zeros((), dtype=torch.float64, device=self.device)
+        dtype = sum_dtype(self.device)
+        self.averages = torch.zeros(2, dtype=dtype, device=self.device)
+        self._small = torch.zeros((), dtype=dtype, device=self.device)
+        self._small_targets = torch.zeros((), dtype=dtype, device=self.device)
 
     def state_dict(self) -> dict[str, Any]:
         if self.freq == 0:
