@@ -322,11 +322,15 @@ def test_a_sample_at_the_end_is_a_prompt_of_validation(toml):
 
 
 def test_old_and_new_keys_of_a_sample_at_once(toml):
-    both = '[run]\nsample_tokens = 9\n[validation]\nprompts = ["a"]\n'
-    (problem,) = problems(toml(both))
-    assert_mentions(problem, "run.toml", "run.sample_tokens and validation.prompts", "only one")
-    (problem,) = problems("debug", "--run.sample_prompt=a")
-    assert_mentions(problem, "run.sample_prompt", "validation.prompts")
+    """New keys of a layer count more than old ones, and a later layer more than an earlier one."""
+    both = toml('[run]\nsample_tokens = 9\n[validation]\nprompts = ["a"]\n')
+    assert load_config([both]).validation.prompts == ("a",)
+    prompted = load_config(["debug", "--run.sample_prompt=b"]).validation
+    assert (prompted.prompts, prompted.prompt_tokens) == (("b",), 100)
+    later = load_config([both, "--run.sample_tokens=7", "--validation.prompt_tokens=5"]).validation
+    assert (later.prompts, later.prompt_tokens) == (("def",), 7)
+    old = toml("[run]\nsample_tokens = 9\n")
+    assert load_config([old, "--validation.prompt_tokens=5"]).validation.prompt_tokens == 5
     (problem,) = problems("debug", "--run.sample_tokens=-1")
     assert_mentions(problem, "run.sample_tokens = -1", "at least 0")
 

@@ -20,7 +20,7 @@ def help_text() -> str:
     """Every key by section, with its type, default and help."""
     lines = [USAGE.format(flavors=", ".join(flavors()))]
     for section, cls in sections().items():
-        lines.append(f"[{section}]  {(cls.__doc__ or '').strip()}")
+        lines.append(f"[{section}]  {' '.join((cls.__doc__ or '').split())}")
         for key in keys_of(cls, f"{section}.").values():
             default = toml_value(key.default)
             lines.append(f"  --{key.name}  {_kind(key)}  (default {default})")

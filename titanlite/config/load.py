@@ -49,12 +49,11 @@ ALTERNATIVES = (
     ("schedule.decay_fraction", "schedule.decay_steps", "schedule.decay_tokens"),
     ("data.path", "data.sources"),
     ("data.path", "data.phases"),
-    ("run.sample_tokens", "validation.prompts"),
 )
 # Of these, keys that are chosen by 0 or an empty value too: everywhere, and on the command line
 # only, because the config.toml of a run has them beside the alternative that counts
-CHOSEN_BY_ZERO = ("schedule.warmup_steps", "run.sample_tokens")
-CHOSEN_BY_ZERO_IN_COMMAND = ("schedule.decay_fraction", "validation.prompts")
+CHOSEN_BY_ZERO = ("schedule.warmup_steps",)
+CHOSEN_BY_ZERO_IN_COMMAND = ("schedule.decay_fraction",)
 MOST_PROBLEMS = 5000  # of a command line, that are reported
 
 
@@ -113,8 +112,10 @@ def load_config(argv: list[str], configs: Path = CONFIGS) -> Config:
         layers += read_files(path, problems)
     layers.append(read_options(options, problems))
 
+    if not problems:
+        for layer in layers:
+            replace_aliases(layer)
     values = merge(layers, problems)
-    replace_aliases(values, layers[-1], problems)
     if path:
         values.setdefault("run.name", path.stem)
     if problems:
@@ -262,7 +263,7 @@ def merge(layers: list[Layer], problems: list[str]) -> dict[str, Any]:
         prefix = f"{layer.origin}: " if layer.origin else ""
         for group in ALTERNATIVES:
             chosen = [name for name in group if layer.chooses(name)]
-            if len(chosen) > 1 and not _is_old_config(layer, chosen):
+            if len(chosen) > 1:
                 problems.append(f"{prefix}{' and '.join(chosen)}: expected only one of them")
             if chosen:
                 for name in group:
@@ -271,26 +272,26 @@ def merge(layers: list[Layer], problems: list[str]) -> dict[str, Any]:
     return values
 
 
-def _is_old_config(layer: Layer, chosen: list[str]) -> bool:
-    """Whether the prompts are in a run's config.toml that has old and new keys, as it has all."""
-    is_sample = "run.sample_tokens" in chosen
-    return is_sample and {*ALIASES, *ALIASES.values()} <= layer.values.keys()
+def replace_aliases(layer: Layer) -> None:
+    """Replaces the old keys of a layer, whose values are valid, by what they have become.
 
-
-def replace_aliases(values: dict[str, Any], command: Layer, problems: list[str]) -> None:
-    """Replaces old keys by what they have become.
-
-    A sample at the end of a run was a prompt of its own, if its number of tokens was not 0.
+    The sample at the end of a run is a prompt of validation now; 0 tokens were no sample. Prompts
+    in the same layer count more: the config.toml of an older run has old and new keys.
     """
-    tokens = values.pop("run.sample_tokens", 0)
-    prompt = values.pop("run.sample_prompt", "def")
-    if tokens and not values.get("validation.prompts"):
-        values["validation.prompts"] = (prompt,)
+    values = layer.values
+    tokens = values.pop("run.sample_tokens", None)
+    prompt = values.pop("run.sample_prompt", None)
+    if values.get("validation.prompts"):
+        return
+    if isinstance(tokens, int) and tokens > 0:
         most = schema_keys()["validation.prompt_tokens"].max
         assert most is not None
+        values["validation.prompts"] = ("def" if prompt is None else prompt,)
         values["validation.prompt_tokens"] = min(tokens, int(most))  # the old key had no bound
-    elif "run.sample_prompt" in command.values and not tokens:
-        problems.append("run.sample_prompt is a key of older versions: expected validation.prompts")
+    elif tokens == 0:
+        values["validation.prompts"] = ()
+    elif prompt is not None:
+        values["validation.prompts"] = (prompt,)
 
 
 def build(values: dict[str, Any]) -> Config:
