@@ -242,7 +242,7 @@ def validate(
     None if there is no validation, or if a signal has arrived: then the run saves and ends.
     """
     loss = validator.run(requests)
-    if ema.validates and not requests.stop:
+    if loss is not None and ema.validates:
         with ema.in_place_of_weights():
             validator.run_average(requests)
     if not requests.stop:

@@ -117,8 +117,6 @@ class Validator:
         It has its own row, after that of the weights. Which checkpoints are kept is decided by the
         loss of the weights. Nothing is logged if the run is to stop.
         """
-        if not self.windows:
-            return
         row: dict[str, Any] = {"step": self.metrics.progress.step}
         for name, windows in self.windows.items():
             sums = self.sums(windows, requests)
