@@ -69,12 +69,12 @@ def is_alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
-def gather(value: Any, channel: Channel = TRAINING) -> list[Any]:
+def gather(value: object, channel: Channel = TRAINING) -> list[Any]:
     """The JSON value of every rank, in the order of ranks."""
     return list(broadcast(gather_on_rank0(value, channel), channel))
 
 
-def gather_on_rank0(value: Any, channel: Channel = TRAINING) -> list[Any]:
+def gather_on_rank0(value: object, channel: Channel = TRAINING) -> list[Any]:
     """The JSON values of all ranks on rank 0, which receives them in turn; an empty list on the
     others.
     """
@@ -83,13 +83,13 @@ def gather_on_rank0(value: Any, channel: Channel = TRAINING) -> list[Any]:
     if dist.get_rank() != 0:
         send(_encode(value), 0, channel)
         return []
-    values = [value]
+    values: list[Any] = [value]
     for rank in range(1, dist.get_world_size()):
         values.append(_decode(receive(rank, channel)))
     return values
 
 
-def broadcast(value: Any, channel: Channel = TRAINING) -> Any:
+def broadcast(value: object, channel: Channel = TRAINING) -> Any:
     """Rank 0's JSON value. Along a tree: the ranks that have it double with each round."""
     if is_alone():
         return value
@@ -160,7 +160,7 @@ def receive(rank: int, channel: Channel) -> Tensor:
     return content
 
 
-def _encode(value: Any) -> Tensor:
+def _encode(value: object) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 

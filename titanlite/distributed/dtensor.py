@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +22,17 @@ from titanlite.distributed.torch_private import foreach_norm
 ROW = 1024
 
 
-def local_part(tensor: Any) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, without a copy; another tensor itself."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return tensor
+
+
+def local_gradient(parameter: Tensor) -> Tensor:
+    """The local tensor of a parameter's gradient, which must exist."""
+    assert parameter.grad is not None
+    return local_part(parameter.grad)
 
 
 def num_holders(parameter: Tensor) -> int:

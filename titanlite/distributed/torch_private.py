@@ -13,18 +13,26 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed.tensor  # registers the operators below
 import torch.nn.attention.flex_attention  # the same
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch._ops import OpOverload
+from torch.distributed import ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._triton import has_triton_package as has_triton_package
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage  # slow to import
+
+Shape: TypeAlias = Sequence[int]
 
 # Operators on lists of tensors, one kernel for many. torch.foreach is to make them public
 # (pytorch#193607).
@@ -64,7 +72,7 @@ FUSED_ATTENTION = (
 )
 
 
-def call_kernel(operator: Any, *args: Any) -> Any:
+def call_kernel(operator: OpOverload, *args: object) -> Any:
     """An operator's kernel for all devices.
 
     By `torch.library.get_kernel` it keeps the GIL. Checked: 2.11, 2.13.
@@ -98,7 +106,7 @@ def set_group_timeout(group: ProcessGroup, seconds: float) -> None:
     _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def clone_default_store() -> Any:
+def clone_default_store() -> Store:
     """A second connection to the store through which the process group was joined (no public
     access: pytorch#151960).
 
@@ -106,13 +114,14 @@ def clone_default_store() -> Any:
     2.13, 2.15.
     """
     store: Any = _get_default_store()  # the type stub lacks `clone`
-    return store.clone()
+    clone: Store = store.clone()
+    return clone
 
 
 @functools.cache
 def local_box(
-    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Any, ...]
-) -> tuple[Any, Any]:
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and sizes of this rank's part of a DTensor. Cached: a strided shard on 1,024 ranks
     takes 14 ms.
 
@@ -164,12 +173,12 @@ def count_grouped_attention() -> None:
     """
     from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-    def forward(q: Any, k: Any, v: Any, *args: Any, **rest: Any) -> int:
+    def forward(q: Shape, k: Shape, v: Shape, *args: object, **rest: object) -> int:
         batch, heads, queries, width = q  # (B, H, Sq, Dh)
         # Scores, then their products with values
         return int(2 * batch * heads * queries * k[2] * (width + v[3]))
 
-    def backward(grad: Any, q: Any, k: Any, v: Any, *args: Any, **rest: Any) -> int:
+    def backward(grad: Shape, q: Shape, k: Shape, v: Shape, *args: object, **rest: object) -> int:
         batch, heads, queries, width = q
         # of width Dh: scores once more, the gradients of q and k; of the values' width: those of
         # scores and v
@@ -234,7 +243,7 @@ def num_compiled_graphs() -> int:
 
 
 @functools.cache
-def pipeline_stage_class() -> Any:
+def pipeline_stage_class() -> type[PipelineStage]:
     """`PipelineStage` that works in every schedule, and never unpickles what another stage sends.
 
     torch's own fails where two neighbouring stages share a process, as where a V turns. In 2.11

@@ -201,18 +201,20 @@ class Llama(nn.Module):
     """
 
     rope: Tensor
-    document_mask: Callable[..., Mask] = staticmethod(document_mask)  # replaced by `parallel/`
+    # Replaced by `parallel/`, with cp by one that returns a mask for each chunk of queries
+    document_mask: Callable[..., Mask | list[Mask]] = staticmethod(document_mask)
 
     def __init__(self, config: LlamaConfig, seq_len: int) -> None:
         super().__init__()
         self.config = config
         self.seq_len = seq_len
         self.positions = torch.arange(seq_len, device="cpu")  # of the rows of the RoPE table
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # A pipeline stage has other modules in place of the ends that other stages have
+        self.tok_embeddings: nn.Module = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict(
             {str(i): TransformerBlock(config) for i in range(config.num_layers)}
         )
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm: nn.Module = nn.RMSNorm(config.dim, eps=config.norm_eps)
         if config.tied_embeddings:
             self.output: nn.Module = TiedOutput(self.tok_embeddings)
         else:

@@ -60,9 +60,9 @@ class EventClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.current_stream(device)
-        self._free: list[Any] = []
+        self._free: list[torch.cuda.Event] = []
 
-    def now(self) -> Any:
+    def now(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
         return event
@@ -74,16 +74,16 @@ class EventClock:
         """
         return torch.cuda.current_stream(self.device) == self.stream
 
-    def reached(self, at: Any, wait: bool) -> bool:
+    def reached(self, at: torch.cuda.Event, wait: bool) -> bool:
         """Whether the device has passed the event; with `wait` the host waits until it has."""
         if wait:
             at.synchronize()
         return wait or at.query()
 
-    def between(self, a: Any, b: Any) -> float:
+    def between(self, a: torch.cuda.Event, b: torch.cuda.Event) -> float:
         return a.elapsed_time(b) / 1000
 
-    def release(self, at: Any) -> None:
+    def release(self, at: torch.cuda.Event) -> None:
         self._free.append(at)
 
 

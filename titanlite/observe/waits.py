@@ -21,13 +21,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
-from titanlite.distributed.torch_private import SHARD_ALL_TO_ALL, WAIT_TENSOR, call_kernel
+from titanlite.distributed.torch_private import (
+    SHARD_ALL_TO_ALL,
+    WAIT_TENSOR,
+    OpOverload,
+    call_kernel,
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 COLLECTIVES = (
     "all_gather_into_tensor",
@@ -36,7 +44,8 @@ COLLECTIVES = (
     "broadcast",
     "reduce_scatter_tensor",
 )
-_libraries: list[Any] = []  # kernels are removed with the library that registered them
+# Kernels are removed with the library that registered them
+_libraries: list[torch.library.Library] = []
 
 
 def time_waits(begin: Callable[[], bool], end: Callable[[], None], device: torch.device) -> None:
@@ -54,12 +63,12 @@ def time_waits(begin: Callable[[], bool], end: Callable[[], None], device: torch
 
 
 def timed(
-    function: Callable[..., Any], begin: Callable[[], bool], end: Callable[[], None]
-) -> Callable[..., Any]:
+    function: Callable[P, T], begin: Callable[[], bool], end: Callable[[], None]
+) -> Callable[P, T]:
     """The function between `begin` and `end`."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not begin():
             return function(*args, **kwargs)
         try:
@@ -71,7 +80,7 @@ def timed(
 
 
 def time_operator(
-    operator: Any, begin: Callable[[], bool], end: Callable[[], None], device: torch.device
+    operator: OpOverload, begin: Callable[[], bool], end: Callable[[], None], device: torch.device
 ) -> None:
     """Registers a kernel for tensors of this device that calls the one before between `begin` and
     `end`.

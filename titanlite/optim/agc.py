@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.distributed.dtensor import local_part
+from titanlite.distributed.dtensor import local_gradient, local_part
 from titanlite.model.llama import Llama
 
 EPS = 1e-3
@@ -38,7 +38,7 @@ def clip_units(parts: Sequence[Llama], factor: float) -> None:
     for part in parts:
         for parameter in _clipped_parameters(part):
             weight = local_part(parameter)
-            gradient = local_part(parameter.grad)
+            gradient = local_gradient(parameter)
             squares = torch.stack([_squares(gradient), _squares(weight)])  # (2, units)
             clipped.append((gradient, squares))
             for axis in _axes_within_units(parameter):

@@ -19,7 +19,7 @@ communication, and nothing is read by the host.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class WeightEMA:
     """
 
     def __init__(
-        self, config: EmaConfig, parts: list[nn.Module], optimizer: torch.optim.Optimizer
+        self, config: EmaConfig, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
     ) -> None:
         """Follows the parameters of this rank's `parts`, which `optimizer` updates.
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from titanlite.distributed import torch_private
-from titanlite.distributed.dtensor import local_part
+from titanlite.distributed.dtensor import local_gradient, local_part
 from titanlite.optim.found_inf import found_inf_of
 
 CHUNK_NUMEL = 1 << 25  # numbers whose fp32 copies are in memory at a time
@@ -117,8 +117,10 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
     def _split(self, parameter: Tensor) -> list[tuple[Tensor, ...]]:
         """Weight, moments and gradient of a parameter, in parts of up to CHUNK_NUMEL numbers."""
         state = self.state[parameter]
-        tensors = (parameter, state["exp_avg"], state["exp_avg_sq"], parameter.grad)
-        local = [local_part(tensor) for tensor in tensors]
+        local = [
+            local_part(tensor) for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"])
+        ]
+        local.append(local_gradient(parameter))
         if not all(tensor.is_contiguous() for tensor in local):
             return [tuple(local)]
         parts = [tensor.view(-1).split(CHUNK_NUMEL) for tensor in local]

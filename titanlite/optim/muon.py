@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.config.schema import OptimizerConfig
-from titanlite.distributed.dtensor import local_part
+from titanlite.distributed.dtensor import local_gradient, local_part
 from titanlite.optim.found_inf import found_inf_of, set_found_inf
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -101,7 +101,7 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 dtype = getattr(torch, self.config.state_dtype)
                 state["exp_avg"] = torch.zeros_like(matrix, dtype=dtype)
-            gradient = local_part(matrix.grad).float()
+            gradient = local_gradient(matrix).float()
             stored = local_part(state["exp_avg"])
             average = stored.float().lerp(gradient, 1 - momentum)
             updates.append(gradient.lerp(average, momentum))  # Nesterov's combination

@@ -20,7 +20,8 @@ reduce-scatters. FSDP sends nothing more, because the backward has the block's w
 from __future__ import annotations
 
 import functools
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import (
@@ -39,6 +40,9 @@ from titanlite.distributed.torch_private import (
 )
 from titanlite.parallel.activation_offload import offload_input
 
+if TYPE_CHECKING:
+    from titanlite.model.llama import Llama
+
 SAVED = {  # by `selective`, in addition to every second operator of MATMULS
     *FUSED_ATTENTION,
     REDUCE_SCATTER,  # of tensor parallel: recomputing it would repeat the communication
@@ -47,7 +51,7 @@ SAVED = {  # by `selective`, in addition to every second operator of MATMULS
 MATMULS = (torch.ops.aten.mm.default, SCALED_MM)  # the second is that of float8
 
 
-def apply_ac(model: Any, config: RecomputeConfig) -> None:
+def apply_ac(model: Llama, config: RecomputeConfig) -> None:
     """Replaces the forward of every n-th block, for `full` and `selective`."""
     if config.mode in ("none", "memory_budget"):
         return
@@ -61,7 +65,7 @@ def apply_ac(model: Any, config: RecomputeConfig) -> None:
                 block.forward = offload_input(block.forward)
 
 
-def _selective_contexts() -> Any:
+def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of one forward and of its recomputation.
 
     Matmuls are counted from zero in each.
@@ -69,7 +73,7 @@ def _selective_contexts() -> Any:
     counts = {False: 0, True: 0}  # key: whether this is the recomputation
 
     def policy(
-        context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+        context: SelectiveCheckpointContext, op: object, *args: object, **kwargs: object
     ) -> CheckpointPolicy:
         if op in MATMULS:
             counts[context.is_recompute] += 1

@@ -16,28 +16,35 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Kept = tuple[Tensor, Any]  # a copy in CPU memory, and on CUDA the event at which it is complete
+
+class Offloaded(NamedTuple):
+    """A copy in CPU memory, and on CUDA the event at which it is complete."""
+
+    copy: Tensor
+    complete: torch.cuda.Event | None
 
 
-def offload_input(forward: Callable[..., Any]) -> Callable[..., Any]:
+def offload_input(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A forward that `checkpoint` recomputes, with its first argument in CPU memory until then."""
     return functools.partial(_call, forward)
 
 
-def _call(forward: Callable[..., Any], x: Tensor, *arguments: Any, **options: Any) -> Any:
+def _call(
+    forward: Callable[..., Tensor], x: Tensor, *arguments: object, **options: object
+) -> Tensor:
     # Not `x`: the hooks live until the backward, and would keep it
     address = x.data_ptr()
     device = x.device
 
-    def pack(tensor: Tensor) -> Any:
+    def pack(tensor: Tensor) -> Tensor | Offloaded:
         return to_cpu(tensor) if tensor.data_ptr() == address else tensor
 
-    def unpack(packed: Any) -> Tensor:
+    def unpack(packed: Tensor | Offloaded) -> Tensor:
         return packed if isinstance(packed, Tensor) else to_device(packed, device)
 
     # What the block itself saves is handled by hooks of `checkpoint`, which are inside of these.
@@ -45,27 +52,26 @@ def _call(forward: Callable[..., Any], x: Tensor, *arguments: Any, **options: An
         return forward(x, *arguments, **options)
 
 
-def to_cpu(tensor: Tensor) -> Kept:
+def to_cpu(tensor: Tensor) -> Offloaded:
     """Starts a copy to CPU memory; the tensor may be freed at once."""
-    kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     if not tensor.is_cuda:
-        return kept.copy_(tensor), None
+        return Offloaded(copy.copy_(tensor), complete=None)
     stream = _copy_stream(tensor.device)
     stream.wait_stream(torch.cuda.current_stream(tensor.device))
     with torch.cuda.stream(stream):
-        kept.copy_(tensor, non_blocking=True)
+        copy.copy_(tensor, non_blocking=True)
     tensor.record_stream(stream)  # its memory is not used again before the copy is complete
-    return kept, stream.record_event()
+    return Offloaded(copy, complete=stream.record_event())
 
 
-def to_device(kept: Kept, device: torch.device) -> Tensor:
+def to_device(offloaded: Offloaded, device: torch.device) -> Tensor:
     """The tensor on the device again; the host does not wait."""
-    copy, complete = kept
-    if complete is not None:
-        torch.cuda.current_stream(device).wait_event(complete)
-    return copy.to(device, non_blocking=True)
+    if offloaded.complete is not None:
+        torch.cuda.current_stream(device).wait_event(offloaded.complete)
+    return offloaded.copy.to(device, non_blocking=True)
 
 
 @functools.cache
-def _copy_stream(device: torch.device) -> Any:
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

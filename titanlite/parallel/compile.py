@@ -19,7 +19,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +33,9 @@ from titanlite.distributed.torch_private import (
 )
 from titanlite.runtime import interpreter
 from titanlite.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from titanlite.model.llama import Llama
 
 
 @functools.cache
@@ -96,7 +99,7 @@ def missing_compiler(config: Config, device_type: str) -> str:
 
 
 def apply_compile(
-    model: Any, backend: str, recompute: RecomputeConfig, async_tp: bool = False
+    model: Llama, backend: str, recompute: RecomputeConfig, async_tp: bool = False
 ) -> None:
     """Replaces each block's forward by its compiled version."""
     options = OVERLAP_TENSOR_PARALLEL if async_tp else None  # inductor's

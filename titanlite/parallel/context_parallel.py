@@ -42,18 +42,21 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.nn.attention.bias import causal_lower_right
 
 from titanlite.data.stream import Batch
 from titanlite.distributed.torch_private import set_ring_rotation
-from titanlite.model.attention import attention
+from titanlite.model.attention import Mask, attention
 from titanlite.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from titanlite.model.llama import Llama
 
 # Of a tensor (B, heads, S, Dh)
 HEAD_SHARD = Shard(1)
@@ -76,7 +79,7 @@ def own_chunks(mesh: DeviceMesh) -> tuple[int, int]:
     return rank, 2 * size - 1 - rank
 
 
-def apply_cp(model: Any, mesh: DeviceMesh, method: str) -> None:
+def apply_cp(model: Llama, mesh: DeviceMesh, method: str) -> None:
     """Replaces each block's inner attention, and sets the positions of this rank's tokens.
 
     Raises ConfigError for `ring` without CUDA.
@@ -87,7 +90,7 @@ def apply_cp(model: Any, mesh: DeviceMesh, method: str) -> None:
                 "parallel.cp_method = ring needs CUDA devices; allowed here: all_gather, ulysses"
             )
         set_ring_rotation("alltoall")  # one step at a time; the default is a single all-gather
-        attend: Any = ring_attention
+        attend: Callable[..., Tensor] = ring_attention
     else:
         model.positions = local_positions(model.seq_len, mesh, method)
         attend = functools.partial(ulysses_attention, mesh=mesh)
@@ -95,18 +98,18 @@ def apply_cp(model: Any, mesh: DeviceMesh, method: str) -> None:
             attend = functools.partial(
                 all_gather_attention, mesh=mesh, masks=chunk_masks(model.seq_len, mesh)
             )
-            model.document_mask = functools.partial(
-                document_masks, mesh=mesh, build=model.document_mask
-            )
+            build = cast("Callable[[Tensor, int, int], Mask]", model.document_mask)
+            model.document_mask = functools.partial(document_masks, mesh=mesh, build=build)
     for block in model.layers.values():
-        block.attention.attend.forward = attend
+        inner_attention = block.get_submodule("attention.attend")
+        inner_attention.forward = attend
 
 
 class BatchSharder:
     """Cuts batches for this rank of the cp axis."""
 
     def __init__(
-        self, model_parts: list[Any], mesh: DeviceMesh, method: str, device: torch.device
+        self, model_parts: list[Llama], mesh: DeviceMesh, method: str, device: torch.device
     ) -> None:
         """`model_parts` are this rank's parts; `ring` also cuts their RoPE tables."""
         self.model_parts = model_parts
@@ -132,7 +135,7 @@ class BatchSharder:
             yield batch.apply(lambda tensor: tensor[:, self.positions])
 
 
-def chunk_masks(seq_len: int, mesh: DeviceMesh) -> list[CausalBias]:
+def chunk_masks(seq_len: int, mesh: DeviceMesh) -> list[Mask]:
     """Masks of the head and of the tail chunk: (S/2cp queries, all keys up to the chunk's last),
     aligned at the end.
 
@@ -144,8 +147,8 @@ def chunk_masks(seq_len: int, mesh: DeviceMesh) -> list[CausalBias]:
 
 
 def document_masks(
-    documents: Tensor, mesh: DeviceMesh, build: Callable[[Tensor, int, int], Any]
-) -> list[Any]:
+    documents: Tensor, mesh: DeviceMesh, build: Callable[[Tensor, int, int], Mask]
+) -> list[Mask]:
     """The same for sequences of several documents (B, S), by `build`: each query attends to its
     document only.
     """
@@ -154,7 +157,12 @@ def document_masks(
 
 
 def all_gather_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Any, mesh: DeviceMesh, masks: list[CausalBias]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: list[Mask] | None,
+    mesh: DeviceMesh,
+    masks: list[Mask],
 ) -> Tensor:
     """Causal attention of the queries of this rank's head and tail chunk.
 
@@ -180,7 +188,9 @@ def all_gather_attention(
     return torch.cat(outputs, dim=2)
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, mesh: DeviceMesh) -> Tensor:
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, mesh: DeviceMesh
+) -> Tensor:
     """Causal attention of H/cp heads over the whole sequence, with the same shapes."""
 
     def exchange(x: Tensor, source: Shard, target: Shard) -> Tensor:

@@ -7,9 +7,12 @@ With `loss.num_chunks` the model returns hidden states, and the loss computes th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from titanlite.model.llama import Llama
 
 
 class WeightHolder(nn.Module):
@@ -27,22 +30,23 @@ class WeightHolder(nn.Module):
 class DeferredOutput(WeightHolder):
     """Replaces the output layer and holds its weight; the loss computes the projection."""
 
-    def __init__(self, output: Any) -> None:
-        tied = not any(True for _ in output.parameters())
-        super().__init__(None if tied else output.weight)
-        # In a tuple, so that the embedding is registered once
-        self._tied = (output,) if tied else ()
+    def __init__(self, output: nn.Module) -> None:
+        weight = next(output.parameters(), None)  # none if the output layer is tied
+        super().__init__(weight)
+        # In a tuple, so that the embedding is not registered again as a submodule
+        self._tied = (output,) if weight is None else ()
 
     @property
     def projection(self) -> Tensor:
         """(V, D), or this rank's rows of it."""
         if self._tied:
-            weight: Tensor = self._tied[0].weight
+            weight = self._tied[0].weight
+            assert isinstance(weight, Tensor)
             return weight
         return self.weight
 
 
-def defer_output(model: Any) -> None:
+def defer_output(model: Llama) -> None:
     """Replaces the output layer, if this part of the model has one."""
     if not isinstance(model.output, nn.Identity):
         model.output = DeferredOutput(model.output)

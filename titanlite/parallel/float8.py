@@ -29,17 +29,20 @@ With one scale per tensor these are 3 all-reduces of 4 bytes for a layer cut by 
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from titanlite.config.schema import Float8Config
 from titanlite.distributed.torch_private import scaled_mm
 from titanlite.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from titanlite.model.llama import Llama
 
 logger = logging.getLogger("titanlite")
 E4M3 = torch.float8_e4m3fn
@@ -50,24 +53,31 @@ MIN_AMAX = 1e-12
 CUT_BY_COLUMNS = ("wo", "w2")  # under tensor parallel; other weights are cut by rows
 
 
+class Scaled(NamedTuple):
+    """A matrix as 8-bit numbers, and the fp32 scale that multiplies them back to the matrix."""
+
+    numbers: Tensor
+    scale: Tensor  # a scalar, or one number for each row or column
+
+    def t(self) -> Scaled:
+        return Scaled(self.numbers.t(), self.scale.t())
+
+
 def quantize(
     x: Tensor, dtype: torch.dtype, dim: int | None = None, mesh: DeviceMesh | None = None
-) -> tuple[Tensor, Tensor]:
-    """`x` as 8-bit numbers, and the fp32 scale that multiplies them back to `x`: a scalar, or one
-    along `dim`.
+) -> Scaled:
+    """`x` in 8 bits, with one scale, or with one for all numbers along `dim`.
 
     `mesh`: `x` is a part of a tensor whose other parts are on these ranks; they get the same scale.
     """
     largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     if mesh is not None:
-        largest = (
-            DTensor.from_local(largest, mesh, [Partial("max")])
-            .redistribute(placements=[Replicate()])
-            .to_local()
-        )
+        of_this_part = DTensor.from_local(largest, mesh, [Partial("max")])
+        largest = of_this_part.redistribute(placements=[Replicate()]).to_local()
     largest = largest.float().clamp(min=MIN_AMAX)
     limit = torch.finfo(dtype).max
-    return (x.float() * (limit / largest)).clamp(-limit, limit).to(dtype), largest / limit
+    numbers = (x.float() * (limit / largest)).clamp(-limit, limit).to(dtype)
+    return Scaled(numbers, scale=largest / limit)
 
 
 class Scaling(NamedTuple):
@@ -81,37 +91,37 @@ class Scaling(NamedTuple):
     mesh: DeviceMesh | None = None  # of tensor parallel
     cut: str = ""  # the side of the weight (N, K) that is divided over the mesh
 
-    def quantize(
-        self, x: Tensor, dtype: torch.dtype, sides: str, summed: str
-    ) -> tuple[Tensor, Tensor]:
+    def quantize(self, x: Tensor, dtype: torch.dtype, sides: str, summed: str) -> Scaled:
         """For a product that sums over the side `summed`; `sides`: those of `x`, as "MK"."""
-        # One scale holds for a row along the summed side, or for the whole matrix
-        covered = summed if self.rowwise else sides
-        dim = sides.index(summed) if self.rowwise else None
-        divided = self.cut != "" and self.cut in covered
+        # One scale covers a row along the summed side, or the whole matrix
+        dim = None
+        covered = sides
+        if self.rowwise:
+            dim = sides.index(summed)
+            covered = summed
+        divided = self.cut != "" and self.cut in covered  # over ranks, which then agree on it
         return quantize(x, dtype, dim, self.mesh if divided else None)
 
 
-def scaled_matmul(
-    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], out: torch.dtype, emulate: bool, fast: bool
-) -> Tensor:
-    """a (M, K) times b (K, N), each 8-bit numbers and their scale.
+def scaled_matmul(a: Scaled, b: Scaled, out: torch.dtype, emulate: bool, fast: bool) -> Tensor:
+    """a (M, K) times b (K, N) -> (M, N) of dtype `out`.
 
     `fast`: the hardware accumulates with fewer bits.
     """
-    (x, x_scale), (y, y_scale) = a, b
     if emulate:
-        product = (x.float() @ y.float()) * (x_scale * y_scale)
+        product = (a.numbers.float() @ b.numbers.float()) * (a.scale * b.scale)
         # `to` with an unchanged dtype returns its input, and torch 2.11 compiles a Function that
         # returns such an alias to one without gradient (pytorch#180642).
         return product if product.dtype == out else product.to(out)
-    by_columns = y.t().contiguous().t()  # the layout that the hardware requires
-    scales = x_scale.contiguous(), y_scale.contiguous()
-    return scaled_mm(x.contiguous(), by_columns, *scales, out_dtype=out, use_fast_accum=fast)
-
-
-def _transposed(x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return x[0].t(), x[1].t()
+    by_columns = b.numbers.t().contiguous().t()  # the layout that the hardware requires
+    return scaled_mm(
+        a.numbers.contiguous(),
+        by_columns,
+        a.scale.contiguous(),
+        b.scale.contiguous(),
+        out_dtype=out,
+        use_fast_accum=fast,
+    )
 
 
 class _Float8Linear(torch.autograd.Function):
@@ -121,25 +131,29 @@ class _Float8Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
         x8 = scaling.quantize(x, E4M3, "MK", "K")
         w8 = scaling.quantize(weight, E4M3, "NK", "K")
-        # The weight is saved, not its 8-bit copy: FSDP may free the parameter and gather it again.
-        ctx.save_for_backward(*([x] if scaling.rowwise else x8), weight)
+        # The weight is saved, not its 8-bit copy: FSDP may free the parameter and gather it again
+        if scaling.rowwise:
+            ctx.save_for_backward(weight, x)  # which is rounded again, along its other side
+        else:
+            ctx.save_for_backward(weight, x8.numbers, x8.scale)
         ctx.scaling = scaling
-        return scaled_matmul(x8, _transposed(w8), x.dtype, scaling.emulate, fast=True)
+        return scaled_matmul(x8, w8.t(), x.dtype, scaling.emulate, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        scaling = ctx.scaling
-        *x8, weight = ctx.saved_tensors
-        e5m2 = E4M3 if scaling.rowwise else E5M2
-        g8 = scaling.quantize(gradient, e5m2, "MN", "N")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        scaling: Scaling = ctx.scaling
+        weight, *saved = ctx.saved_tensors
         w8 = scaling.quantize(weight, E4M3, "NK", "N")
-        to_x = scaled_matmul(g8, w8, gradient.dtype, scaling.emulate, fast=False)
         if scaling.rowwise:
-            g8 = scaling.quantize(gradient, E4M3, "MN", "M")
-            x8 = scaling.quantize(x8[0], E4M3, "MK", "M")
-        to_weight = scaled_matmul(
-            _transposed(g8), tuple(x8), weight.dtype, scaling.emulate, fast=False
-        )
+            g8 = scaling.quantize(gradient, E4M3, "MN", "N")
+            g8_by_columns = scaling.quantize(gradient, E4M3, "MN", "M")
+            x8 = scaling.quantize(saved[0], E4M3, "MK", "M")
+        else:
+            g8 = scaling.quantize(gradient, E5M2, "MN", "N")
+            g8_by_columns = g8  # one scale holds for both products
+            x8 = Scaled(*saved)
+        to_x = scaled_matmul(g8, w8, gradient.dtype, scaling.emulate, fast=False)
+        to_weight = scaled_matmul(g8_by_columns.t(), x8, weight.dtype, scaling.emulate, fast=False)
         return to_x, to_weight, None
 
 
@@ -163,21 +177,26 @@ class Float8Linear(nn.Linear):
     rowwise: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        weight: Any = self.weight
-        if not isinstance(x, DTensor):
+        weight = self.weight
+        if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
             return float8_linear(x, weight, Scaling(self.emulate, self.rowwise))
         mesh = x.device_mesh
-        by_rows = weight.placements[0] == Shard(0)
         features = Shard(x.ndim - 1)
-        scaling = Scaling(self.emulate, self.rowwise, mesh, "N" if by_rows else "K")
-        # By rows, each rank has one term of the input's gradient; by columns, one term of the
-        # output.
-        rows = x.to_local(grad_placements=[Partial() if by_rows else features])
-        out = float8_linear(rows, weight.to_local(), scaling)
-        return DTensor.from_local(out, mesh, [features if by_rows else Partial()], run_check=False)
+        # Of the input's gradient and of the output: where the weight is cut by rows, each rank has
+        # one term of the former; where it is cut by columns, one term of the latter.
+        to_x: Placement = features
+        to_out: Placement = Partial()
+        cut = "K"
+        if weight.placements[0] == Shard(0):
+            to_x = Partial()
+            to_out = features
+            cut = "N"
+        scaling = Scaling(self.emulate, self.rowwise, mesh, cut)
+        out = float8_linear(x.to_local(grad_placements=[to_x]), weight.to_local(), scaling)
+        return DTensor.from_local(out, mesh, [to_out], run_check=False)
 
 
-def apply_float8(model: Any, config: Float8Config, device_type: str, tp: int = 1) -> None:
+def apply_float8(model: Llama, config: Float8Config, device_type: str, tp: int = 1) -> None:
     """Replaces the class of each linear layer in the blocks that is not skipped; parameters do not
     change.
 
@@ -192,29 +211,29 @@ def apply_float8(model: Any, config: Float8Config, device_type: str, tp: int = 1
             "later; "
             "float8.emulate = true computes the same numbers on any, slowly"
         )
-    linear: dict[str, Any] = {
-        name: module
-        for name, module in model.layers.named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    skipped = {name for name in linear if any(part in f"layers.{name}" for part in config.skipped)}
-    odd = {
-        name
-        for name, module in linear.items()
-        if any(side % MULTIPLE for side in _sides(name, module, tp))
-    }
-    for name, module in linear.items():
-        if name not in skipped | odd:
+    num_converted = 0
+    num_skipped = 0
+    num_odd = 0
+    for name, module in model.layers.named_modules(prefix="layers"):
+        if not isinstance(module, nn.Linear):
+            continue
+        if any(part in name for part in config.skipped):
+            num_skipped += 1
+        elif any(side % MULTIPLE for side in _sides(name, module, tp)):
+            num_odd += 1
+        else:
+            num_converted += 1
             # The class is replaced, not the forward, so that all blocks have the same code and one
             # compiled graph.
             module.__class__ = Float8Linear
+            assert isinstance(module, Float8Linear)
             module.emulate = config.emulate
             module.rowwise = config.scaling == "rowwise"
     logger.info(
         "float8: %d linear layers; %d skipped by name, %d for sides that are not multiples of %d",
-        len(linear) - len(skipped | odd),
-        len(skipped),
-        len(odd - skipped),
+        num_converted,
+        num_skipped,
+        num_odd,
         MULTIPLE,
     )
 
@@ -222,4 +241,6 @@ def apply_float8(model: Any, config: Float8Config, device_type: str, tp: int = 1
 def _sides(name: str, module: nn.Linear, tp: int) -> tuple[int, int]:
     """(N, K) of a rank's part of the weight."""
     n, k = module.weight.shape
-    return (n, k // tp) if name.endswith(CUT_BY_COLUMNS) else (n // tp, k)
+    if name.endswith(CUT_BY_COLUMNS):
+        return n, k // tp
+    return n // tp, k

@@ -44,7 +44,7 @@ On one rank there is nothing to shard or reduce, and FSDP is not applied, unless
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -52,9 +52,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from titanlite.config.schema import ParallelConfig
 from titanlite.distributed.mesh import Mesh
+from titanlite.parallel.deferred_output import DeferredOutput
+
+if TYPE_CHECKING:
+    from titanlite.model.llama import Llama
 
 
-def fsdp_units(model: Any) -> list[list[nn.Module]]:
+def fsdp_units(model: Llama) -> list[list[nn.Module]]:
     """The modules that are gathered together, in forward order.
 
     A tied embedding is in none: both ends use it.
@@ -73,7 +77,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def apply_fsdp(
-    model: Any, config: ParallelConfig, mesh: Mesh, compute: torch.dtype, reduce: torch.dtype
+    model: Llama, config: ParallelConfig, mesh: Mesh, compute: torch.dtype, reduce: torch.dtype
 ) -> None:
     """Shards each unit, and the remaining parameters as the unit of the model itself.
 
@@ -93,7 +97,9 @@ def apply_fsdp(
     units = fsdp_units(model)
     # A chunked loss computes the output projection after the forward. Its weight, in the last unit
     # or (if tied) in the unit of the model itself, must stay gathered.
-    at_the_end = not hasattr(model.output, "projection") and _reshard(config, mesh, last=True)
+    at_the_end = _reshard(config, mesh, last=True)
+    if isinstance(model.output, DeferredOutput):
+        at_the_end = False
     for unit in units:
         reshard = at_the_end if unit is units[-1] else _reshard(config, mesh, last=False)
         fully_shard(unit, reshard_after_forward=reshard, **options)
@@ -105,7 +111,9 @@ def apply_fsdp(
             # plain sum too.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    _prefetch([unit[0] for unit in units], config.prefetch)
+    # `fully_shard` has changed the class of each unit's first module
+    sharded: list[FSDPModule] = [unit[0] for unit in units if isinstance(unit[0], FSDPModule)]
+    _prefetch(sharded, config.prefetch)
 
 
 def _reshard(config: ParallelConfig, mesh: Mesh, last: bool) -> bool | int:
@@ -120,7 +128,7 @@ def _reshard(config: ParallelConfig, mesh: Mesh, last: bool) -> bool | int:
     return mode == "always"
 
 
-def _prefetch(units: list[Any], depth: int) -> None:
+def _prefetch(units: list[FSDPModule], depth: int) -> None:
     """Each unit starts the all-gathers of the next `depth` units, forward and backward.
 
     0 keeps FSDP2's default.

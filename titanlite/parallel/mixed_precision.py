@@ -14,7 +14,6 @@ is recomputed (`recompute.mode = full`).
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,25 +28,29 @@ def apply_mixed_precision(model: nn.Module, compute: torch.dtype) -> None:
     assert all(name.endswith(".weight") for name, _ in model.named_parameters())
     for module in model.modules():
         if any(parameter.dtype != compute for parameter in module.parameters(recurse=False)):
-            kind: Any = type(module)
-            module.__class__ = _casting(kind, compute)
+            kind = type(module)
+            module.__class__ = _casting(kind, compute)  # type: ignore[arg-type]  # hashable
 
 
 @functools.cache
-def _casting(kind: Any, compute: torch.dtype) -> Any:
+def _casting(kind: type[nn.Module], compute: torch.dtype) -> type[nn.Module]:
     """A subclass whose attribute `weight` is the cast one.
 
     The same for all blocks, so they are compiled once.
     """
 
-    def weight(self: Any) -> Tensor:
-        parameter: Tensor = self._parameters["weight"]
+    def weight(self: nn.Module) -> Tensor:
+        # `get_parameter` would find this property
+        parameter = self._parameters["weight"]
+        assert parameter is not None
         return parameter.to(compute)
 
-    def look_up(self: Any, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self._parameters["weight"]).to(compute)
+    def look_up(self: nn.Module, tokens: Tensor) -> Tensor:
+        parameter = self._parameters["weight"]
+        assert parameter is not None
+        return F.embedding(tokens, parameter).to(compute)
 
-    members: dict[str, Any] = {"weight": property(weight)}
+    members: dict[str, object] = {"weight": property(weight)}
     if issubclass(kind, nn.Embedding):
         members["forward"] = look_up
     return type(kind.__name__, (kind,), members)

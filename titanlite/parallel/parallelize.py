@@ -20,7 +20,7 @@ recomputed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -42,10 +42,13 @@ from titanlite.parallel.tensor_parallel import apply_tp
 from titanlite.rules.degrees import needs_fsdp
 from titanlite.runtime.phases import Phase, mark_phase
 
+if TYPE_CHECKING:
+    from titanlite.model.llama import Llama
+
 
 def build_model_parts(
-    model: Any, config: Config, mesh: Mesh, device: torch.device, compiled: bool
-) -> list[Any]:
+    model: Llama, config: Config, mesh: Mesh, device: torch.device, compiled: bool
+) -> list[Llama]:
     """This rank's parts of a model, parallelised and with initial weights.
 
     One part, or its pipeline stages. `model`: a Llama on the meta device; a rank holds its own
@@ -59,7 +62,7 @@ def build_model_parts(
     return model_parts
 
 
-def split_and_parallelize(model: Any, config: Config, mesh: Mesh, compiled: bool) -> list[Any]:
+def split_and_parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> list[Llama]:
     """The parts of a model on the meta device, parallelised, without memory.
 
     Parameters get the dtype `training.param_dtype`. The RoPE table is computed later, in fp32.
@@ -72,7 +75,7 @@ def split_and_parallelize(model: Any, config: Config, mesh: Mesh, compiled: bool
     return model_parts
 
 
-def parallelize(model: Any, config: Config, mesh: Mesh, compiled: bool) -> None:
+def parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> None:
     """Applies every technique that the config enables.
 
     `model` is a Llama or a pipeline stage of one; modules are found by name. `config` comes from

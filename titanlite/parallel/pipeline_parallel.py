@@ -40,13 +40,18 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    get_schedule_class,
+)
 
 from titanlite.config.schema import V_SHAPED, Config, ParallelConfig
 from titanlite.distributed.mesh import Mesh
@@ -55,7 +60,12 @@ from titanlite.optim.loss import SummedLoss
 from titanlite.parallel.deferred_output import WeightHolder
 from titanlite.runtime.phases import Phase, mark_phase
 
+if TYPE_CHECKING:
+    from titanlite.model.llama import Llama
+
 logger = logging.getLogger("titanlite")
+T = TypeVar("T")
+Schedule: TypeAlias = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 def stage_indices(rank: int, size: int, per_rank: int, schedule: str) -> list[int]:
@@ -102,7 +112,7 @@ def balanced_split(weights: list[int], num_stages: int) -> list[int]:
     return [first_index(begin) for begin in best[blocks][1]]
 
 
-def stage_modules(model: Any, num_stages: int, explicit: list[str]) -> list[list[str]]:
+def stage_modules(model: Llama, num_stages: int, explicit: list[str]) -> list[list[str]]:
     """The names of each stage's modules.
 
     `explicit`: the first module of each stage but the first; empty: balanced.
@@ -113,12 +123,12 @@ def stage_modules(model: Any, num_stages: int, explicit: list[str]) -> list[list
         starts = [0, *(order.index(name) for name in explicit)]
     else:
         block = sum(p.numel() for p in next(iter(model.layers.values())).parameters())
-        vocabulary = model.tok_embeddings.weight.numel()
+        vocabulary = model.config.vocab_size * model.config.dim
         starts = balanced_split([vocabulary // 2, *[block] * len(layers), vocabulary], num_stages)
     return [order[begin:end] for begin, end in zip(starts, [*starts[1:], len(order)], strict=True)]
 
 
-def split_into_stages(model: Any, config: ParallelConfig, mesh: DeviceMesh) -> list[Any]:
+def split_into_stages(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> list[Llama]:
     """The stages of a model (on meta) that this rank of the pp axis holds, each a Llama with some
     of the modules.
     """
@@ -134,7 +144,7 @@ def split_into_stages(model: Any, config: ParallelConfig, mesh: DeviceMesh) -> l
     ]
 
 
-def _keep_modules(model: Any, names: list[str]) -> Any:
+def _keep_modules(model: Llama, names: list[str]) -> Llama:
     """A copy of the model with only these modules; an embedding, norm or output of another stage
     becomes Identity.
     """
@@ -144,7 +154,7 @@ def _keep_modules(model: Any, names: list[str]) -> Any:
             del part.layers[name]
     for name in {"tok_embeddings", "norm", "output"} - set(names):
         if name == "tok_embeddings" and "output" in names and part.config.tied_embeddings:
-            part.tok_embeddings = WeightHolder(part.tok_embeddings.weight)
+            part.tok_embeddings = WeightHolder(part.tok_embeddings.get_parameter("weight"))
             part.output = type(part.output)(part.tok_embeddings)
         else:
             setattr(part, name, nn.Identity())
@@ -163,7 +173,7 @@ class Microbatches(NamedTuple):
 
 
 def build_pipeline(
-    model_parts: list[Any], loss: SummedLoss, config: Config, mesh: Mesh, device: torch.device
+    model_parts: list[Llama], loss: SummedLoss, config: Config, mesh: Mesh, device: torch.device
 ) -> Pipeline:
     """The pipeline of these stages, with the shapes of microbatches after the division by tp and
     cp.
@@ -194,7 +204,7 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: list[nn.Module],
+        stages: list[Llama],
         loss: SummedLoss,
         mesh: DeviceMesh,
         device: torch.device,
@@ -202,52 +212,58 @@ class Pipeline:
         microbatches: Microbatches,
     ) -> None:
         """`stages` are those of this rank; `loss`: the summed loss of outputs and labels."""
-        indices = stage_indices(mesh.get_local_rank(), mesh.size(), len(stages), schedule)
-        total = mesh.size() * len(stages)
-        self.has_first = 0 in indices
-        self.has_last = total - 1 in indices
+        self.stages = stages
+        self.mesh = mesh
+        self.device = device
+        self.microbatches = microbatches
+        self.indices = stage_indices(mesh.get_local_rank(), mesh.size(), len(stages), schedule)
+        self.last = mesh.size() * len(stages) - 1  # the index of the last stage of all ranks
         self.loss = loss
         self.num_targets = torch.ones((), device=device)
-
-        def build(times: bool) -> Any:
-            built = [
-                pipeline_stage_class()(
-                    stage,
-                    index,
-                    total,
-                    device,
-                    input_args=microbatches.tokens if index == 0 else microbatches.hidden,
-                    output_args=microbatches.output if index == total - 1 else microbatches.hidden,
-                    group=mesh.get_group(),
-                )
-                for stage, index in zip(stages, indices, strict=True)
-            ]
-            if times:
-                for stage in built:
-                    mark_chunks(stage)
-            cls: Any = get_schedule_class(schedule)
-            one_stage = schedule in ("GPipe", "1F1B")
-            # Losses are sums over a global count: gradients must not be divided by the number of
-            # microbatches.
-            return cls(
-                built[0] if one_stage else built,
-                n_microbatches=microbatches.number,
-                loss_fn=self._loss,
-                scale_grads=False,
-            )
 
         # Two schedules, because one cannot do both: in torch 2.11 a stage whose first batch is
         # evaluated cannot train (pytorch#162822), and in 2.13 a stage drops accumulated gradients
         # at each change.
-        self.training = build(times=True)
-        self.evaluation = build(times=False)
+        training_stages = self._build_stages()
+        for stage in training_stages:
+            mark_chunks(stage)
+        self.training = self._build_schedule(schedule, training_stages)
+        self.evaluation = self._build_schedule(schedule, self._build_stages())
+
+    def _build_stages(self) -> list[PipelineStage]:
+        """torch's stages of this rank; with the shapes given, they do not exchange them."""
+        shapes = self.microbatches
+        return [
+            pipeline_stage_class()(
+                stage,
+                index,
+                self.last + 1,
+                self.device,
+                input_args=shapes.tokens if index == 0 else shapes.hidden,
+                output_args=shapes.output if index == self.last else shapes.hidden,
+                group=self.mesh.get_group(),
+            )
+            for stage, index in zip(self.stages, self.indices, strict=True)
+        ]
+
+    def _build_schedule(self, name: str, stages: list[PipelineStage]) -> Schedule:
+        schedule: Callable[..., Schedule] = get_schedule_class(name)
+        one_stage = name in ("GPipe", "1F1B")
+        # Losses are sums over a global count: gradients must not be divided by the number of
+        # microbatches.
+        return schedule(
+            stages[0] if one_stage else stages,
+            n_microbatches=self.microbatches.number,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
 
     def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
         return self.loss(output, labels) / self.num_targets
 
     def _run(
         self,
-        run: Callable[..., Any],
+        run: Callable[..., object],
         tokens: Tensor,
         labels: Tensor,
         num_targets: Tensor,
@@ -256,9 +272,9 @@ class Pipeline:
         self.num_targets = num_targets
         losses: list[Tensor] = []
         inputs = []
-        if self.has_first:
+        if 0 in self.indices:
             inputs.append(tokens.contiguous())  # a stage of torch 2.11 checks strides
-        target = labels if self.has_last else None
+        target = labels if self.last in self.indices else None
         # The packing goes to every stage, divided into microbatches like the tokens
         run(*inputs, target=target, losses=losses, return_outputs=False, **packing)
         if not losses:
@@ -280,7 +296,7 @@ class Pipeline:
         )
 
 
-def mark_chunks(stage: Any) -> None:
+def mark_chunks(stage: PipelineStage) -> None:
     """Makes a stage mark each forward and backward of a microbatch, which ranks run in different
     orders.
     """
@@ -293,20 +309,18 @@ def mark_chunks(stage: Any) -> None:
         setattr(stage, name, functools.partial(_mark_and_call, phase, getattr(stage, name)))
 
 
-def _mark_and_call(phase: Phase, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _mark_and_call(phase: Phase, method: Callable[..., T], *args: object, **kwargs: object) -> T:
     mark_phase(phase)
     return method(*args, **kwargs)
 
 
-def shared_params(stages: list[Any]) -> list[Tensor]:
+def shared_params(stages: list[Llama]) -> list[Tensor]:
     """This rank's copies of a tied embedding: one on the first and on the last rank, both on rank 0
     of a V.
     """
-    return [
-        stage.tok_embeddings.weight
-        for stage in stages
-        if stage.config.tied_embeddings and hasattr(stage.tok_embeddings, "weight")
-    ]
+    tied = [stage for stage in stages if stage.config.tied_embeddings]
+    # A stage without either end has no parameter there
+    return [weight for stage in tied for weight in stage.tok_embeddings.parameters()]
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from titanlite.optim.chunked_loss import ChunkedLoss
 from titanlite.optim.loss import SummedLoss, cross_entropy_sum
 from titanlite.optim.z_loss import with_z_loss
 from titanlite.parallel.context_parallel import BatchSharder
+from titanlite.parallel.deferred_output import DeferredOutput
 from titanlite.parallel.pipeline_parallel import (
     build_pipeline,
     shared_params,
@@ -33,6 +34,9 @@ from titanlite.parallel.pipeline_parallel import (
 )
 from titanlite.parallel.tensor_parallel import loss_parallel_cross_entropy_sum
 from titanlite.runtime.phases import Phase, mark_phase
+
+if TYPE_CHECKING:
+    from titanlite.model.llama import Llama
 
 
 class Runner(Protocol):
@@ -52,7 +56,7 @@ class Runner(Protocol):
 class WholeModel:
     """Runs a model that is not split into pipeline stages."""
 
-    def __init__(self, model: Any, loss: SummedLoss) -> None:
+    def __init__(self, model: Llama, loss: SummedLoss) -> None:
         self.model = model
         self.loss = loss
 
@@ -88,18 +92,18 @@ class Stages:
     """
 
     def __init__(
-        self, model_parts: list[Any], config: Config, mesh: Mesh, device: torch.device
+        self, model_parts: list[Llama], config: Config, mesh: Mesh, device: torch.device
     ) -> None:
         """`model_parts` are parallelised and have their weights."""
         self.model_parts = model_parts
         self.config = config.parallel
         self.mesh = mesh
         # Every rank computes whole sequences, unless they are cut over cp
-        self.shard_batch: Callable[[Batch], AbstractContextManager[Any]] = contextlib.nullcontext
+        self.shard_batch: Callable[[Batch], AbstractContextManager[Batch]] = contextlib.nullcontext
         if mesh["cp"].size() > 1:
             sharder = BatchSharder(model_parts, mesh["cp"], config.parallel.cp_method, device)
             self.shard_batch = sharder.shard_batch
-        self.loss_scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        self.loss_scope: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if mesh["tp"].size() > 1:
             # Within it, log-softmax and its gradient work on a sharded vocabulary
             self.loss_scope = loss_parallel
@@ -152,10 +156,10 @@ class Stages:
     def inputs(self, batch: Batch) -> Iterator[Inputs]:
         """The context of a forward and backward."""
         with self.loss_scope(), self.shard_batch(batch) as (tokens, labels, positions):
-            packing = {}
-            if batch.positions is not None:
-                packing["positions"] = positions
-                packing["documents"] = (batch.positions == 0).cumsum(dim=1)
+            packing: dict[str, Tensor] = {}
+            if batch.positions is not None and positions is not None:
+                packing["positions"] = positions  # (B, S/cp)
+                packing["documents"] = (batch.positions == 0).cumsum(dim=1)  # (B, S)
             yield Inputs(tokens, labels, packing)
 
     @contextlib.contextmanager
@@ -174,7 +178,7 @@ class Stages:
             holder.loss = loss
 
 
-def _build_loss(model_parts: list[Any], config: Config, mesh: Mesh) -> SummedLoss:
+def _build_loss(model_parts: list[Llama], config: Config, mesh: Mesh) -> SummedLoss:
     """The summed loss of the last part's output and the labels: plain, compiled, or with the
     projection in chunks.
     """
@@ -189,6 +193,6 @@ def _build_loss(model_parts: list[Any], config: Config, mesh: Mesh) -> SummedLos
         loss = torch.compile(loss, backend=config.compile.backend, dynamic=False)
     if config.loss.num_chunks > 1:
         for part in model_parts:
-            if hasattr(part.output, "projection"):  # only the part with the output layer
+            if isinstance(part.output, DeferredOutput):  # only the part with the output layer
                 loss = ChunkedLoss(part.output, config.loss.num_chunks, loss, mesh["tp"])
     return loss

@@ -39,7 +39,7 @@ further code.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     RowwiseParallel,
@@ -59,6 +60,9 @@ from titanlite.optim.loss import cross_entropy_sum
 from titanlite.parallel.deferred_output import DeferredOutput, WeightHolder
 from titanlite.runtime.errors import ConfigError
 
+if TYPE_CHECKING:
+    from titanlite.model.llama import Llama
+
 # Placements of the tensors between modules: sequence sharded (dim 1), replicated, vocabulary
 # sharded (last dim)
 SEQUENCE_SHARD = Shard(1)
@@ -66,7 +70,7 @@ REPLICATED = Replicate()
 VOCABULARY_SHARD = Shard(-1)
 
 
-def block_plan() -> dict[str, Any]:
+def block_plan() -> dict[str, ParallelStyle]:
     """Module of a block -> how it is parallelised.
 
     The block's input and output are (B, S/tp, D).
@@ -91,11 +95,11 @@ def block_plan() -> dict[str, Any]:
     }
 
 
-def ends_plan(model: Any) -> dict[str, Any]:
+def ends_plan(model: Llama) -> dict[str, ParallelStyle]:
     """The same for the embedding, the norm and the output layer, as far as this part of the model
     has them.
     """
-    plan: dict[str, Any] = {}
+    plan: dict[str, ParallelStyle] = {}
     if isinstance(model.tok_embeddings, nn.Embedding):
         plan["tok_embeddings"] = RowwiseParallel(
             input_layouts=REPLICATED, output_layouts=SEQUENCE_SHARD
@@ -122,7 +126,7 @@ def ends_plan(model: Any) -> dict[str, Any]:
     return plan
 
 
-def apply_tp(model: Any, mesh: DeviceMesh, async_tp: bool) -> None:
+def apply_tp(model: Llama, mesh: DeviceMesh, async_tp: bool) -> None:
     """Shards a part of the model over the tp axis."""
     parallelize_module(model, mesh, ends_plan(model))
     for block in model.layers.values():

@@ -25,7 +25,7 @@ Count: TypeAlias = Annotated[int, range(1 << 62)]
 Sha256: TypeAlias = Annotated[str, re.compile("[0-9a-f]{64}")]
 
 
-def typed(kind: type[T], value: Any) -> T:
+def typed(kind: type[T], value: object) -> T:
     """The value as `kind`.
 
     Raises ValueError with the place, what is expected there and what was found.
@@ -34,7 +34,7 @@ def typed(kind: type[T], value: Any) -> T:
     return result
 
 
-def _typed(kind: Any, value: Any, where: str) -> Any:
+def _typed(kind: Any, value: object, where: str) -> Any:
     origin = get_origin(kind)
     arguments = get_args(kind)
     if kind is Any:
@@ -64,44 +64,46 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
     return _expect(kind, value, where)
 
 
-def _members(kind: Any, found: dict[str, Any], where: str) -> dict[str, Any]:
+def _members(kind: type, values: dict[str, object], where: str) -> dict[str, Any]:
     """The members of a class. Those with a default may be absent."""
     hints = _hints(kind)
-    unknown = sorted(found.keys() - hints.keys())
+    unknown = sorted(values.keys() - hints.keys())
     if unknown:
         raise ValueError(f"{where}.{unknown[0]:.100}: is not known".lstrip("."))
-    missing = [name for name in _required(kind) if name not in found]
+    missing = [name for name in _required(kind) if name not in values]
     if missing:
         raise ValueError(f"{where}.{missing[0]}: is missing".lstrip("."))
-    return {name: _typed(hints[name], value, f"{where}.{name}") for name, value in found.items()}
+    return {name: _typed(hints[name], value, f"{where}.{name}") for name, value in values.items()}
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 
 
 @functools.cache
-def _required(kind: Any) -> list[str]:
+def _required(kind: Any) -> list[str]:  # of NamedTuples, TypedDicts and dataclasses
     if hasattr(kind, "_fields"):
         return [name for name in kind._fields if name not in kind._field_defaults]
     if not dataclasses.is_dataclass(kind):
         return sorted(kind.__required_keys__)
-    none = dataclasses.MISSING
-    return [
-        f.name for f in dataclasses.fields(kind) if f.default is none and f.default_factory is none
-    ]
+    required = []
+    for field in dataclasses.fields(kind):
+        if field.default is field.default_factory is dataclasses.MISSING:
+            required.append(field.name)
+    return required
 
 
-def _expect(kind: type, value: Any, where: str) -> Any:
+def _expect(kind: type, value: object, where: str) -> Any:
     """The value, if it is of this very type.
 
     A float may be written as an integer; a boolean is no number.
     """
     place = where.lstrip(".") or "the file"
-    if type(value) not in ((int, float) if kind is float else (kind,)):
+    allowed = (int, float) if kind is float else (kind,)
+    if type(value) not in allowed:
         raise ValueError(f"{place}: expected {kind.__name__}, found {type(value).__name__}")
-    if type(value) is int and not -LARGEST <= value < LARGEST:
+    if isinstance(value, int) and not -LARGEST <= value < LARGEST:
         raise ValueError(f"{place}: expected an integer of 64 bits, found a larger one")
     return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import signal
@@ -52,6 +53,18 @@ def test_a_worker_that_dies_ends_the_call(pool):
     with pytest.raises(WorkerError, match="rank 1 died"):
         pool.run(2, die_on_rank_1)
     assert time.monotonic() - started < 30
+
+
+def crash_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        ctypes.string_at(0)
+    time.sleep(60)
+
+
+def test_a_crash_in_c_is_reported_with_its_stack(pool):
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, crash_on_rank_1)
+    assert_mentions(str(caught.value), "rank 1 died", "Segmentation fault", "crash_on_rank_1")
 
 
 def write_pid_and_hang(folder: str) -> None:

@@ -12,6 +12,7 @@ that has imported torch.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -24,17 +25,40 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanlite.runtime import interpreter
 
 GROUP_TIMEOUT = 1800  # seconds; `Pool.run` has a shorter one
-Outcome = tuple[float, "str | None", Any]  # time of the end, a stack trace or None, the result
 
 
 class WorkerError(AssertionError):
     """A rank failed, or did not answer in time. The message is its stack trace."""
+
+
+class Call(NamedTuple):
+    """What a worker is sent."""
+
+    path: list[str]  # sys.path of the caller
+    rank: int
+    world_size: int
+    folder: Path  # of the call: the store through which the ranks meet, and the stacks of crashes
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+class Outcome(NamedTuple):
+    """What a worker answers, or what is known of one that has died."""
+
+    ended: float  # by the monotonic clock, the same for all processes
+    error: str  # a stack trace; empty if the function has returned
+    result: Any = None
+
+
+def _crash_file(folder: Path, rank: int) -> Path:
+    return folder / f"crash-{rank}.txt"
 
 
 def _work(connection: Connection, device: str, quiet: bool) -> None:
@@ -57,22 +81,23 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
 
     torch.set_num_threads(1)
     _share_no_progress_bars()
-    sys.path[:], rank, world_size, store, function, arguments = connection.recv()
-    outcome: Outcome
+    call: Call = connection.recv()
+    sys.path[:] = call.path
+    crashes = _crash_file(call.folder, call.rank).open("w")
+    faulthandler.enable(crashes)  # a crash in C++ writes the stack of every thread
     try:
         if device == "cuda":
-            os.environ["LOCAL_RANK"] = str(rank)
+            os.environ["LOCAL_RANK"] = str(call.rank)
         use_loopback()
-        join(
-            open_device(device), GROUP_TIMEOUT, rank, world_size, dist.FileStore(store, world_size)
-        )
-        outcome = (time.monotonic(), None, function(*arguments))
+        store = dist.FileStore(str(call.folder / "store"), call.world_size)
+        join(open_device(device), GROUP_TIMEOUT, call.rank, call.world_size, store)
+        result = call.function(*call.arguments)
+        outcome = Outcome(time.monotonic(), "", result)
         dist.barrier()  # no rank exits while another still communicates with it
     except BaseException:
-        outcome = (time.monotonic(), f"rank {rank}:\n{traceback.format_exc()}", None)
-    connection.send_bytes(
-        pickle.dumps(outcome)
-    )  # by value: `send` would share the memory of tensors, which ends with this process
+        outcome = Outcome(time.monotonic(), f"rank {call.rank}:\n{traceback.format_exc()}")
+    # By value: `send` would share the memory of tensors, which ends with this process
+    connection.send_bytes(pickle.dumps(outcome))
     connection.close()
     os._exit(0)  # gloo's threads can abort an orderly exit (pytorch#190489)
 
@@ -129,64 +154,68 @@ class Pool:
         Raises WorkerError, `grace` seconds after the first rank has failed.
         """
         interpreter.in_root_folder(_start_server)
-        workers: list[tuple[Any, Connection]] = []
+        workers: list[tuple[BaseProcess, Connection]] = []
         try:
             with tempfile.TemporaryDirectory() as folder:
                 for rank in range(world_size):
                     ours, theirs = self._context.Pipe()
-                    process = self._context.Process(
+                    process: BaseProcess = self._context.Process(
                         target=_work, args=(theirs, *self._options), daemon=True
                     )
                     process.start()
                     theirs.close()
-                    ours.send(
-                        (
-                            sys.path,
-                            rank,
-                            world_size,
-                            str(Path(folder, "store")),
-                            function,
-                            arguments,
-                        )
-                    )
+                    ours.send(Call(sys.path, rank, world_size, Path(folder), function, arguments))
                     workers.append((process, ours))
-                outcomes = _collect(
-                    [connection for _, connection in workers], time.monotonic() + timeout, grace
-                )
+                outcomes = _collect(workers, Path(folder), time.monotonic() + timeout, grace)
         finally:
             for process, connection in workers:
                 connection.close()
                 process.kill()
                 process.join()
-        errors = sorted(
-            (outcome for outcome in outcomes.values() if outcome[1]), key=lambda outcome: outcome[0]
-        )
-        if errors or len(outcomes) < world_size:
-            missing = sorted(set(range(world_size)) - set(outcomes))
-            raise WorkerError(
-                errors[0][1] if errors else f"ranks {missing} did not answer within {timeout} s"
-            )
-        return [outcomes[rank][2] for rank in range(world_size)]
+        errors = [outcome for outcome in outcomes.values() if outcome.error]
+        if errors:
+            earliest = min(errors, key=lambda outcome: outcome.ended)
+            raise WorkerError(earliest.error)
+        missing = sorted(set(range(world_size)) - set(outcomes))
+        if missing:
+            raise WorkerError(f"ranks {missing} did not answer within {timeout} s")
+        return [outcomes[rank].result for rank in range(world_size)]
 
 
-def _collect(connections: list[Connection], deadline: float, grace: float) -> dict[int, Outcome]:
+def _collect(
+    workers: list[tuple[BaseProcess, Connection]], folder: Path, deadline: float, grace: float
+) -> dict[int, Outcome]:
     """Waits until all ranks have an outcome, one has failed, or the time is up.
 
     Outcomes by rank.
     """
     outcomes: dict[int, Outcome] = {}
-    while len(outcomes) < len(connections) and (left := deadline - time.monotonic()) > 0:
+    while len(outcomes) < len(workers):
+        time_left = deadline - time.monotonic()
+        if time_left <= 0:
+            break
         silent = {
-            connection: rank for rank, connection in enumerate(connections) if rank not in outcomes
+            connection: rank for rank, (_, connection) in enumerate(workers) if rank not in outcomes
         }
-        ready: list[Any] = wait(list(silent), timeout=left)
+        ready: list[Any] = wait(list(silent), timeout=time_left)
         for connection in ready:
             rank = silent[connection]
             try:
                 outcomes[rank] = pickle.loads(connection.recv_bytes())
             except EOFError:
-                outcomes[rank] = (time.monotonic(), f"rank {rank} died", None)
-        if any(error for _, error, _ in outcomes.values()):
+                error = _describe_death(rank, workers[rank][0], folder)
+                outcomes[rank] = Outcome(time.monotonic(), error)
+        if any(outcome.error for outcome in outcomes.values()):
             # The error of another rank may be the cause
             deadline = min(deadline, time.monotonic() + grace)
     return outcomes
+
+
+def _describe_death(rank: int, process: BaseProcess, folder: Path) -> str:
+    """How a worker ended that has sent no outcome, with its stacks if it crashed."""
+    process.join(1)
+    crash_file = _crash_file(folder, rank)
+    stacks = ""
+    if crash_file.exists():  # it may have died before it was called
+        stacks = crash_file.read_text()
+    return f"rank {rank} died with exit code {process.exitcode}\n{stacks}"
