@@ -14,9 +14,9 @@ from titanlite.tools.cli import launch
 def test_counts_in_the_environment(monkeypatch, text):
     monkeypatch.setenv("NNODES", text)
     with refused(f"NNODES = '{text}'", "environment", "integer from 1 to"):
-        launch._number("NNODES", 1)
+        launch.environment_number("NNODES", 1)
     monkeypatch.setenv("NNODES", "")
-    assert launch._number("NNODES", 3) == 3
+    assert launch.environment_number("NNODES", 3) == 3
 
 
 def test_threads_in_the_environment(monkeypatch):

@@ -30,6 +30,8 @@ def python(code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
 
 
+ONE = processes.Group(num_nodes=1, node=0, per_node=1, address="127.0.0.1", port=0)
+TWO = ONE._replace(per_node=2)
 SLEEP = "import time; time.sleep(60)"
 IGNORE = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); {SLEEP}"
 
@@ -97,12 +99,8 @@ def test_each_process_gets_its_rank_and_the_first_the_socket(signals, tmp_path, 
         "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + "
         "os.environ.get('RANK', 'alone'), 'w'))"
     )
-    assert (
-        processes.run(
-            ["-c", code, f"{tmp_path}/"], {"GIVEN": "x"}, 2, 0, 2, ("127.0.0.1", 0), signals
-        )
-        == 0
-    )
+    group = processes.Group(num_nodes=2, node=0, per_node=2, address="127.0.0.1", port=0)
+    assert processes.run(["-c", code, f"{tmp_path}/"], {"GIVEN": "x"}, group, signals) == 0
     first, second = (json.loads((tmp_path / rank).read_text()) for rank in "01")
     assert [first[name] for name in processes.RANK_VARIABLES[:5]] == [
         "0",
@@ -122,13 +120,13 @@ def test_each_process_gets_its_rank_and_the_first_the_socket(signals, tmp_path, 
     assert first["GIVEN"] == second["GIVEN"] == "x"
     assert LISTENER in first
     assert LISTENER not in second
-    assert processes.run(["-c", code, f"{tmp_path}/"], {}, 1, 0, 1, ("127.0.0.1", 0), signals) == 0
+    assert processes.run(["-c", code, f"{tmp_path}/"], {}, ONE, signals) == 0
     alone = json.loads((tmp_path / "alone").read_text())
     assert not {LISTENER, *processes.RANK_VARIABLES} & alone.keys()
 
 
 def test_processes_that_were_started_end_if_the_next_cannot_be(signals, monkeypatch):
-    started, start = [], processes._start
+    started, start = [], processes.start
 
     def second_fails(*arguments):
         if started:
@@ -136,9 +134,9 @@ def test_processes_that_were_started_end_if_the_next_cannot_be(signals, monkeypa
         started.append(start(*arguments))
         return started[0]
 
-    monkeypatch.setattr(processes, "_start", second_fails)
+    monkeypatch.setattr(processes, "start", second_fails)
     with pytest.raises(OSError, match="no process left"):
-        processes.run(["-c", SLEEP], {}, 1, 0, 2, ("127.0.0.1", 0), signals)
+        processes.run(["-c", SLEEP], {}, TWO, signals)
     assert started[0].wait(10) == -signal.SIGKILL
 
 
@@ -148,12 +146,12 @@ def test_processes_that_were_started_end_if_the_next_cannot_be(signals, monkeypa
 def test_too_few_open_files_are_refused(monkeypatch, signals, limit, enough):
     monkeypatch.setattr(processes.resource, "getrlimit", lambda kind: (limit, limit))
     if enough:
-        assert processes.run(["-c", ""], {}, 1, 0, 2, ("127.0.0.1", 0), signals) == 0
+        assert processes.run(["-c", ""], {}, TWO, signals) == 0
     else:
         with refused(f"ulimit -Hn = {limit}", "at least 70"):
-            processes.run(["-c", ""], {}, 1, 0, 2, ("127.0.0.1", 0), signals)
+            processes.run(["-c", ""], {}, TWO, signals)
     # One process communicates with none
-    assert processes.run(["-c", ""], {}, 1, 0, 1, ("127.0.0.1", 0), signals) == 0
+    assert processes.run(["-c", ""], {}, ONE, signals) == 0
 
 
 def test_an_address_at_which_one_cannot_listen():

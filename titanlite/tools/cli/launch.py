@@ -9,17 +9,16 @@ exit code. A failed run is started again up to MAX_RESTARTS times, from its newe
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 from titanlite.config.load import load_config, program_folder
-from titanlite.config.schema import DataConfig
+from titanlite.config.schema import Config
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.rules.check import check_layout
@@ -53,69 +52,91 @@ def launch(argv: list[str]) -> int:
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(without_package("torch"))
     config = load_config(argv)
-    nodes = _number("NNODES", 1)
-    node = _number("NODE_RANK", 0, low=0, high=nodes - 1)
-    here = _number("NGPU", 0) if os.environ.get("NGPU") else _default_processes(config.run.device)
-    restarts = _number("MAX_RESTARTS", 0, low=0, high=1000)
-    port = _number("MASTER_PORT", 29500, high=65535 - restarts)
+    num_nodes = environment_number("NNODES", 1)
+    node = environment_number("NODE_RANK", 0, low=0, high=num_nodes - 1)
+    if os.environ.get("NGPU"):
+        per_node = environment_number("NGPU", 1)
+    else:
+        per_node = _default_processes(config.run.device)
+    restarts = environment_number("MAX_RESTARTS", 0, low=0, high=1000)
+    port = environment_number("MASTER_PORT", 29500, high=65535 - restarts)
     # One thread per core, over all processes; with more, the processes wait for each other.
-    threads = _number("OMP_NUM_THREADS", max(1, usable_cores() // here))
-    if nodes > 1 and not os.environ.get("MASTER_ADDR"):
+    threads = environment_number("OMP_NUM_THREADS", max(1, usable_cores() // per_node))
+    if num_nodes > 1 and not os.environ.get("MASTER_ADDR"):
         raise ConfigError(
-            f"MASTER_ADDR is not set in the environment, and NNODES = {nodes}: "
+            f"MASTER_ADDR is not set in the environment, and NNODES = {num_nodes}: "
             "expected node 0's address"
         )
-    text: list[Found] = []  # of each source
-    tokenizer: list[Tokenizer] = []
-    llama: list[LlamaConfig] = []
-    problems: list[str] = []
-    checks: list[Callable[[], object]] = [
-        functools.partial(_add_text, part, text) for part in config.data.parts()
-    ]
-    checks += [
-        lambda: require_installed(config.metrics.sinks),
-        lambda: tokenizer.append(Tokenizer(config.data.tokenizer)),
-        lambda: llama.append(resolve_flavor(config.model, tokenizer[0].size if tokenizer else 1)),
-        lambda: (
-            check_layout(config, llama[0], nodes * here)
-            if llama
-            else resolve_degrees(config.parallel, nodes * here)
-        ),
-    ]
-    for check in checks:  # independent mistakes are reported together
-        try:
-            check()
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    pairs = zip(config.data.parts(), text, strict=True)
-    with stoppable(
-        "stopped while the data was prepared; the same command goes on with what is missing"
-    ):
-        folders = [str(prepare(part, tokenizer[0], found=found)) for part, found in pairs]
-    variables = {LAUNCHED: json.dumps(folders), "OMP_NUM_THREADS": str(threads)}
-    # Processes of one machine meet on its loopback interface, where no other machine can connect.
-    address = os.environ["MASTER_ADDR"] if nodes > 1 else LOOPBACK
+    folders = prepare_data(config, num_nodes * per_node)
+    variables = {
+        LAUNCHED: json.dumps([str(folder) for folder in folders]),
+        "OMP_NUM_THREADS": str(threads),
+    }
+    command = [str(TRAIN), *argv]
     signals = processes.Signals()
     for restart in range(restarts + 1):
-        # The next port for each restart: a faster node must not join the others' last attempt,
-        # which is still ending.
-        meeting = port + restart if nodes > 1 else 0  # 0: any free port
-        code = processes.run(
-            [str(TRAIN), *argv], variables, nodes, node, here, (address, meeting), signals
-        )
+        # Processes of one machine meet on its loopback interface, where no other machine can
+        # connect, on any free port
+        address = LOOPBACK
+        meeting_port = 0
+        if num_nodes > 1:
+            address = os.environ["MASTER_ADDR"]
+            # The next port for each restart: a faster node must not join the others' last attempt,
+            # which is still ending.
+            meeting_port = port + restart
+        group = processes.Group(num_nodes, node, per_node, address, meeting_port)
+        code = processes.run(command, variables, group, signals)
         if code in (0, EXIT_CONFIG, EXIT_STOPPED) or signals.requests or restart == restarts:
             break
         print(f"restarting ({restart + 1} of {restarts})", file=sys.stderr)
     return code
 
 
-def _add_text(section: DataConfig, text: list[Found]) -> None:
-    text.append(find_text(section))
+def prepare_data(config: Config, world_size: int) -> list[Path]:
+    """Checks all that can be checked before training, then prepares the data: the folder of each
+    source.
+
+    Raises ConfigError with all problems.
+    """
+    problems: list[str] = []  # independent mistakes are reported together
+    texts: list[Found] = []  # of each source
+    tokenizer: Tokenizer | None = None
+    llama: LlamaConfig | None = None
+    for part in config.data.parts():
+        with collected(problems):
+            texts.append(find_text(part))
+    with collected(problems):
+        require_installed(config.metrics.sinks)
+    with collected(problems):
+        tokenizer = Tokenizer(config.data.tokenizer)
+    with collected(problems):
+        llama = resolve_flavor(config.model, tokenizer.size if tokenizer else 1)
+    with collected(problems):
+        if llama is None:  # without it, no more than the degrees can be checked
+            resolve_degrees(config.parallel, world_size)
+        else:
+            check_layout(config, llama, world_size)
+    if problems or tokenizer is None:
+        raise ConfigError(problems)
+    with stoppable(
+        "stopped while the data was prepared; the same command goes on with what is missing"
+    ):
+        return [
+            prepare(part, tokenizer, found=text)
+            for part, text in zip(config.data.parts(), texts, strict=True)
+        ]
 
 
-def _number(name: str, default: int, low: int = 1, high: int = 1_000_000) -> int:
+@contextlib.contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """Adds the problems of a ConfigError raised within it to the list."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
+
+
+def environment_number(name: str, default: int, low: int = 1, high: int = 1_000_000) -> int:
     """A number from the environment. Raises ConfigError for anything else."""
     text = os.environ.get(name) or str(default)
     if not text.isdecimal() or not low <= int(text) <= high:
@@ -145,11 +166,9 @@ def usable_cores() -> int:
     a matrix product gains nothing from the second. And not more than a container may use, which
     sees all cores of its machine.
     """
-    threads = (
-        os.sched_getaffinity(0)
-        if hasattr(os, "sched_getaffinity")
-        else set(range(os.cpu_count() or 1))
-    )
+    threads = set(range(os.cpu_count() or 1))
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        threads = os.sched_getaffinity(0)
     cores = {_siblings(thread) for thread in threads}
     return max(1, math.ceil(min(len(cores), _quota())))
 
@@ -167,13 +186,15 @@ def _quota() -> float:
     """How many cores' time may be used: the least that this process's control group, or one above
     it, is given.
     """
-    own = ["0::/", "0:cpu:/"]
+    lines = ["0::/", "0:cpu:/"]
     with contextlib.suppress(OSError):
-        own += OWN_GROUPS.read_text().splitlines()
+        lines += OWN_GROUPS.read_text().splitlines()
     least = float("inf")
-    for line in own:  # version 2: "0::/path"; version 1: "4:cpu,cpuacct:/path"
+    for line in lines:  # version 2: "0::/path"; version 1: "4:cpu,cpuacct:/path"
         _, controllers, path = line.split(":", 2)
-        top = CONTROL_GROUPS / ("cpu" if "cpu" in controllers.split(",") else "")
+        top = CONTROL_GROUPS
+        if "cpu" in controllers.split(","):
+            top = CONTROL_GROUPS / "cpu"
         group = top / path.strip("/")
         # In a container the path may not exist; then the root's limit counts
         while group.is_relative_to(top):
@@ -185,9 +206,13 @@ def _quota() -> float:
 def _limit(group: Path) -> float:
     """A control group's own quota in cores; infinite without one."""
     with contextlib.suppress(OSError, ValueError):  # version 2: "200000 100000", or "max 100000"
-        limit, period = (group / "cpu.max").read_text().split()
-        return float("inf") if limit == "max" else int(limit) / int(period)
-    with contextlib.suppress(OSError, ValueError):  # version 1; -1 is no limit
-        limit, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        return int(limit) / int(period) if int(limit) > 0 else float("inf")
+        quota, period = (group / "cpu.max").read_text().split()
+        if quota == "max":
+            return float("inf")
+        return int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):  # version 1
+        quota = (group / "cpu.cfs_quota_us").read_text()
+        period = (group / "cpu.cfs_period_us").read_text()
+        if int(quota) > 0:  # -1 is no limit
+            return int(quota) / int(period)
     return float("inf")

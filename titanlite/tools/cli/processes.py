@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 from titanlite.runtime import interpreter
 from titanlite.runtime.errors import (
@@ -79,18 +80,15 @@ def listen(address: str, port: int) -> socket.socket:
     expected = "expected an address of node 0 and a free port"
     where = f"MASTER_ADDR = {address!r}, MASTER_PORT = {port} in the environment"
     try:
-        family, *_, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        if (
-            ipaddress.ip_address(found[0]).is_loopback
-            and not _is_ip_address(address)
-            and address != "localhost"
-        ):
+        family, *_, endpoint = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        ip = str(endpoint[0])
+        is_name = not _is_ip_address(address) and address != "localhost"
+        if is_name and ipaddress.ip_address(ip).is_loopback:
             raise ConfigError(  # on Debian, a machine's own name does
-                f"{where}: on node 0 this name is the loopback address {found[0]}, "
-                "which no other node can reach; "
-                "expected an IP address of node 0"
+                f"{where}: on node 0 this name is the loopback address {ip}, "
+                "which no other node can reach; expected an IP address of node 0"
             )
-        return socket.create_server(found[:2], family=family, backlog=4096)
+        return socket.create_server((ip, port), family=family, backlog=4096)
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror or error}; {expected}") from None
     except UnicodeError:  # from the encoding of a host's name
@@ -105,47 +103,57 @@ def _is_ip_address(text: str) -> bool:
     return True
 
 
-def run(
-    command: list[str],
-    variables: dict[str, str],
-    nodes: int,
-    node: int,
-    here: int,
-    meeting: tuple[str, int],
-    signals: Signals,
-) -> int:
-    """Runs `here` processes on this node until all have ended, and returns the run's exit code on
-    this node.
+class Group(NamedTuple):
+    """The processes of a run, and where they meet."""
 
-    `variables`: of the environment, beside those that are inherited; `meeting`: the address and
-    port where node 0 listens. Raises ConfigError if it cannot.
+    num_nodes: int
+    node: int  # this one
+    per_node: int  # processes
+    address: str  # where node 0 listens
+    port: int  # 0: any free one, if there is one node
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.per_node
+
+
+def run(command: list[str], variables: dict[str, str], group: Group, signals: Signals) -> int:
+    """Runs this node's processes until all have ended, and returns the run's exit code on this
+    node.
+
+    `variables`: of the environment, beside those that are inherited. Raises ConfigError if it
+    cannot.
     """
-    world_size, (address, port) = nodes * here, meeting
-    others = (*RANK_VARIABLES, LISTENER)  # which another launcher may have set
-    inherited = {name: value for name, value in os.environ.items() if name not in others}
+    inherited = dict(os.environ)
+    for name in (*RANK_VARIABLES, LISTENER):  # which another launcher may have set
+        inherited.pop(name, None)
     inherited |= variables | interpreter.environment()
-    if world_size == 1:
-        return wait({0: _start(command, inherited)}, signals)
-    require_open_files(world_size)
-    listener = listen(address, port) if node == 0 else None
-    if listener is not None:
+    if group.world_size == 1:
+        return wait({0: start(command, inherited)}, signals)
+    require_open_files(group.world_size)
+    port = group.port
+    listener: socket.socket | None = None
+    if group.node == 0:
+        listener = listen(group.address, port)
         port = listener.getsockname()[1]
     processes: dict[int, subprocess.Popen[bytes]] = {}
     try:
-        for local_rank in range(here):
-            rank = node * here + local_rank
-            ranks = dict(
-                zip(
-                    RANK_VARIABLES, (rank, local_rank, world_size, here, address, port), strict=True
-                )
-            )
-            environment = inherited | {name: str(value) for name, value in ranks.items()}
+        for local_rank in range(group.per_node):
+            rank = group.node * group.per_node + local_rank
+            environment = inherited | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local_rank),
+                "WORLD_SIZE": str(group.world_size),
+                "LOCAL_WORLD_SIZE": str(group.per_node),
+                "MASTER_ADDR": group.address,
+                "MASTER_PORT": str(port),
+            }
             if listener is not None and rank == 0:
                 environment[LISTENER] = str(listener.fileno())
-                processes[rank] = _start(command, environment, listener.fileno())
+                processes[rank] = start(command, environment, listener.fileno())
                 listener.close()  # rank 0 has a copy
             else:
-                processes[rank] = _start(command, environment)
+                processes[rank] = start(command, environment)
         return wait(processes, signals)
     finally:  # they still run only if starting one of them failed
         for process in processes.values():
@@ -167,7 +175,7 @@ def require_open_files(world_size: int) -> None:
         )
 
 
-def _start(
+def start(
     command: list[str], environment: dict[str, str], *descriptors: int
 ) -> subprocess.Popen[bytes]:
     """Starts a process in a separate session, so that Ctrl-C reaches only the launcher."""
@@ -185,29 +193,33 @@ def wait(processes: dict[int, subprocess.Popen[bytes]], signals: Signals) -> int
     killed if they still run after `GRACE` seconds.
     """
     codes: dict[int, int] = {}  # in the order in which the processes ended
-    forwarded = 0
-    failed = 0.0
-    overdue = False
+    forwarded = 0  # requests
+    failed = 0.0  # when the first process did
+    overdue = False  # processes that still run after GRACE have been killed
     while len(codes) < len(processes):
         for rank, process in processes.items():
-            if rank not in codes and (code := process.poll()) is not None:
-                codes[rank] = -signal.SIGTERM if overdue else code
-        running = [process for rank, process in processes.items() if rank not in codes]
-        send = None
+            code = process.poll()
+            if code is None or rank in codes:
+                continue
+            codes[rank] = code
+            if overdue:  # killed because another one had failed: not the cause
+                codes[rank] = -signal.SIGTERM
+        any_failed = not set(codes.values()) <= {0, EXIT_STOPPED}
+        grace = HUNG_GRACE if EXIT_HUNG in codes.values() else GRACE
+        to_send: signal.Signals | None = None
         if signals.requests > forwarded:
-            send = signal.SIGKILL if forwarded else signal.SIGTERM
+            to_send = signal.SIGKILL if forwarded else signal.SIGTERM
             forwarded = signals.requests
-        elif not failed and not set(codes.values()) <= {0, EXIT_STOPPED}:
+        elif any_failed and not failed:
             failed = time.monotonic()
-            send = signal.SIGTERM
-        elif failed and time.monotonic() > failed + (
-            HUNG_GRACE if EXIT_HUNG in codes.values() else GRACE
-        ):
+            to_send = signal.SIGTERM
+        elif failed and time.monotonic() > failed + grace:
             overdue = True
-            send = signal.SIGKILL
-        if send is not None:
-            for process in running:
-                process.send_signal(send)
+            to_send = signal.SIGKILL
+        if to_send is not None:
+            for rank, process in processes.items():
+                if rank not in codes:
+                    process.send_signal(to_send)
         time.sleep(PERIOD)
     return explain(codes, forwarded > 0)
 
@@ -229,8 +241,9 @@ def explain(codes: dict[int, int], stopped: bool) -> int:
     killed = [rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]
     failed = [rank for rank, code in codes.items() if code > 0 and code != EXIT_STOPPED]
     # The others lost their connection to it
-    cause = [rank for rank in failed if codes[rank] != EXIT_LOST]
-    rank = (killed or cause or failed or [rank for rank, code in codes.items() if code])[0]
+    causes = [rank for rank in failed if codes[rank] != EXIT_LOST]
+    not_zero = [rank for rank, code in codes.items() if code]
+    rank = (killed or causes or failed or not_zero)[0]
     code = codes[rank]
     if code < 0:
         print(
