@@ -75,32 +75,31 @@ def compare_tensors(
     pairs = [(source.tensors, result.tensors, rounded)]
     if full:
         pairs.append((source.others, result.others, lambda tensor, rows: rows))
-    for there, here, rounded_here in pairs:
-        problems += [f"{result.path}: has no {name!r}" for name in there if name not in here]
-        problems += [
-            f"{result.path}: has {name!r}, and the source does not"
-            for name in here
-            if name not in there
-        ]
-        for name in there:
-            if name in here:
-                problem = _difference(there[name], here[name], rounded_here)
-                if problem:
-                    problems.append(f"{result.path}: {name!r} {problem}")
-                progress(here[name].nbytes)
+    for expected, written, rounding in pairs:
+        for name in written:
+            if name not in expected:
+                problems.append(f"{result.path}: has {name!r}, and the source does not")
+        for name, tensor in expected.items():
+            if name not in written:
+                problems.append(f"{result.path}: has no {name!r}")
+                continue
+            problem = _difference(tensor, written[name], rounding)
+            if problem:
+                problems.append(f"{result.path}: {name!r} {problem}")
+            progress(written[name].nbytes)
     return problems
 
 
-def _difference(a: FullTensor, b: FullTensor, rounded: Rounded) -> str:
-    if a.shape != b.shape:
-        return f"is {b.shape}; expected {a.shape}"
-    for start, stop in a.row_ranges():
-        wanted = rounded(a, a.read(start, stop))
-        found = b.read(start, stop)
-        if wanted.dtype != found.dtype:
-            return f"is {found.dtype}; expected {wanted.dtype}"
-        bits = INTEGERS[wanted.dtype.itemsize]
-        if not torch.equal(wanted.contiguous().view(bits), found.contiguous().view(bits)):
+def _difference(source: FullTensor, written: FullTensor, rounded: Rounded) -> str:
+    if source.shape != written.shape:
+        return f"is {written.shape}; expected {source.shape}"
+    for start, stop in source.row_ranges():
+        expected = rounded(source, source.read(start, stop))
+        actual = written.read(start, stop)
+        if expected.dtype != actual.dtype:
+            return f"is {actual.dtype}; expected {expected.dtype}"
+        bits = INTEGERS[expected.dtype.itemsize]
+        if not torch.equal(expected.contiguous().view(bits), actual.contiguous().view(bits)):
             return f"differs in rows {start} to {stop}"
     return ""
 
@@ -117,15 +116,17 @@ def compare_logits(
     expected = _model_logits(config, Weights(source.tensors, rounded), tokens)
     tensors = result.tensors
     if format == "hf":
-        raw = read_folder(path)
-        tensors = {name: raw[theirs] for name, theirs in huggingface.names(config).items()}
-    found = _reference_logits(config, Weights(tensors), tokens, half_split=format == "hf")
+        stored = read_folder(path)
+        tensors = {name: stored[hf_name] for name, hf_name in huggingface.names(config).items()}
+    computed = _reference_logits(config, Weights(tensors), tokens, half_split=format == "hf")
     if not bool(expected.isfinite().all()):
         return None  # finite weights can overflow too; their bits were compared
-    apart = float((expected - found).abs().max())
+    difference = float((expected - computed).abs().max())
     largest = float(expected.abs().max())
-    if not apart <= TOLERANCE * max(largest, 1e-3):
-        return f"{path}: logits are {apart:.3g} apart from the source's, of up to {largest:.3g}"
+    if not difference <= TOLERANCE * max(largest, 1e-3):  # NaN too is a difference
+        return (
+            f"{path}: logits are {difference:.3g} apart from the source's, of up to {largest:.3g}"
+        )
     return ""
 
 
@@ -159,29 +160,30 @@ def _reference_logits(
         return value / (value.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * read(name)
 
     def rotated(value: Tensor) -> Tensor:  # (S, heads, width)
-        pairs = (len(tokens), -1, 2, width // 2) if half_split else (len(tokens), -1, width // 2, 2)
-        first, second = value.reshape(pairs).unbind(2 if half_split else 3)
-        plane = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)[:, None]
-        return torch.stack((plane.real, plane.imag), 2 if half_split else 3).reshape(
-            len(tokens), -1, width
-        )
+        if half_split:  # a pair is number i of the first and of the second half
+            pairs = value.reshape(len(tokens), -1, 2, width // 2)
+            dim = 2
+        else:  # neighbours
+            pairs = value.reshape(len(tokens), -1, width // 2, 2)
+            dim = 3
+        first, second = pairs.unbind(dim)
+        rotation = torch.polar(torch.ones_like(angles), angles)[:, None]
+        plane = torch.complex(first, second) * rotation
+        return torch.stack((plane.real, plane.imag), dim).reshape(len(tokens), -1, width)
 
     for i in range(config.num_layers):
         layer = f"layers.{i}."
         h = normed(x, layer + "attention_norm.weight")
-        q, k, v = (
-            (h @ read(f"{layer}attention.w{which}.weight").T).reshape(len(tokens), -1, width)
-            for which in "qkv"
-        )
+        q = (h @ read(layer + "attention.wq.weight").T).reshape(len(tokens), -1, width)
+        k = (h @ read(layer + "attention.wk.weight").T).reshape(len(tokens), -1, width)
+        v = (h @ read(layer + "attention.wv.weight").T).reshape(len(tokens), -1, width)
         q = rotated(q)
         k = rotated(k).repeat_interleave(heads // kv_heads, 1)
         v = v.repeat_interleave(heads // kv_heads, 1)
-        weights = (torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(width) + mask).softmax(-1)
-        x = (
-            x
-            + torch.einsum("hij,jhd->ihd", weights, v).flatten(1)
-            @ read(layer + "attention.wo.weight").T
-        )
+        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(width)
+        attended = torch.einsum("hij,jhd->ihd", (scores + mask).softmax(-1), v)
+        x = x + attended.flatten(1) @ read(layer + "attention.wo.weight").T
+
         h = normed(x, layer + "ffn_norm.weight")
         gate = h @ read(layer + "feed_forward.w1.weight").T
         hidden = gate * torch.sigmoid(gate) * (h @ read(layer + "feed_forward.w3.weight").T)

@@ -242,37 +242,42 @@ def _require_convertible(state: FullState, to: str, full: bool, force: bool) -> 
 
 def _require_finite(export: Export) -> None:
     names = sorted(export.nonfinite)
-    if names:
-        as_dtype = f" as {export.dtype}" if export.dtype else ""
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise ConfigError(
-            f"{export.state.path}: {', '.join(map(repr, names[:3]))}{more}: NaN or "
-            f"infinity{as_dtype}; convert it "
-            "anyway with --force"
-        )
+    if not names:
+        return
+    listed = ", ".join(map(repr, names[:3]))
+    if len(names) > 3:
+        listed += f" and {len(names) - 3} more"
+    problem = "NaN or infinity"
+    if export.dtype:
+        problem += f" as {export.dtype}"
+    raise ConfigError(f"{export.state.path}: {listed}: {problem}; convert it anyway with --force")
 
 
 def describe(state: FullState, full: bool = False) -> str:
     """A checkpoint in a line: format, step, layout, tensors, model and tokenizer."""
     about = state.about
-    count = len(state.tensors) + (len(state.others) if full else 0)
-    dtypes = ", ".join(
-        sorted({str(t.dtype).removeprefix("torch.") for t in state.tensors.values()})
-    )
+    parts = [f"{state.path}: {about.format}"]
+    if about.step is not None:
+        parts.append(f"step {about.step}")
+    if about.layout:
+        parts.append(f"saved by {about.layout}")
     flavor = about.config.get("model", {}).get("flavor", "")
-    parts = [
-        f"{state.path}: {about.format}",
-        f"step {about.step}" if about.step is not None else "",
-        f"saved by {about.layout}" if about.layout else "",
-        f"flavor {flavor}" if flavor else "",
-        "averaged weights" if about.averaged else "",
-        f"{count} tensors, {state.nbytes(full) / 1e9:.3f} GB, {dtypes}",
-        f"{about.model.num_parameters:,} parameters"
-        if about.model
-        else "the model's shape is not known",
-        "with its tokenizer" if about.tokenizer else "no tokenizer",
-    ]
-    return printable("; ".join(part for part in parts if part))
+    if flavor:
+        parts.append(f"flavor {flavor}")
+    if about.averaged:
+        parts.append("averaged weights")
+    count = len(state.tensors)
+    if full:
+        count += len(state.others)
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in state.tensors.values()}
+    size = state.nbytes(full) / 1e9
+    parts.append(f"{count} tensors, {size:.3f} GB, {', '.join(sorted(dtypes))}")
+    if about.model:
+        parts.append(f"{about.model.num_parameters:,} parameters")
+    else:
+        parts.append("the model's shape is not known")
+    parts.append("with its tokenizer" if about.tokenizer else "no tokenizer")
+    return printable("; ".join(parts))
 
 
 def _verify(export: Export, result: FullState, to: str) -> str:
@@ -288,13 +293,17 @@ def _verify(export: Export, result: FullState, to: str) -> str:
     with progress_bar(result.nbytes(export.full), "comparing") as bar:
         problems = compare_tensors(state, result, rounded, export.full, bar.update)
     if state.about.model and result.about.model:
-        unequal = differences(state.about.model, result.about.model)
-        problems += [f"{target}: {name} is {its}; expected {own}" for name, own, its in unequal]
+        for name, expected, actual in differences(state.about.model, result.about.model):
+            problems.append(f"{target}: {name} is {actual}; expected {expected}")
     compared = f"verified: {len(export.model) + len(export.others)} tensors bit by bit"
     if not problems and state.about.model and not export.full:
         problem = compare_logits(state, target, to, result, rounded)
-        problems = [problem] if problem else []
-        compared += "; its logits are not finite" if problem is None else ", and the model's logits"
+        if problem is None:
+            compared += "; its logits are not finite"
+        else:
+            compared += ", and the model's logits"
+        if problem:
+            problems.append(problem)
     if problems:
         raise Mismatch(
             [

@@ -98,10 +98,10 @@ def open_full_state(
     if weights == "ema":
         state = _averaged(state)
     if model:
-        given = read_model(model, state)
+        named = read_model(model, state)
         if state.about.model:
-            require_stated(given, state.about.model, "--model", model, path)
-        state.about.model = given
+            require_stated(named, state.about.model, "--model", model, path)
+        state.about.model = named
     if state.about.model and state.about.model.tied_embeddings:
         drop_tied_output(state)
     return state
@@ -111,9 +111,8 @@ def drop_tied_output(state: FullState) -> None:
     """Removes the output of a tied model if it is its embedding: one parameter, which state_dict()
     lists twice.
     """
-    output, embedding = (
-        state.tensors.get(name) for name in ("output.weight", "tok_embeddings.weight")
-    )
+    output = state.tensors.get("output.weight")
+    embedding = state.tensors.get("tok_embeddings.weight")
     if output and embedding and same_numbers(output, embedding):
         del state.tensors["output.weight"]
 
@@ -146,12 +145,10 @@ def read_model(model: str, state: FullState) -> LlamaConfig:
     Raises ConfigError.
     """
     if model in FLAVORS:
-        rows = (
-            state.tensors["tok_embeddings.weight"].shape[0]
-            if "tok_embeddings.weight" in state.tensors
-            else 0
-        )
-        return dataclasses.replace(FLAVORS[model], vocab_size=rows or FLAVORS[model].vocab_size)
+        embedding = state.tensors.get("tok_embeddings.weight")
+        if embedding is None:
+            return FLAVORS[model]
+        return dataclasses.replace(FLAVORS[model], vocab_size=embedding.shape[0])
     try:
         return from_json(read_bounded(Path(model)).decode())
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -165,9 +162,9 @@ def read_model(model: str, state: FullState) -> LlamaConfig:
 def is_step_folder(path: Path) -> bool:
     """Whether the path is a step's folder, or a run's folder with a step."""
     with contextlib.suppress(OSError):  # a name too long, say
-        return (path / "manifest.json").is_file() or any(
-            list_steps(folder) for folder in (path / "checkpoints", path)
-        )
+        if (path / "manifest.json").is_file():
+            return True
+        return any(list_steps(folder) for folder in (path / "checkpoints", path))
     return False
 
 
@@ -207,8 +204,8 @@ def _open_step(path: Path, step: int | None) -> FullState:
     if step is not None:
         folder = step_folder(folder.parent, step)
         if not folder.is_dir():
-            have = ", ".join(map(str, list_steps(folder.parent)))
-            raise ConfigError(f"--step {step}: not in {folder.parent}; allowed: {have}")
+            allowed = ", ".join(str(number) for number in list_steps(folder.parent))
+            raise ConfigError(f"--step {step}: not in {folder.parent}; allowed: {allowed}")
     manifest = read_manifest(folder)
     problems = file_problems(folder, manifest.files)
     if problems:
@@ -232,7 +229,7 @@ def _open_step(path: Path, step: int | None) -> FullState:
         whole = FullTensor(DTYPES[entry.dtype], entry.shape, tuple(parts))
         group = model if name.startswith("model.") else others
         group[name.removeprefix("model.")] = whole
-    small = {
+    small_files = {
         name: read_file(folder, manifest, name)
         for name in manifest.files
         if not name.endswith(".safetensors")
@@ -241,15 +238,15 @@ def _open_step(path: Path, step: int | None) -> FullState:
     length = manifest.config.get("training", {}).get("seq_len", 0)
     about = About(
         "titanlite",
-        model_of(folder / "model.json", small.get("model.json")),
-        content_of(small),
+        model_of(folder / "model.json", small_files.get("model.json")),
+        content_of(small_files),
         manifest.step,
         sequence_length(length),
         layout or "one process",
         manifest.finite,
         manifest.config,
         manifest.data,
-        small,
+        small_files,
     )
     return FullState(folder, about, model, others)
 
@@ -264,8 +261,10 @@ def model_of(path: Path, content: bytes | None, within: str = "") -> LlamaConfig
     try:
         return from_json(content.decode())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        what = f"its {within} is not titanlite's description of a model: " if within else ""
-        raise CorruptCheckpoint(f"{path}: {what}{type(error).__name__}: {error}") from None
+        problem = f"{type(error).__name__}: {error}"
+        if within:
+            problem = f"its {within} is not titanlite's description of a model: {problem}"
+        raise CorruptCheckpoint(f"{path}: {problem}") from None
 
 
 def _open_file(path: Path) -> FullState:
@@ -302,13 +301,13 @@ def _of_tree(path: Path, tree: Tree, records: list[Record]) -> FullState:
     shape = tree.get("model_config")
     if isinstance(shape, dict):
         about.model = model_of(path, json.dumps(shape, default=str).encode(), "'model_config'")
-    _add_origin(
-        about, json.dumps({name: tree.get(name) for name in ("step", "seq_len")}, default=str)
-    )
+    origin = {"step": tree.get("step"), "seq_len": tree.get("seq_len")}
+    _add_origin(about, json.dumps(origin, default=str))
     tokenizer = tree.get("tokenizer")
-    if isinstance(tokenizer, FullTensor) and (tokenizer.dtype, len(tokenizer.shape)) == (
-        torch.uint8,
-        1,
+    if (
+        isinstance(tokenizer, FullTensor)
+        and tokenizer.dtype == torch.uint8
+        and len(tokenizer.shape) == 1
     ):
         if tokenizer.nbytes > MAX_JSON_FILE:
             raise ConfigError(
@@ -316,15 +315,11 @@ def _of_tree(path: Path, tree: Tree, records: list[Record]) -> FullState:
                 "are read"
             )
         about.tokenizer = tokenizer.read().numpy().tobytes()
-    state = _named(
-        path, {name: value for name, value in flat.items() if isinstance(value, FullTensor)}, about
-    )
+    state = _named(path, _tensors_of(flat), about)
     state.records = records
-    rest = tree.get("training")
-    if isinstance(rest, dict):
-        state.others |= {
-            name: value for name, value in rest.items() if isinstance(value, FullTensor)
-        }
+    training = tree.get("training")
+    if isinstance(training, dict):
+        state.others |= _tensors_of(training)
     if not state.tensors:
         keys = ", ".join(map(repr, list(tree)[:8])) or "none"
         raise ConfigError(
@@ -334,30 +329,36 @@ def _of_tree(path: Path, tree: Tree, records: list[Record]) -> FullState:
     return state
 
 
+def _tensors_of(tree: Tree) -> dict[str, FullTensor]:
+    return {name: value for name, value in tree.items() if isinstance(value, FullTensor)}
+
+
 def _beside(folder: Path, form: str) -> About:
     """The model's shape, the tokenizer, step and sequence length from the small files in a folder,
     if they exist.
     """
-    content = {
-        name: read_bounded(folder / name) if (folder / name).is_file() else None
-        for name in ("model.json", ORIGIN)
-    }
-    about = About(
-        form, model_of(folder / "model.json", content["model.json"]), tokenizer_in(folder)
-    )
-    _add_origin(about, (content[ORIGIN] or b"{}").decode("utf-8", "replace"))
+    about = About(form, model=None, tokenizer=tokenizer_in(folder))
+    shape_file = folder / "model.json"
+    if shape_file.is_file():
+        about.model = model_of(shape_file, read_bounded(shape_file))
+    origin_file = folder / ORIGIN
+    if origin_file.is_file():
+        _add_origin(about, read_bounded(origin_file).decode("utf-8", "replace"))
     return about
 
 
 def _add_origin(about: About, text: str) -> None:
     """Adds step and sequence length from a JSON object, if they are valid."""
     with contextlib.suppress(ValueError, RecursionError):
-        known = json.loads(text)
-        if isinstance(known, dict):
-            step = known.get("step")
-            length = known.get("seq_len")
-            about.step = step if type(step) is int and step >= 0 else about.step
-            about.seq_len = sequence_length(length) or about.seq_len
+        origin = json.loads(text)
+        if not isinstance(origin, dict):
+            return
+        step = origin.get("step")
+        if type(step) is int and step >= 0:
+            about.step = step
+        length = sequence_length(origin.get("seq_len"))
+        if length:
+            about.seq_len = length
 
 
 def _named(path: Path, stored: dict[str, FullTensor], about: About) -> FullState:
@@ -375,13 +376,14 @@ def _named(path: Path, stored: dict[str, FullTensor], about: About) -> FullState
             f"{path}: has the same parameters twice, with and without the prefix of a wrapper"
         )
     plain = without_tables(plain)
-    for whose, marks in OTHERS.items():
-        theirs = [name for name in plain if any(mark in name for mark in marks)]
-        if theirs:
+    for software, marks in OTHERS.items():
+        foreign = [name for name in plain if any(mark in name for mark in marks)]
+        if foreign:
             advice = ADVICE.get(
-                whose, "titanlite reads Llama models, with its own, Meta's or Hugging Face's names"
+                software,
+                "titanlite reads Llama models, with its own, Meta's or Hugging Face's names",
             )
-            raise ConfigError(f"{path}: has {whose} names ({theirs[0]!r}); {advice}")
+            raise ConfigError(f"{path}: has {software} names ({foreign[0]!r}); {advice}")
     if plain and all(name.startswith(TRAINING) for name in plain):
         raise ConfigError(
             f"{path}: holds only training state; name the folder that also has the model's files"
@@ -392,17 +394,19 @@ def _named(path: Path, stored: dict[str, FullTensor], about: About) -> FullState
     if "tok_embeddings.weight" in plain:
         # In DCP, trainers save arbitrary entries beside a model; elsewhere only titanlite's own are
         # not parameters.
-        training = {
-            n for n in plain if n.startswith(TRAINING) or (is_dcp and not n.startswith(ROOTS))
-        }
+        training = {name for name in plain if name.startswith(TRAINING)}
+        if is_dcp:
+            training |= {name for name in plain if not name.startswith(ROOTS)}
     elif "model.tok_embeddings.weight" in plain or (
-        is_dcp and any(n.startswith("model.") for n in plain)
+        is_dcp and any(name.startswith("model.") for name in plain)
     ):
         root = "model."
-        training = {n for n in plain if not n.startswith("model.")}
-    model = {
-        name.removeprefix(root): tensor for name, tensor in plain.items() if name not in training
-    }
-    return FullState(
-        path, about, model, {name: tensor for name, tensor in plain.items() if name in training}
-    )
+        training = {name for name in plain if not name.startswith(root)}
+    model: dict[str, FullTensor] = {}
+    others: dict[str, FullTensor] = {}
+    for name, tensor in plain.items():
+        if name in training:
+            others[name] = tensor
+        else:
+            model[name.removeprefix(root)] = tensor
+    return FullState(path, about, model, others)

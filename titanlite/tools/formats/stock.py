@@ -22,7 +22,7 @@ import pickletools
 import re
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -72,11 +72,11 @@ def read_folder(folder: Path) -> dict[str, FullTensor]:
 
 @dataclasses.dataclass
 class _File:
-    """A file of the folder. `left`: bytes that no part of a tensor has been found in yet."""
+    """A file of the folder."""
 
     path: Path
     length: int
-    left: int
+    unassigned: int  # bytes that no part of a tensor has been found in yet
 
 
 def _tensor(folder: Path, name: str, entry: list[Any], files: dict[str, _File]) -> FullTensor:
@@ -89,14 +89,11 @@ def _tensor(folder: Path, name: str, entry: list[Any], files: dict[str, _File]) 
             f"{folder / '.metadata'}: {name[:200]!r} has the dtype {entry[0]}, which torch does "
             "not have"
         )
+    boxes = [
+        Box(file_name, tuple(offsets), tuple(sizes)) for offsets, sizes, file_name, *_ in chunks
+    ]
     try:
-        grid_of(
-            shape,
-            [
-                Box(file_name, tuple(offsets), tuple(sizes))
-                for offsets, sizes, file_name, *_ in chunks
-            ],
-        )
+        grid_of(shape, boxes)
     except ValueError:
         raise ConfigError(
             f"{folder / '.metadata'}: the {len(chunks)} parts of {name[:200]!r} do not make up "
@@ -114,8 +111,8 @@ def _tensor(folder: Path, name: str, entry: list[Any], files: dict[str, _File]) 
                 f"bytes {begin} to "
                 f"{begin + length}; the file is truncated, or the index belongs to another folder"
             )
-        file.left -= length
-        if file.left < 0:
+        file.unassigned -= length
+        if file.unassigned < 0:
             raise ConfigError(f"{folder / '.metadata'}: parts of tensors overlap in {file_name!r}")
         nbytes = math.prod(sizes) * dtype.itemsize
         if not nbytes <= length <= nbytes + ENVELOPE_BYTES:
@@ -132,12 +129,8 @@ def _tensor(folder: Path, name: str, entry: list[Any], files: dict[str, _File]) 
 
 
 def _file_length(folder: Path, name: str) -> int:
-    if (
-        name in ("", ".", "..")
-        or len(name) > 255
-        or set(name) & set("/\\")
-        or not name.isprintable()
-    ):
+    leads_elsewhere = name in ("", ".", "..") or "/" in name or "\\" in name
+    if leads_elsewhere or len(name) > 255 or not name.isprintable():
         raise ConfigError(
             f"{folder / '.metadata'}: names the file {name[:200]!r}; only files of the folder "
             "itself are read"
@@ -148,12 +141,12 @@ def _file_length(folder: Path, name: str) -> int:
 def _regular_file(path: Path) -> int:
     """Its length. A link could lead anywhere, a pipe never ends."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"{path}: is not a regular file; links are not followed")
-    return found.st_size
+    return status.st_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,14 +188,16 @@ class _Slice(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = (0, self._at, self._length)[whence] + offset
+        origins = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}
+        self._at = origins[whence] + offset
         if self._at < 0:
             raise ValueError("it is truncated")
         return self._at
 
     def read(self, count: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        count = left if count < 0 else min(count, left)
+        to_the_end = max(0, self._length - self._at)
+        if count < 0 or count > to_the_end:
+            count = to_the_end
         self._unread -= count
         if self._unread < 0:
             raise ValueError(f"its description has more than {DESCRIPTION_BYTES} bytes")
@@ -215,21 +210,25 @@ class _Slice(io.RawIOBase):
 def _locate(file: BinaryIO, part: StockPart) -> tuple[int, tuple[int, ...]]:
     piece = _Slice(file, part.begin, part.length)
     archive = Archive(piece)
-    dtype, storage, start, shape, strides = _described(archive.read("data.pkl", DESCRIPTION_BYTES))
-    if dtype != part.dtype or (shape or (1,)) != part.sizes:
+    tensor = _described(archive.read("data.pkl", DESCRIPTION_BYTES))
+    if tensor.dtype != part.dtype or (tensor.shape or (1,)) != part.sizes:
         raise ValueError(
-            f"it is {dtype} of shape {shape}, and .metadata says {part.dtype}, {part.sizes}"
+            f"it is {tensor.dtype} of shape {tensor.shape}, and .metadata says "
+            f"{part.dtype}, {part.sizes}"
         )
-    begin, size, crc = archive.place(f"data/{storage}")
+    begin, size, crc = archive.place(f"data/{tensor.storage}")
     if begin + size > part.length:
         raise ValueError("its storage ends after it")
-    require_room(dtype, start, shape, strides, size)
+    require_room(tensor.dtype, tensor.start, tensor.shape, tensor.strides, size)
     problem = Record(part.file, part.begin + begin, size, crc, part.name).problem()
     if problem:
         raise ValueError(problem)
-    return part.begin + begin + start * dtype.itemsize, strides or (1,)
+    first_byte = part.begin + begin + tensor.start * tensor.dtype.itemsize
+    return first_byte, tensor.strides or (1,)
 
 
+# Instructions that say nothing about the tensor: the protocol's version, lengths, memory
+_FRAMING = ("PROTO", "FRAME", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 _SIZES = r"(?:MARK\n)?((?:INT \d+\n)*)(?:EMPTY_TUPLE|TUPLE\d?)\n"
 _TENSOR = re.compile(
     r"GLOBAL torch._utils _rebuild_tensor_v2\nMARK\nMARK\nTEXT storage\nGLOBAL (torch \w+)\nTEXT "
@@ -239,32 +238,39 @@ _TENSOR = re.compile(
 )
 
 
-def _described(program: bytes) -> tuple[torch.dtype, str, int, tuple[int, ...], tuple[int, ...]]:
-    """dtype, storage name, index of the first number in the storage, shape and strides of a
-    tensor's pickle.
+class _Tensor(NamedTuple):
+    """What the pickle of a tensor says."""
 
-    Raises ValueError.
-    """
+    dtype: torch.dtype
+    storage: str  # its name in the archive
+    start: int  # the index of the first number in the storage
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _described(program: bytes) -> _Tensor:
+    """The tensor that a pickle makes. Raises ValueError."""
     lines = ""  # an instruction and its argument in each
     for opcode, argument, _ in pickletools.genops(program):
-        if opcode.name not in ("PROTO", "FRAME", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            kind = (
-                "INT"
-                if type(argument) is int
-                else "TEXT"
-                if opcode.name.endswith("UNICODE")
-                else opcode.name
-            )
-            lines += f"{kind}\n" if argument is None else f"{kind} {argument}\n"
+        if opcode.name in _FRAMING:
+            continue
+        instruction = opcode.name
+        if isinstance(argument, int):
+            instruction = f"INT {argument}"
+        elif instruction.endswith("UNICODE"):
+            instruction = f"TEXT {argument}"
+        elif argument is not None:
+            instruction = f"{instruction} {argument}"
+        lines += f"{instruction}\n"
     match = _TENSOR.fullmatch(lines)
-    if not match or (dtype := STORAGES.get(match[1].replace(" ", "."))) is None:
+    dtype = STORAGES.get(match[1].replace(" ", ".")) if match else None
+    if match is None or dtype is None:
         raise ValueError(
             f"expected one tensor of {', '.join(str(dtype) for dtype in STORAGES.values())}"
         )
-    start, shape, strides = (
-        int(match[3]),
-        *(tuple(map(int, re.findall(r"\d+", match[i]))) for i in (4, 5)),
-    )
+    start = int(match[3])
+    shape = tuple(int(size) for size in re.findall(r"\d+", match[4]))
+    strides = tuple(int(stride) for stride in re.findall(r"\d+", match[5]))
     if len(shape) != len(strides) or max((start, *shape, *strides)) >= 1 << 62:
         raise ValueError("invalid shape, strides or offset")
-    return dtype, match[2], start, shape, strides
+    return _Tensor(dtype, match[2], start, shape, strides)
