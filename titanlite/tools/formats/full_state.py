@@ -210,22 +210,26 @@ class Record(NamedTuple):
 
         `progress` is called with the number of bytes of each block.
         """
+        if self.crc is None:  # nothing to compare
+            return ""
         crc = 0
-        left = self.length if self.crc is not None else 0
+        unread = self.length
         try:
             with self.file.open("rb", buffering=0) as file:
                 file.seek(self.begin)
-                while left:
-                    block = file.read(min(left, BLOCK))
+                while unread:
+                    block = file.read(min(unread, BLOCK))
                     if not block:
                         return "it is truncated"
                     crc = zlib.crc32(block, crc)
-                    left = left - len(block)
+                    unread -= len(block)
                     if progress:
                         progress(len(block))
         except OSError as error:
             return error.strerror or str(error)
-        return "" if crc == (self.crc or 0) else "its CRC-32 is not the one it was written with"
+        if crc != self.crc:
+            return "its CRC-32 is not the one it was written with"
+        return ""
 
 
 class FullState(Mapping[str, Tensor]):
@@ -259,8 +263,10 @@ class FullState(Mapping[str, Tensor]):
 
     def nbytes(self, full: bool = False) -> int:
         """Bytes of the model, or of everything."""
-        others = self.others.values() if full else ()
-        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *others))
+        total = sum(tensor.nbytes for tensor in self.tensors.values())
+        if full:
+            total += sum(tensor.nbytes for tensor in self.others.values())
+        return total
 
     @property
     def model(self) -> LlamaConfig:

@@ -56,9 +56,9 @@ def names(config: LlamaConfig) -> dict[str, str]:
     ours.
     """
     gguf = package()
-    theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
     return {
-        name: theirs.get_name(name, try_suffixes=(".weight",)) for name in parameter_shapes(config)
+        name: table.get_name(name, try_suffixes=(".weight",)) for name in parameter_shapes(config)
     }
 
 
@@ -67,9 +67,9 @@ def frequency_factors(config: LlamaConfig) -> np.ndarray | None:
     if config.rope_scaling is None:
         return None
     unscaled = dataclasses.replace(config, rope_scaling=None)
-    plain, scaled = (
-        rope_frequencies(c, torch.float64, torch.device("cpu")) for c in (unscaled, config)
-    )
+    cpu = torch.device("cpu")
+    plain = rope_frequencies(unscaled, torch.float64, cpu)
+    scaled = rope_frequencies(config, torch.float64, cpu)
     return (plain / scaled).float().numpy()
 
 
@@ -77,9 +77,9 @@ def kind_of(tensor: FullTensor, dtype: torch.dtype | None, q8: bool) -> str:
     """The ggml type that a tensor is written as."""
     if len(tensor.shape) < 2:
         return "F32"
-    return (
-        "Q8_0" if q8 else KINDS[dtype or (tensor.dtype if tensor.dtype in KINDS else torch.float32)]
-    )
+    if q8:
+        return "Q8_0"
+    return KINDS.get(dtype or tensor.dtype, "F32")
 
 
 def rounded(tensor: FullTensor, rows: Tensor, dtype: torch.dtype | None, q8: bool) -> Tensor:
@@ -97,7 +97,9 @@ def _encoded(rows: Tensor, kind: str) -> np.ndarray:
         with np.errstate(over="ignore"):  # `Export.examine` finds scales that overflow fp16
             return gguf.quants.quantize(rows.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
     converted = rows.to(DTYPES[kind]).contiguous()
-    return converted.numpy() if rows.ndim < 2 else converted.view(torch.uint8).numpy()
+    if rows.ndim == 2:
+        converted = converted.view(torch.uint8)
+    return converted.numpy()
 
 
 def _dequantized(data: np.ndarray) -> np.ndarray:
@@ -132,12 +134,11 @@ def write(path: Path, export: Export, length: int) -> None:
     """
     gguf = package()
     config = export.state.model
-    if export.q8 and (
-        odd := [width for width in (config.dim, config.ffn_dim) if width % BLOCK_Q8_0]
-    ):
-        raise ConfigError(
-            f"--dtype q8_0: rows of {odd[0]} numbers; allowed: multiples of {BLOCK_Q8_0}"
-        )
+    for width in (config.dim, config.ffn_dim):
+        if export.q8 and width % BLOCK_Q8_0:
+            raise ConfigError(
+                f"--dtype q8_0: rows of {width} numbers; allowed: multiples of {BLOCK_Q8_0}"
+            )
     writer = gguf.GGUFWriter(path, "llama")
     try:
         _write_metadata(writer, export, length)
@@ -149,27 +150,33 @@ def write(path: Path, export: Export, length: int) -> None:
 def _write_tensors(writer: Any, export: Export) -> None:
     gguf = package()
     config = export.state.model
-    tensors = {theirs: (ours, export.state.tensors[ours]) for ours, theirs in names(config).items()}
-    for theirs, (_, tensor) in tensors.items():
+    for name, gguf_name in names(config).items():
+        tensor = export.state.tensors[name]
         kind = gguf.GGMLQuantizationType[kind_of(tensor, export.dtype, export.q8)]
         block, size = gguf.GGML_QUANT_SIZES[kind]
         nbytes = math.prod(tensor.shape) // block * size
-        writer.add_tensor_info(theirs, tensor.shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
+        writer.add_tensor_info(
+            gguf_name, tensor.shape, np.dtype(np.float32), nbytes, raw_dtype=kind
+        )
     factors = frequency_factors(config)
     if factors is not None:
         writer.add_tensor_info(FREQUENCIES, factors.shape, factors.dtype, factors.nbytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for ours, tensor in tensors.values():
+    for name in names(config):
+        tensor = export.state.tensors[name]
         kind = kind_of(tensor, export.dtype, export.q8)
         whole = np.empty(0, np.uint8)
         for start, stop in tensor.row_ranges():
             block = tensor.read(start, stop)
-            # The scale of q8_0 is the largest of 32 numbers / 127, in fp16, and must be finite.
-            export.examine(ours, (block / 127).half() if kind == "Q8_0" else block.to(DTYPES[kind]))
+            if kind == "Q8_0":
+                # A scale is the largest of 32 numbers / 127, in fp16, and must be finite
+                export.examine(name, (block / 127).half())
+            else:
+                export.examine(name, block.to(DTYPES[kind]))
             encoded = _encoded(block, kind)
-            if not start:
+            if start == 0:
                 whole = np.empty((tensor.shape[0], *encoded.shape[1:]), encoded.dtype)
             whole[start:stop] = encoded
         writer.write_tensor_data(whole)
@@ -207,9 +214,11 @@ def _write_metadata(writer: Any, export: Export, length: int) -> None:
     texts = [f"[PAD{i}]" for i in range(config.vocab_size)]
     kinds = [gguf.TokenType.UNUSED] * config.vocab_size
     for token, i in tokenizer.tokens.items():
-        texts[i], kinds[i] = to_text(token), gguf.TokenType.NORMAL
+        texts[i] = to_text(token)
+        kinds[i] = gguf.TokenType.NORMAL
     for name, i in tokenizer.special.items():
-        texts[i], kinds[i] = name, gguf.TokenType.CONTROL
+        texts[i] = name
+        kinds[i] = gguf.TokenType.CONTROL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer(tokenizer))
     writer.add_token_list(texts)
@@ -233,19 +242,18 @@ class QuantizedTensor(FullTensor):
 def read_back(path: Path, config: LlamaConfig) -> FullState:
     """The tensors of such a file by our names. Raises KeyError if one is missing."""
     gguf = package()
-    there = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    found: dict[str, FullTensor] = {}
-    for ours, theirs in names(config).items():
-        entry = there[theirs]
+    entries = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    tensors: dict[str, FullTensor] = {}
+    for name, gguf_name in names(config).items():
+        entry = entries[gguf_name]
         shape = tuple(int(size) for size in reversed(entry.shape))
         kind = entry.tensor_type.name
         begin = int(entry.data_offset)
         offsets = (0,) * len(shape)
         if kind == "Q8_0":
-            sizes = (shape[0], int(entry.n_bytes) // shape[0])
-            found[ours] = QuantizedTensor(
-                torch.float32, shape, (Part(path, begin, offsets, sizes),)
-            )
+            part = Part(path, begin, offsets, (shape[0], int(entry.n_bytes) // shape[0]))
+            tensors[name] = QuantizedTensor(torch.float32, shape, (part,))
         else:
-            found[ours] = FullTensor(DTYPES[kind], shape, (Part(path, begin, offsets, shape),))
-    return FullState(path, About("gguf", config), found)
+            part = Part(path, begin, offsets, shape)
+            tensors[name] = FullTensor(DTYPES[kind], shape, (part,))
+    return FullState(path, About("gguf", config), tensors)

@@ -22,6 +22,7 @@ from titanlite.runtime.files import read_bounded
 from titanlite.tools.formats.full_state import About, FullState, FullTensor, same_numbers
 from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer
 from titanlite.tools.formats.safetensors_files import read_folder
+from titanlite.tools.formats.same_model import without_tables
 
 LAYER = {  # ours -> theirs
     "attention_norm": "input_layernorm",
@@ -39,16 +40,14 @@ PERMUTED = ("attention.wq", "attention.wk")  # RoPE rotates their rows
 
 def names(config: LlamaConfig) -> dict[str, str]:
     """Our parameter name -> theirs, in our order."""
-    found = {"tok_embeddings.weight": "model.embed_tokens.weight"}
+    result = {"tok_embeddings.weight": "model.embed_tokens.weight"}
     for i in range(config.num_layers):
-        found |= {
-            f"layers.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight"
-            for ours, theirs in LAYER.items()
-        }
-    found["norm.weight"] = "model.norm.weight"
+        for name, hf_name in LAYER.items():
+            result[f"layers.{i}.{name}.weight"] = f"model.layers.{i}.{hf_name}.weight"
+    result["norm.weight"] = "model.norm.weight"
     if not config.tied_embeddings:
-        found["output.weight"] = "lm_head.weight"
-    return found
+        result["output.weight"] = "lm_head.weight"
+    return result
 
 
 def is_permuted(name: str) -> bool:
@@ -179,21 +178,18 @@ def open_folder(folder: Path) -> FullState:
         raise CorruptCheckpoint(
             f"{path}: not the configuration of a Llama ({type(error).__name__}: {error})"
         ) from None
-    theirs = read_folder(folder)
+    stored = without_tables(read_folder(folder))
     tensors: dict[str, FullTensor] = {}
-    for name, there in names(config).items():
-        tensor = theirs.pop(there, None)
+    for name, hf_name in names(config).items():
+        tensor = stored.pop(hf_name, None)
         if tensor:
-            tensors[name] = dataclasses.replace(
-                tensor, half_split=config.head_dim if is_permuted(name) else 0
-            )
-    left = {
-        name: tensor for name, tensor in theirs.items() if not name.endswith("rotary_emb.inv_freq")
-    }
-    output = left.get("lm_head.weight")
+            width = config.head_dim if is_permuted(name) else 0
+            tensors[name] = dataclasses.replace(tensor, half_split=width)
+    # What is left in `stored` is not known: comparing the models reports it
+    output = stored.get("lm_head.weight")
     embedding = tensors.get("tok_embeddings.weight")
     if config.tied_embeddings and output and embedding and same_numbers(output, embedding):
-        del left["lm_head.weight"]
+        del stored["lm_head.weight"]
     length = fields.get("max_position_embeddings", 0)
     about = About("hf", config, read_tokenizer(folder), seq_len=sequence_length(length))
-    return FullState(folder, about, tensors | left)
+    return FullState(folder, about, tensors | stored)

@@ -33,11 +33,9 @@ def files_of(content: bytes) -> dict[str, bytes]:
     them.
     """
     main, _, config = content.partition(b"\0")
-    return (
-        {JSON_FILES[0]: main, JSON_FILES[1]: config or b"{}"}
-        if main.lstrip()[:1] == b"{"
-        else {RANK_FILE: content}
-    )
+    if main.lstrip()[:1] != b"{":
+        return {RANK_FILE: content}
+    return dict(zip(JSON_FILES, (main, config or b"{}"), strict=True))
 
 
 def content_of(files: Mapping[str, bytes | None]) -> bytes | None:
@@ -45,7 +43,9 @@ def content_of(files: Mapping[str, bytes | None]) -> bytes | None:
     none.
     """
     main, config = (files.get(name) for name in JSON_FILES)
-    return files.get(RANK_FILE) if main is None else main + b"\0" + (config or b"{}")
+    if main is None:
+        return files.get(RANK_FILE)
+    return main + b"\0" + (config or b"{}")
 
 
 def tokenizer_in(folder: Path) -> bytes | None:
@@ -63,11 +63,8 @@ def to_files(tokenizer: Tokenizer, seq_len: int) -> dict[str, bytes]:
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
-    values = zip(JSON_FILES, (main, config), strict=True)
-    return {
-        name: (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode()
-        for name, value in values
-    }
+    texts = [json.dumps(value, ensure_ascii=False, indent=1) + "\n" for value in (main, config)]
+    return {name: text.encode() for name, text in zip(JSON_FILES, texts, strict=True)}
 
 
 def merge_list(tokenizer: Tokenizer) -> list[str]:
@@ -157,12 +154,13 @@ def read_tokenizer(folder: Path) -> bytes | None:
     if not (folder / JSON_FILES[0]).exists():
         return None
     try:
-        found = Tokenizer(folder)
-        tokens = sorted(found.tokens, key=found.tokens.__getitem__)
-        ours = Tokenizer(folder, rank_file(tokens))
+        tokenizer = Tokenizer(folder)
+        tokens = sorted(tokenizer.tokens, key=tokenizer.tokens.__getitem__)
+        as_rank_file = Tokenizer(folder, rank_file(tokens))
     except ConfigError as error:
         logger.warning("its tokenizer is not used: %s", error)
         return None
-    # Written by `to_files`, or the same: what checkpoints have is the rank file.
-    same = all(getattr(found, name) == getattr(ours, name) for name in IDENTITY)
-    return ours.content if same else found.content
+    # If it was written by `to_files`, or might have been: checkpoints have the rank file
+    if all(getattr(tokenizer, name) == getattr(as_rank_file, name) for name in IDENTITY):
+        return as_rank_file.content
+    return tokenizer.content

@@ -65,27 +65,32 @@ def require_intact(
     A stock DCP folder has its CRC-32 within its files: they are compared when a tensor is read.
     `share`: which of the records of torch.save files are compared, all by default.
     """
-    weights, others = (_places(tensors) for tensors in (full.tensors, full.others))
-    records = [
-        r
-        for r in full.records
-        if r.length and (everything or _within(r, weights) or not _within(r, others))
-    ]
+    weights = _places(full.tensors)
+    others = _places(full.others)
+    records = []
+    for record in full.records:
+        only_others = _within(record, others) and not _within(record, weights)
+        if record.length and (everything or not only_others):
+            records.append(record)
 
-    def problem(record: Record) -> str:
-        found = record.problem(progress)
-        return f"{record.file}: {record.name!r} is damaged: {found}" if found else ""
+    def check(record: Record) -> str:
+        problem = record.problem(progress)
+        if not problem:
+            return ""
+        return f"{record.file}: {record.name!r} is damaged: {problem}"
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
-        problems = [found for found in threads.map(problem, records[share]) if found]
-        if problems:
-            raise CorruptCheckpoint(problems[:6])
+        problems = [problem for problem in threads.map(check, records[share]) if problem]
+    if problems:
+        raise CorruptCheckpoint(problems[:6])
     if full.about.format == "titanlite":
         manifest = read_manifest(full.path)
-        held = {part.file.name for tensor in full.tensors.values() for part in tensor.parts} | {
-            "model.json"
-        }
-        names = [name for name in manifest.files if everything or name in held]
+        names = list(manifest.files)
+        if not everything:
+            needed = {"model.json"}
+            for tensor in full.tensors.values():
+                needed |= {part.file.name for part in tensor.parts}
+            names = [name for name in names if name in needed]
         problems = verify_files(full.path, manifest, names, progress)
         if problems:
             raise CorruptCheckpoint([*problems, _other_steps(full.path)])
@@ -149,9 +154,9 @@ def read_weights(path: Path, state: dict[str, Any], model: LlamaConfig, tokenize
     if not broadcast_from_rank0(lambda: is_step_folder(path)):
         full = on_all_ranks(lambda: open_full_state(path), PATIENT)
         # Divided among the ranks of a node, because each node may have another copy.
-        share = slice(
-            int(os.environ.get("LOCAL_RANK", 0)), None, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        )
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        share = slice(local_rank, None, local_world_size)
         on_all_ranks(lambda: require_intact(full, share=share), PATIENT)
         _compare_tokenizers(path, full.about.tokenizer, tokenizer)
         on_all_ranks(lambda: _fill(full, state, model), PATIENT)
@@ -178,7 +183,8 @@ def _compare_tokenizers(path: Path, saved: bytes | None, tokenizer: bytes) -> No
     if saved is None or saved == tokenizer:
         return
     try:  # the same encoding can be in several files, with other special tokens
-        a, b = (Tokenizer(path, content) for content in (saved, tokenizer))
+        a = Tokenizer(path, saved)
+        b = Tokenizer(path, tokenizer)
         same = (a.tokens, a.ranks, a.pattern, a.nfc) == (b.tokens, b.ranks, b.pattern, b.nfc)
     except ConfigError:
         same = False
@@ -198,11 +204,9 @@ def _fill(full: FullState, state: dict[str, Any], model: LlamaConfig) -> None:
 def _require_same_model(folder: Path, manifest: Manifest, model: LlamaConfig) -> None:
     """Of a step folder, by its manifest alone: its shards may be many."""
     name = "model.json"
-    stated = (
-        model_of(folder / name, read_file(folder, manifest, name))
-        if name in manifest.files
-        else None
-    )
+    stated: LlamaConfig | None = None
+    if name in manifest.files:
+        stated = model_of(folder / name, read_file(folder, manifest, name))
     tensors = {
         name.removeprefix("model."): Stored(DTYPES[entry.dtype], entry.shape)
         for name, entry in manifest.tensors.items()
@@ -264,13 +268,16 @@ def _read_rows(source: FullTensor, part: Part) -> None:
     if not source.shape:
         target.copy_(source.read().reshape(target.shape))
     elif target.numel():
-        (top, *left), (height, *widths) = part.offsets, part.sizes
-        sides = tuple(
-            slice(start, start + width) for start, width in zip(left, widths, strict=True)
+        top = part.offsets[0]
+        height = part.sizes[0]
+        box = tuple(
+            slice(offset, offset + size)
+            for offset, size in zip(part.offsets, part.sizes, strict=True)
         )
         rows = max(1, BLOCK // max(1, source.nbytes // source.shape[0]))
-        if any(part.is_transposed for part in source.parts):
+        if any(stored.is_transposed for stored in source.parts):
             rows = height  # each block would read nearly all of it
         for start in range(0, height, rows):
             stop = min(start + rows, height)
-            target[start:stop] = source.read(top + start, top + stop)[(slice(None), *sides)]
+            whole_rows = source.read(top + start, top + stop)
+            target[start:stop] = whole_rows[(slice(None), *box[1:])]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,16 @@ from titanlite.model.flavors import LlamaConfig, RopeScaling
 from titanlite.model.shape_file import checked
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
-from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part, same_numbers
+from titanlite.tools.formats.full_state import (
+    About,
+    FullState,
+    FullTensor,
+    Part,
+    Record,
+    same_numbers,
+)
 from titanlite.tools.formats.huggingface_tokenizer import tokenizer_in
-from titanlite.tools.formats.torch_file import read_tree
+from titanlite.tools.formats.torch_file import Tree, read_tree
 
 BY_COLUMNS = ("attention.wo.weight", "feed_forward.w2.weight")
 # Of Llama 3.2, whose RoPE scaling factor is 32 and not 8; params.json does not hold it
@@ -66,8 +72,9 @@ def from_params(fields: dict[str, Any], vocab_size: int, tied: bool) -> LlamaCon
         hidden = int(multiplier * hidden)
     scaling = None
     if fields.get("use_scaled_rope"):
+        default_factor = 32.0 if dim in SMALL_DIMS else 8.0
         scaling = RopeScaling(
-            fields.get("rope_scaling_factor") or (32.0 if dim in SMALL_DIMS else 8.0),
+            fields.get("rope_scaling_factor") or default_factor,
             fields.get("low_freq_factor", 1.0),
             fields.get("high_freq_factor", 4.0),
             fields.get("original_context", 8192),
@@ -93,59 +100,62 @@ def _joined(name: str, pieces: list[FullTensor], dim: int) -> FullTensor:
     Raises ValueError if the shards do not fit together.
     """
     first = pieces[0]
-    by_columns = name.endswith(BY_COLUMNS) or (
-        name == "tok_embeddings.weight" and first.shape[1:] != (dim,)
-    )
-    whole = len(pieces) == 1 or len(first.shape) < 2  # norms are the same in all
-    # The dimensions that must agree
-    kept = slice(None) if whole else slice(0, 1) if by_columns else slice(1, 2)
-    if len({(piece.dtype, len(piece.shape), piece.shape[kept]) for piece in pieces}) > 1:
-        raise ValueError(f"{name}: its parts do not fit together")
-    if whole:
+    by_columns = name.endswith(BY_COLUMNS)
+    if name == "tok_embeddings.weight":  # in Llama 2 by columns, since then by rows
+        by_columns = first.shape[1:] != (dim,)
+    cut = 1 if by_columns else 0  # the dimension
+    is_whole = len(pieces) == 1 or len(first.shape) < 2  # norms are the same in all files
+    for piece in pieces:
+        fits = piece.dtype == first.dtype and len(piece.shape) == len(first.shape)
+        for i, size in enumerate(first.shape):
+            if i != cut or is_whole:
+                fits = fits and piece.shape[i] == size
+        if not fits:
+            raise ValueError(f"{name}: its parts do not fit together")
+    if is_whole:
         return first
     parts: list[Part] = []
-    at = 0
+    total = 0  # rows or columns so far
     for piece in pieces:
-        parts.append(
-            dataclasses.replace(piece.parts[0], offsets=(0, at) if by_columns else (at, 0))
-        )
-        at += piece.shape[by_columns]
-    return FullTensor(
-        first.dtype, (first.shape[0], at) if by_columns else (at, first.shape[1]), tuple(parts)
-    )
+        offsets = (0, total) if by_columns else (total, 0)
+        parts.append(dataclasses.replace(piece.parts[0], offsets=offsets))
+        total += piece.shape[cut]
+    shape = (first.shape[0], total) if by_columns else (total, first.shape[1])
+    return FullTensor(first.dtype, shape, tuple(parts))
 
 
 def open_folder(folder: Path) -> FullState:
     """The checkpoint in such a folder. Raises CorruptCheckpoint or ConfigError."""
     files = sorted(folder.glob("consolidated.*.pth"))
-    numbers = [
-        int(match[1])
-        for path in files
-        if (match := re.fullmatch(r"consolidated\.(\d+)\.pth", path.name))
-    ]
-    if numbers != list(range(len(files))):
+    numbers = [path.name.removeprefix("consolidated.").removesuffix(".pth") for path in files]
+    if any(not number.isdecimal() or int(number) != i for i, number in enumerate(numbers)):
         raise CorruptCheckpoint(
             f"{folder}: has {', '.join(path.name for path in files)}; expected "
             "consolidated.00.pth and on"
         )
-    others = [path for path in files if not path.is_file()]
-    if others:
-        raise CorruptCheckpoint(f"{others[0]}: expected a regular file")
-    trees, records = zip(*map(read_tree, files), strict=True)
+    trees: list[Tree] = []
+    records: list[Record] = []
+    for file in files:
+        if not file.is_file():
+            raise CorruptCheckpoint(f"{file}: expected a regular file")
+        tree, of_file = read_tree(file)
+        trees.append(tree)
+        records += of_file
     path = folder / "params.json"
     try:
         fields = json.loads(read_bounded(path))
         dim = fields["dim"]
-        wanted = [
-            name
-            for name, value in trees[0].items()
-            if isinstance(value, FullTensor) and name != "rope.freqs"
-        ]
-        for tree, file in zip(trees, files, strict=True):
-            missing = [name for name in wanted if not isinstance(tree.get(name), FullTensor)]
-            if missing:
-                raise CorruptCheckpoint(f"{file}: has no {missing[0]!r}, which {files[0].name} has")
-        tensors = {name: _joined(name, [tree[name] for tree in trees], dim) for name in wanted}
+        tensors: dict[str, FullTensor] = {}
+        for name, value in trees[0].items():
+            if not isinstance(value, FullTensor) or name == "rope.freqs":
+                continue
+            pieces = []
+            for tree, file in zip(trees, files, strict=True):
+                piece = tree.get(name)
+                if not isinstance(piece, FullTensor):
+                    raise CorruptCheckpoint(f"{file}: has no {name!r}, which {files[0].name} has")
+                pieces.append(piece)
+            tensors[name] = _joined(name, pieces, dim)
         embedding = tensors["tok_embeddings.weight"]
         output = tensors.get("output.weight")
         tied = output is None or same_numbers(output, embedding)
@@ -166,8 +176,7 @@ def open_folder(folder: Path) -> FullState:
         raise CorruptCheckpoint(
             f"{path}: not the parameters of a Llama ({type(error).__name__}: {error})"
         ) from None
-    state = FullState(
-        folder, About("llama", config, tokenizer_in(folder), layout=f"{len(files)} files"), tensors
-    )
-    state.records = [record for of_file in records for record in of_file]
+    about = About("llama", config, tokenizer_in(folder), layout=f"{len(files)} files")
+    state = FullState(folder, about, tensors)
+    state.records = records
     return state

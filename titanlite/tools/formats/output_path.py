@@ -41,12 +41,14 @@ PARTIAL = re.compile(r"scratch\.titanlite-tmp-[0-9a-f]{8}|\.metadata\.tmp")
 
 def require_writable(source: Path, target: Path, force: bool) -> None:
     """Raises ConfigError unless the target is new or may be replaced, and is not the source."""
-    here, there, where = (Path(os.path.realpath(path)) for path in (source, target, "."))
-    if there == here or there in here.parents or here in there.parents:
+    real_source = Path(os.path.realpath(source))
+    real_target = Path(os.path.realpath(target))
+    current = Path(os.path.realpath("."))
+    if real_source.is_relative_to(real_target) or real_target.is_relative_to(real_source):
         raise ConfigError(
             f"{target}: is, contains or lies in the source {source}; choose another path"
         )
-    if there == where or there in where.parents:
+    if current.is_relative_to(real_target):
         raise ConfigError(f"{target}: is or contains the current folder; choose another path")
     if (target.exists() or target.is_symlink()) and not force:
         raise ConfigError(
@@ -87,21 +89,21 @@ def lock_target(target: Path, source: Path) -> Iterator[None]:
     path = target.with_name(f".{target.name}.titanlite-lock")
     while True:
         try:
-            held = lock(path)
+            lock_file = lock(path)
         except BlockingIOError:
             raise ConfigError(
                 f"{target}: another conversion is writing it; wait for it, or choose another path"
             ) from None
-        if path.exists() and os.path.samestat(path.stat(), os.fstat(held.fileno())):
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(lock_file.fileno())):
             break
-        held.close()  # another conversion has ended and removed the file meanwhile
+        lock_file.close()  # another conversion has ended and removed the file meanwhile
     try:
         _remove_leftovers(target, source)
         yield
     finally:
         with contextlib.suppress(OSError):  # the next conversion locks and removes it
             path.unlink(missing_ok=True)
-        held.close()
+        lock_file.close()
 
 
 def temporary_path(target: Path) -> Path:
@@ -152,9 +154,8 @@ def publish(temporary: Path, target: Path, force: bool) -> None:
         _replace(temporary, target)
     try:
         sync_folder(target.parent)
-    except (
-        OSError
-    ) as error:  # the target is complete and under its name, so the conversion has not failed
+    except OSError as error:
+        # The target is complete and under its name, so the conversion has not failed
         logger.warning(
             "%s: %s while syncing it; a power failure now could lose %s",
             target.parent,
@@ -279,7 +280,9 @@ def remove(path: Path, names: list[str] | None = None) -> None:
         if os.path.lexists(path):
             logger.warning("%s: %s while removing it", path, error.strerror or error)
         return
-    added = f"{', '.join(sorted(os.listdir(saved))[:3])} in " if saved.is_dir() else ""
+    place = str(saved)
+    if saved.is_dir():
+        place = f"{', '.join(sorted(os.listdir(saved))[:3])} in {saved}"
     logger.warning(
-        "%s%s: added while it was replaced, and kept; delete it if you do not need it", added, saved
+        "%s: added while it was replaced, and kept; delete it if you do not need it", place
     )

@@ -72,7 +72,9 @@ def read_pickle(kind: str, path: Path) -> dict[str, Any]:
     Raises UnreadablePickle; UnsafeName if it refers to anything that is not on the list; OSError.
     """
     with path.open("rb") as file:
-        seconds = SECONDS * (1 + (os.fstat(file.fileno()).st_size >> 26) if kind == "dcp" else 1)
+        seconds = SECONDS
+        if kind == "dcp":  # a file of torch.save has a small pickle, whatever its size
+            seconds *= 1 + (os.fstat(file.fileno()).st_size >> 26)
         program = [sys.executable, "-I", "-S", "-B", __file__, kind, str(seconds)]
         ended = subprocess.run(
             program, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False
@@ -129,7 +131,7 @@ class Unpickler(pickle.Unpickler):
     def __init__(self, file: Any, names: re.Pattern[str]) -> None:
         super().__init__(file)
         self.names = names
-        self.found: dict[str, type] = {}
+        self.classes: dict[str, type] = {}  # by name, as they occur
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
@@ -138,11 +140,11 @@ class Unpickler(pickle.Unpickler):
             return type("OrderedDict", (dict,), {})
         if full == "builtins.getattr" and self.names is DCP:
             return Member
-        if full not in self.found:
+        if full not in self.classes:
             if not self.names.fullmatch(full):
                 raise UnsafeName(full if len(full) < 100 else full[:100] + "...")
-            self.found[full] = type("Made", (Made,), {"__slots__": (), "name": full})
-        return self.found[full]
+            self.classes[full] = type("Made", (Made,), {"__slots__": (), "name": full})
+        return self.classes[full]
 
     def persistent_load(self, pid: Any) -> Made:
         """What torch.save stores beside the pickle: ("storage", type, name, device, length)."""
@@ -161,10 +163,8 @@ def counts(value: Any) -> list[int]:
     Their product is checked by those who use it.
     """
     numbers = list(expect(value, tuple))
-    if (
-        any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers)
-        or len(numbers) > 64
-    ):
+    valid = all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
+    if not valid or len(numbers) > 64:
         raise UnreadablePickle("a shape that no tensor can have")
     return numbers
 
@@ -269,11 +269,9 @@ class Archive:
         header = self._file.read(30)  # the content begins after it, the name and padding
         if header[:4] != b"PK\x03\x04":
             raise UnreadablePickle("its zip directory has a wrong position of a record")
-        begin = (
-            info.header_offset
-            + 30
-            + sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
-        )
+        name_length = int.from_bytes(header[26:28], "little")
+        padding = int.from_bytes(header[28:30], "little")
+        begin = info.header_offset + 30 + name_length + padding
         # 0 with torch.serialization.skip_data and set_crc32_options
         return begin, info.file_size, info.CRC or None
 
@@ -334,10 +332,15 @@ def tensor(made: Made) -> list[Any]:
         )
     storage, start, shape, strides, _, _ = made.arguments
     _, kind, name, _, _ = expect(storage, Made).arguments
-    (start,), shape, strides = counts((start,)), counts(shape), counts(strides)
-    if len(shape) != len(strides):
+    if len(counts(shape)) != len(counts(strides)):
         raise UnreadablePickle("a shape that no tensor can have")
-    return [expect(kind, type).name, expect(name, str), start, shape, strides]
+    return [
+        expect(kind, type).name,
+        expect(name, str),
+        *counts((start,)),
+        counts(shape),
+        counts(strides),
+    ]
 
 
 def answer_of(read: Callable[[BinaryIO], dict[str, Any]], file: BinaryIO) -> str:
@@ -362,9 +365,9 @@ def main(kind: str, seconds: int) -> None:
         resource.RLIMIT_FSIZE,
         resource.RLIMIT_CORE,
     )
-    for what, most in (limits | dict.fromkeys(forbidden, 0)).items():
+    for kind_of_limit, most in (limits | dict.fromkeys(forbidden, 0)).items():
         with contextlib.suppress(ValueError, OSError):  # unknown to the system; the others remain
-            resource.setrlimit(what, (most, most))
+            resource.setrlimit(kind_of_limit, (most, most))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     sys.stdout.write(answer_of({"dcp": read_dcp, "torch": read_torch}[kind], sys.stdin.buffer))
 

@@ -47,14 +47,14 @@ def read_header(path: Path) -> tuple[dict[str, FullTensor], dict[str, str]]:
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: not a complete safetensors file ({error})") from None
     header.pop("__metadata__", None)
-    found = {}
+    tensors = {}
     for name, entry in header.items():
         if entry["dtype"] not in DTYPES:
             raise ConfigError(f"{path}: {name!r} is {entry['dtype']}; allowed: {', '.join(DTYPES)}")
         shape = tuple(entry["shape"])
         part = Part(path, 8 + length + entry["data_offsets"][0], (0,) * len(shape), shape or (1,))
-        found[name] = FullTensor(DTYPES[entry["dtype"]], shape, (part,))
-    return found, metadata
+        tensors[name] = FullTensor(DTYPES[entry["dtype"]], shape, (part,))
+    return tensors, metadata
 
 
 def read_folder(folder: Path) -> dict[str, FullTensor]:
@@ -73,13 +73,14 @@ def read_folder(folder: Path) -> dict[str, FullTensor]:
         raise CorruptCheckpoint(f"{folder / INDEX}: cannot be used ({error})") from None
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
-        problems = [f"{folder / name}: No such file, and {INDEX} names it" for name in absent]
-        raise CorruptCheckpoint(
-            problems[:5] + ([f"and {len(absent) - 5} more"] if len(absent) > 5 else [])
-        )
-    tensors = {
-        name: tensor for file in files for name, tensor in read_header(folder / file)[0].items()
-    }
+        problems = [f"{folder / name}: No such file, and {INDEX} names it" for name in absent[:5]]
+        if len(absent) > 5:
+            problems.append(f"and {len(absent) - 5} more")
+        raise CorruptCheckpoint(problems)
+    tensors: dict[str, FullTensor] = {}
+    for file in files:
+        of_file, _ = read_header(folder / file)
+        tensors |= of_file
     missing = [name for name in places if name not in tensors]
     if missing:
         raise CorruptCheckpoint(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,33 +53,41 @@ def require_same_model(
     `stated`: the model that the file describes. Without it a warning lists what could not be
     compared.
     """
-    sizes = {} if stated else _sizes(tensors, model)
-    known = _fields(stated) if stated else _fields(model) | sizes
+    sizes: dict[str, Any] = {}
+    if stated:
+        in_file = _fields(stated)
+        shapes = parameter_shapes(stated)
+    else:
+        sizes = _sizes(tensors, model)
+        in_file = _fields(model) | sizes
+        shapes = parameter_shapes(_shaped(tensors, model, sizes))
     problems = [
-        _problem(name, own, its, path) for name, own, its in _differences(_fields(model), known)
+        _problem(name, expected, actual, path)
+        for name, expected, actual in _differences(_fields(model), in_file)
     ]
-    problems += tensor_problems(
-        path, tensors, parameter_shapes(stated or _shaped(tensors, model, sizes))
-    )
+    problems += tensor_problems(path, tensors, shapes)
     if problems:
         raise ConfigError(problems)
     if stated is None:
-        rest = {name: value for name, value in _fields(model).items() if name not in sizes}
-        taken = ", ".join(f"{name} = {value}" for name, value in rest.items())
+        unknown = [
+            f"{name} = {value}" for name, value in _fields(model).items() if name not in sizes
+        ]
         logger.warning(
-            "%s: has no description of its model; could not be compared: %s", path, taken
+            "%s: has no description of its model; could not be compared: %s",
+            path,
+            ", ".join(unknown),
         )
 
 
 def require_stated(
-    given: LlamaConfig, stated: LlamaConfig, option: str, value: str, path: Path
+    named: LlamaConfig, stated: LlamaConfig, option: str, value: str, path: Path
 ) -> None:
     """Raises ConfigError if the model that an option's value names is not the one that the file
     describes.
     """
     problems = [
-        f"{option} {value}: {name} = {own}, and {its} in {path}"
-        for name, own, its in differences(given, stated)
+        f"{option} {value}: {name} = {by_option}, and {in_file} in {path}"
+        for name, by_option, in_file in differences(named, stated)
     ]
     if problems:
         raise ConfigError([*problems, f"{path} describes its model: leave {option} out"])
@@ -98,15 +106,18 @@ def _fields(model: LlamaConfig) -> dict[str, Any]:
     return {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
 
 
-def _problem(name: str, own: Any, its: Any, path: Path) -> str:
+def _problem(name: str, expected: object, actual: object, path: Path) -> str:
     """One difference: both values, and the key that changes this model's."""
     if name == "tied_embeddings":
-        own, its = ("tied" if value else "untied" for value in (own, its))
         name = "embeddings"
+        expected = "tied" if expected else "untied"
+        actual = "tied" if actual else "untied"
     if name in {field.name for field in dataclasses.fields(ModelConfig)}:
-        return f"model.{name} = {own}, and {its} in {path}; expected model.{name} = {its}"
+        return (
+            f"model.{name} = {expected}, and {actual} in {path}; expected model.{name} = {actual}"
+        )
     return (
-        f"{name} = {own}, and {its} in {path}; titanlite has no key for it, so this model "
+        f"{name} = {expected}, and {actual} in {path}; titanlite has no key for it, so this model "
         "cannot use these weights"
     )
 
@@ -172,27 +183,29 @@ def tensor_problems(
     """What of a file does not fit a model whose parameters have these shapes, also what the model
     does not have.
     """
-    theirs = [name for name in tensors if name not in shapes]
+    unknown = [name for name in tensors if name not in shapes]
     if tensors and not tensors.keys() & shapes.keys():
-        examples = ", ".join(repr(name[:100]) for name in theirs[:3])
+        examples = ", ".join(repr(name[:100]) for name in unknown[:3])
         return [
             f"{path}: none of its {len(tensors)} tensors ({examples}, ...) has a name of a "
             "Llama's parameter"
         ]
     problems = _mismatches(path, tensors, shapes)
     problems += [
-        f"{path}: {name[:200]!r} is not a parameter of this model{_reason(name, tensors)}"
-        for name in theirs
+        f"{path}: {name[:200]!r} is not a parameter of this model{_reason(name)}"
+        for name in unknown
     ]
     return _first_ones(path, problems)
 
 
-def _reason(name: str, tensors: Collection[str]) -> str:
+def _reason(name: str) -> str:
     if name in ("output.weight", "lm_head.weight"):
         return ", whose embeddings are tied, and not a copy of its embedding"
     if ".experts." in name:
         return ", which has no mixture of experts"
-    return ", which has no biases" if name.endswith(".bias") else ""
+    if name.endswith(".bias"):
+        return ", which has no biases"
+    return ""
 
 
 def mismatches(path: Path, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -58,12 +58,16 @@ def _length(state: FullState) -> int:
 
 
 def _shape_and_tokenizer(state: FullState) -> dict[str, bytes]:
-    files = {"model.json": state.about.model.to_json().encode()} if state.about.model else {}
+    files: dict[str, bytes] = {}
+    if state.about.model:
+        files["model.json"] = state.about.model.to_json().encode()
     return files | _tokenizer(state)
 
 
 def _tokenizer(state: FullState) -> dict[str, bytes]:
-    return files_of(state.about.tokenizer) if state.about.tokenizer else {}
+    if not state.about.tokenizer:
+        return {}
+    return files_of(state.about.tokenizer)
 
 
 def _json(value: dict[str, Any]) -> bytes:
@@ -84,11 +88,9 @@ def _mapped(path: Path, tensors: dict[str, Outgoing]) -> Iterator[dict[str, Tens
         with safe_open(scratch, framework="pt") as file:
             yield {name: file.get_tensor(name) for name in tensors}
     except (RuntimeError, CheckpointException) as error:  # the latter is a BaseException
-        cause = (
-            next(iter(error.failures.values()))[0]
-            if isinstance(error, CheckpointException)
-            else error
-        )
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            cause, _ = next(iter(error.failures.values()))
         while not isinstance(cause, (OSError, SystemExit, KeyboardInterrupt)) and cause.__context__:
             cause = cause.__context__
         raise cause from None
@@ -215,12 +217,12 @@ def to_huggingface(path: Path, export: Export) -> None:
     state = export.state
     length = _length(export.state)
     tensors: dict[str, Outgoing] = {}
-    for ours, theirs in huggingface.names(state.model).items():
-        tensors[theirs] = export.weight(
-            ours, state.model.head_dim if huggingface.is_permuted(ours) else 0
-        )
+    for name, hf_name in huggingface.names(state.model).items():
+        width = state.model.head_dim if huggingface.is_permuted(name) else 0
+        tensors[hf_name] = export.weight(name, width)
     write_shards(path, tensors, export.shard_size)
-    bos = eos = None
+    bos: int | None = None
+    eos: int | None = None
     files: dict[str, bytes] = {}
     if state.about.tokenizer:
         tokenizer = Tokenizer(state.path, state.about.tokenizer)
