@@ -15,7 +15,7 @@ What it costs: 5 steps in one process, once, and 5 steps in each layout.
 
 from __future__ import annotations
 
-import operator
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from titanlite.optim.ema import WeightEMA
 from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.auto import decide_compile, resolve_dtype
+from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
 from titanlite.rules.check import check_layout
@@ -62,22 +63,21 @@ def make_batch(step: int, config: Config, vocab_size: int) -> Batch:
     if not config.data.document_mask:
         return Batch(tokens[:, :-1], labels)
     starts = torch.rand(sequences, seq_len, generator=generator) < 4 / seq_len
+    labels[:, :-1][starts[:, 1:]] = IGNORED  # the first token of the next document
     index = torch.arange(seq_len)
-    labels[:, :-1][starts[:, 1:]] = IGNORED
-    return Batch(tokens[:, :-1], labels, index - torch.where(starts, index, 0).cummax(dim=1).values)
+    latest_start = torch.where(starts, index, 0).cummax(dim=1).values
+    return Batch(tokens[:, :-1], labels, index - latest_start)
 
 
-def _alone(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
+def split_documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and labels (1, n) of each row, or of each document of a row."""
-    for i, (tokens, labels) in enumerate(zip(*batch[:2], strict=True)):
-        starts = (
-            []
-            if batch.positions is None
-            else (batch.positions[i] == 0).nonzero().flatten()[1:].tolist()
-        )
-        yield from zip(
-            tokens[None].tensor_split(starts, 1), labels[None].tensor_split(starts, 1), strict=True
-        )
+    for i in range(len(batch.tokens)):
+        tokens = batch.tokens[i : i + 1]
+        labels = batch.labels[i : i + 1]
+        starts: list[int] = []  # of the second document and the following ones
+        if batch.positions is not None:
+            starts = (batch.positions[i] == 0).nonzero().flatten()[1:].tolist()
+        yield from zip(tokens.tensor_split(starts, 1), labels.tensor_split(starts, 1), strict=True)
 
 
 def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
@@ -88,58 +88,47 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
     if config.float8.enabled:
-        from titanlite.parallel.float8 import apply_float8
-
         apply_float8(model, config.float8, device.type)
     model.to_empty(device=device)
     model.init_weights(config.run.seed)
     optimizer = Updates(model, options)  # always fp32, also where layouts compute in bf16
-    losses = []
-    norms = []
-    gradients = {}
+    losses: list[float] = []
+    norms: list[float] = []
+    first_gradients: dict[str, Tensor] = {}
     averages = {name: p.detach().double() for name, p in model.named_parameters()}
     for step in range(STEPS):
         batch = make_batch(step, config, llama.vocab_size).apply(lambda tensor: tensor.to(device))
-        count = int((batch.labels != IGNORED).sum())
+        num_targets = int((batch.labels != IGNORED).sum())
         total = 0.0
-        for tokens, labels in _alone(batch):
-            logits = model(tokens)
-            loss = (
-                F.cross_entropy(logits[0], labels[0], ignore_index=IGNORED, reduction="sum") / count
-            )
-            squares = logits[0].exp().sum(dim=-1).log().square()
-            loss = loss + config.loss.z_loss * squares[labels[0] != IGNORED].sum() / count
+        for tokens, labels in split_documents(batch):
+            logits = model(tokens)[0]  # (n, V)
+            labels = labels[0]
+            entropy = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+            log_sums = logits.exp().sum(dim=-1).log()
+            z_loss = config.loss.z_loss * log_sums.square()[labels != IGNORED].sum()
+            loss = entropy / num_targets + z_loss / num_targets
             loss.backward()
             total += loss.item()
         losses.append(total)
-        norms.append(
-            sum(
-                float(p.grad.double().square().sum())
-                for p in model.parameters()
-                if p.grad is not None
-            )
-            ** 0.5
-        )
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        squares = [float(gradient.double().square().sum()) for gradient in gradients.values()]
+        norms.append(math.sqrt(sum(squares)))
         if step == 0:
-            gradients = {
-                name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-            }
+            first_gradients = {name: gradient.clone() for name, gradient in gradients.items()}
         clip(model, options, training.max_norm, norms[-1])
         optimizer.step()
         model.zero_grad()
         decay = min(config.ema.decay, (2 + step) / (11 + step))
-        averages = {
-            name: decay * averages[name] + (1 - decay) * p.detach()
-            for name, p in model.named_parameters()
-        }
-    found = {
+        for name, parameter in model.named_parameters():
+            averages[name] = decay * averages[name] + (1 - decay) * parameter.detach()
+    results = {
         "loss": losses,
         "grad_norm": norms,
-        "gradient": gradients,
+        "gradient": first_gradients,
         "parameters": dict(model.named_parameters()),
+        "averages": averages,
     }
-    found["averages"] = averages
-    torch.save(found, path)
+    torch.save(results, path)
 
 
 def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
@@ -165,19 +154,15 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     ema = WeightEMA(config.ema, parts, optimizer)
     ema.start()
     expected = torch.load(path, map_location="cpu", mmap=True)
-    found = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "parameters": 0.0}
+    differences = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "parameters": 0.0}
     graphs: list[int] = []
     compiles = config.compile.loss or compiled
     for step in range(STEPS):
-        whole = make_batch(step, config, llama.vocab_size)
-        rows = [
-            slice(i, i + training.local_batch_size)
-            for i in range(0, len(whole.tokens), training.local_batch_size)
-        ]
-        batches = [
-            whole.apply(operator.itemgetter(part))
-            for part in rows[mesh.data_rank :: mesh.data_size]
-        ]
+        global_batch = make_batch(step, config, llama.vocab_size)
+        size = training.local_batch_size
+        # Local batches are dealt out to the data-parallel ranks in turn
+        first_rows = range(mesh.data_rank * size, len(global_batch.tokens), mesh.data_size * size)
+        batches = [take_rows(global_batch, row, row + size) for row in first_rows]
         num_targets = mesh.sum_counts(count_targets(batches).to(device))
         loss = torch.zeros((), device=device)
         for i, batch in enumerate(batches):
@@ -185,9 +170,9 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
             last = i == len(batches) - 1
             loss += stages.forward_backward(batch, num_targets, scaler.scale, last)
         if step == 0:
-            gradients = ((name, p.grad) for part in parts for name, p in part.named_parameters())
+            gradients = [(name, p.grad) for part in parts for name, p in part.named_parameters()]
             scale = float(scaler.scale)  # the gradients still have it
-            found["gradient"] = _farthest(gradients, expected["gradient"], scale)
+            differences["gradient"] = largest_difference(gradients, expected["gradient"], scale)
         scaler.unscale()
         norm = clip_gradients(
             parts, training.max_norm, config.optimizer, device, stages.shared_params
@@ -195,7 +180,8 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
         scaler.judge(norm)
         loss = mesh.sum_losses(loss)
         for name, value in (("loss", loss), ("grad_norm", norm)):
-            found[name] = _worse(found[name], abs(float(value) / expected[name][step] - 1))
+            difference = abs(float(value) / expected[name][step] - 1)
+            differences[name] = larger(differences[name], difference)
         optimizer.step()
         ema.update()
         optimizer.zero_grad()
@@ -204,12 +190,17 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
         raise RuntimeError(
             f"compiled {graphs[-1] - graphs[1]} graphs after the second step; expected none"
         )
-    parameters = (named for part in parts for named in part.named_parameters())
-    found["parameters"] = _farthest(parameters, expected["parameters"])
+    parameters = [named for part in parts for named in part.named_parameters()]
+    differences["parameters"] = largest_difference(parameters, expected["parameters"])
     if ema.enabled:
         averages = zip(ema.names, ema.averages, strict=True)
-        found["parameters"] = _worse(found["parameters"], _farthest(averages, expected["averages"]))
-    return found
+        difference = largest_difference(averages, expected["averages"])
+        differences["parameters"] = larger(differences["parameters"], difference)
+    return differences
+
+
+def take_rows(batch: Batch, start: int, stop: int) -> Batch:
+    return batch.apply(lambda tensor: tensor[start:stop])
 
 
 def _device(config: Config) -> torch.device:
@@ -217,27 +208,29 @@ def _device(config: Config) -> torch.device:
     return process_group.start(config.run, config.comm, DebugConfig())
 
 
-def _farthest(
-    found: Iterable[tuple[str, Any]], expected: dict[str, Tensor], scale: float = 1.0
+def largest_difference(
+    tensors: Iterable[tuple[str, Tensor | None]], expected: dict[str, Tensor], scale: float = 1.0
 ) -> float:
-    """The largest relative difference of the tensors, divided by `scale`; infinite if one is
-    missing.
+    """The largest relative difference of the tensors, divided by `scale`, from those expected;
+    infinite if one is missing.
     """
     largest = 0.0
-    for name, tensor in found:
+    for name, tensor in tensors:
         if tensor is None:
             return float("inf")
-        whole: Any = tensor
-        if isinstance(tensor, DTensor):  # perhaps offloaded, while its mesh communicates on the GPU
-            whole = whole.to(tensor.device_mesh.device_type).full_tensor()
-        right = expected[name].detach().double()
-        difference = torch.linalg.vector_norm(
-            whole.detach().cpu().double() / scale - right
-        ) / torch.linalg.vector_norm(right)
-        largest = _worse(largest, float(difference))
+        if isinstance(tensor, DTensor):
+            # It may be offloaded, while its mesh communicates on the GPU
+            on_device: Any = tensor.to(tensor.device_mesh.device_type)
+            tensor = on_device.full_tensor()
+        actual = tensor.detach().cpu().double() / scale
+        correct = expected[name].detach().double()
+        difference = torch.linalg.vector_norm(actual - correct) / torch.linalg.vector_norm(correct)
+        largest = larger(largest, float(difference))
     return largest
 
 
-def _worse(a: float, b: float) -> float:
-    """The larger value; NaN if one is NaN."""
-    return max(a, b) if a == a and b == b else float("nan")
+def larger(a: float, b: float) -> float:
+    """The larger value; NaN if one is NaN, which `max` may lose."""
+    if math.isnan(a) or math.isnan(b):
+        return float("nan")
+    return max(a, b)

@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from titanlite.config.keys import all_keys
@@ -32,6 +32,7 @@ QUICK = 4  # the largest number of processes with --quick
 # The sections of the config that describe a layout
 LAYOUT = ("parallel", "recompute", "compile", "ema", "loss")
 RECOMPUTE_MODES = ("full", "selective", "memory_budget")
+TWO_RANKS = ("dp_shard=2", "tp=2", "cp=2", "pp=2")  # each axis alone
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,19 @@ def parse_layout(text: str) -> list[tuple[str, str]]:
     Raises ConfigError.
     """
     pairs: list[tuple[str, str]] = []
-    for word in (word.strip() for word in text.split(",") if text):
-        name, equals, value = word.partition("=")
+    words = text.split(",") if text else []
+    for word in words:
+        name, equals, value = word.strip().partition("=")
         if pairs and pairs[-1][0] == "parallel.pp_split" and not equals:  # whose value has commas
-            pairs[-1] = ("parallel.pp_split", f"{pairs[-1][1]} {word}")
+            pairs[-1] = ("parallel.pp_split", f"{pairs[-1][1]} {name}")
             continue
-        name = name if "." in name else f"parallel.{name}"
+        if "." not in name:
+            name = f"parallel.{name}"
         if name not in all_keys():
             names = [key.removeprefix("parallel.") for key in all_keys()]
-            near = suggestion(name.removeprefix("parallel."), names)
+            nearest = suggestion(name.removeprefix("parallel."), names)
             raise ConfigError(
-                f"--layout {text}: unknown key {name}{near}; expected key=value, with commas "
+                f"--layout {text}: unknown key {name}{nearest}; expected key=value, with commas "
                 "between"
             )
         if name in dict(pairs):
@@ -91,177 +94,222 @@ def make_case(arguments: list[str], layout: str, device: str) -> Case:
         raise ConfigError(
             f"--layout {layout}: {processes} processes; expected at most {MAX_PROCESSES}"
         )
-    readers = int(degrees["dp_replicate"]) * int(degrees["dp_shard"])
-    local = max(1, min(4, SEQUENCES // readers))
-    # With one data-parallel rank, two local batches
-    sequences = -(-SEQUENCES // (local * readers)) * local * readers
-    # The layout of `arguments` is replaced by the defaults.
-    own = {
-        f"{s}.{f.name}": f.default
-        for s in LAYOUT
-        for f in dataclasses.fields(sections()[s])
-        if f.name != "z_loss"
-    }
-    options = {key: json.dumps(value).strip('"') for key, value in own.items()}
+    data_size = int(degrees["dp_replicate"]) * int(degrees["dp_shard"])
+    local_batch_size = max(1, min(4, SEQUENCES // data_size))
+    # A multiple of what all ranks read at once; with one data-parallel rank, two local batches
+    at_once = local_batch_size * data_size
+    global_batch_size = math.ceil(SEQUENCES / at_once) * at_once
+    # The layout of `arguments` is replaced by the defaults, but for z_loss, which is no layout
+    options: dict[str, str] = {}
+    for section in LAYOUT:
+        for field in dataclasses.fields(sections()[section]):
+            if field.name != "z_loss":
+                options[f"{section}.{field.name}"] = json.dumps(field.default).strip('"')
     options |= {f"parallel.{axis}": degree for axis, degree in degrees.items()}
-    options |= {
-        "training.global_batch_size": str(sequences),
-        "training.local_batch_size": str(local),
-    }
-    options |= {"training.batch_ramp": ""}
+    options["training.global_batch_size"] = str(global_batch_size)
+    options["training.local_batch_size"] = str(local_batch_size)
+    options["training.batch_ramp"] = ""
     # AdamW divides a gradient by its size. Where a gradient is only rounding error, the usual eps
     # of 1e-8 turns a difference in the last bit into a whole learning rate. With 1e-5, here and in
     # the reference, it stays small.
-    options |= {"optimizer.eps": "1e-5", "optimizer.muon_dtype": "float32"}
-    options |= {"run.device": device}
-    options |= {"training.compute_dtype": "float32", "training.reduce_dtype": "float32"}
-    options |= {
-        "compile.enabled": "auto" if given.get("recompute.mode") == "memory_budget" else "false",
-        **given,
-    }
+    options["optimizer.eps"] = "1e-5"
+    options["optimizer.muon_dtype"] = "float32"
+    options["run.device"] = device
+    options["training.compute_dtype"] = "float32"
+    options["training.reduce_dtype"] = "float32"
+    options["compile.enabled"] = "false"
+    if given.get("recompute.mode") == "memory_budget":  # which is the compiler's
+        options["compile.enabled"] = "auto"
+    options |= given
     config = load_config([*arguments, *(f"--{key}={value}" for key, value in options.items())])
     return Case(layout or "one process", processes, config)
 
 
-def ladder(processes: int, quick: bool, device: str) -> Iterator[str]:
+def each(layouts: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Every option on every layout."""
+    return [f"{layout},{option}" for layout in layouts for option in options]
+
+
+def ladder(processes: int, quick: bool, device: str) -> list[str]:
     """The layouts for up to `processes` processes, as arguments of `--layout`."""
+    names = []
+    for degrees in layouts(processes, quick):
+        names.append(",".join(f"{axis}={degree}" for axis, degree in degrees.items()))
     # On CPU, inductor takes minutes to compile
     compiler = "inductor" if device == "cuda" else "aot_eager"
-    for degrees in layouts(processes, quick):
-        yield ",".join(f"{axis}={degree}" for axis, degree in degrees.items())
+    names += documents(processes, quick, compiler)
+    names += updates(processes, quick)
+    if processes == 1:
+        names += sharding_options(quick)
+        names += recompute_options(quick)
+        names += compile_options(quick, compiler)
+        names += ["loss.num_chunks=3", "model.embeddings=untied,loss.num_chunks=3"]
+        return names
+    names += axis_options(processes, quick)
+    names += averages(processes, quick)
+    names += techniques(quick, compiler)
+    names += losses(processes, quick, compiler)
+    if not quick:
+        names += dtypes()
+    if device == "cuda":
+        names += [
+            "cp=2,cp_method=ring",
+            "cp=2,cp_method=ulysses,compile.enabled",
+            "tp=2,async_tp,compile.enabled",
+            "pp=2,pp_schedule=Interleaved1F1B,compile.enabled",
+        ]
+    return names
+
+
+def axis_options(processes: int, quick: bool) -> list[str]:
+    """The keys of an axis: schedules of the pipeline, methods of cp, resharding."""
+    schedules = [f"pp_schedule={name}" for name in PP_SCHEDULES if name != "1F1B"]  # the default
+    names = each(["pp=2"], schedules)
+    names.append("cp=2,cp_method=ulysses")
+    if processes < 4:
+        return names
+    names += ["dp_shard=2,cp=2,cp_method=ulysses", "dp_shard=4,reshard_after_forward=2"]
+    if quick:
+        return names
+    names += [
+        "pp=2,cp=2,cp_method=ulysses",
+        "pp=4,pp_schedule=Interleaved1F1B,model.num_layers=8",
+        "pp=2,tp=2,pp_split=output",
+        "pp=2,tp=2,pp_split=output,loss.num_chunks=3",
+    ]
+    several_stages = [f"pp_schedule={name}" for name in ("Interleaved1F1B", *SPLIT_BACKWARD)]
+    beside = ["pp=2,dp_shard=2", "pp=2,tp=2", "pp=2,recompute.mode=full"]
+    return names + each(beside, several_stages)
+
+
+def averages(processes: int, quick: bool) -> list[str]:
+    """Layouts whose averaged weights are compared too."""
+    names = ["dp_shard=2"]
+    if not quick:
+        names += ["tp=2", "cp=2", "pp=2", "dp_shard=2,cpu_offload"]
+    if not quick and processes >= 4:
+        names += ["dp_shard=2,tp=2", "dp_shard=2,pp=2"]
+    return each(names, ["ema.decay=0.9"])
+
+
+def sharding_options(quick: bool) -> list[str]:
+    """When FSDP gathers, reduces and offloads; and its dtype."""
     options = [
         "reshard_after_forward=always",
         "reshard_after_forward=never",
         "cpu_offload",
         "prefetch=2",
     ]
-    options += [] if quick else ["optimizer_offload"]
-    options += [
-        "reduce_every_microbatch=false,training.local_batch_size=1",
-        "training.compute_dtype=bfloat16",
-    ]
-    recompute = ["recompute.mode=full", "recompute.mode=selective"]
-    recompute += [] if quick else ["recompute.mode=full,recompute.offload"]
-    compiled = [
-        "compile.enabled",
-        *(f"recompute.mode={m},compile.enabled" for m in RECOMPUTE_MODES if not quick),
-    ]
-    compiled = [f"{option},compile.backend={compiler}" for option in compiled]
-    yield from documents(processes, quick, compiler)
-    yield from updates(processes, quick)
-    if processes == 1:
-        yield from (
-            *options,
-            *recompute,
-            *compiled,
-            "loss.num_chunks=3",
-            "model.embeddings=untied,loss.num_chunks=3",
-        )
-        return
-    yield from (f"pp=2,pp_schedule={schedule}" for schedule in PP_SCHEDULES if schedule != "1F1B")
-    yield "cp=2,cp_method=ulysses"
-    if processes >= 4:
-        yield "dp_shard=2,cp=2,cp_method=ulysses"
-        yield "dp_shard=4,reshard_after_forward=2"
-    averaged = (
-        ["dp_shard=2"]
-        if quick
-        else ["dp_shard=2", "tp=2", "cp=2", "pp=2", "dp_shard=2,cpu_offload"]
-    )
-    averaged += ["dp_shard=2,tp=2", "dp_shard=2,pp=2"] if processes >= 4 and not quick else []
-    yield from (f"{layout},ema.decay=0.9" for layout in averaged)
-    if processes >= 4 and not quick:
-        yield "pp=2,cp=2,cp_method=ulysses"
-        yield "pp=4,pp_schedule=Interleaved1F1B,model.num_layers=8"
-        for schedule in ("Interleaved1F1B", *SPLIT_BACKWARD):
-            yield from (
-                f"pp=2,{also},pp_schedule={schedule}"
-                for also in ("dp_shard=2", "tp=2", "recompute.mode=full")
-            )
-    yield from (f"dp_shard=2,{option}" for option in options)
-    for axis in ("dp_shard", "tp", "cp", "pp"):
-        yield from (
-            f"{axis}=2,{option}"
-            for option in (recompute[:1] if quick and axis in ("cp", "pp") else recompute)
-        )
-    for axis in ("dp_shard", "tp") if quick else ("dp_shard", "tp", "cp", "pp"):
-        yield from (f"{axis}=2,{option}" for option in compiled)
-    yield f"tp=2,compile.loss,compile.backend={compiler}"
-    yield from (f"{axis}=2,loss.num_chunks=3" for axis in ("dp_shard", "tp", "cp", "pp"))
-    for axis in ("tp", "pp") if quick else ("dp_shard", "tp", "cp", "pp"):
-        yield f"{axis}=2,model.embeddings=untied"
     if not quick:
-        yield from (
-            f"{axis}=2,model.embeddings=untied,loss.num_chunks=3"
-            for axis in ("dp_shard", "tp", "pp")
-        )
-        yield f"tp=2,loss.num_chunks=3,compile.loss,compile.backend={compiler}"
-        yield from (f"pp=2,pp_schedule={schedule},loss.num_chunks=3" for schedule in SPLIT_BACKWARD)
-    if processes >= 4 and not quick:
-        yield from (
-            f"{axes},loss.num_chunks=3"
-            for axes in ("dp_shard=2,tp=2", "pp=2,tp=2", "pp=2,dp_shard=2")
-        )
-        yield "dp_shard=2,loss.num_chunks=3,reshard_after_forward=always"
-    for axis in () if quick else ("tp", "cp", "pp"):
-        yield f"{axis}=2,training.compute_dtype=bfloat16"
-    for axis in () if quick else ("dp_shard", "tp", "cp", "pp"):
-        yield f"{axis}=2,training.compute_dtype=float16"
-    # Of single sequences, as in the reference
-    for scaling in () if quick else ("tensorwise", "rowwise"):
+        options.append("optimizer_offload")
+    options.append("reduce_every_microbatch=false,training.local_batch_size=1")
+    options.append("training.compute_dtype=bfloat16")
+    return options
+
+
+def recompute_options(quick: bool) -> list[str]:
+    options = ["recompute.mode=full", "recompute.mode=selective"]
+    if not quick:
+        options.append("recompute.mode=full,recompute.offload")
+    return options
+
+
+def compile_options(quick: bool, compiler: str) -> list[str]:
+    compiled = f"compile.enabled,compile.backend={compiler}"
+    options = [compiled]
+    if not quick:
+        options += [f"recompute.mode={mode},{compiled}" for mode in RECOMPUTE_MODES]
+    return options
+
+
+def techniques(quick: bool, compiler: str) -> list[str]:
+    """Sharding, recomputation and compilation, with the axes that they affect."""
+    names = each(["dp_shard=2"], sharding_options(quick))
+    compiled = compile_options(quick, compiler)
+    recompute = recompute_options(quick)
+    if quick:
+        names += each(["dp_shard=2", "tp=2"], recompute)
+        names += each(["cp=2", "pp=2"], ["recompute.mode=full"])
+        names += each(["dp_shard=2", "tp=2"], compiled)
+    else:
+        names += each(TWO_RANKS, recompute)
+        names += each(TWO_RANKS, compiled)
+    return names
+
+
+def losses(processes: int, quick: bool, compiler: str) -> list[str]:
+    """A compiled loss, a loss in chunks, embeddings that are not tied, and their combinations."""
+    chunked = "loss.num_chunks=3"
+    untied = "model.embeddings=untied"
+    compiled = f"compile.loss,compile.backend={compiler}"
+    names = [f"tp=2,{compiled}"]
+    names += each(TWO_RANKS, [chunked])
+    if quick:
+        return names + each(["tp=2", "pp=2"], [untied])
+    names += each(TWO_RANKS, [untied])
+    names += each(["dp_shard=2", "tp=2", "pp=2"], [f"{untied},{chunked}"])
+    names.append(f"tp=2,{chunked},{compiled}")
+    names += [f"pp=2,pp_schedule={schedule},{chunked}" for schedule in SPLIT_BACKWARD]
+    if processes >= 4:
+        names += each(["dp_shard=2,tp=2", "pp=2,tp=2", "pp=2,dp_shard=2"], [chunked])
+        names.append(f"dp_shard=2,{chunked},reshard_after_forward=always")
+    return names
+
+
+def dtypes() -> list[str]:
+    """Lower precision on each axis; bfloat16 with dp_shard is one of `sharding_options`."""
+    names = each(["tp=2", "cp=2", "pp=2"], ["training.compute_dtype=bfloat16"])
+    names += each(TWO_RANKS, ["training.compute_dtype=float16"])
+    for scaling in ("tensorwise", "rowwise"):
         float8 = f"float8.enabled,float8.emulate,float8.scaling={scaling}"
-        yield f"tp=2,{float8},training.local_batch_size=1"
-    if processes >= 4 and not quick:
-        yield from (f"pp=2,tp=2,pp_split=output{also}" for also in ("", ",loss.num_chunks=3"))
-    if device == "cuda":
-        yield from (
-            "cp=2,cp_method=ring",
-            "cp=2,cp_method=ulysses,compile.enabled",
-            "tp=2,async_tp,compile.enabled",
-        )
-        yield "pp=2,pp_schedule=Interleaved1F1B,compile.enabled"
+        # Of single sequences, as in the reference
+        names.append(f"tp=2,{float8},training.local_batch_size=1")
+    return names
 
 
-def documents(processes: int, quick: bool, compiler: str) -> Iterator[str]:
+def documents(processes: int, quick: bool, compiler: str) -> list[str]:
     """Layouts with several documents in a sequence, each of which is computed alone in the
     reference.
     """
+    masked = "data.document_mask"
     compiled = f"compile.enabled,compile.backend={compiler}"
-    one = ["", *(f"recompute.mode={mode}," for mode in RECOMPUTE_MODES[:2] if not quick)]
-    one += [] if quick else [f"recompute.mode=memory_budget,{compiled},"]
-    several = ["tp=2,", "cp=2,", "cp=2,cp_method=ulysses,", "pp=2,", f"dp_shard=2,{compiled},"]
+    recompute = [f"recompute.mode={mode}" for mode in RECOMPUTE_MODES[:2]]
+    names = [masked]
     if not quick:
-        several += [f"{axis}=2,{compiled}," for axis in ("tp", "cp", "pp")]
+        names += each([*recompute, f"recompute.mode=memory_budget,{compiled}"], [masked])
+    if processes == 1:
+        return names
+    several = ["tp=2", "cp=2", "cp=2,cp_method=ulysses", "pp=2", f"dp_shard=2,{compiled}"]
+    if not quick:
+        axes = ["tp=2", "cp=2", "pp=2"]
+        several += each(axes, [compiled])
+        several += each(axes, recompute)
         several += [
-            f"{axis}=2,recompute.mode={mode},"
-            for axis in ("tp", "cp", "pp")
-            for mode in RECOMPUTE_MODES[:2]
+            f"pp=2,pp_schedule={schedule}" for schedule in ("Interleaved1F1B", *SPLIT_BACKWARD)
         ]
-        several += [
-            f"pp=2,pp_schedule={schedule}," for schedule in ("Interleaved1F1B", *SPLIT_BACKWARD)
-        ]
-    if processes >= 4 and not quick:
-        several += ["cp=2,tp=2,", "pp=2,cp=2,", "pp=2,tp=2,", "dp_shard=2,cp=2,cp_method=ulysses,"]
-    yield from (
-        f"{layout}data.document_mask" for layout in (one if processes == 1 else one + several)
-    )
+    if not quick and processes >= 4:
+        several += ["cp=2,tp=2", "pp=2,cp=2", "pp=2,tp=2", "dp_shard=2,cp=2,cp_method=ulysses"]
+    return names + each(several, [masked])
 
 
-def updates(processes: int, quick: bool) -> Iterator[str]:
+def updates(processes: int, quick: bool) -> list[str]:
     """Layouts with another optimizer, clipping and loss."""
     muon = "optimizer.name=muon"
     agc = "optimizer.clip=agc"
     z_loss = "loss.z_loss=1e-2"
-    together = f"{muon},{agc},{z_loss}"
-    two = ["dp_shard=2", "tp=2", "pp=2", "cp=2"] if processes > 1 else []
-    four = ["dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2", "pp=2,tp=2"] if processes >= 4 else []
+    all_three = f"{muon},{agc},{z_loss}"
+    two = list(TWO_RANKS) if processes > 1 else []
+    four = []
+    if processes >= 4:
+        four = ["dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2", "pp=2,tp=2"]
     if quick:
-        yield from (f"{layout},{together}" for layout in two[2:3] + four[:1])
-        return
-    for option in (muon, agc, z_loss):
-        yield from (f"{layout},{option}" for layout in two + four)
-    yield from (f"{layout},loss.num_chunks=3,{z_loss}" for layout in two)
-    yield from (f"{layout},model.embeddings=untied,{together}" for layout in two + four)
+        names = ["pp=2"] if two else []
+        names += four[:1]
+        return each(names, [all_three])
+    names = each(two + four, [muon, agc, z_loss])
+    names += each(two, [f"loss.num_chunks=3,{z_loss}"])
+    names += each(two + four, [f"model.embeddings=untied,{all_three}"])
+    return names
 
 
 def layouts(processes: int, quick: bool) -> Iterator[dict[str, int]]:
@@ -270,11 +318,14 @@ def layouts(processes: int, quick: bool) -> Iterator[dict[str, int]]:
     """
     most = min(processes, QUICK) if quick else processes
     sizes = [n for n in range(1, most + 1) if processes % n == 0 or n.bit_count() == 1]
-    for size in sizes:
-        for used in range(size > 1, 4):
-            for axes in itertools.combinations(AXES, used):
-                for degrees in itertools.product([n for n in sizes if n > 1], repeat=used):
-                    if math.prod(degrees) == size and not (quick and used == 1 and size > 2):
+    yield {}  # one process
+    for size in sizes[1:]:
+        for num_axes in (1, 2, 3):
+            if quick and num_axes == 1 and size > 2:
+                continue
+            for axes in itertools.combinations(AXES, num_axes):
+                for degrees in itertools.product(sizes[1:], repeat=num_axes):
+                    if math.prod(degrees) == size:
                         yield dict(zip(axes, degrees, strict=True))
 
 
