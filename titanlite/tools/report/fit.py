@@ -195,22 +195,22 @@ def find_spikes(steps: np.ndarray, values: np.ndarray, law: PowerLaw) -> list[Sp
     smallest = FLOOR * np.abs(law(steps) + level) + 1e-12
     deviation = np.maximum(deviation, smallest)
     z = (residuals - level) / deviation
-    found = list[Spike]()
+    spikes = list[Spike]()
     for i in np.flatnonzero(z > THRESHOLD).tolist():
         step = int(steps[i])
         value = float(values[i])
         height = float(z[i])
-        if found and steps[i - 1] <= found[-1].last:  # goes on with the last spike
-            spike = dataclasses.replace(found[-1], last=step)
+        if spikes and steps[i - 1] <= spikes[-1].last:  # goes on with the last spike
+            spike = dataclasses.replace(spikes[-1], last=step)
             if height > spike.z:
                 spike = dataclasses.replace(spike, peak=step, value=value, z=height)
-            found[-1] = spike
+            spikes[-1] = spike
             continue
         before = values[max(0, i - 8) : i]
         # Else the loss has fallen to it: the power law does not fit the first steps
         if len(before) and value - np.median(before) >= THRESHOLD / 2 * deviation[i]:
-            found.append(Spike(step, step, step, value, height))
-    return found
+            spikes.append(Spike(step, step, step, value, height))
+    return spikes
 
 
 def _local(residuals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -48,14 +48,14 @@ def contents(runs: list[Run], live: bool = False) -> dict[str, Any]:
         "title": ", ".join(run.name for run in runs),
         "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "live": live,
-        "runs": [_run(run, found) for run, found in zip(runs, trends, strict=True)],
+        "runs": [_run(run, loss_trend) for run, loss_trend in zip(runs, trends, strict=True)],
         "table": [[name, *(facts.get(name, "") for facts in tables)] for name in names],
         "charts": charts(runs, trends),
         "differences": differences(runs),
     }
 
 
-def _run(run: Run, found: Trend) -> dict[str, Any]:
+def _run(run: Run, loss_trend: Trend) -> dict[str, Any]:
     events = [
         {"step": event.step, "name": event.name, "text": event.text, "time": _clock(event.time)}
         for event in _chosen_events(run.events)
@@ -64,7 +64,7 @@ def _run(run: Run, found: Trend) -> dict[str, Any]:
         "name": run.name,
         "folder": str(run.folder),
         "axis": axis(run),
-        "findings": findings(run, found),
+        "findings": findings(run, loss_trend),
         "events": events,
         "all_events": len(run.events),
         "samples": [vars(sample) for sample in _chosen_samples(run.samples)],

@@ -10,6 +10,7 @@ What it costs: 16 bytes of memory per number, and about 3 s per 100,000 rows of 
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
@@ -17,7 +18,7 @@ import os
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ MOST_EVENTS = 20_000
 MOST_SAMPLES = 20_000
 LARGEST = 1 << 53  # a step or a number of tokens beyond it is damage, and no float has it exactly
 
+UNKNOWN = -1  # the step of an event that names none
 ENDS = ("end", "diverged")  # events that a process writes when it ends
 
 
@@ -87,9 +89,8 @@ class Run:
     @property
     def last_step(self) -> int:
         """The last step of the metrics or events, 0 if there is none."""
-        steps = [int(column.steps[-1]) for column in self.columns.values()] + [
-            event.step for event in self.events
-        ]
+        steps = [event.step for event in self.events]
+        steps += [int(column.steps[-1]) for column in self.columns.values()]
         return max(steps, default=0)
 
     def column(self, name: str) -> Column:
@@ -105,23 +106,24 @@ def read_runs(folders: list[Path]) -> list[Run]:
     runs = [read_run(folder) for folder in folders]
     for run in runs:
         others = [other.folder.parts for other in runs if other.folder != run.folder]
-        while run.parts < len(run.folder.parts) and any(
-            other[-run.parts :] == run.folder.parts[-run.parts :] for other in others
-        ):
-            run.parts += 1
+        for count in range(1, len(run.folder.parts) + 1):
+            run.parts = count
+            if all(other[-count:] != run.folder.parts[-count:] for other in others):
+                break
     return runs
 
 
 def read_run(folder: Path) -> Run:
     """Reads a run's folder. Raises nothing: what cannot be read is in `notes`."""
     run = Run(folder.resolve())
-    for name, read in (
-        ("metrics.jsonl", _read_metrics),
-        (EVALUATIONS, _read_evaluations),
-        ("events.jsonl", _read_events),
-        ("samples.jsonl", _read_samples),
-        ("config.toml", _read_config),
-    ):
+    readers: dict[str, Callable[[Path, Run], None]] = {
+        "metrics.jsonl": _read_metrics,
+        EVALUATIONS: _read_evaluations,
+        "events.jsonl": _read_events,
+        "samples.jsonl": _read_samples,
+        "config.toml": _read_config,
+    }
+    for name, read in readers.items():
         try:
             read(folder / name, run)
         except FileNotFoundError:
@@ -142,40 +144,43 @@ def _objects(path: Path, run: Run, most_bytes: int) -> Iterator[dict[str, Any]]:
         if not os.path.isfile(file.fileno()):
             raise OSError(errno.EINVAL, "expected a regular file", str(path))
         size = os.fstat(file.fileno()).st_size  # a run may append lines while this one is read
-        left = min(size, most_bytes)
+        unread = min(size, most_bytes)
         if size > most_bytes:  # the end, from the next line on
             file.seek(size - most_bytes)
-            left -= len(file.readline())
-        while left > 0 and (line := file.readline(LONGEST)):
-            left -= len(line)
+            unread -= len(file.readline())
+        while unread > 0:
+            line = file.readline(LONGEST)
+            if not line:
+                break
+            unread -= len(line)
             try:
                 value = json.loads(line)
-                if not isinstance(value, dict):
-                    raise ValueError("not an object")
             except (ValueError, RecursionError):
-                damaged += left > 0 or line.endswith(b"\n")  # the last line may be half written
-                continue
-            yield value
-    if damaged:
-        run.notes.append(
-            f"{path.name}: {damaged} damaged {'line was' if damaged == 1 else 'lines were'} skipped"
-        )
+                value = None
+            if isinstance(value, dict):
+                yield value
+            elif unread > 0 or line.endswith(b"\n"):  # else the last line may be half written
+                damaged += 1
+    if damaged == 1:
+        run.notes.append(f"{path.name}: 1 damaged line was skipped")
+    elif damaged:
+        run.notes.append(f"{path.name}: {damaged} damaged lines were skipped")
     if size > most_bytes:
         run.notes.append(f"{path.name}: only its last {most_bytes / 1e9:.1f} GB were read")
 
 
-def _step(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < LARGEST else None
+def _step_of(row: dict[str, Any]) -> int | None:
+    step = row.get("step")
+    if type(step) is int and 0 <= step < LARGEST:
+        return step
+    return None
 
 
 def _read_metrics(path: Path, run: Run) -> None:
     def rows() -> Iterator[dict[str, Any]]:
         for row in _objects(path, run, MOST_BYTES):
-            if (
-                "loss" in row
-                and row["loss"] is None
-                and (step := _step(row.get("step"))) is not None
-            ):
+            step = _step_of(row)
+            if step is not None and row.get("loss", 0.0) is None:  # JSON has no NaN
                 run.broken.append(step)
             yield row
 
@@ -188,34 +193,33 @@ def _read_evaluations(path: Path, run: Run) -> None:
     def results() -> Iterator[dict[str, Any]]:
         for row in _objects(path, run, 1 << 26):
             prefix = "evaluate_ema/" if row.get("weights") == "ema" else "evaluate/"
-            found = {
-                k.replace("evaluate/", prefix, 1): v
-                for k, v in row.items()
-                if k.startswith("evaluate/")
-            }
-            yield {"step": row.get("step"), **found}
+            result: dict[str, Any] = {"step": row.get("step")}
+            for name, value in row.items():
+                if name.startswith("evaluate/"):
+                    result[prefix + name.removeprefix("evaluate/")] = value
+            yield result
 
     run.columns |= _columns(results())
 
 
 def _columns(rows: Iterator[dict[str, Any]]) -> dict[str, Column]:
     """The finite numbers of rows with a step, by name."""
-    found: dict[str, tuple[array[int], array[float]]] = {}
+    arrays: dict[str, tuple[array[int], array[float]]] = {}  # steps and values of each column
     for row in rows:
-        step = _step(row.get("step"))
+        step = _step_of(row)
         if step is None:
             continue
         for name, value in row.items():
             if type(value) not in (int, float) or name == "step" or not -1e300 < value < 1e300:
                 continue
-            if name not in found:
-                if len(found) == MOST_COLUMNS:
+            if name not in arrays:
+                if len(arrays) == MOST_COLUMNS:
                     continue
-                found[name] = array("q"), array("d")
-            steps, values = found[name]
+                arrays[name] = (array("q"), array("d"))
+            steps, values = arrays[name]
             steps.append(step)
             values.append(value)
-    return {name: _ordered(*arrays) for name, arrays in found.items()}
+    return {name: _ordered(steps, values) for name, (steps, values) in arrays.items()}
 
 
 def _ordered(steps: array[int], values: array[float]) -> Column:
@@ -233,36 +237,44 @@ def _ordered(steps: array[int], values: array[float]) -> Column:
 
 
 def _read_events(path: Path, run: Run) -> None:
-    found = deque[tuple[float, int | None, str, str, dict[str, Any]]](maxlen=MOST_EVENTS)
+    events = deque[Event](maxlen=MOST_EVENTS)
     for row in _objects(path, run, 1 << 26):
-        time, name, text, about = (row.get(key) for key in ("time", "event", "text", "about"))
-        if isinstance(time, bool) or not isinstance(time, (int, float)):
+        time = row.get("time")
+        name = row.get("event")
+        text = row.get("text")
+        about = row.get("about")
+        step = _step_of(row)
+        if isinstance(time, bool) or not isinstance(time, (int, float)) or not 0 <= time < 1e11:
             continue
         if not isinstance(name, str) or not isinstance(text, str):
             continue
-        if 0 <= time < 1e11:
-            about = about if isinstance(about, dict) else {}
-            text = " ".join(text.split())[:500]
-            found.append((float(time), _step(row.get("step")), name[:40], text, about))
-    run.events = _with_restarts(_with_steps(list(found)))
+        if not isinstance(about, dict):
+            about = {}
+        if step is None:
+            step = UNKNOWN
+        events.append(Event(float(time), step, name[:40], " ".join(text.split())[:500], about))
+    run.events = _with_restarts(_with_steps(list(events)))
 
 
-def _with_steps(found: list[tuple[float, int | None, str, str, dict[str, Any]]]) -> list[Event]:
-    """Events; a signal does not know its step, which is that of the save or the end that follows it
-    at once.
+def _with_steps(events: list[Event]) -> list[Event]:
+    """Replaces steps that are UNKNOWN.
 
+    A signal does not know its step, which is that of the save or the end that follows it at once.
     If another event follows, the process was killed before it had saved: then it is the largest
     step before.
     """
-    events = list[Event]()
+    result = list[Event]()
     largest = 0
-    for (time, step, name, text, about), after in zip(found, [*found[1:], None], strict=False):
-        if step is None and after and after[2] in ("save", *ENDS):
-            step = after[1]
-        step = largest if step is None else step
+    for i, event in enumerate(events):
+        step = event.step
+        following = events[i + 1 : i + 2]
+        if step == UNKNOWN and following and following[0].name in ("save", *ENDS):
+            step = following[0].step
+        if step == UNKNOWN:
+            step = largest
         largest = max(largest, step)
-        events.append(Event(time, step, name, text, about))
-    return events
+        result.append(dataclasses.replace(event, step=step))
+    return result
 
 
 def _with_restarts(events: list[Event]) -> list[Event]:
@@ -278,8 +290,9 @@ def _with_restarts(events: list[Event]) -> list[Event]:
                     "the process before ended without a message: it was killed, failed with "
                     "an error, or hung"
                 )
-                # a process resumes, then says that it starts
-                place = len(result) - (result[-1].name == "resume")
+                place = len(result)
+                if result[-1].name == "resume":  # a process resumes, then says that it starts
+                    place -= 1
                 result.insert(place, Event(event.time, event.step, "restart", lost))
             running = True
         elif event.name in ENDS:
@@ -289,14 +302,14 @@ def _with_restarts(events: list[Event]) -> list[Event]:
 
 
 def _read_samples(path: Path, run: Run) -> None:
-    found = deque[Sample](maxlen=MOST_SAMPLES)
+    samples = deque[Sample](maxlen=MOST_SAMPLES)
     for row in _objects(path, run, 1 << 26):
-        step = _step(row.get("step"))
+        step = _step_of(row)
         prompt = row.get("prompt")
         text = row.get("text")
         if step is not None and isinstance(prompt, str) and isinstance(text, str):
-            found.append(Sample(step, prompt[:2000], text[:4000]))
-    run.samples = list(found)
+            samples.append(Sample(step, prompt[:2000], text[:4000]))
+    run.samples = list(samples)
 
 
 def _read_config(path: Path, run: Run) -> None:
@@ -311,7 +324,9 @@ def _read_config(path: Path, run: Run) -> None:
         run.notes.append(f"config.toml: {str(error)[:200]}")
         return
     for section, keys in tables.items():
-        for name, value in keys.items() if isinstance(keys, dict) else ():
+        if not isinstance(keys, dict):
+            continue
+        for name, value in keys.items():
             if type(value) is not int or abs(value) < 1 << 63:  # no setting is larger
                 run.config[f"{section}.{name}"] = value
 
