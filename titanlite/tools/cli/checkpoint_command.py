@@ -65,14 +65,9 @@ def run(argv: list[str]) -> int:
         "prune", help="delete checkpoints by the rule of checkpoint.keep, keep_every, keep_best"
     )
     pruning.add_argument("run", type=Path, help="a run's folder")
-    for name, what in (
-        ("keep", "the newest n"),
-        ("keep-every", "every n-th step"),
-        ("keep-best", "the best n"),
-    ):
-        pruning.add_argument(
-            f"--{name}", type=_count, default=0, required=name == "keep", help=f"keep {what}"
-        )
+    pruning.add_argument("--keep", type=_count, required=True, help="keep the newest n")
+    pruning.add_argument("--keep-every", type=_count, default=0, help="keep every n-th step")
+    pruning.add_argument("--keep-best", type=_count, default=0, help="keep the best n")
     pruning.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     options = parser.parse_args(argv)
     if options.command == "list":

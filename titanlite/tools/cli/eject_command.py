@@ -39,10 +39,10 @@ def run(argv: list[str]) -> int:
     names = [Path("train.py"), *(Path("train_configs", f"{flavor}.toml") for flavor in flavors())]
     existing = [name for name in names if os.path.lexists(folder / name)]
     if existing:
-        more = f" (and {len(existing) - 1} more)" if existing[1:] else ""
-        raise ConfigError(
-            f"{folder / existing[0]}{more} exists already; delete it first or name another folder"
-        )
+        listed = str(folder / existing[0])
+        if len(existing) > 1:
+            listed += f" (and {len(existing) - 1} more)"
+        raise ConfigError(f"{listed} exists already; delete it first or name another folder")
     try:
         (folder / "train_configs").mkdir(parents=True, exist_ok=True)
         for name in names:
@@ -51,14 +51,9 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"{folder}: {error.strerror or error}; expected a folder to write to"
         ) from None
-    print(
-        NEXT.format(
-            count=len(names) - 1,
-            folder=folder,
-            quoted=shlex.quote(str(folder)),
-            python=_python(folder),
-        )
-    )
+    quoted = shlex.quote(str(folder))
+    num_configs = len(names) - 1
+    print(NEXT.format(count=num_configs, folder=folder, quoted=quoted, python=_python(folder)))
     return 0
 
 
@@ -66,10 +61,11 @@ def _python(folder: Path) -> str:
     """How a shell in `folder` calls an interpreter that finds titanlite: a clone need not be
     installed.
     """
-    name = next(
-        (name for name in ("python", "python3") if shutil.which(name) == sys.executable),
-        sys.executable,
-    )
-    found = subprocess.run(interpreter.python("import titanlite"), cwd=folder, capture_output=True)
-    path = "" if found.returncode == 0 else f"PYTHONPATH={shlex.quote(interpreter.PACKAGES)} "
-    return path + shlex.quote(name)
+    command = shlex.quote(sys.executable)
+    for name in ("python3", "python"):
+        if shutil.which(name) == sys.executable:
+            command = name
+    result = subprocess.run(interpreter.python("import titanlite"), cwd=folder, capture_output=True)
+    if result.returncode != 0:
+        command = f"PYTHONPATH={shlex.quote(interpreter.PACKAGES)} {command}"
+    return command

@@ -10,14 +10,20 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlite.config.schema import DataConfig
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file
-from titanlite.tools.cli.options import StrictParser, at_least
+from titanlite.tools.cli.options import (
+    StrictParser,
+    add_checkpoint_options,
+    at_least,
+    device_of,
+)
 
 if TYPE_CHECKING:
+    from titanlite.data.prepared import PreparedData
     from titanlite.data.tokenizer import Tokenizer
     from titanlite.model.llama import Llama
     from titanlite.tools.formats.full_state import FullState
@@ -40,9 +46,7 @@ def run(argv: list[str]) -> int:
     from titanlite.tools.formats.load_weights import load_model, open_verified, tokenizer_of
 
     full = open_verified(options.path, options.step, options.model, options.weights)
-    cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
-    if cuda and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device; allowed: auto, cpu")
+    device = device_of(options)
     tokenizer = tokenizer_of(full, options.tokenizer)
     length = options.seq_len or full.about.seq_len
     if not length:
@@ -50,17 +54,15 @@ def run(argv: list[str]) -> int:
             f"{full.path}: the sequence length of training is not in the file; set --seq-len"
         )
     texts = _prepared(options, tokenizer)
-    device = torch.device("cuda" if cuda else "cpu")
     model = load_model(full, device, length)
     print(f"{full.path}: {model.config.num_parameters:,} parameters", file=sys.stderr)
     with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
-        found = _evaluate(options, full, model, tokenizer, texts)
-    print("\n".join(_table(found)))
-    results = {
-        f"evaluate/{name}/{metric}": value
-        for name, values in found.items()
-        for metric, value in values.items()
-    }
+        results = _evaluate(options, full, model, tokenizer, texts)
+    print("\n".join(_table(results)))
+    columns: dict[str, float] = {}
+    for name, values in results.items():
+        for metric, value in values.items():
+            columns[f"evaluate/{name}/{metric}"] = value
     settings = {
         "limit": options.limit,
         "num_fewshot": options.num_fewshot,
@@ -69,14 +71,13 @@ def run(argv: list[str]) -> int:
     }
     folder = run_folder_of(full)
     if folder and full.about.step is not None:
-        path = append(folder, full.about.step, options.weights, results, settings)
+        path = append(folder, full.about.step, options.weights, columns, settings)
         print(f"recorded in {path}", file=sys.stderr)
     if options.json:
-        content = json.dumps(
-            {"checkpoint": str(full.path), "step": full.about.step, **settings, "results": found}
-        )
+        origin = {"checkpoint": str(full.path), "step": full.about.step}
+        content = json.dumps({**origin, **settings, "results": results}) + "\n"
         try:
-            replace_file(options.json.absolute(), content.encode() + b"\n")
+            replace_file(options.json.absolute(), content.encode())
         except OSError as error:
             raise ConfigError(
                 f"--json {options.json}: {error.strerror or error}; expected a file to write"
@@ -117,18 +118,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--split", choices=("validation", "train"), default="validation", help="of --perplexity"
     )
-    parser.add_argument(
-        "--step", type=at_least(int, 0), help="step of the checkpoint; default: the newest"
-    )
-    parser.add_argument(
-        "--weights", default="model", help="of a run: model, or ema for the averaged weights"
-    )
-    parser.add_argument(
-        "--model", default="", help="flavor or model.json, for files without the model's shape"
-    )
-    parser.add_argument(
-        "--tokenizer", default="", help="a tokenizer's file or folder, for checkpoints without one"
-    )
+    add_checkpoint_options(parser)
     parser.add_argument(
         "--seq-len", type=at_least(int, 2, 2**20), default=0, help="default: that of training"
     )
@@ -148,7 +138,6 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the computation"
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
         "--online", action="store_true", help="let lm-eval download the data of tasks"
     )
@@ -172,7 +161,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def _prepared(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Any]:
+def _prepared(options: argparse.Namespace, tokenizer: Tokenizer) -> list[PreparedData]:
     """The data of --perplexity; text that is not prepared yet is prepared with the checkpoint's
     tokenizer.
     """
@@ -182,10 +171,11 @@ def _prepared(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Any]:
     folders = [prepare(DataConfig(path=path), tokenizer, _note) for path in options.perplexity]
     data = [PreparedData(folder, tokenizer) for folder in folders]
     names = [part.name for part in data]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
         raise ConfigError(
-            f"--perplexity: {', '.join(twice)}: several sets have this name; evaluate one at a time"
+            f"--perplexity: {', '.join(repeated)}: several sets have this name; evaluate one at "
+            "a time"
         )
     return data
 
@@ -199,32 +189,38 @@ def _evaluate(
     full: FullState,
     model: Llama,
     tokenizer: Tokenizer,
-    texts: list[Any],
+    texts: list[PreparedData],
 ) -> dict[str, dict[str, float]]:
     """Set or task -> metric -> value."""
     from titanlite.tools.evaluate.perplexity import Reading, perplexity
 
     mask = full.about.config.get("data", {}).get("document_mask") is True
     reading = Reading(model.seq_len, options.limit or 0, options.batch_size, mask)
-    found = {part.name: perplexity(model, part, options.split, reading) for part in texts}
+    results = {part.name: perplexity(model, part, options.split, reading) for part in texts}
     if options.tasks:
         from titanlite.tools.evaluate.harness import Evaluated, run_tasks
 
         evaluated = Evaluated(model, tokenizer, options.batch_size)
-        found |= run_tasks(
+        results |= run_tasks(
             evaluated, options.tasks, options.include, options.num_fewshot, options.limit
         )
-    return found
+    return results
 
 
-def _table(found: dict[str, dict[str, float]]) -> list[str]:
+def _table(results: dict[str, dict[str, float]]) -> list[str]:
     """A line for each metric, with its standard error if it has one."""
-    rows = []
-    for name, values in found.items():
+    rows: list[tuple[str, str, str]] = []
+    for name, values in results.items():
         for metric, value in values.items():
-            if not metric.endswith("_stderr"):
-                shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-                error = values.get(f"{metric}_stderr")
-                rows.append((name, metric, shown if error is None else f"{shown} ± {error:.4f}"))
-    widths = [max(len(row[i]) for row in rows) for i in (0, 1)] if rows else [0, 0]
-    return [f"{name:<{widths[0]}}  {metric:<{widths[1]}}  {shown}" for name, metric, shown in rows]
+            if metric.endswith("_stderr"):
+                continue
+            shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+            error = values.get(f"{metric}_stderr")
+            if error is not None:
+                shown += f" ± {error:.4f}"
+            rows.append((name, metric, shown))
+    name_width = max((len(name) for name, _, _ in rows), default=0)
+    metric_width = max((len(metric) for _, metric, _ in rows), default=0)
+    return [
+        f"{name:<{name_width}}  {metric:<{metric_width}}  {shown}" for name, metric, shown in rows
+    ]

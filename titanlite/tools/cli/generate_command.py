@@ -7,56 +7,53 @@ import sys
 from pathlib import Path
 
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.cli.options import at_least
+from titanlite.tools.cli.options import add_checkpoint_options, at_least, device_of
 
 
 def run(argv: list[str]) -> int:
     """Prints the prompt and its continuation by the model."""
     options = _options(argv)
-    import torch
-
     from titanlite.model.generate import generate
     from titanlite.tools.formats.load_weights import load_model, open_verified, tokenizer_of
 
     full = open_verified(options.path, options.step, options.model, options.weights)
-    cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
-    if cuda and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device; allowed: auto, cpu")
-    encoder = tokenizer_of(full, options.tokenizer)
-    prompt = [encoder.bos, *encoder.encode(options.prompt)]
-    trained = full.about.seq_len
-    if not trained and not options.max_new_tokens:
-        raise ConfigError(
-            f"{full.path}: the sequence length of training is not in the file; set --max-new-tokens"
-        )
-    room = options.max_new_tokens or max(1, trained - len(prompt))
-    model = load_model(full, torch.device("cuda" if cuda else "cpu"), len(prompt) + room)
-    note = (
-        f"; the text may exceed the {trained} tokens of a training sequence"
-        if len(prompt) + room > trained > 0
-        else ""
-    )
-    print(f"{full.path}: {model.config.num_parameters:,} parameters{note}", file=sys.stderr)
-    new = generate(
+    device = device_of(options)
+    tokenizer = tokenizer_of(full, options.tokenizer)
+    prompt = [tokenizer.bos, *tokenizer.encode(options.prompt)]
+    trained_length = full.about.seq_len
+    max_new_tokens = options.max_new_tokens
+    if not max_new_tokens:
+        if not trained_length:
+            raise ConfigError(
+                f"{full.path}: the sequence length of training is not in the file; set "
+                "--max-new-tokens"
+            )
+        max_new_tokens = max(1, trained_length - len(prompt))
+    length = len(prompt) + max_new_tokens
+    model = load_model(full, device, length)
+    description = f"{full.path}: {model.config.num_parameters:,} parameters"
+    if length > trained_length > 0:
+        description += f"; the text may exceed the {trained_length} tokens of a training sequence"
+    print(description, file=sys.stderr)
+    print(options.prompt, end="", flush=True)
+    new_tokens: list[int] = []
+    printed = ""
+    for token in generate(
         model,
         prompt,
-        room,
-        stop=encoder.eos,
+        max_new_tokens,
+        stop=tokenizer.eos,
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
-    )
-    print(options.prompt, end="", flush=True)
-    ids = []
-    shown = ""
-    for token in new:
-        ids.append(token)
-        text = encoder.decode(ids)
+    ):
+        new_tokens.append(token)
+        text = tokenizer.decode(new_tokens)
         # a character may be several tokens: print it when it is complete
         if not text.endswith("\ufffd"):
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-    print(encoder.decode(ids)[len(shown) :])
+            print(text[len(printed) :], end="", flush=True)
+            printed = text
+    print(tokenizer.decode(new_tokens)[len(printed) :])
     return 0
 
 
@@ -71,18 +68,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
         type=Path,
         help="a run folder (its newest checkpoint), or any format that `convert` reads",
     )
-    parser.add_argument(
-        "--step", type=at_least(int, 0), help="step of the checkpoint; default: the newest"
-    )
-    parser.add_argument(
-        "--weights", default="model", help="of a run: model, or ema for the averaged weights"
-    )
-    parser.add_argument(
-        "--model", default="", help="flavor or model.json, for files without the model's shape"
-    )
-    parser.add_argument(
-        "--tokenizer", default="", help="a tokenizer's file or folder, for checkpoints without one"
-    )
+    add_checkpoint_options(parser)
     parser.add_argument("--prompt", default="def", help="text to continue")
     parser.add_argument(
         "--max-new-tokens",
@@ -108,5 +94,4 @@ def _options(argv: list[str]) -> argparse.Namespace:
         default=0,
         help="the same seed gives the same text",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device")
     return parser.parse_args(argv)

@@ -7,11 +7,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from titanlite.config.help import help_text
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch  # slow to import: not for the options alone
 
 
 def wants_help(argv: list[str]) -> bool:
@@ -33,12 +36,44 @@ def at_least(
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r}: expected a number") from None
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(
-                f"{text}: expected at least {low}" + (f", at most {high}" if high < 1e300 else "")
-            )
+            bounds = f"at least {low}"
+            if high < 1e300:
+                bounds += f", at most {high}"
+            raise argparse.ArgumentTypeError(f"{text}: expected {bounds}")
         return value
 
     return convert
+
+
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """Which of a checkpoint's weights, with what that its files lack, and where it computes."""
+    parser.add_argument(
+        "--step", type=at_least(int, 0), help="step of the checkpoint; default: the newest"
+    )
+    parser.add_argument(
+        "--weights", default="model", help="of a run: model, or ema for the averaged weights"
+    )
+    parser.add_argument(
+        "--model", default="", help="flavor or model.json, for files without the model's shape"
+    )
+    parser.add_argument(
+        "--tokenizer", default="", help="a tokenizer's file or folder, for checkpoints without one"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="to compute on"
+    )
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    """The device of `--device`. Raises ConfigError."""
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if options.device == "cuda" and not has_cuda:
+        raise ConfigError("--device cuda: torch finds no CUDA device; allowed: auto, cpu")
+    if options.device == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    return torch.device("cuda")
 
 
 class StrictParser(argparse.ArgumentParser):
