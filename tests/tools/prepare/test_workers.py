@@ -68,9 +68,9 @@ def test_a_worker_that_is_killed_is_reported(tmp_path, job, monkeypatch):
 def test_a_worker_ends_with_the_process_that_started_it(tmp_path, job):
     code = (
         "import sys, time; from pathlib import Path; from titanlite.tools.prepare.workers "
-        "import _start\n"
+        "import start_worker\n"
     )
-    code += "child = _start(Path(sys.argv[1])); print(child.pid, flush=True); time.sleep(60)"
+    code += "child = start_worker(Path(sys.argv[1])); print(child.pid, flush=True); time.sleep(60)"
     command = [sys.executable, "-c", code, str(tmp_path / "work")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=PACKAGES) as process:
         worker = int(process.stdout.readline())

@@ -156,10 +156,11 @@ def _ended(code: int) -> UnreadableParquet:
 def _start() -> subprocess.Popen[bytes]:
     # Neither the current folder nor PYTHONPATH is searched (-I -S), only the folders of these
     # packages.
-    specs = (importlib.util.find_spec(name) for name in ("pyarrow", "numpy"))
-    folders = [
-        str(Path(spec.origin).parents[1]) for spec in specs if spec is not None and spec.origin
-    ]
+    folders = []
+    for name in ("pyarrow", "numpy"):
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin:
+            folders.append(str(Path(spec.origin).parents[1]))
     command = [sys.executable, "-I", "-S", "-B", __file__, *dict.fromkeys(folders)]
     # Others reserve addresses, which are limited
     environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}
@@ -192,8 +193,8 @@ def stop_idle() -> None:
 def main(folders: list[str]) -> None:
     """Answers requests from standard input, a line of JSON each, on standard output."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    for what in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
-        resource.setrlimit(what, (0, 0))
+    for forbidden in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
+        resource.setrlimit(forbidden, (0, 0))
     sys.path += folders
     # The time of this import is the child's, and the file names the folder it comes from
     import pyarrow.parquet
@@ -235,10 +236,11 @@ def _limit(request: dict[str, Any], base: int, size: int) -> None:
     """Sets the limits of memory and CPU time for columns of so many bytes."""
     memory = base + request["memory"] + MEMORY_PER_BYTE * size
     seconds = int(time.process_time()) + 1 + request["seconds"] + size // BYTES_PER_SECOND
-    for what, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds)):
+    for resource_kind, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CPU, seconds)):
         # Unknown to the system, or above its own limit
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(what, (most, resource.getrlimit(what)[1]))
+            _, hard_limit = resource.getrlimit(resource_kind)
+            resource.setrlimit(resource_kind, (most, hard_limit))
 
 
 def _answer(request: dict[str, Any], table: Any, base: int, output: IO[bytes]) -> None:
@@ -247,15 +249,11 @@ def _answer(request: dict[str, Any], table: Any, base: int, output: IO[bytes]) -
     columns = request["columns"]
     if "groups" not in request:
         names = [name[:LONGEST_NAME] for name in schema.names[:MOST_NAMES]]
-        types = {
-            name: str(schema.field(name).type)[:LONGEST_NAME]
-            for name in columns
-            if name in schema.names
-        }
-        rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-        sizes = [
-            _compressed_size(metadata, group, columns) for group in range(metadata.num_row_groups)
-        ]
+        known = [name for name in columns if name in schema.names]
+        types = {name: str(schema.field(name).type)[:LONGEST_NAME] for name in known}
+        groups = range(metadata.num_row_groups)
+        rows = [metadata.row_group(group).num_rows for group in groups]
+        sizes = [_compressed_size(metadata, group, columns) for group in groups]
         _send(output, {"names": names, "types": types, "rows": rows, "sizes": sizes})
         return
     total = sum(_compressed_size(metadata, group, columns) for group in request["groups"])
@@ -285,15 +283,19 @@ def _send_batch(output: IO[bytes], request: dict[str, Any], group: int, columns:
     long, row by row.
     """
     values = [[_value(scalar) for scalar in column] for column in columns]
-    lengths = [
-        [len(value) if isinstance(value, memoryview) else value for value in column]
-        for column in values
-    ]
+    lengths = [[_length(value) for value in column] for column in values]
     _send(output, {"group": group, "columns": lengths})
     for row in zip(*values, strict=True):
         for value in row:
             if isinstance(value, memoryview) and len(value) <= request["longest"]:
                 output.write(value)
+
+
+def _length(value: memoryview | str | None) -> int | str | None:
+    """The number of bytes of a text; other values themselves."""
+    if isinstance(value, memoryview):
+        return len(value)
+    return value
 
 
 def _value(scalar: Any) -> memoryview | str | None:

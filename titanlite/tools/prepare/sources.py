@@ -97,7 +97,9 @@ def find(source: Source) -> Found:
     try:
         root = Path(path).resolve()
         if root.is_file():
-            name = root.stem if root.suffix not in (".gz", ".zst") else Path(root.stem).stem
+            name = root.stem
+            if root.suffix in (".gz", ".zst"):
+                name = Path(name).stem
             if not root.stat().st_size:
                 raise ConfigError(f"{keys.path} = {path!r}: the file is empty")
             return _found(name, root.parent, [root])
@@ -143,11 +145,11 @@ def require_apart(source: Source, found: Found, target: Path) -> None:
     target = target.resolve()
     if source.path in ("", STDLIB) or not root.is_dir():
         return
-    given = f"{source.keys.path} = {source.path!r}"
+    setting = f"{source.keys.path} = {source.path!r}"
     if target.is_relative_to(root) and not Path(source.path).is_file():
-        raise ConfigError(f"--out {target}: is within {given}; expected a folder elsewhere")
+        raise ConfigError(f"--out {target}: is within {setting}; expected a folder elsewhere")
     if root.is_relative_to(target):
-        raise ConfigError(f"{given}: is within --out {target}; expected a folder elsewhere")
+        raise ConfigError(f"{setting}: is within --out {target}; expected a folder elsewhere")
 
 
 def _require_readable(root: Path) -> None:

@@ -11,9 +11,9 @@ pieces, only once.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.prepare.compressed import damaged, decompression, open_file, unreadable
@@ -40,62 +40,83 @@ def text_documents(piece: Piece, joined: bool) -> Iterator[Document | BadRow | S
     Raises ConfigError if compressed data is damaged, or a file that is cut into pieces is not text.
     """
     file = piece.file
-    size = 0 if piece.whole else file.size
-    left = file.size  # of the progress
-    reported = 0  # bytes of text
-    for problem, count, position in _raw_blocks(file) if piece.whole else ():
-        size += count
-        if problem:
-            yield BadRow(0, problem, left)
-            return
-        if file.compression and size - reported >= CHECKED:
-            reported = size
-            rest = file.size - position // 2
-            yield Skipped(left - rest)
-            left = rest
+    size = file.size  # bytes of text
+    unreported = file.size  # of the progress, in bytes of the file
+    if piece.whole:
+        size = 0
+        checked = 0  # bytes of text that are reported
+        for block in _check(file):
+            if block.problem:
+                yield BadRow(0, block.problem, unreported)
+                return
+            size += block.size
+            if file.compression and size - checked >= CHECKED:
+                checked = size
+                still_unreported = file.size - block.position // 2
+                yield Skipped(unreported - still_unreported)
+                unreported = still_unreported
     if joined and size > MAX_DOCUMENT:
-        yield BadRow(
-            0, f"a document of {size} bytes; to filter or compare it, at most {MAX_DOCUMENT}", left
-        )
+        problem = f"a document of {size} bytes; to filter or compare it, at most {MAX_DOCUMENT}"
+        yield BadRow(0, problem, unreported)
         return
-    low = 0 if piece.begin == 0 else _line_end(file, piece.begin)
-    high = size if piece.end >= file.size else _line_end(file, piece.end)
+
+    # The piece, from line end to line end
+    piece_begin = 0
+    piece_end = size
+    if piece.begin > 0:
+        piece_begin = _line_end(file, piece.begin)
+    if piece.end < file.size:
+        piece_end = _line_end(file, piece.end)
+
+    # The documents of the whole file: the text before the cut is for training
     start = _start(file)
-    cut = {"tail": _line_end(file, size - size // HOLDOUT), "validation": start}.get(
-        file.split, size
-    )
+    cut = size
+    if file.split == "validation":
+        cut = start
+    elif file.split == "tail":
+        cut = _line_end(file, size - size // HOLDOUT)
     row = 0
     for split, first, last in (("train", start, cut), ("validation", cut, size)):
-        begin = max(low, first)
-        end = min(high, last)
-        if begin < end:
-            blocks: Iterator[str] | list[str] = (
-                _decode(block, file) for block in _read(file, begin, end)
-            )
-            if joined:
-                blocks = ["".join(blocks)]
-            yield Document(
-                row,
-                split,
-                blocks,
-                begins=begin == first,
-                ends=end == last,
-                label=file.relative,
-                length=end - begin,
-                progress=(end - begin) * left // max(1, size),
-            )
-            row += 1
+        begin = max(piece_begin, first)
+        end = min(piece_end, last)
+        if begin >= end:
+            continue
+        blocks: Iterable[str] = (_decode(block, file) for block in _read(file, begin, end))
+        if joined:
+            blocks = ["".join(blocks)]
+        yield Document(
+            row,
+            split,
+            blocks,
+            begins=begin == first,
+            ends=end == last,
+            label=file.relative,
+            length=end - begin,
+            progress=(end - begin) * unreported // max(1, size),
+        )
+        row += 1
 
 
 def read_texts(files: list[File]) -> Iterator[str]:
     """The text of whole files, in blocks. Raises ConfigError for a file that is not UTF-8."""
     for file in files:
-        for block in _read(file, _start(file), file.size if not file.compression else 1 << 62):
+        end = file.size
+        if file.compression:
+            end = 1 << 62  # the length of the text is not known
+        for block in _read(file, _start(file), end):
             yield _decode(block, file)
 
 
-def _raw_blocks(file: File) -> Iterator[tuple[str, int, int]]:
-    """(what is wrong, bytes, compressed bytes up to its end) of each block of a file."""
+class Checked(NamedTuple):
+    """A block of a file of which all bytes must be text."""
+
+    problem: str
+    size: int
+    position: int  # compressed bytes up to its end
+
+
+def _check(file: File) -> Iterator[Checked]:
+    """Reads a file up to its end or the first problem."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = 0
     with _open(file) as stream:
@@ -106,23 +127,18 @@ def _raw_blocks(file: File) -> Iterator[tuple[str, int, int]]:
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                yield (
-                    f"not UTF-8 text ({error.reason} near byte {offset + error.start})",
-                    len(block),
-                    position,
-                )
+                problem = f"not UTF-8 text ({error.reason} near byte {offset + error.start})"
+                yield Checked(problem, len(block), position)
                 return
             if "\0" in text:
-                yield (
-                    f"contains a NUL byte near byte {offset + block.find(0)}, so it is not text",
-                    len(block),
-                    position,
-                )
+                place = f"byte {offset + block.find(0)}"
+                problem = f"contains a NUL byte near {place}, so it is not text"
+                yield Checked(problem, len(block), position)
                 return
             if not block:
                 return
             offset += len(block)
-            yield "", len(block), position
+            yield Checked("", len(block), position)
 
 
 def _open(file: File) -> IO[bytes]:
@@ -143,15 +159,21 @@ def _skip(stream: IO[bytes], count: int, file: File) -> None:
     """Advances to byte `count`."""
     if not file.compression:
         stream.seek(count)
-    while file.compression and count > 0:
-        count -= len(_read_some(stream, min(BLOCK, count), file)) or count
+        return
+    while count > 0:
+        block = _read_some(stream, min(BLOCK, count), file)
+        if not block:
+            return
+        count -= len(block)
 
 
 def _start(file: File) -> int:
     """The byte at which the text begins: after a byte order mark."""
     with _open(file) as stream:
         mark = _read_some(stream, len(BYTE_ORDER_MARK), file)
-    return len(mark) if mark == BYTE_ORDER_MARK else 0
+    if mark == BYTE_ORDER_MARK:
+        return len(mark)
+    return 0
 
 
 def _line_end(file: File, offset: int) -> int:
@@ -159,8 +181,10 @@ def _line_end(file: File, offset: int) -> int:
     with _open(file) as stream:
         _skip(stream, offset, file)
         block = _read_some(stream, BLOCK, file)
-    line = block.find(b"\n") + 1
-    return offset + (line or _whole_characters(block, from_start=True))
+    line_end = block.find(b"\n") + 1
+    if line_end == 0:
+        return offset + _first_character(block)
+    return offset + line_end
 
 
 def _read(file: File, begin: int, end: int) -> Iterator[bytes]:
@@ -169,28 +193,43 @@ def _read(file: File, begin: int, end: int) -> Iterator[bytes]:
     """
     with _open(file) as stream:
         _skip(stream, begin, file)
-        rest = b""
-        left = end - begin
-        while left > 0:
-            read = _read_some(stream, min(BLOCK, left), file)
-            if not read and not file.compression:
+        carried = b""  # the bytes after the last line end
+        unread = end - begin
+        while unread > 0:
+            read = _read_some(stream, min(BLOCK, unread), file)
+            if read:
+                unread -= len(read)
+            elif file.compression:
+                unread = 0  # the end of the text
+            else:
                 raise ConfigError(f"{file.path}: became shorter while it was read; start again")
-            left = left - len(read) if read else 0
-            block = rest + read
-            cut = len(block) if left == 0 else (block.rfind(b"\n") + 1 or _whole_characters(block))
-            rest = block[cut:]
+            block = carried + read
+            cut = len(block)
+            if unread > 0:
+                cut = block.rfind(b"\n") + 1 or _last_character(block)
+            carried = block[cut:]
             if cut:
                 yield block[:cut]
 
 
-def _whole_characters(block: bytes, from_start: bool = False) -> int:
-    """The offset of the last UTF-8 character of a block; with `from_start` of the first."""
-    positions = (
-        range(min(4, len(block)))
-        if from_start
-        else range(len(block) - 1, max(0, len(block) - 5), -1)
-    )
-    return next((i for i in positions if block[i] & 0xC0 != 0x80), len(block))
+def _first_character(block: bytes) -> int:
+    """The offset of the first UTF-8 character that begins in a block."""
+    for i in range(min(4, len(block))):
+        if _begins_character(block[i]):
+            return i
+    return len(block)
+
+
+def _last_character(block: bytes) -> int:
+    """The offset of the last UTF-8 character that begins in a block."""
+    for i in range(len(block) - 1, max(0, len(block) - 5), -1):
+        if _begins_character(block[i]):
+            return i
+    return len(block)
+
+
+def _begins_character(byte: int) -> bool:
+    return byte & 0xC0 != 0x80
 
 
 def _decode(block: bytes, file: File) -> str:

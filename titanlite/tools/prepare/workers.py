@@ -58,17 +58,17 @@ def run_parts(
     children = []
     try:
         for _ in range(min(workers, len(parts))):
-            child = _start(work)
+            child = start_worker(work)
             children.append(child)
             threading.Thread(target=_listen, args=(child, messages), daemon=True).start()
             _send(child, next(waiting))
-        left = len(parts)
-        while left:
+        num_unfinished = len(parts)
+        while num_unfinished:
             message = messages.get()
             if "read" in message:
                 progress(message["read"])
             elif "done" in message:
-                left -= 1
+                num_unfinished -= 1
                 _send(message["from"], next(waiting, None))
                 yield message["done"]
             else:
@@ -82,7 +82,7 @@ def run_parts(
                     stream.close()  # type: ignore[union-attr]
 
 
-def _start(work: Path) -> subprocess.Popen[str]:
+def start_worker(work: Path) -> subprocess.Popen[str]:
     environment = os.environ | interpreter.environment()
     piped: dict[str, Any] = {
         "stdin": subprocess.PIPE,
@@ -113,20 +113,16 @@ def _listen(child: subprocess.Popen[str], messages: queue.Queue[Message]) -> Non
     try:
         for line in child.stdout:
             messages.put({**json.loads(line), "from": child})
-    except (
-        ValueError
-    ) as error:  # not a message; or the pipe is closed, because another worker failed
+    except ValueError as error:
+        # Not a message; or the pipe is closed, because another worker failed
         messages.put({"problems": [f"a worker wrote something unexpected: {error}"]})
     code = child.wait()
     if code:
-        how = (
-            f"signal {-code} (the system may have run out of memory)"
-            if code < 0
-            else f"exit code {code}"
-        )
-        messages.put(
-            {"problems": [f"a worker ended with {how}; the same command goes on where it was"]}
-        )
+        end = f"exit code {code}"
+        if code < 0:
+            end = f"signal {-code} (the system may have run out of memory)"
+        problem = f"a worker ended with {end}; the same command goes on where it was"
+        messages.put({"problems": [problem]})
 
 
 def _open(work: Path) -> tuple[Job, Tokenizer]:
@@ -182,8 +178,10 @@ def problems(error: ConfigError | OSError) -> list[str]:
     """The lines that a user sees."""
     if isinstance(error, ConfigError):
         return error.problems
-    where = "" if error.filename is None else f"{error.filename}: "
-    return [f"{where}{error.strerror or error}, while the data was prepared"]
+    problem = f"{error.strerror or error}, while the data was prepared"
+    if error.filename is not None:
+        problem = f"{error.filename}: {problem}"
+    return [problem]
 
 
 def main(folder: str) -> None:
