@@ -53,14 +53,14 @@ def test_the_first_error_ends_all(tmp_path, job):
 
 
 def test_a_worker_that_is_killed_is_reported(tmp_path, job, monkeypatch):
-    start = workers._start
+    start = workers.start_worker
 
     def killed(work: Path) -> subprocess.Popen[str]:
         child = start(work)
         os.kill(child.pid, signal.SIGKILL)
         return child
 
-    monkeypatch.setattr(workers, "_start", killed)
+    monkeypatch.setattr(workers, "start_worker", killed)
     with refused("signal 9", "same command"):
         list(run_parts(job, tmp_path / "work", TOKENIZER, [0, 1, 2, 3], 2, lambda read: None))
 
