@@ -166,12 +166,14 @@ def _candidates(folder: Path, steps: list[int], load_step: int, retention: Reten
     """
 
     def saved_since() -> list[int]:
-        found = []
+        with_this_setting = []
         for step in steps:
-            manifest = retention.read(step) if step > load_step else None
+            if step <= load_step:
+                continue
+            manifest = retention.read(step)
             if manifest and manifest.config.get("checkpoint", {}).get("load_step") == load_step:
-                found.append(step)
-        return found
+                with_this_setting.append(step)
+        return with_this_setting
 
     later: list[int] = broadcast_from_rank0(saved_since)
     if later:

@@ -39,17 +39,17 @@ class Segment(NamedTuple):
 @functools.lru_cache(maxsize=8)
 def segments(training: TrainingConfig) -> tuple[Segment, ...]:
     """The segments of a run from its first step on. Raises ConfigError for a ramp that is wrong."""
-    found = [Segment(1, 0, training.global_batch_size, 0)]
+    ramp = [Segment(1, 0, training.global_batch_size, 0)]
     for change in _changes(training):
-        begin = found[-1]
-        _append(found, change, training.seq_len)
-        if found[-1] == begin:
+        begin = ramp[-1]
+        _append(ramp, change, training.seq_len)
+        if ramp[-1] == begin:
             raise ConfigError(
                 f"training.batch_ramp = {training.batch_ramp!r}: size {change.value:g} does not "
                 f"begin after size {begin.size}, which begins with step {begin.step}; expected "
                 "sizes in order, a step apart or more"
             )
-    return tuple(found)
+    return tuple(ramp)
 
 
 def _changes(training: TrainingConfig) -> list[Change]:
@@ -82,14 +82,16 @@ def _changes(training: TrainingConfig) -> list[Change]:
     return entries
 
 
-def _append(found: list[Segment], change: Change, seq_len: int) -> None:
+def _append(ramp: list[Segment], change: Change, seq_len: int) -> None:
     """Adds the segments of an entry; parts too short for a step are left out."""
-    begin = found[-1]
+    begin = ramp[-1]
     end = int(change.value)
     increment = int(change.increment)
-    sizes = [*range(begin.size + increment, end, increment), end] if increment else [end]
+    sizes = [end]
+    if increment:
+        sizes = [*range(begin.size + increment, end, increment), end]
     for number, size in enumerate(sizes, 1):
-        last = found[-1]
+        last = ramp[-1]
         threshold = 0
         if change.step:
             step = begin.step + _up((change.step - begin.step) * number, len(sizes))
@@ -101,9 +103,9 @@ def _append(found: list[Segment], change: Change, seq_len: int) -> None:
             step = last.step + _up(threshold - last.sample, last.size)
         if step > last.step:
             sample = last.sample + (step - last.step) * last.size
-            found.append(Segment(step, sample, size, threshold or sample))
+            ramp.append(Segment(step, sample, size, threshold or sample))
         elif last is not begin:
-            found[-1] = last._replace(size=size, begin=threshold or last.begin)
+            ramp[-1] = last._replace(size=size, begin=threshold or last.begin)
 
 
 def _up(number: int, divisor: int) -> int:

@@ -47,11 +47,12 @@ class Phase:
 
     def used_until(self, sample: int) -> list[int]:
         """The number of samples of each source before this one."""
-        repeats, rest = divmod(sample - self.first, PATTERN)
-        partial = np.bincount(self.sources[:rest], minlength=len(self.counts)).tolist()
+        repeats, num_samples = divmod(sample - self.first, PATTERN)
+        # Of the pattern that is not complete
+        partial = np.bincount(self.sources[:num_samples], minlength=len(self.counts)).tolist()
         totals = []  # before the phase, in whole patterns, and in the last one
-        for used, count, in_rest in zip(self.used, self.counts, partial, strict=True):
-            totals.append(used + repeats * count + in_rest)
+        for used, count, in_last in zip(self.used, self.counts, partial, strict=True):
+            totals.append(used + repeats * count + in_last)
         return totals
 
 

@@ -27,10 +27,10 @@ logger = logging.getLogger("titanlite")
 class PackedRows:
     """The rows of a text: first the full windows of long documents, then those that are packed."""
 
-    def __init__(self, tokens: Tokens, seq_len: int, what: str) -> None:
+    def __init__(self, tokens: Tokens, seq_len: int, description: str) -> None:
         """Logs the shares of padding and of cut documents.
 
-        Raises ConfigError if the text, `what`, has no target.
+        Raises ConfigError if the text has no target.
         """
         self.tokens = tokens
         self.seq_len = seq_len
@@ -59,14 +59,14 @@ class PackedRows:
         self.count = self.num_windows + len(self.ends)
         if not self.count:
             raise ConfigError(
-                f"data.packing = best_fit: the {what} has no document of two tokens or more"
+                f"data.packing = best_fit: the {description} has no document of two tokens or more"
             )
         targets = self.num_windows * seq_len + int((self.lengths - 1).sum())
         self.padding = 1 - targets / (self.count * seq_len)
         self.cut = float((lengths > seq_len + 1).mean())
         logger.info(
-            f"{what}: {len(starts):,} documents packed into {self.count:,} rows of {seq_len} "
-            f"tokens; {100 * self.padding:.2f}% of the positions have no target, "
+            f"{description}: {len(starts):,} documents packed into {self.count:,} rows of "
+            f"{seq_len} tokens; {100 * self.padding:.2f}% of the positions have no target, "
             f"{100 * self.cut:.2f}% of the documents are longer than a row and cut"
         )
 

@@ -112,13 +112,13 @@ class Windows:
     Neighbouring windows overlap by one token: the last label of one is the first input of the next.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, what: str) -> None:
-        """Raises ConfigError if the text, which `what` describes, is shorter than one window."""
+    def __init__(self, tokens: Tokens, seq_len: int, description: str) -> None:
+        """Raises ConfigError if the text is shorter than one window."""
         self.tokens = tokens
         self.seq_len = seq_len
         self.count = (len(tokens) - 1) // seq_len
         if self.count < 1:
-            raise ConfigError(_too_short(len(tokens), seq_len, what))
+            raise ConfigError(_too_short(len(tokens), seq_len, description))
         self.masked = tokens.targets(0, 1) is not None  # the same for all windows
 
     def fill(self, index: int, ids: Array, ignored: Array, document_mask: bool) -> Array | None:
@@ -136,15 +136,15 @@ class Windows:
         return starts
 
 
-def _too_short(num_tokens: int, seq_len: int, what: str) -> str:
+def _too_short(num_tokens: int, seq_len: int, description: str) -> str:
     """The message about a text of too few tokens for one window."""
     remedies = ["more text in data.path"]
     if num_tokens > 2:
         remedies.insert(0, f"up to {num_tokens - 1}")
-    if what.startswith("validation"):
+    if description.startswith("validation"):
         remedies.append("validation.freq = 0")
     return (
-        f"training.seq_len = {seq_len}: the {what} has only {num_tokens} tokens; "
+        f"training.seq_len = {seq_len}: the {description} has only {num_tokens} tokens; "
         f"allowed: {', or '.join(remedies)}"
     )
 
@@ -239,11 +239,11 @@ def build_samples(
     rows: dict[str, Rows] = {}
     for part in data:
         tokens = part.tokens("train")
-        what = f"training text of {part.name}"
+        description = f"training text of {part.name}"
         if section.packing == "best_fit":
-            rows[part.name] = PackedRows(tokens, training.seq_len, what)
+            rows[part.name] = PackedRows(tokens, training.seq_len, description)
         else:
-            rows[part.name] = Windows(tokens, training.seq_len, what)
+            rows[part.name] = Windows(tokens, training.seq_len, description)
     return Samples(rows, seed, build_mixture(section, training))
 
 

@@ -13,7 +13,6 @@ import fcntl
 import ipaddress
 import socket
 from pathlib import Path
-from typing import Any
 
 SIOCGIFADDR = 0x8915  # of Linux's sockios.h: the address of an interface
 
@@ -26,26 +25,25 @@ def interface_towards(address: str) -> str:
         family, *_, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing
-            own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+            local_address = probe.getsockname()[0].partition("%")[0]  # without a zone
     except OSError:
         return ""
+    address_here = ipaddress.ip_address(local_address)
     for _, name in socket.if_nameindex():
-        if own in _addresses(name):
+        if address_here in _addresses(name):
             return name
     return ""
 
 
-def _addresses(interface: str) -> list[Any]:
+def _addresses(interface: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     """The IPv4 address of an interface and its IPv6 addresses (Linux); none elsewhere."""
-    found: list[Any] = []
+    addresses: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         answer = fcntl.ioctl(asker, SIOCGIFADDR, interface.encode().ljust(40, b"\0"))
-        found.append(ipaddress.ip_address(answer[20:24]))
+        addresses.append(ipaddress.ip_address(answer[20:24]))
     with contextlib.suppress(OSError):
-        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-        found += [
-            ipaddress.ip_address(bytes.fromhex(words[0]))
-            for words in lines
-            if words[-1] == interface
-        ]
-    return found
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            words = line.split()  # address, ..., name of the interface
+            if words[-1] == interface:
+                addresses.append(ipaddress.ip_address(bytes.fromhex(words[0])))
+    return addresses

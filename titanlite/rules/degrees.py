@@ -82,8 +82,8 @@ def needs_fsdp(parallel: ParallelConfig, world_size: int) -> bool:
 
     Without it, one process casts its parameters to the compute dtype where they are used.
     """
-    asked = parallel.cpu_offload or parallel.reshard_after_forward != "default"
-    return world_size > 1 or asked
+    by_key = parallel.cpu_offload or parallel.reshard_after_forward != "default"
+    return world_size > 1 or by_key
 
 
 def num_processes(degrees: Mapping[str, int]) -> int:

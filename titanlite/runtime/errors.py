@@ -20,6 +20,9 @@ LAUNCHED = "TITANLITE_LAUNCHED"
 LISTENER = "TITANLITE_LISTENER"
 
 
+LONGEST = 2000  # characters of a problem
+
+
 def printable(text: str) -> str:
     """The text in one line; names from files could otherwise move the cursor or forge a message."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -32,11 +35,14 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, problems: str | list[str]) -> None:
-        found = (
-            printable(text[:2001])
-            for text in ([problems] if isinstance(problems, str) else problems)
-        )
-        self.problems = [text if len(text) < 2000 else text[:2000] + "..." for text in found]
+        if isinstance(problems, str):
+            problems = [problems]
+        self.problems: list[str] = []
+        for problem in problems:
+            line = printable(problem[:LONGEST])
+            if len(problem) > LONGEST or len(line) > LONGEST:
+                line = line[:LONGEST] + "..."
+            self.problems.append(line)
         super().__init__("\n".join(self.problems))
 
 

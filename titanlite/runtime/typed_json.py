@@ -47,18 +47,20 @@ def _typed(kind: Any, value: object, where: str) -> Any:
         (kind,) = (argument for argument in arguments if argument is not types.NoneType)
         return _typed(kind, value, where)
     if origin in (list, tuple):  # a tuple[X, ...]
-        found = _expect(list, value, where)
-        return origin(_typed(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(found))
+        items = _expect(list, value, where)
+        return origin(_typed(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(items))
     if origin is dict:
-        found = _expect(dict, value, where)
-        return {name: _typed(arguments[1], item, f"{where}.{name}") for name, item in found.items()}
+        entries = _expect(dict, value, where)
+        return {name: _typed(arguments[1], v, f"{where}.{name}") for name, v in entries.items()}
     if hasattr(kind, "_fields"):  # a NamedTuple
-        found = _expect(list, value, where)
-        if len(found) > len(kind._fields):
+        items = _expect(list, value, where)
+        names = kind._fields
+        if len(items) > len(names):
             raise ValueError(
-                f"{where.lstrip('.')}: expected {len(kind._fields)} items, found {len(found)}"
+                f"{where.lstrip('.')}: expected {len(names)} items, found {len(items)}"
             )
-        return kind(**_members(kind, dict(zip(kind._fields, found, strict=False)), where))
+        by_name = dict(zip(names, items, strict=False))  # those with a default may be absent
+        return kind(**_members(kind, by_name, where))
     if dataclasses.is_dataclass(kind) or hasattr(kind, "__required_keys__"):
         return kind(**_members(kind, _expect(dict, value, where), where))
     return _expect(kind, value, where)

@@ -237,13 +237,13 @@ def read_run_id(folder: Path) -> str:
     path = folder / RUN_ID
     if not path.exists():
         replace_file(path, secrets.token_hex(8).encode())
-    found = read_bounded(path, 100).decode("ascii", "replace").strip()
+    run_id = read_bounded(path, 100).decode("ascii", "replace").strip()
     # It becomes a part of names of folders, which are deleted
-    if not re.fullmatch("[0-9a-f]{16}", found):
+    if not re.fullmatch("[0-9a-f]{16}", run_id):
         raise ConfigError(
             f"{path}: expected 16 hexadecimal digits; delete it to begin new runs in W&B and MLflow"
         )
-    return found
+    return run_id
 
 
 def build_sink(name: str, config: MetricsConfig, folder: Path, run_id: str, origin: Any) -> Sink:
