@@ -54,7 +54,7 @@ def warnings(monkeypatch, caplog):
         ranks = Ranks(CPU)
         for rank, seconds, median in logged:
             clock[0] += apart
-            ranks._warn(rank, seconds, median)
+            ranks.warn_of_slow_rank(rank, seconds, median)
         return [record.message for record in caplog.records]
 
     return of

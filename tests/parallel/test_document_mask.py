@@ -37,7 +37,7 @@ def logits(
     """
     if blocks:
         Llama.document_mask = staticmethod(block_mask.block_mask)
-        block_mask._compiled = lambda: flex_attention.flex_attention
+        block_mask.compiled_flex_attention = lambda: flex_attention.flex_attention
         # That there is no kernel for a backward on CPUs
         flex_attention._validate_device = lambda *tensors: None
     settings = (DataConfig(document_mask=True), *sections)

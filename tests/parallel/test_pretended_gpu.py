@@ -125,7 +125,7 @@ def one_step(guard: Path, config: Config, llama, device: torch.device = GPU) -> 
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1), 60)
     mesh.device_type = device.type
     parallelize.missing_for_inductor = lambda device_type: ""
-    block_mask._compiled = lambda: in_place_of_flex_attention
+    block_mask.compiled_flex_attention = lambda: in_place_of_flex_attention
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
     parts = split_and_parallelize(model, config, mesh, compiled=False)

@@ -57,8 +57,8 @@ def impatient_run(arguments: list[str]) -> tuple[int, list[str], float]:
         logging.getLogger("titanlite").addHandler(Handler(logging.WARNING))
         return original(self)
 
-    original = sinks.Sinks._start
-    sinks.Sinks._start, sinks.PATIENCE, TrainStream.next_step = start, 1.0, timed
+    original = sinks.Sinks.start_feeds
+    sinks.Sinks.start_feeds, sinks.PATIENCE, TrainStream.next_step = start, 1.0, timed
     code = train_run(arguments)
     return code, warnings, max(b - a for a, b in itertools.pairwise(begun[1:]))
 

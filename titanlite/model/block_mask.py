@@ -108,11 +108,11 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """q (B, H, Sq, Dh), k and v (B, K, Sk, Dh) -> (B, H, Sq, Dh)."""
     # Outside of a compiled block it is compiled here; otherwise it would compute with plain matrix
     # products.
-    kernel = flex_attention if torch.compiler.is_compiling() else _compiled()
+    kernel = flex_attention if torch.compiler.is_compiling() else compiled_flex_attention()
     out: Tensor = kernel(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return out
 
 
 @functools.cache
-def _compiled() -> Any:
+def compiled_flex_attention() -> Any:
     return torch.compile(flex_attention, dynamic=False)

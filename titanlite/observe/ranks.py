@@ -50,12 +50,12 @@ class Ranks:
         }
         if len(table) > 1:
             slowest = seconds.index(max(seconds))
-            self._warn(slowest, seconds[slowest], statistics.median_low(seconds))
+            self.warn_of_slow_rank(slowest, seconds[slowest], statistics.median_low(seconds))
             row |= {"slowest_rank": slowest, "slowest_rank_seconds": seconds[slowest]}
             row["fastest_rank_seconds"] = min(seconds)
         return row
 
-    def _warn(self, rank: int, seconds: float, median: float) -> None:
+    def warn_of_slow_rank(self, rank: int, seconds: float, median: float) -> None:
         """On rank 0, if the same rank was slow several times."""
         slow = seconds > RATIO * median and seconds > median + SECONDS
         if not slow:

@@ -179,10 +179,10 @@ class Sinks:
         """
         if self.config.sinks:
             mark_phase(Phase.IMPORT_SINKS)
-            broadcast_from_rank0(self._start)
+            broadcast_from_rank0(self.start_feeds)
         return self
 
-    def _start(self) -> None:
+    def start_feeds(self) -> None:
         require_installed(self.config.sinks)
         try:
             origin = provenance(self.folder, self.degrees, self.settings)

@@ -40,7 +40,7 @@ def test_signals_within_a_second_are_one_request(signals):
     signals.receive()
     signals.receive()
     assert signals.requests == 1
-    signals._first -= 2
+    signals.first -= 2
     signals.receive()
     assert signals.requests == 2
 

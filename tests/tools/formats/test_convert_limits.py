@@ -27,7 +27,7 @@ from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.data.tokenizer import BUNDLED, Tokenizer
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.cli.convert_command import _size
+from titanlite.tools.cli.convert_command import file_size
 from titanlite.tools.cli.main import main
 from titanlite.tools.formats import convert as module
 from titanlite.tools.formats import full_state, targets
@@ -106,7 +106,7 @@ def test_step_0_can_be_asked_for_and_is_warned_of(tmp_path, caplog):
 
 
 def test_sizes_of_shards():
-    assert [_size(text) for text in ("5GB", "1.5 mb", "12", "2TB")] == [
+    assert [file_size(text) for text in ("5GB", "1.5 mb", "12", "2TB")] == [
         5 * 10**9,
         1_500_000,
         12,
@@ -114,7 +114,7 @@ def test_sizes_of_shards():
     ]
     for text in ("", "0", "0.1", "5GiB", "-1GB", "GB"):
         with pytest.raises(argparse.ArgumentTypeError, match="expected a size as 5GB"):
-            _size(text)
+            file_size(text)
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "titanlite"])
@@ -276,7 +276,7 @@ def test_the_cause_of_a_failed_write_is_raised(tmp_path, error):
     outgoing = Outgoing(torch.float32, (4096,), lambda: iter([torch.ones(4096)]))
     with (
         pytest.raises(type(error)) as caught,
-        targets._mapped(tmp_path / "x", {"a": outgoing}) as tensors,
+        targets.mapped(tmp_path / "x", {"a": outgoing}) as tensors,
     ):
         torch.save(tensors, Unwritable(error))
     assert caught.value is error

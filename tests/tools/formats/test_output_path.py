@@ -177,7 +177,7 @@ def test_what_is_added_around_the_exchange_is_kept_in_every_format(
         pytest.importorskip("gguf")
     make_file(tmp_path / "a.pt", SMALL)
     target = tmp_path / f"there{SUFFIXES.get(to, '')}"
-    check, calls, late = output_path._require_replaceable, 0, 0
+    check, calls, late = output_path.require_replaceable, 0, 0
 
     def check_and_add(path: Path, named: Path) -> list[str]:
         nonlocal calls
@@ -195,7 +195,7 @@ def test_what_is_added_around_the_exchange_is_kept_in_every_format(
         calls = 0
         convert(tmp_path / "a.pt", target, to, verify=False, force=True, log=quiet)
 
-    monkeypatch.setattr(output_path, "_require_replaceable", check_and_add)
+    monkeypatch.setattr(output_path, "require_replaceable", check_and_add)
     replace()
     before = sorted(target.iterdir()) if target.is_dir() else []
     late = 3

@@ -175,7 +175,7 @@ def test_many_documents_with_a_band_in_common(tmp_path):
     records["minhash"][:, :5] = 7
     records["minhash"][999] = records["minhash"][0]
     (path := tmp_path / "signatures").write_bytes(records.tobytes())
-    left, right = module._candidates(np.zeros(1000, np.uint64))
+    left, right = module.candidates(np.zeros(1000, np.uint64))
     assert len(left) == len(right) == 999 + 998
     assert find_duplicates([path], NEAR).first.tolist() == [*range(999), 0]
 
@@ -201,8 +201,8 @@ def test_the_number_of_rounds_is_limited(tmp_path, monkeypatch, caplog):
     path = tmp_path / "signatures"
     path.write_bytes(records.tobytes())
     rounds = []
-    search = module._similar_pairs
-    monkeypatch.setattr(module, "_similar_pairs", lambda *args: rounds.append(1) or search(*args))
+    search = module.similar_pairs
+    monkeypatch.setattr(module, "similar_pairs", lambda *args: rounds.append(1) or search(*args))
     found = find_duplicates([path], NEAR)
     assert "ended after 20 rounds" in caplog.messages[-1]
     assert len(rounds) == 20

@@ -178,7 +178,7 @@ def test_two_files_are_read_at_a_time_and_children_are_used_again(tmp_path):
                 [f"{path.name} {i}".encode()] for path in paths
             ]
             assert describe(str(paths[0]), []).rows == [600]
-    assert len(parquet_reader._idle) == 3
+    assert len(parquet_reader.idle_children) == 3
 
 
 def test_the_child_imports_nothing_from_the_current_folder(tmp_path, monkeypatch):

@@ -49,10 +49,10 @@ def test_validation_documents_of_their_own(mixed):
 
 
 def test_an_empty_file_is_no_validation_set(tmp_path):
-    names = [f"{i}.txt" for i in range(99) if plan._is_held_out(f"{i}.txt")][:2]
+    names = [f"{i}.txt" for i in range(99) if plan.is_held_out(f"{i}.txt")][:2]
     for name, text in [("a.txt", "text"), (names[0], "")]:
         (tmp_path / name).write_text(text)
-    assert not plan._is_held_out("a.txt")
+    assert not plan.is_held_out("a.txt")
     assert {file.split for file in job_of(tmp_path).files} == {"tail"}
     (tmp_path / names[1]).write_text("text")
     assert {file.relative: file.split for file in job_of(tmp_path).files} == {

@@ -130,7 +130,8 @@ def test_a_piece_reads_only_its_part_of_the_index(tmp_path):
     try:
         layout = token_layout(file.path, file.size, TOKENIZER)
         places = [
-            (begin, end) for begin, end, _ in token_files._indexed(file, layout, 100_000, 103_000)
+            (begin, end)
+            for begin, end, _ in token_files.indexed_documents(file, layout, 100_000, 103_000)
         ]
         assert tracemalloc.get_traced_memory()[1] < size / 5
     finally:

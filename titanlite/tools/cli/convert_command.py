@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
         help="of a run: model (default), or ema for the averaged weights (ema.decay)",
     )
     parser.add_argument(
-        "--shard-size", type=_size, default=0, help="largest file of a sharded format (5GB)"
+        "--shard-size", type=file_size, default=0, help="largest file of a sharded format (5GB)"
     )
     parser.add_argument(
         "--full", action="store_true", help="also write optimizer and training state"
@@ -84,7 +84,7 @@ def _step(text: str) -> int:
     return int(text)
 
 
-def _size(text: str) -> int:
+def file_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|TB|)", text.upper())
     if not match or not 1 <= float(match[1]) * UNITS[match[2]] < 1 << 62:
         raise argparse.ArgumentTypeError(

@@ -60,15 +60,15 @@ class Signals:
 
     def __init__(self) -> None:
         self.requests = 0
-        self._first = 0.0
+        self.first = 0.0  # when the first one came, by the monotonic clock
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: self.receive())
 
     def receive(self) -> None:
         now = time.monotonic()
         if not self.requests:
-            self._first = now
-        if not self.requests or now > self._first + 1:
+            self.first = now
+        if not self.requests or now > self.first + 1:
             self.requests += 1
 
 

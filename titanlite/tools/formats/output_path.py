@@ -54,10 +54,10 @@ def require_writable(source: Path, target: Path, force: bool) -> None:
         raise ConfigError(
             f"{target}: exists already; choose another name, or replace it with --force"
         )
-    _require_replaceable(target, target)
+    require_replaceable(target, target)
 
 
-def _require_replaceable(path: Path, target: Path) -> list[str]:
+def require_replaceable(path: Path, target: Path) -> list[str]:
     """The names in `path`, which is or was at the target.
 
     Raises ConfigError if it may not be deleted.
@@ -150,7 +150,7 @@ def publish(temporary: Path, target: Path, force: bool) -> None:
                 f"{target}: appeared while it was written, and was not replaced; choose another "
                 "name"
             ) from None
-        _require_replaceable(target, target)
+        require_replaceable(target, target)
         _replace(temporary, target)
     try:
         sync_folder(target.parent)
@@ -203,7 +203,7 @@ def _replace(temporary: Path, target: Path) -> None:
                 _put_back(old, target)
             raise
     try:
-        names = _require_replaceable(old, target)  # files may have been added since the first check
+        names = require_replaceable(old, target)  # files may have been added since the first check
         # Otherwise a power failure could undo the exchange, but not the removal of files
         sync_folder(target.parent)
     except (ConfigError, OSError):

@@ -75,7 +75,7 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 @contextlib.contextmanager
-def _mapped(path: Path, tensors: dict[str, Outgoing]) -> Iterator[dict[str, Tensor]]:
+def mapped(path: Path, tensors: dict[str, Outgoing]) -> Iterator[dict[str, Tensor]]:
     """The converted tensors, memory-mapped from a scratch file beside `path` that is deleted at the
     end.
 
@@ -155,7 +155,7 @@ def to_dcp(path: Path, export: Export) -> None:
     """A stock DCP folder of one process, with torchtitan's names: the model's at the root."""
     path.mkdir()
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _mapped(path / "scratch", export.model | export.others) as tensors:
+    with mapped(path / "scratch", export.model | export.others) as tensors:
         # Of several, errors can be lost (pytorch#191391)
         writer = FileSystemWriter(path, thread_count=1)
         dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
@@ -185,7 +185,7 @@ def to_torch(path: Path, export: Export) -> None:
     its shape.
     """
     about = export.state.about
-    with _mapped(path, export.model | export.others) as tensors:
+    with mapped(path, export.model | export.others) as tensors:
         tree: dict[str, Any] = {"model": {name: tensors[name] for name in export.model}}
         tree |= {"step": about.step, "seq_len": about.seq_len}
         if about.model:
@@ -205,7 +205,7 @@ def to_llama(path: Path, export: Export) -> None:
     if state.model.tied_embeddings:
         # Meta's model always has both
         outgoing["output.weight"] = outgoing["tok_embeddings.weight"]
-    with _mapped(path / "scratch", outgoing) as tensors:
+    with mapped(path / "scratch", outgoing) as tensors:
         _torch_save(path / "consolidated.00.pth", tensors)
     files = {"params.json": _json(meta.to_params(state.model))}
     write_small_files(path, files | _tokenizer(state))

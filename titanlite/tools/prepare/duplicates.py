@@ -105,7 +105,7 @@ def find_duplicates(
     near = itself
     for _ in range(MAX_ROUNDS):
         num_known = len(pairs)
-        pairs = _similar_pairs(files, starts, compared & (near == itself), config.threshold, pairs)
+        pairs = similar_pairs(files, starts, compared & (near == itself), config.threshold, pairs)
         if len(pairs) == num_known:
             break
         near = _decide(pairs, rank)
@@ -126,7 +126,7 @@ def _preferred_of_equal(first: Indices, preferred: NDArray[np.bool_]) -> Indices
     return chosen[first]
 
 
-def _similar_pairs(
+def similar_pairs(
     files: Sequence[Path],
     starts: Indices,
     selected: NDArray[np.bool_],
@@ -141,7 +141,7 @@ def _similar_pairs(
     count = np.uint64(len(selected))
     for band in range(0, BANDS, BANDS_AT_A_TIME):
         for keys in _band_keys(files, selected, range(band, min(band + BANDS_AT_A_TIME, BANDS))):
-            left, right = _candidates(keys)
+            left, right = candidates(keys)
             pairs = documents[left] * count + documents[right]
             unknown = ~_contains(known, pairs)
             left = documents[left[unknown]].astype(np.int64)
@@ -239,7 +239,7 @@ def _band_keys(
     return keys
 
 
-def _candidates(keys: NDArray[np.uint64]) -> tuple[Indices, Indices]:
+def candidates(keys: NDArray[np.uint64]) -> tuple[Indices, Indices]:
     """Pairs of rows with equal keys: each row with the first and the previous one of its key."""
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]

@@ -102,7 +102,7 @@ def read_rows(path: str, columns: list[str], groups: list[int], longest: int) ->
                 raise
 
 
-_idle: list[subprocess.Popen[bytes]] = []  # children that wait for a file
+idle_children: list[subprocess.Popen[bytes]] = []  # children that wait for a file
 
 
 def _ask(request: dict[str, Any]) -> Iterator[tuple[dict[str, Any], IO[bytes]]]:
@@ -111,7 +111,7 @@ def _ask(request: dict[str, Any]) -> Iterator[tuple[dict[str, Any], IO[bytes]]]:
 
     Raises UnreadableParquet if the child says so or ends.
     """
-    child = _idle.pop() if _idle else _start()
+    child = idle_children.pop() if idle_children else _start()
     assert child.stdin is not None
     assert child.stdout is not None
     complete = False
@@ -134,7 +134,7 @@ def _ask(request: dict[str, Any]) -> Iterator[tuple[dict[str, Any], IO[bytes]]]:
                 yield answer, child.stdout
     finally:
         if complete:
-            _idle.append(child)
+            idle_children.append(child)
         else:  # what it has written so far has no reader
             _stop(child)
 
@@ -183,8 +183,8 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 @atexit.register
 def stop_idle() -> None:
     """Ends the processes that wait for a file."""
-    while _idle:
-        _stop(_idle.pop())
+    while idle_children:
+        _stop(idle_children.pop())
 
 
 # From here on: the child

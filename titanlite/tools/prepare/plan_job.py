@@ -161,7 +161,7 @@ def _files(
 def _with_splits(files: list[File], tokenizer: Tokenizer) -> list[File]:
     """The files, each with the split of its documents, where validation has no separate source."""
     texts = [file for file in files if file.kind == "text"]
-    held_out = {file.path for file in texts if _is_held_out(file.relative)}
+    held_out = {file.path for file in texts if is_held_out(file.relative)}
     # Whether both splits have a file of text; an empty one does not count
     holds_out_files = len({file.path in held_out for file in texts if file.size}) == 2
 
@@ -194,7 +194,7 @@ def _require_distinct(files: list[File], source: Source) -> None:
         seen.add(file.path)
 
 
-def _is_held_out(relative: str) -> bool:
+def is_held_out(relative: str) -> bool:
     digest = hashlib.sha256(relative.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest, "big") % HOLDOUT == 0
 

@@ -57,7 +57,7 @@ def token_documents(piece: Piece, tokenizer: Tokenizer) -> Iterator[Document]:
     low = _first_id(layout, piece.begin)
     high = _first_id(layout, piece.end)
     if file.kind == "megatron":
-        bounds = _indexed(file, layout, low, high)
+        bounds = indexed_documents(file, layout, low, high)
     else:
         bounds = _bounds(file, layout, tokenizer, low, high)
     if file.split == "tail":
@@ -243,7 +243,9 @@ def _open_index(path: Path) -> Index:
     return index
 
 
-def _indexed(file: File, layout: Layout, low: int, high: int) -> Iterator[tuple[int, int, str]]:
+def indexed_documents(
+    file: File, layout: Layout, low: int, high: int
+) -> Iterator[tuple[int, int, str]]:
     """(first id, end, split) of each document of a Megatron file from id `low` to `high` - 1.
 
     Only their part of the index is read and checked; the parts of all pieces are the whole index,
