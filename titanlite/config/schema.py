@@ -75,13 +75,35 @@ class ModelConfig:
             "llama3_8b",
             "llama3_70b",
             "llama3_405b",
+            "llama2_7b",
+            "mistral_7b",
+            "smollm2_135m",
+            "smollm2_360m",
+            "smollm2_1.7b",
+            "qwen2.5_0.5b",
+            "qwen2.5_1.5b",
+            "qwen2.5_7b",
+            "qwen3_0.6b",
+            "qwen3_1.7b",
+            "qwen3_8b",
         ),
     )
     dim: int = key(0, "width of the residual stream", min=0, max=2**20)
     num_layers: int = key(0, "transformer blocks", min=0, max=2**14)
     num_heads: int = key(0, "query heads", min=0, max=2**14)
     num_kv_heads: int = key(0, "key and value heads (grouped-query attention)", min=0, max=2**14)
+    head_dim: int = key(0, "width of a head; 0: the flavor's, or dim / num_heads", min=0, max=2**14)
     ffn_dim: int = key(0, "hidden width of the feed-forward", min=0, max=2**22)
+    rope_theta: float = key(0.0, "base of the frequencies of RoPE", min=0, max=1e12)
+    norm_eps: float = key(0.0, "epsilon of the norms", min=0, max=0.1)
+    qkv_bias: str = key(
+        "flavor", "biases of the query, key and value layers", choices=("flavor", "true", "false")
+    )
+    qk_norm: str = key(
+        "flavor",
+        "norms of queries and keys, before RoPE",
+        choices=("flavor", "true", "false"),
+    )
     embeddings: str = key(
         "flavor",
         "whether the output projection uses the embedding's weight (tied) or has a separate "

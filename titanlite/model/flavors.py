@@ -1,41 +1,50 @@
-"""The model sizes: hyperparameters of each Llama flavor.
+"""The model sizes: hyperparameters of each flavor.
 
-What it is: `LlamaConfig`, a table with one entry per flavor, the exact parameter count as a
-formula, and the name and shape of every parameter. Imports no torch.
-Reference: Llama 3 herd of models (arXiv 2407.21783), Llama 3.2 model cards.
+What it is: `LlamaConfig`, a table with one entry per flavor, the exact parameter count, and the
+name and shape of every parameter. Imports no torch. Other dense families have Llama's blocks with
+small differences, each of which is a field: biases of q, k and v (Qwen2), norms of q and k (Qwen3),
+heads of another width (Qwen3, Mistral Nemo), and how RoPE is scaled beyond the lengths of
+pretraining.
+Reference: Llama 3 herd of models (arXiv 2407.21783), Llama 3.2 model cards, Qwen2.5 (arXiv
+2412.15115), Qwen3 (arXiv 2505.09388), YaRN (arXiv 2309.00071), config.json of the released models.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 
 from titanlite.config.schema import ModelConfig
 from titanlite.runtime.errors import ConfigError
 
-# The parameters of a block in the model's order: shapes (out, in) as attributes of LlamaConfig
-BLOCK_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "attention_norm": ("dim",),
-    "attention.wq": ("dim", "dim"),
-    "attention.wk": ("kv_dim", "dim"),
-    "attention.wv": ("kv_dim", "dim"),
-    "attention.wo": ("dim", "dim"),
-    "ffn_norm": ("dim",),
-    "feed_forward.w1": ("ffn_dim", "dim"),
-    "feed_forward.w2": ("dim", "ffn_dim"),
-    "feed_forward.w3": ("ffn_dim", "dim"),
-}
-BLOCK_LINEAR = tuple(name for name, shape in BLOCK_PARAMETERS.items() if len(shape) == 2)
+# The linear layers of a block
+BLOCK_LINEAR = (
+    "attention.wq",
+    "attention.wk",
+    "attention.wv",
+    "attention.wo",
+    "feed_forward.w1",
+    "feed_forward.w2",
+    "feed_forward.w3",
+)
+SCALINGS = ("llama3", "linear", "yarn")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's scaling of RoPE's frequencies: extends `original_context` tokens by `factor`."""
+    """How RoPE's frequencies change so that `original_context` tokens become `factor` times as
+    many; `rope_frequencies` in llama.py has the formulas.
+    """
 
     factor: float
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = 1.0  # of llama3, as the next one
     high_freq_factor: float = 4.0
-    original_context: int = 8192
+    original_context: int = 8192  # not of linear
+    kind: str = "llama3"  # one of SCALINGS
+    beta_fast: float = 32.0  # of yarn, as the next two
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0  # of queries and keys each; 0: 0.1 ln(factor) + 1
 
 
 @dataclass(frozen=True)
@@ -52,10 +61,17 @@ class LlamaConfig:
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
+    explicit_head_dim: int = 0  # 0: dim / num_heads
+    qkv_bias: bool = False
+    qk_norm: bool = False  # an RMSNorm of each head of q and k, before RoPE
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.num_heads
+        return self.explicit_head_dim or self.dim // self.num_heads
+
+    @property
+    def q_dim(self) -> int:
+        return self.num_heads * self.head_dim
 
     @property
     def kv_dim(self) -> int:
@@ -64,9 +80,10 @@ class LlamaConfig:
     @property
     def num_parameters(self) -> int:
         """Exact count; tied embeddings count once."""
-        attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_dim
-        block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
-        embeddings = self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
+        block = sum(math.prod(shape) for shape in block_shapes(self).values())
+        embeddings = self.vocab_size * self.dim
+        if not self.tied_embeddings:
+            embeddings *= 2
         return embeddings + self.num_layers * block + self.dim
 
     def to_json(self) -> str:
@@ -74,17 +91,64 @@ class LlamaConfig:
         return json.dumps(asdict(self), indent=1)
 
 
+def block_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape (out, in) of every parameter of a block, in the model's order."""
+    dim = config.dim
+    shapes: dict[str, tuple[int, ...]] = {"attention_norm.weight": (dim,)}
+    widths = {"wq": config.q_dim, "wk": config.kv_dim, "wv": config.kv_dim}
+    for name, width in widths.items():
+        shapes[f"attention.{name}.weight"] = (width, dim)
+        if config.qkv_bias:
+            shapes[f"attention.{name}.bias"] = (width,)
+    shapes["attention.wo.weight"] = (dim, config.q_dim)
+    if config.qk_norm:
+        shapes["attention.q_norm.weight"] = (config.head_dim,)
+        shapes["attention.k_norm.weight"] = (config.head_dim,)
+    shapes["ffn_norm.weight"] = (dim,)
+    shapes["feed_forward.w1.weight"] = (config.ffn_dim, dim)
+    shapes["feed_forward.w2.weight"] = (dim, config.ffn_dim)
+    shapes["feed_forward.w3.weight"] = (config.ffn_dim, dim)
+    return shapes
+
+
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter, in the order of the model's `state_dict()`."""
     shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (config.vocab_size, config.dim)}
+    of_block = block_shapes(config)
     for i in range(config.num_layers):
-        for name, sizes in BLOCK_PARAMETERS.items():
-            shapes[f"layers.{i}.{name}.weight"] = tuple(getattr(config, size) for size in sizes)
+        for name, shape in of_block.items():
+            shapes[f"layers.{i}.{name}"] = shape
     shapes["norm.weight"] = (config.dim,)
     if not config.tied_embeddings:
         shapes["output.weight"] = (config.vocab_size, config.dim)
     return shapes
 
+
+QWEN25 = LlamaConfig(
+    896,
+    24,
+    14,
+    2,
+    4864,
+    vocab_size=151936,
+    tied_embeddings=True,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    qkv_bias=True,
+)
+QWEN3 = LlamaConfig(
+    1024,
+    28,
+    16,
+    8,
+    3072,
+    vocab_size=151936,
+    tied_embeddings=True,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    explicit_head_dim=128,
+    qk_norm=True,
+)
 
 FLAVORS: dict[str, LlamaConfig] = {
     "debug": LlamaConfig(128, 4, 4, 2, 352, vocab_size=0, tied_embeddings=True),
@@ -98,6 +162,40 @@ FLAVORS: dict[str, LlamaConfig] = {
     "llama3_8b": LlamaConfig(4096, 32, 32, 8, 14336),
     "llama3_70b": LlamaConfig(8192, 80, 64, 8, 28672),
     "llama3_405b": LlamaConfig(16384, 126, 128, 8, 53248, rope_scaling=RopeScaling(8.0)),
+    "llama2_7b": LlamaConfig(4096, 32, 32, 32, 11008, vocab_size=32000, rope_theta=10000.0),
+    "mistral_7b": LlamaConfig(4096, 32, 32, 8, 14336, vocab_size=32768, rope_theta=1e6),
+    "smollm2_135m": LlamaConfig(
+        576, 30, 9, 3, 1536, vocab_size=49152, tied_embeddings=True, rope_theta=1e5
+    ),
+    "smollm2_360m": LlamaConfig(
+        960, 32, 15, 5, 2560, vocab_size=49152, tied_embeddings=True, rope_theta=1e5
+    ),
+    "smollm2_1.7b": LlamaConfig(
+        2048, 24, 32, 32, 8192, vocab_size=49152, tied_embeddings=True, rope_theta=130000.0
+    ),
+    "qwen2.5_0.5b": QWEN25,
+    "qwen2.5_1.5b": replace(QWEN25, dim=1536, num_layers=28, num_heads=12, ffn_dim=8960),
+    "qwen2.5_7b": LlamaConfig(
+        3584,
+        28,
+        28,
+        4,
+        18944,
+        vocab_size=152064,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        qkv_bias=True,
+    ),
+    "qwen3_0.6b": QWEN3,
+    "qwen3_1.7b": replace(QWEN3, dim=2048, ffn_dim=6144),
+    "qwen3_8b": replace(
+        QWEN3,
+        dim=4096,
+        num_layers=36,
+        num_heads=32,
+        ffn_dim=12288,
+        tied_embeddings=False,
+    ),
 }
 
 
@@ -109,13 +207,26 @@ def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
     names = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
     overrides = {name: getattr(section, name) for name in names if getattr(section, name)}
     config = replace(FLAVORS[section.flavor], **overrides)
+    if section.head_dim:
+        config = replace(config, explicit_head_dim=section.head_dim)
+    if section.rope_theta:
+        config = replace(config, rope_theta=section.rope_theta)
+    if section.norm_eps:
+        config = replace(config, norm_eps=section.norm_eps)
     if section.embeddings != "flavor":
         config = replace(config, tied_embeddings=section.embeddings == "tied")
+    if section.qkv_bias != "flavor":
+        config = replace(config, qkv_bias=section.qkv_bias == "true")
+    if section.qk_norm != "flavor":
+        config = replace(config, qk_norm=section.qk_norm == "true")
     if not config.vocab_size:
         config = replace(config, vocab_size=tokenizer_size)
     heads = config.num_heads
     problems = []
-    if config.dim % heads or config.head_dim % 2:
+    if config.explicit_head_dim:
+        if config.head_dim % 2:
+            problems.append(f"model.head_dim = {config.head_dim}: expected an even number")
+    elif config.dim % heads or config.head_dim % 2:
         problems.append(
             f"model.dim = {config.dim} over model.num_heads = {heads}: "
             "expected an even width per head"

@@ -9,8 +9,9 @@ it from outside.
 What it costs: 2 FLOPs per parameter and token in the forward, twice that in the backward, plus
 attention (`flops.py` has the exact count).
 
-Shapes in comments: B sequences, S tokens, D = dim, H query heads, K key/value heads, Dh = D / H, F
-= ffn_dim, V = vocabulary. Parameter names are those of Meta's release and of torchtitan.
+Shapes in comments: B sequences, S tokens, D = dim, H query heads, K key/value heads, Dh = head_dim
+(D / H in most models), F = ffn_dim, V = vocabulary. Parameter names are those of Meta's release and
+of torchtitan.
 """
 
 from __future__ import annotations
@@ -41,25 +42,54 @@ class LayerCache(Protocol):
 def rope_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The angle per position by which RoPE rotates pair i of a head: theta^(-2i/Dh), (Dh / 2,).
 
-    Llama 3.1 divides the frequency of long wavelengths by `factor`, keeps short ones, and
-    interpolates between them (`apply_scaling` of the 3.1 release).
+    With a scaling, the frequencies of long wavelengths are divided by `factor`, so that positions
+    beyond the original context have angles that the model has seen:
+    linear      all frequencies (arXiv 2306.15595)
+    llama3      those with few turns over the original context; others are kept, and between
+                `low_freq_factor` and `high_freq_factor` turns both are blended by the number of
+                turns (`apply_scaling` of the Llama 3.1 release)
+    yarn        likewise, but blended by the number of the pair, between the pairs with `beta_slow`
+                and `beta_fast` turns (arXiv 2309.00071)
     """
     half = config.head_dim // 2
-    frequency = config.rope_theta ** -(torch.arange(half, dtype=dtype, device=device) / half)
+    pairs = torch.arange(half, dtype=dtype, device=device)
+    frequency = config.rope_theta ** -(pairs / half)
     scaling = config.rope_scaling
-    if scaling:
+    if scaling is None:
+        return frequency
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    if scaling.kind == "llama3":
         low = scaling.low_freq_factor
         high = scaling.high_freq_factor
         turns = scaling.original_context * frequency / (2 * math.pi)  # over the original context
-        blend = (turns - low) / (high - low)
-        frequency = torch.lerp(frequency / scaling.factor, frequency, blend.clamp(0, 1))
-    return frequency
+        kept = (turns - low) / (high - low)
+    else:
+        first = max(math.floor(pair_with_turns(scaling.beta_fast, config)), 0)
+        last = min(math.ceil(pair_with_turns(scaling.beta_slow, config)), config.head_dim - 1)
+        kept = 1 - (pairs - first) / max(last - first, 0.001)
+    return torch.lerp(frequency / scaling.factor, frequency, kept.clamp(0, 1))
+
+
+def pair_with_turns(turns: float, config: LlamaConfig) -> float:
+    """The number i of the pair, not rounded, that makes so many turns over the original context."""
+    assert config.rope_scaling is not None
+    frequency = 2 * math.pi * turns / config.rope_scaling.original_context
+    return -config.head_dim / 2 * math.log(frequency) / math.log(config.rope_theta)
 
 
 def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
-    """cos and sin of every angle at these positions, fp32: ([B,] S) -> ([B,] S, Dh / 2, 2)."""
+    """cos and sin of every angle at these positions, fp32: ([B,] S) -> ([B,] S, Dh / 2, 2).
+
+    YaRN also makes queries and keys larger, which makes attention less uniform over more keys: both
+    are rotated by the table, so it is multiplied by the factor.
+    """
     angle = positions.float()[..., None] * rope_frequencies(config, torch.float32, positions.device)
-    return torch.stack((angle.cos(), angle.sin()), dim=-1)
+    table = torch.stack((angle.cos(), angle.sin()), dim=-1)
+    scaling = config.rope_scaling
+    if scaling and scaling.kind == "yarn":
+        table = table * (scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1)
+    return table
 
 
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
@@ -118,11 +148,15 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        kv_dim = config.num_kv_heads * config.head_dim
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.wq = nn.Linear(config.dim, config.q_dim, bias=config.qkv_bias)
+        self.wk = nn.Linear(config.dim, config.kv_dim, bias=config.qkv_bias)
+        self.wv = nn.Linear(config.dim, config.kv_dim, bias=config.qkv_bias)
+        self.wo = nn.Linear(config.q_dim, config.dim, bias=False)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
         self.attend = CausalAttention()
 
     def forward(
@@ -132,8 +166,8 @@ class Attention(nn.Module):
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # (B, S, H, Dh)
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # (B, S, K, Dh)
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # (B, S, K, Dh)
-        q = apply_rope(q, rope).transpose(1, 2)  # (B, H, S, Dh)
-        k = apply_rope(k, rope).transpose(1, 2)  # (B, K, S, Dh)
+        q = apply_rope(self.q_norm(q), rope).transpose(1, 2)  # (B, H, S, Dh)
+        k = apply_rope(self.k_norm(k), rope).transpose(1, 2)  # (B, K, S, Dh)
         v = v.transpose(1, 2)  # (B, K, S, Dh)
         if cache is not None:
             k, v = cache.append(k, v)  # S grows to all positions so far
@@ -275,6 +309,8 @@ class Llama(nn.Module):
         """
         if name.endswith("norm.weight"):
             return weight.fill_(1.0)
+        if name.endswith(".bias"):
+            return weight.zero_()
         if name == "tok_embeddings.weight" and not self.config.tied_embeddings:
             return weight.normal_(generator=generator)
         if name == "tok_embeddings.weight":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from titanlite.model.flavors import LlamaConfig, RopeScaling
+from titanlite.model.flavors import SCALINGS, LlamaConfig, RopeScaling
 
 MOST_POSITIONS = 1 << 24  # of a sequence; a RoPE table of more takes gigabytes
 
@@ -50,20 +50,36 @@ def checked(config: LlamaConfig) -> LlamaConfig:
     _require_real("norm_eps", config.norm_eps, 1)
     scaling = config.rope_scaling
     if scaling:
+        if scaling.kind not in SCALINGS:
+            raise ValueError(
+                f"rope_scaling of kind {scaling.kind!r:.40}; allowed: {', '.join(SCALINGS)}"
+            )
         _require_integer("original_context", scaling.original_context, 1 << 31)
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
             _require_real(name, getattr(scaling, name), 1e12)
+        if scaling.attention_factor != 0:
+            _require_real("attention_factor", scaling.attention_factor, 1e12)
         if scaling.low_freq_factor >= scaling.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor = {scaling.low_freq_factor}: expected one below high_freq_factor"
             )
     heads = config.num_heads
-    if config.dim % heads or config.head_dim % 2 or heads % config.num_kv_heads:
+    if config.explicit_head_dim != 0:
+        _require_integer("head_dim", config.explicit_head_dim, LARGEST)
+    elif config.dim % heads:
+        raise ValueError(f"{config.dim} over {heads} heads")
+    if config.head_dim % 2 or heads % config.num_kv_heads:
         raise ValueError(
             f"{config.dim} over {heads} heads, {config.num_kv_heads} for keys and values"
         )
+    if config.explicit_head_dim == config.dim / heads:
+        config = replace(config, explicit_head_dim=0)  # two models with equal fields are the same
     return replace(
-        config, rope_theta=float(config.rope_theta), tied_embeddings=bool(config.tied_embeddings)
+        config,
+        rope_theta=float(config.rope_theta),
+        tied_embeddings=bool(config.tied_embeddings),
+        qkv_bias=bool(config.qkv_bias),
+        qk_norm=bool(config.qk_norm),
     )
 
 

@@ -171,12 +171,16 @@ def float8_linear(x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer without bias whose products are in 8 bits."""
+    """A linear layer whose products are in 8 bits; a bias is added in the compute dtype."""
 
     emulate: bool
     rowwise: bool
 
     def forward(self, x: Tensor) -> Tensor:
+        out = self.multiply(x)
+        return out if self.bias is None else out + self.bias
+
+    def multiply(self, x: Tensor) -> Tensor:
         weight = self.weight
         if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
             return float8_linear(x, weight, Scaling(self.emulate, self.rowwise))

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 def apply_mixed_precision(model: nn.Module, compute: torch.dtype) -> None:
     """Casts every parameter that has another dtype at its uses.
 
-    All parameters of a Llama are called `weight`.
+    All parameters of a Llama are called `weight` or `bias`.
     """
-    assert all(name.endswith(".weight") for name, _ in model.named_parameters())
+    assert all(name.endswith((".weight", ".bias")) for name, _ in model.named_parameters())
     for module in model.modules():
         if any(parameter.dtype != compute for parameter in module.parameters(recurse=False)):
             kind = type(module)
@@ -34,7 +34,7 @@ def apply_mixed_precision(model: nn.Module, compute: torch.dtype) -> None:
 
 @functools.cache
 def _casting(kind: type[nn.Module], compute: torch.dtype) -> type[nn.Module]:
-    """A subclass whose attribute `weight` is the cast one.
+    """A subclass whose attributes `weight` and `bias` are the cast ones.
 
     The same for all blocks, so they are compiled once.
     """
@@ -45,12 +45,16 @@ def _casting(kind: type[nn.Module], compute: torch.dtype) -> type[nn.Module]:
         assert parameter is not None
         return parameter.to(compute)
 
+    def bias(self: nn.Module) -> Tensor | None:
+        parameter = self._parameters.get("bias")
+        return None if parameter is None else parameter.to(compute)
+
     def look_up(self: nn.Module, tokens: Tensor) -> Tensor:
         parameter = self._parameters["weight"]
         assert parameter is not None
         return F.embedding(tokens, parameter).to(compute)
 
-    members: dict[str, object] = {"weight": property(weight)}
+    members: dict[str, object] = {"weight": property(weight), "bias": property(bias)}
     if issubclass(kind, nn.Embedding):
         members["forward"] = look_up
     return type(kind.__name__, (kind,), members)

@@ -70,12 +70,12 @@ REPLICATED = Replicate()
 VOCABULARY_SHARD = Shard(-1)
 
 
-def block_plan() -> dict[str, ParallelStyle]:
+def block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
     """Module of a block -> how it is parallelised.
 
     The block's input and output are (B, S/tp, D).
     """
-    return {
+    plan: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(  # x, rope, mask, cache
             input_layouts=(SEQUENCE_SHARD, None, None, None),
@@ -93,6 +93,10 @@ def block_plan() -> dict[str, ParallelStyle]:
         "feed_forward.w3": ColwiseParallel(),
         "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE_SHARD),
     }
+    if qk_norm:  # of each head (B, S, H/tp, Dh); its weight is replicated, as that of other norms
+        for name in ("attention.q_norm", "attention.k_norm"):
+            plan[name] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return plan
 
 
 def ends_plan(model: Llama) -> dict[str, ParallelStyle]:
@@ -130,7 +134,7 @@ def apply_tp(model: Llama, mesh: DeviceMesh, async_tp: bool) -> None:
     """Shards a part of the model over the tp axis."""
     parallelize_module(model, mesh, ends_plan(model))
     for block in model.layers.values():
-        parallelize_module(block, mesh, block_plan())
+        parallelize_module(block, mesh, block_plan(model.config.qk_norm))
     if isinstance(model.tok_embeddings, nn.Embedding):
         # The embedding's reduce-scatter is still in flight here, and a compiled block that receives
         # such a tensor computes a wrong gradient for the embedding (torch 2.13); a copy waits for

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite.model.flavors import LlamaConfig
+from titanlite.model.flavors import LlamaConfig, RopeScaling
 from titanlite.model.llama import TransformerBlock, rope_table
 from titanlite.tools.formats import huggingface
 from titanlite.tools.formats.full_state import FullState, FullTensor
@@ -159,6 +159,12 @@ def _reference_logits(
     def normed(value: Tensor, name: str) -> Tensor:
         return value / (value.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * read(name)
 
+    def projected(value: Tensor, layer: str, name: str) -> Tensor:  # -> (S, heads, width)
+        rows = value @ read(f"{layer}attention.{name}.weight").T
+        if config.qkv_bias:
+            rows = rows + read(f"{layer}attention.{name}.bias")
+        return rows.reshape(len(tokens), -1, width)
+
     def rotated(value: Tensor) -> Tensor:  # (S, heads, width)
         if half_split:  # a pair is number i of the first and of the second half
             pairs = value.reshape(len(tokens), -1, 2, width // 2)
@@ -167,16 +173,19 @@ def _reference_logits(
             pairs = value.reshape(len(tokens), -1, width // 2, 2)
             dim = 3
         first, second = pairs.unbind(dim)
-        rotation = torch.polar(torch.ones_like(angles), angles)[:, None]
+        rotation = torch.polar(torch.full_like(angles, _amplitude(config)), angles)[:, None]
         plane = torch.complex(first, second) * rotation
         return torch.stack((plane.real, plane.imag), dim).reshape(len(tokens), -1, width)
 
     for i in range(config.num_layers):
         layer = f"layers.{i}."
         h = normed(x, layer + "attention_norm.weight")
-        q = (h @ read(layer + "attention.wq.weight").T).reshape(len(tokens), -1, width)
-        k = (h @ read(layer + "attention.wk.weight").T).reshape(len(tokens), -1, width)
-        v = (h @ read(layer + "attention.wv.weight").T).reshape(len(tokens), -1, width)
+        q = projected(h, layer, "wq")
+        k = projected(h, layer, "wk")
+        v = projected(h, layer, "wv")
+        if config.qk_norm:
+            q = normed(q, layer + "attention.q_norm.weight")
+            k = normed(k, layer + "attention.k_norm.weight")
         q = rotated(q)
         k = rotated(k).repeat_interleave(heads // kv_heads, 1)
         v = v.repeat_interleave(heads // kv_heads, 1)
@@ -192,6 +201,40 @@ def _reference_logits(
     return read.project(x, config.tied_embeddings)
 
 
+def _unscaled_share(
+    pair: int, frequency: float, config: LlamaConfig, scaling: RopeScaling
+) -> float:
+    """How much of a pair's frequency is not divided by the factor, from 0 to 1."""
+    if scaling.kind == "linear":
+        return 0.0
+    wavelength = 2 * math.pi / frequency
+    if scaling.kind == "llama3":
+        if wavelength > scaling.original_context / scaling.low_freq_factor:
+            return 0.0
+        if wavelength < scaling.original_context / scaling.high_freq_factor:
+            return 1.0
+        smooth = scaling.original_context / wavelength - scaling.low_freq_factor
+        return smooth / (scaling.high_freq_factor - scaling.low_freq_factor)
+    # YaRN: a ramp over the pairs, from the one with beta_fast turns to that with beta_slow
+
+    def pair_of(turns: float) -> float:
+        per_turn = math.log(scaling.original_context / (turns * 2 * math.pi))
+        return config.head_dim * per_turn / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(pair_of(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair_of(scaling.beta_slow)), config.head_dim - 1)
+    ramp = (pair - low) / (high - low if high > low else 0.001)
+    return 1 - min(max(ramp, 0.0), 1.0)
+
+
+def _amplitude(config: LlamaConfig) -> float:
+    """The factor of rotated queries and keys."""
+    scaling = config.rope_scaling
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return scaling.attention_factor or 1 + math.log(scaling.factor) / 10
+
+
 def _angles(config: LlamaConfig, length: int) -> Tensor:
     """Angle of each pair at each position, (S, width / 2).
 
@@ -200,15 +243,9 @@ def _angles(config: LlamaConfig, length: int) -> Tensor:
     frequencies = []
     for i in range(0, config.head_dim, 2):
         frequency = config.rope_theta ** (-i / config.head_dim)
-        s = config.rope_scaling
-        if s:
-            wavelength = 2 * math.pi / frequency
-            if wavelength > s.original_context / s.low_freq_factor:
-                frequency /= s.factor
-            elif wavelength >= s.original_context / s.high_freq_factor:
-                smooth = s.original_context / wavelength - s.low_freq_factor
-                smooth /= s.high_freq_factor - s.low_freq_factor
-                frequency = (1 - smooth) * frequency / s.factor + smooth * frequency
+        if config.rope_scaling:
+            share = _unscaled_share(i // 2, frequency, config, config.rope_scaling)
+            frequency = share * frequency + (1 - share) * frequency / config.rope_scaling.factor
         frequencies.append(frequency)
     return torch.outer(
         torch.arange(length, dtype=torch.float64), torch.tensor(frequencies, dtype=torch.float64)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
-from titanlite.model.flavors import LlamaConfig, RopeScaling
+from titanlite.model.flavors import SCALINGS, LlamaConfig, RopeScaling, block_shapes
 from titanlite.model.shape_file import checked, sequence_length
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
@@ -30,20 +30,32 @@ LAYER = {  # ours -> theirs
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
-PERMUTED = ("attention.wq", "attention.wk")  # RoPE rotates their rows
+# RoPE rotates what these compute
+PERMUTED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
+# Families whose blocks are Llama's with the differences that are fields of LlamaConfig
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 
 def names(config: LlamaConfig) -> dict[str, str]:
     """Our parameter name -> theirs, in our order."""
     result = {"tok_embeddings.weight": "model.embed_tokens.weight"}
     for i in range(config.num_layers):
-        for name, hf_name in LAYER.items():
-            result[f"layers.{i}.{name}.weight"] = f"model.layers.{i}.{hf_name}.weight"
+        for name in block_shapes(config):
+            module, _, kind = name.rpartition(".")  # attention.wq, weight or bias
+            result[f"layers.{i}.{name}"] = f"model.layers.{i}.{LAYER[module]}.{kind}"
     result["norm.weight"] = "model.norm.weight"
     if not config.tied_embeddings:
         result["output.weight"] = "lm_head.weight"
@@ -52,26 +64,17 @@ def names(config: LlamaConfig) -> dict[str, str]:
 
 def is_permuted(name: str) -> bool:
     """Whether the rows of this parameter lie in another order in Hugging Face's files."""
-    return name.removesuffix(".weight").endswith(PERMUTED)
+    return name.rpartition(".")[0].endswith(PERMUTED)
 
 
 def to_config(
     config: LlamaConfig, seq_len: int, dtype: str, bos: int | None, eos: int | None
 ) -> dict[str, Any]:
-    """config.json for `LlamaForCausalLM`; `dtype` as torch names it, without `torch.`."""
-    scaling = None
-    s = config.rope_scaling
-    if s:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": s.factor,
-            "low_freq_factor": s.low_freq_factor,
-            "high_freq_factor": s.high_freq_factor,
-            "original_max_position_embeddings": s.original_context,
-        }
+    """config.json for transformers; `dtype` as torch names it, without `torch.`."""
+    family = family_of(config)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [CLASSES[family]],
+        "model_type": family,
         "hidden_size": config.dim,
         "intermediate_size": config.ffn_dim,
         "num_hidden_layers": config.num_layers,
@@ -82,7 +85,7 @@ def to_config(
         "max_position_embeddings": seq_len,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
+        "rope_scaling": _to_scaling(config.rope_scaling),
         "tie_word_embeddings": config.tied_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -97,29 +100,97 @@ def to_config(
     }
 
 
+def family_of(config: LlamaConfig) -> str:
+    """The family of transformers that has this model's blocks.
+
+    Raises ConfigError if none has.
+    """
+    if config.qkv_bias and config.qk_norm:
+        raise ConfigError(
+            "model.qkv_bias with model.qk_norm: transformers has no such model; "
+            "expected one of the two"
+        )
+    if config.qkv_bias and config.explicit_head_dim:
+        raise ConfigError(
+            "model.qkv_bias with model.head_dim: transformers has no such model; expected heads "
+            "of width dim / num_heads"
+        )
+    if config.qk_norm:
+        return "qwen3"
+    if config.qkv_bias:
+        return "qwen2"
+    return "llama"
+
+
+def _to_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """`rope_scaling` of a config.json."""
+    if scaling is None:
+        return None
+    fields: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind != "linear":
+        fields["original_max_position_embeddings"] = scaling.original_context
+    if scaling.kind == "llama3":
+        fields["low_freq_factor"] = scaling.low_freq_factor
+        fields["high_freq_factor"] = scaling.high_freq_factor
+    if scaling.kind == "yarn":
+        fields["beta_fast"] = scaling.beta_fast
+        fields["beta_slow"] = scaling.beta_slow
+        fields["attention_factor"] = scaling.attention_factor or None
+    return fields
+
+
+def _from_scaling(rope: dict[str, Any], kind: str, length: int) -> RopeScaling | None:
+    """The inverse; `length`: `max_position_embeddings`, yarn's default of the original context."""
+    if kind == "llama3":
+        return RopeScaling(
+            rope["factor"],
+            rope["low_freq_factor"],
+            rope["high_freq_factor"],
+            rope["original_max_position_embeddings"],
+        )
+    if kind == "linear":
+        return RopeScaling(rope["factor"], kind=kind)
+    if kind == "yarn":
+        return RopeScaling(
+            rope["factor"],
+            original_context=rope.get("original_max_position_embeddings") or length,
+            kind=kind,
+            beta_fast=rope.get("beta_fast") or 32.0,
+            beta_slow=rope.get("beta_slow") or 1.0,
+            attention_factor=rope.get("attention_factor") or 0.0,
+        )
+    return None
+
+
 def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
     """The model of a config.json.
 
     Raises ConfigError with every field that titanlite's Llama does not support.
     """
-    kind = fields.get("model_type")
-    if kind != "llama":
-        raise ConfigError(f"{path}: model_type = {kind!r}; allowed: 'llama'")
+    family = fields.get("model_type")
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"{path}: model_type = {family!r:.99}; allowed: {', '.join(map(repr, FAMILIES))}"
+        )
     rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
     heads = fields["num_attention_heads"]
     dim = fields["hidden_size"]
     kind = rope.get("rope_type", rope.get("type", "default"))
+    windowed = family == "mistral" or fields.get("use_sliding_window", False)
     allowed = {
         "hidden_act": (fields.get("hidden_act", "silu"), ("silu", "swish")),
-        "attention_bias": (fields.get("attention_bias", False), (False,)),
+        # In Llama and Qwen3 it stands for biases of all four layers; Qwen2 has those of q, k, v
+        "attention_bias": (family != "qwen2" and fields.get("attention_bias", False), (False,)),
         "mlp_bias": (fields.get("mlp_bias", False), (False,)),
-        "head_dim": (fields.get("head_dim") or dim // heads, (dim // heads,)),
-        "rope_type": (kind, ("default", "llama3")),
+        "rope_type": (kind, ("default", *SCALINGS)),
+        # DeepSeek's
+        "mscale": (rope.get("mscale"), (None,)),
+        "truncate": (rope.get("truncate", True), (True,)),
         "partial_rotary_factor": (
             rope.get("partial_rotary_factor", fields.get("partial_rotary_factor") or 1),
             (1,),
         ),
-        "sliding_window": (fields.get("sliding_window"), (None,)),
+        "sliding_window": (fields.get("sliding_window") if windowed else None, (None,)),
         "quantization_config": (fields.get("quantization_config"), (None,)),
         "rope_parameters of a kind of layer": (
             next((name for name, value in rope.items() if isinstance(value, dict)), None),
@@ -134,12 +205,7 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
                 for key, (value, choices) in wrong.items()
             ]
         )
-    scaling = None
-    if kind == "llama3":
-        original = rope["original_max_position_embeddings"]
-        scaling = RopeScaling(
-            rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original
-        )
+    length = sequence_length(fields.get("max_position_embeddings", 0))
     config = LlamaConfig(
         dim=dim,
         num_layers=fields["num_hidden_layers"],
@@ -149,8 +215,11 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
         vocab_size=fields["vocab_size"],
         tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
         rope_theta=rope.get("rope_theta", fields.get("rope_theta", 10000.0)),
-        rope_scaling=scaling,
+        rope_scaling=_from_scaling(rope, kind, length),
         norm_eps=fields.get("rms_norm_eps", 1e-6),
+        explicit_head_dim=fields.get("head_dim") or (128 if family == "qwen3" else 0),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
     )
     return checked(config)
 
