@@ -51,21 +51,20 @@ def report_failure(error: Exception, train_file: str) -> int:
 
 
 def lost_connection(error: Exception, train_file: str) -> str:
-    """That another rank is gone, and the line of `train_file` that was executed; empty for other
-    errors.
-    """
+    """A message with the line of `train_file` that lost another rank; empty for other errors."""
     text = str(error)
-    signs = (
-        OTHERS if isinstance(error, dist.DistError) else GLOO if "gloo/transport" in text else ()
-    )
+    signs: tuple[str, ...] = ()
+    if isinstance(error, dist.DistError):
+        signs = OTHERS
+    elif "gloo/transport" in text:
+        signs = GLOO
     if not isinstance(error, RuntimeError) or not any(sign in text for sign in signs):
         return ""
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == train_file
-    ]
-    place = f" at line {lines[-1]} of train.py" if lines else ""
+
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):  # the innermost frame is the last
+        if frame.filename == train_file:
+            place = f" at line {frame.lineno} of train.py"
     # Without gloo's source file
     reason = re.sub(r"^\[\S+\] ", "", text.splitlines()[0]).partition(". This is ")[0]
     return f"lost its connection to another rank{place}: {reason}"

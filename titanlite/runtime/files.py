@@ -37,17 +37,17 @@ def write_synced(path: Path, content: bytes) -> None:
 
 def replace_file(path: Path, content: bytes, shared: bool = False) -> None:
     """Writes a file under a temporary name, syncs and renames it, unless it has this content.
-    Errors name the path.
 
-    `shared`: other processes may write it too, so each takes another temporary name, which it
-    leaves if it is killed.
+    Errors name the path. `shared`: other processes may write it too, so each takes another
+    temporary name, which it leaves if it is killed.
     """
     try:
         if path.is_file() and path.read_bytes() == content:
             return
-        temporary = path.with_name(
-            f".{path.name}.tmp" + (f"-{secrets.token_hex(4)}" if shared else "")
-        )
+        name = f".{path.name}.tmp"
+        if shared:
+            name += f"-{secrets.token_hex(4)}"
+        temporary = path.with_name(name)
         temporary.unlink(missing_ok=True)
         try:
             write_synced(temporary, content)

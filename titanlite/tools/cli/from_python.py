@@ -97,15 +97,19 @@ def launch(
         )
     argv = [os.fspath(config), *(f"--{key}={_text(value)}" for key, value in values.items())]
     run = load_config(argv).run  # raises the errors of the configuration without starting a process
-    if processes is not None and (
-        isinstance(processes, bool) or not isinstance(processes, int) or processes < 1
-    ):
-        raise ConfigError(f"processes = {processes!r}: expected an integer from 1")
-    variables = {
-        name: value for name, value in os.environ.items() if name not in OTHERS
-    } | _mlflow_parent()
-    variables |= {"NGPU": str(processes)} if processes else {}
-    variables |= {name: str(value) for name, value in (env or {}).items()}
+    if processes is not None:
+        is_integer = isinstance(processes, int) and not isinstance(processes, bool)
+        if not is_integer or processes < 1:
+            raise ConfigError(f"processes = {processes!r}: expected an integer from 1")
+
+    # Later ones replace earlier ones: `env` has the last word
+    variables = {name: value for name, value in os.environ.items() if name not in OTHERS}
+    variables |= _mlflow_parent()
+    if processes:
+        variables["NGPU"] = str(processes)
+    if env:
+        variables |= {name: str(value) for name, value in env.items()}
+
     code, problems = _call(argv, variables, timeout)
     if problems:
         raise ConfigError(problems)
@@ -128,11 +132,8 @@ def _text(value: Any) -> str:
         return os.fspath(value)
     try:
         return json.dumps(value, default=lambda number: number.item())  # of numpy
-    except (
-        AttributeError,
-        ValueError,
-    ):  # the schema has no such type either, and its error names the key
-        return repr(value)
+    except (AttributeError, ValueError):
+        return repr(value)  # the schema has no such type either, and its error names the key
 
 
 def _mlflow_parent() -> dict[str, str]:
@@ -169,8 +170,7 @@ def _wait(process: subprocess.Popen[bytes], timeout: float | None) -> int:
     After `timeout` seconds, and if an exception ends the waiting, the child is stopped first.
     """
     try:
-        code = process.wait(timeout)
-        return code if code >= 0 else 128 - code
+        return _exit_code(process.wait(timeout))
     except subprocess.TimeoutExpired:
         pass
     except BaseException:  # KeyboardInterrupt, or what a signal handler of the caller raises
@@ -192,14 +192,17 @@ def _stop(process: subprocess.Popen[bytes]) -> int:
         process.terminate()
         process.wait()
         raise
-    # Before it could start training processes, the signal itself has ended it.
-    return (
-        EXIT_STOPPED
-        if code in (-signal.SIGTERM, 128 + signal.SIGTERM)
-        else code
-        if code >= 0
-        else 128 - code
-    )
+    if code in (-signal.SIGTERM, 128 + signal.SIGTERM):
+        # The signal itself has ended the child, before it could start training processes.
+        return EXIT_STOPPED
+    return _exit_code(code)
+
+
+def _exit_code(code: int) -> int:
+    """Of a process that a signal has ended 128 + the signal's number, as in a shell."""
+    if code < 0:
+        return 128 - code
+    return code
 
 
 def _last_values(path: Path) -> dict[str, Any]:

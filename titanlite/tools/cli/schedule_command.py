@@ -1,6 +1,4 @@
-"""`titanlite schedule`: draws the learning rate, and the batch size if it changes, of every step of
-a run.
-"""
+"""`titanlite schedule`: draws the learning rate and a changing batch size over a run's steps."""
 
 from __future__ import annotations
 
@@ -59,24 +57,24 @@ def run(argv: list[str]) -> int:
 
 
 def _with_steps(config: Config) -> Config:
-    """The config with a number of steps, which for a budget in epochs is known once the data is
-    prepared.
-    """
+    """The config with its budget in steps; for a budget in epochs the data is prepared first."""
     if not config.training.epochs:
         return config
+    # These import torch, which a budget in steps does not need.
     from titanlite.data.prepared import load_sources
     from titanlite.data.stream import build_samples
     from titanlite.data.tokenizer import Tokenizer
     from titanlite.tools.prepare.cache import prepare
 
     tokenizer = Tokenizer(config.data.tokenizer)
-    folders = [
-        prepare(part, tokenizer, lambda text: print(text, file=sys.stderr))
-        for part in config.data.parts()
-    ]
+    folders = [prepare(part, tokenizer, _note) for part in config.data.parts()]
     data = load_sources(config.data, folders, tokenizer)
     samples = build_samples(data, config.data, config.training, config.run.seed)
     return epochs_in_steps(config, samples)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def picture_of(config: Config) -> Picture:
@@ -95,8 +93,10 @@ def picture_of(config: Config) -> Picture:
     def size(step: int) -> float:
         return samples_after(training, 0, step) - samples_after(training, 0, step - 1)
 
+    # Step -> name: where the schedule and a change of the batch size meet, the schedule's
     warmup = max(1, schedule.warmup_steps)
-    points = {1: "first step", warmup: "peak" if warmup == 1 else "peak, end of warmup"}
+    points = {1: "first step"}
+    points[warmup] = "peak" if warmup == 1 else "peak, end of warmup"
     if schedule.name == "wsd":
         decay_steps = schedule.decay_steps or round(schedule.decay_fraction * total)
         points.setdefault(max(warmup, total - decay_steps), "end of stable phase")
@@ -105,15 +105,18 @@ def picture_of(config: Config) -> Picture:
     curves = [Curve("learning rate", "{:.2e}", rate)]
     if training.batch_ramp:
         curves.append(Curve("sequences per step", "{:,.0f}", size))
-        ramp = segments(training)[1:]
-        points = {
-            part.step: "batch size" for part in (ramp if len(ramp) <= 8 else (ramp[0], ramp[-1]))
-        } | points
-    marks = [
-        Mark(name, step, tuple(curve.value(step) for curve in curves))
-        for step, name in sorted(({total: "last step"} | points).items())
-        if step <= total
-    ]
+        changes = segments(training)[1:]
+        if len(changes) > 8:
+            changes = (changes[0], changes[-1])  # a table of all would be long
+        for change in changes:
+            points.setdefault(change.step, "batch size")
+    points.setdefault(total, "last step")
+
+    marks = []
+    for step, name in sorted(points.items()):
+        if step <= total:
+            values = tuple(curve.value(step) for curve in curves)
+            marks.append(Mark(name, step, values))
     if marks[-1].step == total:
         marks[-1] = dataclasses.replace(marks[-1], name="last step")
     shape = f"wsd, {schedule.decay} decay" if schedule.name == "wsd" else schedule.name
