@@ -95,6 +95,20 @@ class ModelConfig:
     head_dim: int = key(0, "width of a head; 0: the flavor's, or dim / num_heads", min=0, max=2**14)
     ffn_dim: int = key(0, "hidden width of the feed-forward", min=0, max=2**22)
     rope_theta: float = key(0.0, "base of the frequencies of RoPE", min=0, max=1e12)
+    rope_scaling: str = key(
+        "flavor",
+        "how RoPE's frequencies change for sequences longer than those of pretraining",
+        choices=("flavor", "none", "llama3", "linear", "yarn"),
+    )
+    rope_factor: float = key(
+        0.0, "by how much rope_scaling extends the context; 0: the flavor's", min=0, max=1e6
+    )
+    rope_original_context: int = key(
+        0,
+        "tokens that rope_scaling extends (llama3, yarn); 0: the flavor's, or 8192",
+        min=0,
+        max=2**31,
+    )
     norm_eps: float = key(0.0, "epsilon of the norms", min=0, max=0.1)
     qkv_bias: str = key(
         "flavor", "biases of the query, key and value layers", choices=("flavor", "true", "false")

@@ -187,7 +187,7 @@ FLAVORS: dict[str, LlamaConfig] = {
         qkv_bias=True,
     ),
     "qwen3_0.6b": QWEN3,
-    "qwen3_1.7b": replace(QWEN3, dim=2048, ffn_dim=6144),
+    "qwen3_1.7b": replace(QWEN3, dim=2048, ffn_dim=6144, explicit_head_dim=0),
     "qwen3_8b": replace(
         QWEN3,
         dim=4096,
@@ -195,8 +195,36 @@ FLAVORS: dict[str, LlamaConfig] = {
         num_heads=32,
         ffn_dim=12288,
         tied_embeddings=False,
+        explicit_head_dim=0,
     ),
 }
+
+
+def _resolve_scaling(section: ModelConfig, scaling: RopeScaling | None) -> RopeScaling | None:
+    """The flavor's scaling of RoPE with the section's overrides. Raises ConfigError."""
+    if section.rope_scaling == "none":
+        return None
+    if section.rope_scaling != "flavor":
+        factor = scaling.factor if scaling else 0.0
+        scaling = RopeScaling(factor, kind=section.rope_scaling)
+    if scaling is None:
+        if section.rope_factor or section.rope_original_context:
+            raise ConfigError(
+                "model.rope_factor and model.rope_original_context have no effect: the flavor "
+                f"{section.flavor} has no scaling; expected model.rope_scaling = one of "
+                f"{', '.join(SCALINGS)}"
+            )
+        return None
+    if section.rope_factor:
+        scaling = replace(scaling, factor=section.rope_factor)
+    if section.rope_original_context:
+        scaling = replace(scaling, original_context=section.rope_original_context)
+    if scaling.factor < 1:
+        raise ConfigError(
+            f"model.rope_scaling = {scaling.kind} with model.rope_factor = {scaling.factor:g}: "
+            "expected a factor of at least 1"
+        )
+    return scaling
 
 
 def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
@@ -213,6 +241,7 @@ def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
         config = replace(config, rope_theta=section.rope_theta)
     if section.norm_eps:
         config = replace(config, norm_eps=section.norm_eps)
+    config = replace(config, rope_scaling=_resolve_scaling(section, config.rope_scaling))
     if section.embeddings != "flavor":
         config = replace(config, tied_embeddings=section.embeddings == "tied")
     if section.qkv_bias != "flavor":
@@ -221,6 +250,8 @@ def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
         config = replace(config, qk_norm=section.qk_norm == "true")
     if not config.vocab_size:
         config = replace(config, vocab_size=tokenizer_size)
+    if config.explicit_head_dim * config.num_heads == config.dim:
+        config = replace(config, explicit_head_dim=0)  # two configs of one model are equal
     heads = config.num_heads
     problems = []
     if config.explicit_head_dim:

@@ -64,7 +64,7 @@ def checked(config: LlamaConfig) -> LlamaConfig:
                 f"low_freq_factor = {scaling.low_freq_factor}: expected one below high_freq_factor"
             )
     heads = config.num_heads
-    if config.explicit_head_dim != 0:
+    if type(config.explicit_head_dim) is not int or config.explicit_head_dim != 0:
         _require_integer("head_dim", config.explicit_head_dim, LARGEST)
     elif config.dim % heads:
         raise ValueError(f"{config.dim} over {heads} heads")
@@ -72,14 +72,13 @@ def checked(config: LlamaConfig) -> LlamaConfig:
         raise ValueError(
             f"{config.dim} over {heads} heads, {config.num_kv_heads} for keys and values"
         )
-    if config.explicit_head_dim == config.dim / heads:
-        config = replace(config, explicit_head_dim=0)  # two models with equal fields are the same
+    if config.explicit_head_dim * heads == config.dim:
+        config = replace(config, explicit_head_dim=0)  # two configs of one model are equal
+    for name in ("qkv_bias", "qk_norm"):
+        if type(getattr(config, name)) is not bool:
+            raise ValueError(f"{name} = {getattr(config, name)!r:.40}: expected true or false")
     return replace(
-        config,
-        rope_theta=float(config.rope_theta),
-        tied_embeddings=bool(config.tied_embeddings),
-        qkv_bias=bool(config.qkv_bias),
-        qk_norm=bool(config.qk_norm),
+        config, rope_theta=float(config.rope_theta), tied_embeddings=bool(config.tied_embeddings)
     )
 
 

@@ -289,7 +289,9 @@ PARAMS = {  # as Meta has published them
 }
 
 
-@pytest.mark.parametrize("flavor", FLAVORS)
+@pytest.mark.parametrize(
+    "flavor", [name for name in FLAVORS if not name.startswith("qwen")]  # which Meta's has not
+)
 def test_params_tell_the_model(flavor):
     config = dataclasses.replace(FLAVORS[flavor], vocab_size=128256)
     found = targets.meta.from_params(targets.meta.to_params(config), 128256, config.tied_embeddings)

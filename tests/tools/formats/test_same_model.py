@@ -65,10 +65,23 @@ STATED: dict[str, tuple[str, dict[str, Any]]] = {
 DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {  # the run's model -> what is said
     "theta": (
         {"rope_theta": 5e5},
-        "rope_theta = 500000.0, and 1234.5 in {}; titanlite has no key for it",
+        "model.rope_theta = 500000.0, and 1234.5 in {}; expected model.rope_theta = 1234.5",
     ),
-    "eps": ({"norm_eps": 1e-5}, "norm_eps = 1e-05, and 0.003 in {}; titanlite has no key for it"),
-    "scaling": ({"rope_scaling": RopeScaling(8.0)}, "rope_scaling = RopeScaling(factor=8.0"),
+    "eps": (
+        {"norm_eps": 1e-5},
+        "model.norm_eps = 1e-05, and 0.003 in {}; expected model.norm_eps = 0.003",
+    ),
+    "scaling": (
+        {"rope_scaling": RopeScaling(8.0)},
+        "[model] rope_scaling = llama3, rope_factor = 8, rope_original_context = 8192, and "
+        "rope_scaling = none in {}; expected rope_scaling = none",
+    ),
+    "head width": ({"explicit_head_dim": 12}, "model.head_dim = 12, and 0 in {}"),
+    "biases": (
+        {"qkv_bias": True},
+        "model.qkv_bias = true, and false in {}; expected model.qkv_bias = false",
+    ),
+    "norms of q and k": ({"qk_norm": True}, "model.qk_norm = true, and false in {}"),
     "dim": ({"dim": 64}, "model.dim = 64, and 32 in {}; expected model.dim = 32"),
     "layers": (
         {"num_layers": 2},
@@ -174,6 +187,8 @@ def test_where_a_file_does_not_describe_its_model_the_shapes_decide(pool, files)
                 assert_mentions(text, f"{field} = {value}", "num_heads = 4")
             elif name == "heads":  # that many heads need twice the rows
                 assert_mentions(text, "ConfigError", "model.num_kv_heads = 2, and 4 in")
+            elif name == "head width":  # it cannot be told from the number of heads
+                assert_mentions(text, "'layers.0.attention.wq.weight' is (32, 32); the model's is")
             else:
                 assert_mentions(text, "ConfigError", message.format(path))
 
@@ -364,6 +379,10 @@ def test_what_a_llama_does_not_have_is_called_so(change, message, stated):
     )
     if stated and "num_layers" in message:
         message = "has no 'layers.1.attention_norm.weight'"
+    elif not stated and "layers.0.attention.wq.bias" in tensors:  # the names tell the model
+        message = "model.qkv_bias = false, and true in x"
+    elif not stated and "layers.0.attention.q_norm.weight" in tensors:
+        message = "model.qk_norm = false, and true in x"
     with refused(message):
         require_same_model(Path("x"), stated, tensors, SMALL)
 
@@ -399,11 +418,10 @@ FIELDS: dict[str, Any] = {
     "partial_rotary_factor": 0.5,
     "quantization_config": {"quant_method": "fp8"},
     "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}},
-    "head_dim": 16,
     "attention_bias": True,
     "mlp_bias": True,
     "hidden_act": "gelu",
-    "model_type": "qwen2",
+    "model_type": "qwen3_moe",
 }
 
 

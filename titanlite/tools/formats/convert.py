@@ -29,11 +29,11 @@ from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.mistakes import suggestion
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer_json import JSON_FILES, RANK_FILE
-from titanlite.model.flavors import parameter_shapes
+from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.runtime.errors import ConfigError, printable
 from titanlite.runtime.files import make_folder
 from titanlite.runtime.progress import progress_bar
-from titanlite.tools.formats import gguf_file
+from titanlite.tools.formats import gguf_file, huggingface
 from titanlite.tools.formats.check_export import compare_logits, compare_tensors
 from titanlite.tools.formats.detect_format import open_full_state
 from titanlite.tools.formats.export import Export
@@ -201,6 +201,24 @@ def _dtype(name: str, to: str) -> tuple[torch.dtype | None, bool]:
     return DTYPES.get(name), name == "q8_0"
 
 
+def require_plain_llama(model: LlamaConfig, to: str) -> None:
+    """Raises ConfigError for what a format's Llama does not have."""
+    others = {
+        "biases of q, k and v": model.qkv_bias,
+        "norms of q and k": model.qk_norm,
+        f"heads of width {model.head_dim}": model.explicit_head_dim != 0,
+    }
+    if model.rope_scaling:
+        kind = model.rope_scaling.kind
+        others[f"RoPE scaling {kind}"] = kind != "llama3"
+    for difference, is_there in others.items():
+        if is_there:
+            raise ConfigError(
+                f"--to {to}: the model has {difference}, which a Llama of this format has not; "
+                "allowed: titanlite, dcp, safetensors, torch, hf"
+            )
+
+
 def _require_convertible(state: FullState, to: str, full: bool, force: bool) -> None:
     """Raises ConfigError if the source cannot be written in that format, or is not finite."""
     if full and to not in WITH_OTHERS:
@@ -216,6 +234,10 @@ def _require_convertible(state: FullState, to: str, full: bool, force: bool) -> 
         raise ConfigError(
             f"{state.path}: holds NaN or infinity; choose another step, or convert it with --force"
         )
+    if to == "hf":
+        huggingface.family_of(state.model)
+    if to in ("llama", "gguf"):
+        require_plain_llama(state.model, to)
     if state.about.step == 0:
         logger.warning("%s: step 0: before any training, or weights of an unknown step", state.path)
     if to in ("titanlite", "hf", "llama", "gguf") or state.about.model:

@@ -176,7 +176,8 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
     heads = fields["num_attention_heads"]
     dim = fields["hidden_size"]
     kind = rope.get("rope_type", rope.get("type", "default"))
-    windowed = family == "mistral" or fields.get("use_sliding_window", False)
+    # Qwen's configurations give the width of a window that is not used
+    windowed = family in ("llama", "mistral") or fields.get("use_sliding_window", False)
     allowed = {
         "hidden_act": (fields.get("hidden_act", "silu"), ("silu", "swish")),
         # In Llama and Qwen3 it stands for biases of all four layers; Qwen2 has those of q, k, v

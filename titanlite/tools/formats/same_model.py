@@ -24,7 +24,7 @@ import torch
 
 from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import ModelConfig
-from titanlite.model.flavors import LlamaConfig, parameter_shapes
+from titanlite.model.flavors import LlamaConfig, RopeScaling, parameter_shapes
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats.full_state import FullTensor
 
@@ -103,11 +103,19 @@ def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tu
 
 
 def _fields(model: LlamaConfig) -> dict[str, Any]:
-    return {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    fields["head_dim"] = fields.pop("explicit_head_dim")  # as the key is called
+    return fields
 
 
-def _problem(name: str, expected: object, actual: object, path: Path) -> str:
+def _problem(name: str, expected: Any, actual: Any, path: Path) -> str:
     """One difference: both values, and the key that changes this model's."""
+    if name == "rope_scaling":
+        of_file = _scaling_keys(actual)
+        return f"[model] {_scaling_keys(expected)}, and {of_file} in {path}; expected {of_file}"
+    if isinstance(expected, bool) and name != "tied_embeddings":
+        expected = str(expected).lower()
+        actual = str(actual).lower()
     if name == "tied_embeddings":
         name = "embeddings"
         expected = "tied" if expected else "untied"
@@ -120,6 +128,23 @@ def _problem(name: str, expected: object, actual: object, path: Path) -> str:
         f"{name} = {expected}, and {actual} in {path}; titanlite has no key for it, so this model "
         "cannot use these weights"
     )
+
+
+def _scaling_keys(scaling: RopeScaling | None) -> str:
+    """A scaling as the keys that give it, and the numbers that differ from what they give."""
+    if scaling is None:
+        return "rope_scaling = none"
+    text = f"rope_scaling = {scaling.kind}, rope_factor = {scaling.factor:g}"
+    if scaling.kind != "linear":
+        text += f", rope_original_context = {scaling.original_context}"
+    usual = RopeScaling(
+        scaling.factor, original_context=scaling.original_context, kind=scaling.kind
+    )
+    for field in dataclasses.fields(scaling):
+        value = getattr(scaling, field.name)
+        if value != getattr(usual, field.name):
+            text += f", {field.name} = {value:g} (no key)"
+    return text
 
 
 def _sizes(tensors: Tensors, model: LlamaConfig) -> dict[str, Any]:
@@ -135,6 +160,8 @@ def _sizes(tensors: Tensors, model: LlamaConfig) -> dict[str, Any]:
     layers = {match[1] for match in matches if match}
     sizes: dict[str, Any] = {"dim": dim, "num_layers": len(layers), "vocab_size": vocabulary}
     sizes["tied_embeddings"] = "output.weight" not in tensors
+    sizes["qkv_bias"] = any(name.endswith(".attention.wq.bias") for name in tensors)
+    sizes["qk_norm"] = any(name.endswith(".attention.q_norm.weight") for name in tensors)
     for name, (rows, _) in matrices.items():
         if name.endswith(".feed_forward.w1.weight"):
             sizes["ffn_dim"] = rows
