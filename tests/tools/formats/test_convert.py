@@ -290,7 +290,8 @@ PARAMS = {  # as Meta has published them
 
 
 @pytest.mark.parametrize(
-    "flavor", [name for name in FLAVORS if not name.startswith("qwen")]  # which Meta's has not
+    "flavor",
+    [name for name in FLAVORS if not name.startswith("qwen")],  # which Meta's has not
 )
 def test_params_tell_the_model(flavor):
     config = dataclasses.replace(FLAVORS[flavor], vocab_size=128256)

@@ -151,6 +151,7 @@ def ladder(processes: int, quick: bool, device: str) -> list[str]:
     names += losses(processes, quick, compiler)
     if not quick:
         names += dtypes()
+        names += families(processes)
     if device == "cuda":
         names += [
             "cp=2,cp_method=ring",
@@ -264,6 +265,21 @@ def dtypes() -> list[str]:
         float8 = f"float8.enabled,float8.emulate,float8.scaling={scaling}"
         # Of single sequences, as in the reference
         names.append(f"tp=2,{float8},training.local_batch_size=1")
+    return names
+
+
+def families(processes: int) -> list[str]:
+    """The parts of blocks that other families have: biases, norms of q and k, wide heads, YaRN."""
+    qwen2 = "model.qkv_bias=true"
+    qwen3 = "model.qk_norm=true,model.head_dim=40"
+    yarn = "model.rope_scaling=yarn,model.rope_factor=4,model.rope_original_context=32"
+    layouts = [*TWO_RANKS, "cp=2,cp_method=ulysses"]
+    if processes >= 4:
+        layouts += ["dp_shard=2,tp=2", "pp=2,tp=2"]
+    names = each(layouts, [f"{qwen2},{yarn}", qwen3])
+    # Muon, whose matrices have no bias; clipping by units; bfloat16
+    names += each(["tp=2", "dp_shard=2"], [f"{qwen3},optimizer.name=muon,optimizer.clip=agc"])
+    names += each(["tp=2", "dp_shard=2"], [f"{qwen2},training.compute_dtype=bfloat16"])
     return names
 
 
