@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
-from messages import assert_mentions
+from messages import assert_mentions, refused
 
 from titanlite.config.schema import ModelConfig
-from titanlite.model.flavors import resolve_flavor
+from titanlite.model.flavors import FLAVORS, RopeScaling, parameter_shapes, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.runtime.errors import ConfigError
 
@@ -22,6 +24,17 @@ from titanlite.runtime.errors import ConfigError
         ("llama3_8b", 8_030_261_248),
         ("llama3_70b", 70_553_706_496),
         ("llama3_405b", 405_853_388_800),
+        ("llama2_7b", 6_738_415_616),
+        ("mistral_7b", 7_248_023_552),
+        ("smollm2_135m", 134_515_008),
+        ("smollm2_360m", 361_821_120),
+        ("smollm2_1.7b", 1_711_376_384),
+        ("qwen2.5_0.5b", 494_032_768),
+        ("qwen2.5_1.5b", 1_543_714_304),
+        ("qwen2.5_7b", 7_615_616_512),
+        ("qwen3_0.6b", 596_049_920),
+        ("qwen3_1.7b", 1_720_574_976),
+        ("qwen3_8b", 8_190_735_360),
     ],
 )
 def test_exact_parameter_counts(flavor, count):
@@ -30,6 +43,61 @@ def test_exact_parameter_counts(flavor, count):
     with torch.device("meta"):
         model = Llama(config, 16)
     assert sum(p.numel() for p in model.parameters()) == count
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
+    if config.tied_embeddings:
+        shapes.pop("output.weight", None)
+    assert shapes == parameter_shapes(config)
+    assert list(shapes) == list(parameter_shapes(config))
+
+
+def test_keys_change_the_flavor():
+    section = ModelConfig(
+        flavor="debug",
+        head_dim=48,
+        qkv_bias="true",
+        qk_norm="true",
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        rope_scaling="yarn",
+        rope_factor=4.0,
+        rope_original_context=64,
+    )
+    config = resolve_flavor(section, 4112)
+    assert config == dataclasses.replace(
+        FLAVORS["debug"],
+        vocab_size=4112,
+        explicit_head_dim=48,
+        qkv_bias=True,
+        qk_norm=True,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        rope_scaling=RopeScaling(4.0, original_context=64, kind="yarn"),
+    )
+    # The width that dim and num_heads give is not another model
+    same = resolve_flavor(ModelConfig(flavor="debug", head_dim=32), 4112)
+    assert same == resolve_flavor(ModelConfig(flavor="debug"), 4112)
+    # Off, where the flavor has it
+    plain = resolve_flavor(ModelConfig(flavor="qwen3_0.6b", qk_norm="false"), 4112)
+    assert not plain.qk_norm
+    assert (
+        resolve_flavor(ModelConfig(flavor="llama3_1b", rope_scaling="none"), 9).rope_scaling is None
+    )
+    longer = resolve_flavor(ModelConfig(flavor="llama3_1b", rope_factor=64.0), 9)
+    assert longer.rope_scaling == RopeScaling(64.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({"head_dim": 7}, ("model.head_dim = 7", "even")),
+        ({"rope_scaling": "yarn"}, ("model.rope_scaling = yarn", "model.rope_factor = 0")),
+        ({"rope_factor": 4.0}, ("model.rope_factor", "no scaling", "llama3, linear, yarn")),
+    ],
+    ids=str,
+)
+def test_keys_that_do_not_fit_are_named(fields, parts):
+    with refused(*parts):
+        resolve_flavor(ModelConfig(flavor="debug", **fields), 4112)
 
 
 def test_impossible_shapes_are_named():

@@ -106,7 +106,7 @@ def forget_a_reduction(*arguments):
             return own.redistribute(placements=[Shard(1)]).to_local()
 
     plan = {
-        **tensor.block_plan(),
+        **tensor.block_plan(qk_norm=False),
         "feed_forward.w2": Forgetful(output_layouts=tensor.SEQUENCE_SHARD),
     }
     with mock.patch.object(tensor, "block_plan", return_value=plan):
