@@ -12,6 +12,7 @@ from torch.nn.utils import parameters_to_vector
 
 from titanlite.model.generate import generate
 from titanlite.tools.formats.convert import convert
+from titanlite.tools.formats.huggingface import family_of
 from titanlite.tools.formats.load_weights import load_model
 
 transformers = pytest.importorskip("transformers")
@@ -38,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**YARN, "attention_factor": 1.2, "beta_fast": 16.0},
     },
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen2, a window that is not used": {"model_type": "qwen2", "sliding_window": 16},
     "qwen3, tied and wide heads": {
         "model_type": "qwen3",
         "head_dim": 40,
@@ -109,6 +111,10 @@ def test_logits_text_and_weights_are_theirs(tmp_path, name):
     ("fields", "parts"),
     [
         ({"model_type": "mistral", "sliding_window": 64}, ("sliding_window = 64",)),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32},
+            ("sliding_window = 32",),
+        ),
         ({"model_type": "qwen3", "attention_bias": True}, ("attention_bias = True",)),
         ({"model_type": "llama", "attention_bias": True}, ("attention_bias = True",)),
         (
@@ -133,7 +139,5 @@ def test_a_model_that_transformers_does_not_have_is_refused(tmp_path):
     theirs.save_pretrained(tmp_path / "hf")
     full = convert(tmp_path / "hf", tmp_path / "ours", "titanlite", log=lambda text: None)
     model = dataclasses.replace(full.model, explicit_head_dim=10)
-    from titanlite.tools.formats.huggingface import family_of
-
     with refused("model.qkv_bias with model.head_dim"):
         family_of(model)

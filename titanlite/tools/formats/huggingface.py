@@ -151,9 +151,10 @@ def _from_scaling(rope: dict[str, Any], kind: str, length: int) -> RopeScaling |
     if kind == "linear":
         return RopeScaling(rope["factor"], kind=kind)
     if kind == "yarn":
+        original = rope.get("original_max_position_embeddings") or length
         return RopeScaling(
-            rope["factor"],
-            original_context=rope.get("original_max_position_embeddings") or length,
+            rope.get("factor") or length / original,
+            original_context=original,
             kind=kind,
             beta_fast=rope.get("beta_fast") or 32.0,
             beta_slow=rope.get("beta_slow") or 1.0,
@@ -176,8 +177,11 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
     heads = fields["num_attention_heads"]
     dim = fields["hidden_size"]
     kind = rope.get("rope_type", rope.get("type", "default"))
-    # Qwen's configurations give the width of a window that is not used
-    windowed = family in ("llama", "mistral") or fields.get("use_sliding_window", False)
+    window = fields.get("sliding_window")
+    if family == "mistral":
+        window = fields.get("sliding_window", 4096)  # of transformers' MistralConfig
+    if family in ("qwen2", "qwen3") and not fields.get("use_sliding_window", False):
+        window = None  # the width of a window that is not used
     allowed = {
         "hidden_act": (fields.get("hidden_act", "silu"), ("silu", "swish")),
         # In Llama and Qwen3 it stands for biases of all four layers; Qwen2 has those of q, k, v
@@ -191,7 +195,7 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
             rope.get("partial_rotary_factor", fields.get("partial_rotary_factor") or 1),
             (1,),
         ),
-        "sliding_window": (fields.get("sliding_window") if windowed else None, (None,)),
+        "sliding_window": (window, (None,)),
         "quantization_config": (fields.get("quantization_config"), (None,)),
         "rope_parameters of a kind of layer": (
             next((name for name, value in rope.items() if isinstance(value, dict)), None),
@@ -207,6 +211,9 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
             ]
         )
     length = sequence_length(fields.get("max_position_embeddings", 0))
+    head_dim = fields.get("head_dim") or 0
+    if family == "qwen3" and not head_dim:
+        head_dim = 128  # of transformers' Qwen3Config
     config = LlamaConfig(
         dim=dim,
         num_layers=fields["num_hidden_layers"],
@@ -218,7 +225,7 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
         rope_theta=rope.get("rope_theta", fields.get("rope_theta", 10000.0)),
         rope_scaling=_from_scaling(rope, kind, length),
         norm_eps=fields.get("rms_norm_eps", 1e-6),
-        explicit_head_dim=fields.get("head_dim") or (128 if family == "qwen3" else 0),
+        explicit_head_dim=head_dim,
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
     )
