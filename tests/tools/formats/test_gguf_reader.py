@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,46 @@ def test_a_damaged_file_is_one_error(tmp_path):
     (tmp_path / "b.gguf").write_bytes(content[:-1000])
     with refused("b.gguf"):
         convert(tmp_path / "b.gguf", tmp_path / "c.pt", log=quiet)
+
+
+def q(number: int) -> bytes:
+    return struct.pack("<Q", number)
+
+
+def u(number: int) -> bytes:
+    return struct.pack("<I", number)
+
+
+def text(content: bytes) -> bytes:
+    return q(len(content)) + content
+
+
+START = b"GGUF" + u(3)
+LLAMA = text(b"general.architecture") + u(8) + text(b"llama")
+HOSTILE = {
+    "counts": START + q(2**63) + q(2**63),
+    "a long text": START + q(0) + q(1) + q(2**60) + b"x" * 50,
+    "a long array": START + q(0) + q(1) + text(b"a") + u(9) + u(4) + q(2**60) + bytes(100),
+    "an array of nothing": START + q(0) + q(1) + text(b"a") + u(9) + u(8) + q(2**31) + bytes(100),
+    "arrays in arrays": START + q(0) + q(1) + text(b"a") + u(9) + (u(9) + q(1)) * 2000,
+    "a large tensor": START + q(1) + q(1) + LLAMA + text(b"t") + u(2) + q(2**40) * 2 + u(0) + q(0),
+    "dimensions": START + q(1) + q(0) + text(b"t") + u(2**31) + bytes(100),
+    "alignment": START + q(0) + q(1) + text(b"general.alignment") + u(4) + u(0) + bytes(64),
+    "a type": START + q(1) + q(0) + text(b"t") + u(1) + q(32) + u(999) + q(0) + bytes(64),
+    "a version": b"GGUF" + u(77) + bytes(64),
+    "big-endian": b"GGUF" + struct.pack(">I", 3) + bytes(64),
+    "nothing": b"GGUF",
+    "no model": START + q(0) + q(1) + LLAMA,
+}
+
+
+@pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_header_is_one_error_at_once(tmp_path, content):
+    (tmp_path / "a.gguf").write_bytes(content)
+    started = time.process_time()
+    with refused("a.gguf", "not a GGUF file that can be read"):
+        load_full_state(tmp_path / "a.gguf")
+    assert time.process_time() - started < 2
 
 
 @pytest.mark.slow

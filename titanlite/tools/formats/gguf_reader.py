@@ -1,9 +1,10 @@
 """Reading a GGUF file, quantized or not: names, metadata, dequantization.
 
-What it is: the package `gguf` (`pip install titanlite[gguf]`) reads the header and dequantizes;
-here its metadata becomes a `LlamaConfig`, and its tensors get titanlite's names. Quantized
-matrices are read as fp32, row by row: these are the numbers with which llama.cpp computes, not
-those of the model before it was quantized. The tokenizer in the file is not read.
+What it is: the metadata becomes a `LlamaConfig`, and tensors get titanlite's names; the package
+`gguf` (`pip install titanlite[gguf]`) dequantizes. Its reader of headers is not used: with a wrong
+length in the file it takes hours. Quantized matrices are read as fp32, row by row: these are the
+numbers with which llama.cpp computes, not those of the model before it was quantized. The tokenizer
+in the file is not read.
 Order of rows: that of titanlite in the architecture `llama`, Hugging Face's in `qwen2` and `qwen3`.
 What it costs: the header is read; rows are dequantized when they are used.
 Reference: github.com/ggml-org/ggml, docs/gguf.md
@@ -13,8 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -38,22 +41,144 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # RoPE rotates what these compute
 PERMUTED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 LLAMA3_FACTORS = (8.0, 32.0)  # of the released models
+VERSIONS = (2, 3)
+# The format's types of values, by number: those of struct, text, and arrays
+NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+TEXT = 8
+ARRAY = 9
+MOST_ITEMS = 1 << 22  # of an array; a tokenizer has fewer tokens
+
+
+class _Header:
+    """Reads the header of a GGUF file; every length in it is compared with that of the file."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file = file
+        self._size = size
+
+    def bytes(self, count: int) -> bytes:
+        content = self._file.read(count) if count <= self._size else b""
+        if len(content) < count:
+            raise ValueError("it is cut short")
+        return content
+
+    def number(self, code: str) -> Any:
+        """A number of struct's format `code`."""
+        return struct.unpack("<" + code, self.bytes(struct.calcsize("<" + code)))[0]
+
+    def text(self) -> str:
+        return self.bytes(self.number("Q")).decode("utf-8", "replace")
+
+    def value(self, kind: int) -> Any:
+        """A value of one of the format's types; an array as a list."""
+        if kind in NUMBERS:
+            return self.number(NUMBERS[kind])
+        if kind == TEXT:
+            return self.text()
+        if kind != ARRAY:
+            raise ValueError(f"a value of type {kind}")
+        item_kind = self.number("I")
+        count = self.number("Q")
+        if count > MOST_ITEMS:
+            raise ValueError(f"an array of {count} values; at most {MOST_ITEMS} are read")
+        if item_kind in NUMBERS:
+            code = NUMBERS[item_kind]
+            content = self.bytes(count * struct.calcsize("<" + code))
+            return list(struct.unpack(f"<{count}{code}", content))
+        if item_kind != TEXT:
+            raise ValueError(f"an array of {count} values of type {item_kind}")
+        return [self.text() for _ in range(count)]
+
+    def position(self) -> int:
+        return self._file.tell()
+
+
+class Content(NamedTuple):
+    """What a GGUF file holds."""
+
+    fields: dict[str, Any]
+    tensors: dict[str, FullTensor]  # by the names in the file
+
+
+def read_header(path: Path) -> Content:
+    """Raises ValueError for a file that is not complete, ConfigError for types without a reader."""
+    gguf = package()
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = _Header(file, size)
+        if header.bytes(4) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version = header.number("I")
+        if version not in VERSIONS:
+            raise ValueError(f"version {version}; expected {' or '.join(map(str, VERSIONS))}")
+        num_tensors = header.number("Q")
+        num_fields = header.number("Q")
+        fields: dict[str, Any] = {}
+        for _ in range(num_fields):
+            name = header.text()
+            fields[name] = header.value(header.number("I"))
+        stored: dict[str, tuple[tuple[int, ...], Any, int]] = {}  # shape, type, offset
+        for _ in range(num_tensors):
+            name = header.text()
+            num_dims = header.number("I")
+            if num_dims > 4:
+                raise ValueError(f"{name[:200]!r} has {num_dims} dimensions")
+            # The innermost dimension is first
+            shape = tuple(header.number("Q") for _ in range(num_dims))[::-1]
+            kind = gguf.GGMLQuantizationType(header.number("I"))
+            stored[name] = (shape, kind, header.number("Q"))
+        alignment = fields.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= 1 << 20:
+            raise ValueError(f"general.alignment = {alignment!r:.40}")
+        data = -(-header.position() // alignment) * alignment
+    tensors = {}
+    for name, (shape, kind, offset) in stored.items():
+        tensors[name] = _tensor(path, name, shape, kind, data + offset, size)
+    return Content(fields, tensors)
+
+
+def _tensor(
+    path: Path, name: str, shape: tuple[int, ...], kind: Any, begin: int, size: int
+) -> FullTensor:
+    """The tensor of this ggml type from byte `begin` of a file of `size` bytes."""
+    block, block_bytes = package().GGML_QUANT_SIZES[kind]
+    if shape and shape[-1] % block:
+        raise ValueError(f"{name[:200]!r}: rows of {shape[-1]} numbers, in blocks of {block}")
+    nbytes = math.prod(shape) // block * block_bytes
+    if begin + nbytes > size:
+        raise ValueError(f"it ends before {name[:200]!r} does")
+    offsets = (0,) * len(shape)
+    if kind.name in DTYPES:
+        return FullTensor(DTYPES[kind.name], shape, (Part(path, begin, offsets, shape or (1,)),))
+    if len(shape) != 2:
+        raise ConfigError(f"{path}: {name[:200]!r} is {kind.name} of shape {shape}")
+    part = Part(path, begin, offsets, (shape[0], shape[1] // block * block_bytes))
+    return QuantizedTensor(torch.float32, shape, (part,), kind=kind.name)
 
 
 def open_file(path: Path) -> FullState:
     """The checkpoint in a GGUF file. Raises CorruptCheckpoint or ConfigError."""
-    gguf = package()
     try:
-        reader = gguf.GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = {tensor.name: _tensor(path, tensor) for tensor in reader.tensors}
+        fields, tensors = read_header(path)
         factors: np.ndarray[Any, Any] | None = None
         if FREQUENCIES in tensors:
             factors = tensors.pop(FREQUENCIES).read().numpy()
         config = _config(path, fields, tensors, factors)
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever the package raises, the file is the cause
+    except (ValueError, KeyError, TypeError, ArithmeticError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise CorruptCheckpoint(
             f"{path}: not a GGUF file that can be read ({type(error).__name__}: {str(error)[:200]})"
         ) from None
@@ -61,7 +186,7 @@ def open_file(path: Path) -> FullState:
         "%s: its tokenizer is not read; name one with --tokenizer where text is needed", path
     )
     architecture = fields["general.architecture"]
-    found: dict[str, FullTensor] = {}
+    by_name: dict[str, FullTensor] = {}
     for name, gguf_name in names(config).items():
         tensor = tensors.pop(gguf_name, None)
         if tensor is None:
@@ -69,25 +194,10 @@ def open_file(path: Path) -> FullState:
         is_permuted = name.rpartition(".")[0].endswith(PERMUTED)
         if architecture != "llama" and is_permuted:
             tensor = dataclasses.replace(tensor, half_split=config.head_dim)
-        found[name] = tensor
+        by_name[name] = tensor
     length = sequence_length(fields.get(f"{architecture}.context_length", 0))
     # What is left in `tensors` is not known: comparing the models reports it
-    return FullState(path, About("gguf", config, seq_len=length), found | tensors)
-
-
-def _tensor(path: Path, tensor: Any) -> FullTensor:
-    """A tensor of the package's reader. Its shape there begins with the innermost dimension."""
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    begin = int(tensor.data_offset)
-    kind = tensor.tensor_type.name
-    offsets = (0,) * len(shape)
-    if kind in DTYPES:
-        return FullTensor(DTYPES[kind], shape, (Part(path, begin, offsets, shape),))
-    if len(shape) != 2:
-        raise ConfigError(f"{path}: {tensor.name[:200]!r} is {kind} of shape {shape}")
-    row_bytes = int(tensor.n_bytes) // shape[0]
-    part = Part(path, begin, offsets, (shape[0], row_bytes))
-    return QuantizedTensor(torch.float32, shape, (part,), kind=kind)
+    return FullState(path, About("gguf", config, seq_len=length), by_name | tensors)
 
 
 def _config(
