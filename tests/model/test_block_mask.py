@@ -71,7 +71,9 @@ def kernel(monkeypatch):
     refuses on a CPU.
     """
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(block_mask, "compiled_flex_attention", lambda: flex_attention.flex_attention)
+    monkeypatch.setattr(
+        block_mask, "compiled_flex_attention", lambda: flex_attention.flex_attention
+    )
 
 
 def gradients(model, seed: int) -> dict[str, torch.Tensor]:
