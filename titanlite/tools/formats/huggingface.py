@@ -153,7 +153,7 @@ def _from_scaling(rope: dict[str, Any], kind: str, length: int) -> RopeScaling |
     if kind == "yarn":
         original = rope.get("original_max_position_embeddings") or length
         return RopeScaling(
-            rope.get("factor") or length / original,
+            length / original if rope["factor"] is None else rope["factor"],
             original_context=original,
             kind=kind,
             beta_fast=rope.get("beta_fast") or 32.0,
