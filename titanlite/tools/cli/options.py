@@ -68,12 +68,13 @@ def device_of(options: argparse.Namespace) -> torch.device:
     """The device of `--device`. Raises ConfigError."""
     import torch
 
-    has_cuda = torch.cuda.is_available()
-    if options.device == "cuda" and not has_cuda:
-        raise ConfigError("--device cuda: torch finds no CUDA device; allowed: auto, cpu")
-    if options.device == "cpu" or not has_cuda:
+    if options.device == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if options.device == "cuda":
+        raise ConfigError("--device cuda: torch finds no CUDA device; allowed: auto, cpu")
+    return torch.device("cpu")
 
 
 class StrictParser(argparse.ArgumentParser):

@@ -76,12 +76,14 @@ def compare_tensors(
     if full:
         pairs.append((source.others, result.others, lambda tensor, rows: rows))
     for expected, written, rounding in pairs:
+        for name in expected:
+            if name not in written:
+                problems.append(f"{result.path}: has no {name!r}")
         for name in written:
             if name not in expected:
                 problems.append(f"{result.path}: has {name!r}, and the source does not")
         for name, tensor in expected.items():
             if name not in written:
-                problems.append(f"{result.path}: has no {name!r}")
                 continue
             problem = _difference(tensor, written[name], rounding)
             if problem:

@@ -112,11 +112,14 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
             loss.backward()
             total += loss.item()
         losses.append(total)
-        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        squares = [float(gradient.double().square().sum()) for gradient in gradients.values()]
-        norms.append(math.sqrt(sum(squares)))
-        if step == 0:
-            first_gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+        squares = 0.0
+        for name, parameter in model.named_parameters():
+            if parameter.grad is None:
+                continue
+            squares += float(parameter.grad.double().square().sum())
+            if step == 0:
+                first_gradients[name] = parameter.grad.clone()
+        norms.append(math.sqrt(squares))
         clip(model, options, training.max_norm, norms[-1])
         optimizer.step()
         model.zero_grad()
@@ -187,7 +190,8 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
             last = i == len(batches) - 1
             loss += stages.forward_backward(batch, num_targets, scaler.scale, last)
         if step == 0:
-            gradients = [(name, p.grad) for part in parts for name, p in part.named_parameters()]
+            # A generator: a list would keep these gradients in memory until the end
+            gradients = ((name, p.grad) for part in parts for name, p in part.named_parameters())
             scale = float(scaler.scale)  # the gradients still have it
             differences["gradient"] = largest_difference(gradients, expected["gradient"], scale)
         scaler.unscale()
