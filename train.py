@@ -171,7 +171,7 @@ def main(config: Config) -> int:
             probes.before_step(batches)
             loss = torch.zeros((), device=device)
             for i, batch in enumerate(prefetch(batches, device)):
-                last_batch = i == num_batches - 1  # after it gradients are reduced over ranks
+                last_batch = i == num_batches - 1  # after it the gradients of the step are complete
                 loss += stages.forward_backward(batch, num_targets, scaler.scale, last_batch)
                 probes.after_backward(i, num_batches, num_targets)
             scaler.unscale()
@@ -181,7 +181,7 @@ def main(config: Config) -> int:
             scaler.judge(grad_norm)  # an overflow withholds the update and halves the scale
             lr = schedule.set_lr(progress.step)
             checkpoint.wait_for_staging()  # a save may still be copying what follows changes
-            guard.judge(progress.step, loss, grad_norm)  # withholds the update of a bad step
+            guard.judge(progress.step, loss, grad_norm)  # may withhold the update of a bad step
             probes.before_update()
             optimizer.step()
             probes.after_update()
@@ -200,7 +200,7 @@ def main(config: Config) -> int:
             saves = checkpoint.due(progress.step, last or agreed.save)
             if logs or validates or saves or agreed.failed or checkpoint.unproven:
                 loss = mesh.sum_losses(loss)
-                # The only place in the loop where the host waits for the device
+                # Here the host waits for the device: it reads the loss and the norm
                 outcome = guard.read(progress.step, loss, grad_norm)
                 if outcome.diverged:
                     checkpoint.roll_back(outcome)  # raises Diverged, unless action = rollback
@@ -261,7 +261,7 @@ def prepared_folders(section: DataConfig, tokenizer: Tokenizer) -> list[Path]:
     for part in section.parts():
         folder = open_prepared(part)
         if folder is None:
-            # One of the two places where training uses a tool: prepared data does without it
+            # Text is prepared by a tool; prepared data needs none
             from titanlite.tools.prepare.cache import prepare
 
             folder = prepare(part, tokenizer, logger.info)

@@ -324,7 +324,7 @@ class OptimizerConfig:
 class StabilityConfig:
     """Bad steps: a loss or gradient that is not finite, or a spike.
 
-    Updates are withheld on the device.
+    With another action than `stop`, or with a threshold, their updates are withheld on the device.
     """
 
     action: str = key(

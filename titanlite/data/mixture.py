@@ -48,7 +48,7 @@ class Phase:
     def used_until(self, sample: int) -> list[int]:
         """The number of samples of each source before this one."""
         repeats, num_samples = divmod(sample - self.first, PATTERN)
-        # Of the pattern that is not complete
+        # Samples of each source in the last pattern, which is not complete
         partial = np.bincount(self.sources[:num_samples], minlength=len(self.counts)).tolist()
         totals = []  # before the phase, in whole patterns, and in the last one
         for used, count, in_last in zip(self.used, self.counts, partial, strict=True):

@@ -325,4 +325,5 @@ class Llama(nn.Module):
         std = 0.02
         if parameter in SMALLER_WITH_DEPTH:
             std /= math.sqrt(2 * depth)
+        # As in torchtitan, where 2 is a bound of the values: with these std it cuts nothing
         return truncated_normal(weight, std, 2.0, generator)

@@ -1,4 +1,4 @@
-"""Bad steps: recognised on the device, which then withholds their updates.
+"""Bad steps: recognised on the device, which can then withhold their updates.
 
 What it is: before each optimizer step the `Guard` judges the loss of all ranks and the norm of the
 whole gradient. A step is bad if one of them is NaN or infinite, or a spike: with x a loss or a norm
@@ -15,7 +15,8 @@ differences of values half a window apart (Theil 1950, Sen 1968, for some of the
 not taken out. Finite values enter the window, also spikes: a new level is adopted once half of the
 window has it. Values that are not finite never enter.
 Why it is here: a NaN must not reach the weights, and the host must not wait for the device to find
-one.
+one. With the defaults (`action = stop` and no threshold) no step is judged and every update is
+applied: the run ends when a loss or norm that it reads is not finite.
 
 What withholds an update is `optimizer.found_inf` (torch.amp.GradScaler's protocol): a scalar on the
 device, 1 for a step that must change nothing. Loss scaling decides before `judge`, which withholds

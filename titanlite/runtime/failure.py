@@ -51,7 +51,7 @@ def report_failure(error: Exception, train_file: str) -> int:
 
 
 def lost_connection(error: Exception, train_file: str) -> str:
-    """A message with the line of `train_file` that lost another rank; empty for other errors."""
+    """A message with the line of `train_file` that lost another rank's connection; else empty."""
     text = str(error)
     signs: tuple[str, ...] = ()
     if isinstance(error, dist.DistError):

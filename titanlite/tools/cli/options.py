@@ -46,7 +46,7 @@ def at_least(
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Which of a checkpoint's weights, with what that its files lack, and where it computes."""
+    """Which of a checkpoint's weights, what its files lack, and where it computes."""
     parser.add_argument(
         "--step", type=at_least(int, 0), help="step of the checkpoint; default: the newest"
     )
