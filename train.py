@@ -224,6 +224,7 @@ def main(config: Config) -> int:
             garbage.step(progress.step)
             profiler.step(agreed.profile, last)
             requests.profiled()
+    profiler.close()
     watchdog.close()
     metrics.close()
     garbage.close()

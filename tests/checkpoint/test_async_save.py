@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -216,6 +217,24 @@ def test_minutes_are_counted_by_one_clock(pool, arguments, tmp_path):
     steps = list_steps(tmp_path / "debug/checkpoints")
     assert len(steps) >= 3
     assert all(4 <= later - earlier <= 7 for earlier, later in itertools.pairwise(steps[:-1]))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_follows_a_save_happens_only_if_it_succeeds(fails):
+    called = []
+
+    def write(state, failure):
+        if fails:
+            raise SaveError("the disk is full")
+
+    saver = AsyncSaver("async", 0, CPU)
+    saver.save(lambda: {}, write)
+    saver.after_save(lambda: called.append("after"))
+    with pytest.raises(SaveError) if fails else contextlib.nullcontext():
+        saver.wait()
+    saver.after_save(lambda: called.append("later"))
+    saver.wait()
+    assert called == (["later"] if fails else ["after", "later"])
 
 
 def fail_to_stage(folder: Path, mode: str) -> str:

@@ -97,10 +97,18 @@ class AsyncSaver:
         return self._future.exception() is not None
 
     def after_save(self, function: Callable[[], None]) -> None:
-        """Calls a function once the save in progress has ended; in its thread if asynchronous."""
+        """Calls a function once the save in progress has succeeded; in its thread if asynchronous.
+
+        Not if it fails: `wait` raises its error.
+        """
         if self.background:
-            self._later = self._threads.submit(function)
+            self._later = self._threads.submit(self._call_after, self._future, function)
         else:
+            function()
+
+    def _call_after(self, save: Future[None] | None, function: Callable[[], None]) -> None:
+        """`save`: it has ended, because there is one thread. None: training has waited for it."""
+        if save is None or save.exception() is None:
             function()
 
     def wait(self) -> None:

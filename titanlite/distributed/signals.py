@@ -96,7 +96,8 @@ class Requests:
     def restore(self) -> None:
         """Restores the previous signal handlers."""
         for number, handler in self._former_handlers.items():
-            signal.signal(number, handler)
+            if handler is not None:  # None: it was not set from Python, which cannot restore it
+                signal.signal(number, handler)
 
     def agree(self, save: bool = False, failed: bool = False) -> Agreed:
         """The requests of all processes after a step, which all call this together.

@@ -53,10 +53,8 @@ class Profiler:
         self._remaining = 0  # steps until the recording ends; the same on all ranks
 
     def step(self, requested: bool, last: bool) -> None:
-        """All processes call it after each step, with the same request; `last`: no step follows, so
-        a recording ends.
-
-        What a recording has is written also if the end of the run cuts it short.
+        """All processes call it after each step, with the same request; `last`: no step follows,
+        so no recording begins.
         """
         recording = self._remaining > 0
         if not (self.config.enabled or requested or recording):
@@ -70,8 +68,8 @@ class Profiler:
             if self._trace is not None:
                 self._trace.step()
             self._remaining -= 1
-            if self._remaining == 0 or last:
-                self._stop()
+            if self._remaining == 0:
+                self.close()
         num_steps = self.config.warmup_steps + self.config.active_steps
         scheduled = self.config.enabled and (self.progress.step + num_steps) % self.config.freq == 0
         if self._remaining == 0 and not last and (requested or scheduled):
@@ -101,8 +99,9 @@ class Profiler:
             record_memory_history(max_entries=100_000)
         self._trace.start()
 
-    def _stop(self) -> None:
-        """Ends the recording, which writes its files."""
+    def close(self) -> None:
+        """Ends a recording, which writes its files; at the end of the run also an incomplete one.
+        """
         if self._trace is not None:
             self._trace.stop()
             self._trace = None

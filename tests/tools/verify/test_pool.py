@@ -75,7 +75,7 @@ def write_pid_and_hang(folder: str) -> None:
 def test_a_call_out_of_time_leaves_no_process(pool, tmp_path):
     with pytest.raises(WorkerError) as caught:
         pool.run(2, write_pid_and_hang, str(tmp_path), timeout=2)
-    assert_mentions(str(caught.value), "0, 1", "2")
+    assert_mentions(str(caught.value), "0, 1", "2", "in write_pid_and_hang")
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 2
     for pid in pids:

@@ -17,6 +17,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
@@ -167,18 +168,21 @@ class Pool:
                     ours.send(Call(sys.path, rank, world_size, Path(folder), function, arguments))
                     workers.append((process, ours))
                 outcomes = _collect(workers, Path(folder), time.monotonic() + timeout, grace)
+                errors = [outcome for outcome in outcomes.values() if outcome.error]
+                if errors:
+                    earliest = min(errors, key=lambda outcome: outcome.ended)
+                    raise WorkerError(earliest.error)
+                silent = sorted(set(range(world_size)) - set(outcomes))
+                if silent:
+                    stacks = [_stop(rank, workers[rank][0], Path(folder)) for rank in silent]
+                    raise WorkerError(
+                        f"ranks {silent} did not answer within {timeout} s\n" + "".join(stacks)
+                    )
         finally:
             for process, connection in workers:
                 connection.close()
                 process.kill()
                 process.join()
-        errors = [outcome for outcome in outcomes.values() if outcome.error]
-        if errors:
-            earliest = min(errors, key=lambda outcome: outcome.ended)
-            raise WorkerError(earliest.error)
-        missing = sorted(set(range(world_size)) - set(outcomes))
-        if missing:
-            raise WorkerError(f"ranks {missing} did not answer within {timeout} s")
         return [outcomes[rank].result for rank in range(world_size)]
 
 
@@ -211,8 +215,18 @@ def _collect(
     return outcomes
 
 
+def _stop(rank: int, process: BaseProcess, folder: Path) -> str:
+    """Ends a worker that does not answer. Returns what its threads were executing."""
+    if process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+            os.kill(process.pid, signal.SIGABRT)
+    return _describe_death(rank, process, folder)
+
+
 def _describe_death(rank: int, process: BaseProcess, folder: Path) -> str:
-    """How a worker ended that has sent no outcome, with its stacks if it crashed."""
+    """How a worker ended that has sent no outcome, with the stack of each of its threads if it
+    crashed.
+    """
     process.join(1)
     crash_file = _crash_file(folder, rank)
     stacks = ""
