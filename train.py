@@ -191,14 +191,14 @@ def main(config: Config) -> int:
 
             # After some steps: log, validate, save, stop. All ranks take the same branches
             agreed = requests.agree(
-                save=checkpoint.minutes_passed(), failed=checkpoint.failed or guard.noticed
+                save=checkpoint.minutes_passed(), trouble=checkpoint.failed or guard.noticed
             )
             finished = progress.step == training.steps
             last = finished or agreed.stop
             logs = metrics.due(last)
             validates = validator.due(finished) or sampler.due(finished)
             saves = checkpoint.due(progress.step, last or agreed.save)
-            if logs or validates or saves or agreed.failed or checkpoint.unproven:
+            if logs or validates or saves or agreed.trouble or checkpoint.unproven:
                 loss = mesh.sum_losses(loss)
                 # Here the host waits for the device: it reads the loss and the norm
                 outcome = guard.read(progress.step, loss, grad_norm)
@@ -210,8 +210,8 @@ def main(config: Config) -> int:
                     checkpoint.prove(outcome.loss)
             if logs:
                 metrics.log(loss, grad_norm, num_targets, lr, stream)
-            if agreed.failed:
-                checkpoint.raise_failure()
+            if agreed.trouble:
+                checkpoint.raise_failure()  # if a save has failed
             if validates or saves:
                 with metrics.paused():
                     held_out_loss = None

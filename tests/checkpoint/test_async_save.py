@@ -228,7 +228,7 @@ def test_what_follows_a_save_happens_only_if_it_succeeds(fails):
             raise SaveError("the disk is full")
 
     saver = AsyncSaver("async", 0, CPU)
-    saver.save(lambda: {}, write)
+    saver.save(dict, write)
     saver.after_save(lambda: called.append("after"))
     with pytest.raises(SaveError) if fails else contextlib.nullcontext():
         saver.wait()

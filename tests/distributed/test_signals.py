@@ -15,7 +15,7 @@ def ask(number: int) -> list[Agreed]:
     """Agreements of a rank: nothing, a save wanted by rank 1, a failure of rank 0, a profile wanted
     by rank 0, a signal to rank 1, and after it."""
     requests, rank = Requests(Path("absent")), dist.get_rank()
-    found = [requests.agree(), requests.agree(save=rank == 1), requests.agree(failed=rank == 0)]
+    found = [requests.agree(), requests.agree(save=rank == 1), requests.agree(trouble=rank == 0)]
     requests.profile_file.pending = rank == 0
     found.append(requests.agree())
     requests.profiled()

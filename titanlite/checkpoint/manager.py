@@ -275,7 +275,9 @@ class Checkpointer:
         )
 
     def raise_failure(self) -> None:
-        """Raises the SaveError of a save that has failed. All ranks call it together."""
+        """Waits for the save in progress; raises SaveError if it has failed. All ranks call it
+        together.
+        """
         self.close()
 
     def close(self) -> None:

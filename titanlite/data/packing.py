@@ -28,9 +28,10 @@ class PackedRows:
     """The rows of a text: first the full windows of long documents, then those that are packed."""
 
     def __init__(self, tokens: Tokens, seq_len: int, description: str) -> None:
-        """Logs the shares of padding and of cut documents.
+        """`description`: of the text, for messages.
 
-        Raises ConfigError if the text has no target.
+        Logs the shares of padding and of cut documents. Raises ConfigError if the text has no
+        target.
         """
         self.tokens = tokens
         self.seq_len = seq_len

@@ -113,7 +113,10 @@ class Windows:
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, description: str) -> None:
-        """Raises ConfigError, which names `description`, if the text is shorter than one window."""
+        """`description`: of the text, for messages, such as "training text of books".
+
+        Raises ConfigError if it is shorter than one window.
+        """
         self.tokens = tokens
         self.seq_len = seq_len
         self.count = (len(tokens) - 1) // seq_len

@@ -1,8 +1,8 @@
 """The device mesh: all ranks as a grid, one axis for each kind of parallelism.
 
 What it is: five named axes, outermost first. Inner axes communicate most, so they map to
-neighbouring ranks, which share a node. An unused axis has size 1, so code that uses an axis needs
-no special case for it.
+neighbouring ranks, which share a node. An unused axis has size 1: sums over it and shards along it
+are the whole, so most code that uses an axis does not ask whether it is used.
 
     axis          differs between its ranks          equal on all its ranks
     pp            the layers held                    the batch

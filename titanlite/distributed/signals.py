@@ -34,7 +34,7 @@ class Agreed(NamedTuple):
 
     stop: bool
     save: bool
-    failed: bool
+    trouble: bool  # a save in the background has failed, or the guard has noticed a bad step
     profile: bool
 
 
@@ -99,15 +99,15 @@ class Requests:
             if handler is not None:  # None: it was not set from Python, which cannot restore it
                 signal.signal(number, handler)
 
-    def agree(self, save: bool = False, failed: bool = False) -> Agreed:
+    def agree(self, save: bool = False, trouble: bool = False) -> Agreed:
         """The requests of all processes after a step, which all call this together.
 
-        `save`, `failed`: what this process asks for itself. The request of a file is repeated after
-        each step until `saved` or `profiled` is called.
+        `save`, `trouble`: what this process asks for or reports itself. The request of a file is
+        repeated after each step until `saved` or `profiled` is called.
         """
         save_file = self.save_file.is_pending()
         profile_file = self.profile_file.is_pending()
-        return self._combine(save or save_file, failed, profile_file)
+        return self._combine(save or save_file, trouble, profile_file)
 
     def saved(self) -> None:
         """A save has begun, as requested."""
@@ -121,10 +121,10 @@ class Requests:
         """Whether any process is to stop. All call it together, also within a step."""
         return self._combine(False, False, False).stop
 
-    def _combine(self, save: bool, failed: bool, profile: bool) -> Agreed:
+    def _combine(self, save: bool, trouble: bool, profile: bool) -> Agreed:
         orphaned = self._launcher is not None and os.getppid() != self._launcher
         stop = self.stop or self.signalled > 0 or orphaned
-        bits = stop | save << 1 | failed << 2 | profile << 3
+        bits = stop | save << 1 | trouble << 2 | profile << 3
         bits = bitwise_or(bits)  # over gloo, so it does not wait for the GPU
         agreed = Agreed(bool(bits & 1), bool(bits & 2), bool(bits & 4), bool(bits & 8))
         if agreed.stop and not self.stop:

@@ -37,9 +37,9 @@ The trade-offs, as keys of [parallel]:
 * `cpu_offload` keeps the 16 N/n bytes in CPU memory, with a copy in each direction and AdamW on the
   CPU.
 
-On one rank there is nothing to shard or reduce, and FSDP is not applied, unless `cpu_offload` or
-`reshard_after_forward` is set: it would copy weights and gradients without changing them.
-`mixed_precision.py` then casts the parameters.
+On one rank there is nothing to shard or reduce: FSDP would only copy weights and gradients. It is
+not applied there, unless `cpu_offload` or `reshard_after_forward` is set. The casts to
+`compute_dtype` are then those of `mixed_precision.py`.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ rank; bubble: the idle part of the time):
     LoopedBFS                v    the same; GPipe's order, repeated for each of the v stages (arXiv
                                   2211.05953)
     InterleavedZeroBubble    v    computes gradients of weights during the bubble (arXiv 2401.10241)
-    ZBVZeroBubble            2    the same in a V: rank 0 has the first and the last stage
-                                  (section 6 of 2401.10241)
+    ZBVZeroBubble            2    the same; stages go down the ranks and up again, so rank 0 has the
+                                  first and the last (section 6 of 2401.10241)
     DualPipeV                2    a V that overlaps forwards with backwards (DeepSeek-V3, arXiv
                                   2412.19437); torch runs the two one after the other
 

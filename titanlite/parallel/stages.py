@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 
 class Runner(Protocol):
-    """Runs one part of a model, or a pipeline of stages."""
+    """Runs one part of a model, or a pipeline of stages.
+
+    `Stages` calls it with this rank's part of a batch.
+    """
 
     loss: SummedLoss
 

@@ -266,12 +266,12 @@ class Archive:
             raise UnreadablePickle(f"it has no {name}")
         info = self.records[name]
         self._file.seek(info.header_offset)
-        header = self._file.read(30)  # the content begins after it, the name and padding
+        header = self._file.read(30)  # the content begins after it, the name and the extra field
         if header[:4] != b"PK\x03\x04":
             raise UnreadablePickle("its zip directory has a wrong position of a record")
         name_length = int.from_bytes(header[26:28], "little")
-        padding = int.from_bytes(header[28:30], "little")
-        begin = info.header_offset + 30 + name_length + padding
+        extra_length = int.from_bytes(header[28:30], "little")  # torch pads with an extra field
+        begin = info.header_offset + 30 + name_length + extra_length
         # 0 with torch.serialization.skip_data and set_crc32_options
         return begin, info.file_size, info.CRC or None
 
