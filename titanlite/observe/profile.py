@@ -100,7 +100,7 @@ class Profiler:
         self._trace.start()
 
     def close(self) -> None:
-        """Ends a recording, which writes its files; at the end of the run also an incomplete one."""
+        """Ends a recording, also an incomplete one, which writes its files."""
         if self._trace is not None:
             self._trace.stop()
             self._trace = None
