@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,7 +27,13 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.manager import Checkpointer, Diverged
 from titanlite.checkpoint.run_facts import RunFacts
-from titanlite.checkpoint.state import ModelState, OptimizerState, RandomState, Stateful
+from titanlite.checkpoint.state import (
+    ModelState,
+    OptimizerState,
+    RandomState,
+    Stateful,
+    every_name,
+)
 from titanlite.checkpoint.storage import SaveError
 from titanlite.config.budget import epochs_in_steps
 from titanlite.config.help import help_text
@@ -65,6 +72,7 @@ from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import Schedule
 from titanlite.optim.stability import Guard
 from titanlite.parallel.auto import decide_compile, resolve_dtype
+from titanlite.parallel.lora import is_adapter, is_frozen
 from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
 from titanlite.probes.noise_scale import NoiseScale
@@ -125,7 +133,7 @@ def main(config: Config) -> int:
     ema = WeightEMA(config.ema, model_parts, optimizer)
     noise_scale = NoiseScale(config.metrics, stages, scaler, progress)
     states: dict[str, Stateful] = {
-        "model": ModelState(model_parts),
+        "model": ModelState(model_parts, saved_names(config)),
         "optimizer": OptimizerState(model_parts, optimizer),
         "data": stream,
         "progress": progress,
@@ -138,8 +146,8 @@ def main(config: Config) -> int:
     # With these a checkpoint can be used without the run's folder
     facts = RunFacts(config, llama, mesh.degrees, data)
     checkpoint = Checkpointer(config.checkpoint, folder, states, facts, device, guard)
-    if not checkpoint.load():
-        load_initial_weights(config, model_parts, llama, tokenizer)
+    resumed = checkpoint.load()
+    load_initial_weights(config, model_parts, llama, tokenizer, resumed)
     ema.start()  # with these weights, unless the checkpoint had an average
 
     # 5. Metrics and validation
@@ -270,16 +278,36 @@ def prepared_folders(section: DataConfig, tokenizer: Tokenizer) -> list[Path]:
     return folders
 
 
+def saved_names(config: Config) -> Callable[[str], bool]:
+    """Which parameters a checkpoint holds: all, or with LoRA the adapters."""
+    if config.lora.rank > 0:
+        return is_adapter
+    return every_name
+
+
 def load_initial_weights(
-    config: Config, model_parts: list[Llama], llama: LlamaConfig, tokenizer: Tokenizer
+    config: Config,
+    model_parts: list[Llama],
+    llama: LlamaConfig,
+    tokenizer: Tokenizer,
+    resumed: bool,
 ) -> None:
     """Weights of another run, or of a file in any format that `titanlite convert` reads, if
     `checkpoint.initial_load` names one.
+
+    A resumed run has its weights from its checkpoint, but those that adapters are added to.
     """
-    if config.checkpoint.initial_load:
+    adapters = config.lora.rank > 0
+    if adapters and not config.checkpoint.initial_load:
+        raise ConfigError(
+            f"lora.rank = {config.lora.rank}: adapters are added to a trained model; expected its "
+            "path in checkpoint.initial_load"
+        )
+    if config.checkpoint.initial_load and (adapters or not resumed):
         from titanlite.tools.formats.load_weights import load_weights  # other formats
 
-        load_weights(config.checkpoint, ModelState(model_parts), llama, tokenizer)
+        loaded = is_frozen if adapters else every_name
+        load_weights(config.checkpoint, ModelState(model_parts, loaded), llama, tokenizer)
 
 
 def write_report(folder: Path) -> None:

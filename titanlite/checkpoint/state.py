@@ -15,7 +15,7 @@ allocates its state.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -50,18 +50,35 @@ def state_of(states: Mapping[str, Stateful]) -> State:
     return state
 
 
-class ModelState:
-    """Parameters by name, of all parts of the model that this process holds."""
+def every_name(name: str) -> bool:
+    return True
 
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
+
+class ModelState:
+    """Parameters by name, of all parts of the model that this process holds.
+
+    Those whose name `selects` accepts: with adapters (`parallel/lora.py`) a checkpoint holds only
+    these, because the other weights stay as they were in the file that they come from.
+    """
+
+    def __init__(
+        self, parts: Sequence[nn.Module], selects: Callable[[str], bool] = every_name
+    ) -> None:
         self.parts = parts
+        self.selects = selects
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for part in self.parts for name, value in part.state_dict().items()}
+        state = {}
+        for part in self.parts:
+            for name, value in part.state_dict().items():
+                if self.selects(name):
+                    state[name] = value
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for part in self.parts:
-            part.load_state_dict({name: state[name] for name in part.state_dict()})
+            selected = {name: state[name] for name in part.state_dict() if self.selects(name)}
+            part.load_state_dict(selected, strict=False)
 
 
 class OptimizerState:
@@ -80,7 +97,10 @@ class OptimizerState:
                 if isinstance(module, FSDPModule):
                     # An evaluation may leave it gathered; optimizer state belongs to shards
                     module.reshard()
-        return [named for part in self.parts for named in part.named_parameters()]
+        trained: list[tuple[str, Tensor]] = []
+        for part in self.parts:
+            trained += [(name, p) for name, p in part.named_parameters() if p.requires_grad]
+        return trained
 
     def state_dict(self) -> dict[str, Any]:
         if not self.optimizer.state:

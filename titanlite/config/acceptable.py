@@ -28,6 +28,8 @@ ACCEPTABLE = (
     "optimizer.clip",
     "optimizer.agc_factor",
     "loss.z_loss",
+    "lora.alpha",
+    "lora.rslora",
 )
 
 

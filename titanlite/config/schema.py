@@ -22,6 +22,7 @@ PP_SCHEDULES |= dict.fromkeys(
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on the same rank
 # Gradients of weights and of inputs in two calls
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
+BLOCK_LAYERS = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")  # the linear ones
 WIDE = 256  # from this width on, bfloat16 and compiling pay off on a CPU (benchmarks/levers.py)
 
 
@@ -513,6 +514,38 @@ class Float8Config:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters, which are trained instead of the weights (docs/finetune.md)."""
+
+    rank: int = key(0, "rank of the adapters; 0: no adapters, the weights are trained", min=0)
+    alpha: float = key(16.0, "an adapter is multiplied by alpha / rank", min=0)
+    rslora: bool = key(False, "an adapter is multiplied by alpha / sqrt(rank) instead")
+    targets: str = key(
+        "wq, wk, wv, wo", f"linear layers of a block with adapters: of {', '.join(BLOCK_LAYERS)}"
+    )
+    layers: str = key("", "numbers of the blocks with adapters, as in `0-3, 7`; empty: all")
+
+    @property
+    def scale(self) -> float:
+        """The factor of an adapter."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    @property
+    def target_names(self) -> list[str]:
+        """The names in `targets`."""
+        return self.targets.replace(",", " ").split()
+
+    def adapts_layer(self, number: int) -> bool:
+        """Whether the block of this number has adapters."""
+        words = self.layers.replace(",", " ").split()
+        for word in words:
+            first, _, last = word.partition("-")
+            if int(first) <= number <= int(last or first):
+                return True
+        return not words
+
+
+@dataclass(frozen=True)
 class EmaConfig:
     """Exponential moving average of the weights, beside them."""
 
@@ -705,6 +738,7 @@ class Config:
     recompute: RecomputeConfig = RecomputeConfig()
     compile: CompileConfig = CompileConfig()
     float8: Float8Config = Float8Config()
+    lora: LoraConfig = LoraConfig()
     ema: EmaConfig = EmaConfig()
     loss: LossConfig = LossConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

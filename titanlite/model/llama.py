@@ -309,8 +309,11 @@ class Llama(nn.Module):
         """
         if name.endswith("norm.weight"):
             return weight.fill_(1.0)
-        if name.endswith(".bias"):
+        if name.endswith((".bias", "lora_b.weight")):
             return weight.zero_()
+        if name.endswith("lora_a.weight"):  # as PEFT: the std is 1 / sqrt(3 K)
+            bound = weight.shape[1] ** -0.5
+            return weight.uniform_(-bound, bound, generator=generator)
         if name == "tok_embeddings.weight" and not self.config.tied_embeddings:
             return weight.normal_(generator=generator)
         if name == "tok_embeddings.weight":

@@ -88,8 +88,11 @@ class _Chunked(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         to_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)  # gradients
-        to_weight = torch.zeros_like(weight, dtype=torch.float32)  # bfloat16 would round each sum
-        projection = weight.detach().requires_grad_()
+        trained = ctx.needs_input_grad[1]  # not if it is frozen
+        projection = weight.detach().requires_grad_(trained)
+        to_weight = None
+        if trained:
+            to_weight = torch.zeros_like(weight, dtype=torch.float32)  # bfloat16 rounds each sum
         chunks = zip(
             token_chunks(hidden.detach(), num_chunks),
             token_chunks(labels, num_chunks),
@@ -100,11 +103,14 @@ class _Chunked(torch.autograd.Function):
             with torch.enable_grad():
                 x.requires_grad_()
                 value = loss(F.linear(x, projection), y)
-                x_gradient, weight_gradient = torch.autograd.grad(value, (x, projection))
+                inputs = (x, projection) if trained else (x,)
+                gradients = torch.autograd.grad(value, inputs)
             total += value.detach()
-            gradient.copy_(x_gradient)
-            to_weight += weight_gradient
-        if weight.dtype != torch.float16:  # its sum is not scaled yet, and could overflow
+            gradient.copy_(gradients[0])
+            if to_weight is not None:
+                to_weight += gradients[1]
+        # In float16 its sum is not scaled yet, and could overflow
+        if to_weight is not None and weight.dtype != torch.float16:
             to_weight = to_weight.to(weight.dtype)
         ctx.save_for_backward(to_hidden, to_weight)
         return total
@@ -112,4 +118,6 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         to_hidden, to_weight = ctx.saved_tensors
-        return to_hidden * factor, to_weight * factor, None, None, None
+        if to_weight is not None:
+            to_weight = to_weight * factor
+        return to_hidden * factor, to_weight, None, None, None

@@ -58,9 +58,12 @@ class WeightEMA:
         if self.enabled:
             for part in parts:
                 for name, parameter in part.named_parameters():
+                    if not parameter.requires_grad:
+                        continue
                     self.names.append(name)
                     self.parameters.append(parameter)
-                    self.averages.append(torch.zeros_like(parameter, dtype=torch.float32))
+                    average = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+                    self.averages.append(average)
 
     def start(self) -> None:
         """Begins with the present weights, unless a checkpoint had an average."""

@@ -40,6 +40,8 @@ def build_optimizer(
     others: list[tuple[str, Tensor]] = []
     for part in parts:
         for name, parameter in part.named_parameters():
+            if not parameter.requires_grad:
+                continue
             if config.name == "muon" and parameter.ndim == 2 and name.startswith("layers."):
                 matrices.append((name, parameter))
             else:

@@ -36,6 +36,7 @@ from titanlite.parallel.context_parallel import apply_cp
 from titanlite.parallel.deferred_output import defer_output
 from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.lora import apply_lora
 from titanlite.parallel.mixed_precision import apply_mixed_precision
 from titanlite.parallel.pipeline_parallel import split_into_stages
 from titanlite.parallel.tensor_parallel import apply_tp
@@ -94,6 +95,8 @@ def parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> Non
         defer_output(model)
     if mesh["tp"].size() > 1:
         apply_tp(model, mesh["tp"], parallel.async_tp)
+    if config.lora.rank > 0:
+        apply_lora(model, config.lora)
     if config.data.document_mask and mesh.device_type == "cuda":
         apply_block_mask(model, missing_for_inductor(mesh.device_type))
     if mesh["cp"].size() > 1:

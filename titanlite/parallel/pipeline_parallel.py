@@ -318,9 +318,13 @@ def shared_params(stages: list[Llama]) -> list[Tensor]:
     """This rank's copies of a tied embedding: one on the first and on the last rank, both on rank 0
     of a V.
     """
-    tied = [stage for stage in stages if stage.config.tied_embeddings]
-    # A stage without either end has no parameter there
-    return [weight for stage in tied for weight in stage.tok_embeddings.parameters()]
+    shared: list[Tensor] = []
+    for stage in stages:
+        if stage.config.tied_embeddings:  # a stage without either end has no parameter there
+            shared += [
+                weight for weight in stage.tok_embeddings.parameters() if weight.requires_grad
+            ]
+    return shared
 
 
 @torch.no_grad()

@@ -44,6 +44,7 @@ RULES: tuple[Rule, ...] = (
     apple.apple_problems,
     excludes.float8,
     names.float8_skip,
+    names.lora,
     excludes.float16,
     excludes.offloading,
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from titanlite.config.mistakes import suggestion
-from titanlite.config.schema import Config
+from titanlite.config.schema import BLOCK_LAYERS, Config
 from titanlite.model.flavors import BLOCK_LINEAR, LlamaConfig, parameter_shapes
 from titanlite.rules.divides import stages_fit_schedule
 
@@ -58,6 +58,32 @@ def float8_skip(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> 
         yield (
             f"float8.skip = {config.float8.skip!r} skips all linear layers; "
             "expected some, or float8.enabled = false"
+        )
+
+
+def lora(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
+    """The targets and blocks of `lora` exist; in a pipeline the first stage has adapters."""
+    if config.lora.rank == 0:
+        return
+    targets = config.lora.target_names
+    for name in targets:
+        if name not in BLOCK_LAYERS:
+            yield (
+                f"lora.targets: no linear layer {name!r}{suggestion(name, list(BLOCK_LAYERS))}; "
+                f"allowed: {', '.join(BLOCK_LAYERS)}"
+            )
+    if not targets:
+        yield f"lora.targets is empty; expected some of {', '.join(BLOCK_LAYERS)}"
+    last = llama.num_layers - 1
+    for word in config.lora.layers.replace(",", " ").split():
+        numbers = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", word)
+        if not numbers or not int(numbers[1]) <= int(numbers[2] or numbers[1]) <= last:
+            yield f"lora.layers: {word!r}; expected numbers from 0 to {last}, or ranges as 0-{last}"
+            return
+    if degrees["pp"] > 1 and not config.lora.adapts_layer(0):
+        yield (
+            f"lora.layers = {config.lora.layers!r}: a pipeline stage without adapters before it "
+            "has no gradient; with parallel.pp > 1 include block 0, or leave lora.layers empty"
         )
 
 

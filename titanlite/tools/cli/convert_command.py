@@ -55,6 +55,11 @@ def run(argv: list[str]) -> int:
         "--model", default="", help="flavor or model.json, for sources without the model's shape"
     )
     parser.add_argument(
+        "--adapter",
+        type=Path,
+        help="adapters to add to the weights: a run with lora.rank > 0, or PEFT's folder",
+    )
+    parser.add_argument(
         "--verify",
         action=argparse.BooleanOptionalAction,
         default=True,

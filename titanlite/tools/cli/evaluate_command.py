@@ -45,7 +45,9 @@ def run(argv: list[str]) -> int:
     from titanlite.tools.evaluate.record import append, run_folder_of
     from titanlite.tools.formats.load_weights import load_model, open_verified, tokenizer_of
 
-    full = open_verified(options.path, options.step, options.model, options.weights)
+    full = open_verified(
+        options.path, options.step, options.model, options.weights, options.adapter
+    )
     device = device_of(options)
     tokenizer = tokenizer_of(full, options.tokenizer)
     length = options.seq_len or full.about.seq_len

@@ -16,7 +16,9 @@ def run(argv: list[str]) -> int:
     from titanlite.model.generate import generate
     from titanlite.tools.formats.load_weights import load_model, open_verified, tokenizer_of
 
-    full = open_verified(options.path, options.step, options.model, options.weights)
+    full = open_verified(
+        options.path, options.step, options.model, options.weights, options.adapter
+    )
     device = device_of(options)
     tokenizer = tokenizer_of(full, options.tokenizer)
     prompt = [tokenizer.bos, *tokenizer.encode(options.prompt)]

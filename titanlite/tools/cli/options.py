@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from titanlite.config.help import help_text
@@ -52,6 +53,11 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights", default="model", help="of a run: model, or ema for the averaged weights"
+    )
+    parser.add_argument(
+        "--adapter",
+        type=Path,
+        help="adapters to add to the weights: a run with lora.rank > 0, or PEFT's folder",
     )
     parser.add_argument(
         "--model", default="", help="flavor or model.json, for files without the model's shape"

@@ -16,7 +16,15 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.verify.campaign import run_cases
-from titanlite.tools.verify.ladder import MAX_PROCESSES, Case, ladder, make_case, reason_not_fitting
+from titanlite.tools.verify.ladder import (
+    MAX_PROCESSES,
+    Case,
+    adapters,
+    compiler_of,
+    ladder,
+    make_case,
+    reason_not_fitting,
+)
 
 EPILOG = """The degrees, batch sizes and recomputation of the config are not used: each layout sets
 them. Columns: the largest relative differences from one process, for the loss and the gradient norm
@@ -34,7 +42,12 @@ def run(argv: list[str]) -> int:
             f"--processes {processes}: there are {_cuda_devices()} CUDA devices; "
             "or --run.device=cpu"
         )
-    texts = options.layout or ladder(processes, options.quick, device)
+    if options.layout:
+        texts = options.layout
+    elif options.lora:
+        texts = adapters(processes, compiler_of(device))
+    else:
+        texts = ladder(processes, options.quick, device)
     tokenizer = Tokenizer(load_config(rest).data.tokenizer)
     fitting: list[tuple[Case, LlamaConfig]] = []
     skipped: list[str] = []
@@ -109,6 +122,9 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--quick",
         action="store_true",
         help="fewer layouts: each axis, each pair of axes, each technique",
+    )
+    parser.add_argument(
+        "--lora", action="store_true", help="only the layouts with low-rank adapters"
     )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument(

@@ -35,7 +35,7 @@ from titanlite.runtime.files import make_folder
 from titanlite.runtime.progress import progress_bar
 from titanlite.tools.formats import gguf_file, huggingface
 from titanlite.tools.formats.check_export import compare_logits, compare_tensors
-from titanlite.tools.formats.detect_format import open_full_state
+from titanlite.tools.formats.detect_format import open_adapter, open_full_state
 from titanlite.tools.formats.export import Export
 from titanlite.tools.formats.full_state import FullState, FullTensor
 from titanlite.tools.formats.huggingface_tokenizer import files_of
@@ -81,6 +81,7 @@ def convert(
     shard_size: int = 0,
     full: bool = False,
     model: str = "",
+    adapter: Path | None = None,
     verify: bool = True,
     force: bool = False,
     log: Callable[[str], None] = logger.info,
@@ -88,12 +89,13 @@ def convert(
     """Writes the checkpoint `source` as `target` in format `to`, compares the two and returns the
     new one.
 
-    `to`: titanlite, dcp, safetensors, torch, llama, hf or gguf; empty: by the target's suffix.
+    `to`: titanlite, dcp, safetensors, torch, llama, hf, gguf or peft; empty: by the suffix.
     `dtype` of the weights: bf16, fp16, fp32 (for gguf also q8_0); empty: the source's. `step`:
     which of a run's checkpoints; None: the newest. `weights`: ema for the averaged weights of a
     run. `shard_size`: bytes per file in formats with several; 0: 5 GB. `full`: also optimizer and
-    training state. `model`: a flavor or model.json, for sources without the model's shape. `force`:
-    replace an existing target, convert NaN and infinity.
+    training state. `model`: a flavor or model.json, for sources without the model's shape.
+    `adapter`: to be added to the weights. `force`: replace an existing target, convert NaN and
+    infinity.
 
     Raises ConfigError for what cannot be done and CorruptCheckpoint for a damaged source, the
     target unchanged then. Raises Mismatch if the output differs from the source; the output stays,
@@ -109,7 +111,10 @@ def convert(
             f"--shard-size: {target.name} ({to}) is one file; allowed: {', '.join(SHARDED)}, in "
             "folders"
         )
-    state = open_full_state(Path(source), step, model, weights)
+    if to == "peft":
+        state = open_adapter(Path(source), step=step)
+    else:
+        state = open_full_state(Path(source), step, model, weights, adapter)
     require_writable(state.path, target, force)
     export = Export(state, as_dtype, q8, full, shard_size)
     log(describe(state, full))
@@ -161,9 +166,12 @@ def _read_back(
     """Opens the output, and compares it with the source. Raises Mismatch."""
     state = export.state
     try:
-        result = (
-            gguf_file.read_back(target, state.model) if to == "gguf" else open_full_state(target)
-        )
+        if to == "gguf":
+            result = gguf_file.read_back(target, state.model)
+        elif to == "peft":
+            result = open_adapter(target, state.model)
+        else:
+            result = open_full_state(target)
         if to != "titanlite":
             result.about.model = result.about.model or state.about.model
     except ConfigError as error:
@@ -240,6 +248,8 @@ def _require_convertible(state: FullState, to: str, full: bool, force: bool) -> 
         require_plain_llama(state.model, to)
     if state.about.step == 0:
         logger.warning("%s: step 0: before any training, or weights of an unknown step", state.path)
+    if to == "peft":
+        return
     if to in ("titanlite", "hf", "llama", "gguf") or state.about.model:
         problems = tensor_problems(state.path, state.tensors, parameter_shapes(state.model))
         if problems:
@@ -318,7 +328,7 @@ def _verify(export: Export, result: FullState, to: str) -> str:
         for name, expected, actual in differences(state.about.model, result.about.model):
             problems.append(f"{target}: {name} is {actual}; expected {expected}")
     compared = f"verified: {len(export.model) + len(export.others)} tensors bit by bit"
-    if not problems and state.about.model and not export.full:
+    if not problems and state.about.model and not export.full and to != "peft":
         problem = compare_logits(state, target, to, result, rounded)
         if problem is None:
             compared += "; its logits are not finite"

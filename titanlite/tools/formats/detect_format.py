@@ -25,7 +25,7 @@ from titanlite.model.flavors import FLAVORS, LlamaConfig
 from titanlite.model.shape_file import from_json, sequence_length
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
-from titanlite.tools.formats import gguf_reader, huggingface, meta, stock
+from titanlite.tools.formats import adapters, gguf_reader, huggingface, meta, stock
 from titanlite.tools.formats.full_state import (
     ORIGIN,
     About,
@@ -65,15 +65,54 @@ READABLE = (
 
 
 def open_full_state(
-    path: Path, step: int | None = None, model: str = "", weights: str = "model"
+    path: Path,
+    step: int | None = None,
+    model: str = "",
+    weights: str = "model",
+    adapter: Path | None = None,
 ) -> FullState:
     """The checkpoint at `path`, of any format. `step` selects one of a run's checkpoints, None the
     newest.
 
     `model`: a flavor or a model.json, for files without the model's shape. `weights`: ema for the
-    averaged weights of a run. Raises CorruptCheckpoint if it is incomplete, ConfigError if it is
-    not a checkpoint, of a format that is not read, or without such weights.
+    averaged weights of a run. `adapter`: a run with adapters, or PEFT's folder, to be added to the
+    weights; those of a run with adapters are added to the model that it began with.
+    Raises CorruptCheckpoint if it is incomplete, ConfigError if it is not a checkpoint, of a format
+    that is not read, or without such weights.
     """
+    state = _open_one(path, step, model, weights)
+    if adapter is not None:
+        if adapters.holds_adapters(state):
+            raise ConfigError(
+                f"--adapter {adapter}: {path} holds adapters itself; give their model"
+            )
+        return adapters.merge(state, open_adapter(adapter, state.model))
+    if adapters.holds_adapters(state):
+        return adapters.merge(open_full_state(adapters.base_of(state), model=model), state)
+    return state
+
+
+def open_adapter(
+    path: Path, model: LlamaConfig | None = None, step: int | None = None
+) -> FullState:
+    """The adapters of a run, or in PEFT's folder, without their model's weights.
+
+    `model`: that they belong to, for PEFT's. Raises ConfigError or CorruptCheckpoint.
+    """
+    if model is not None and (path / adapters.CONFIG).is_file():
+        return adapters.read_peft(path, model)
+    if is_step_folder(path):
+        state = _open_one(path, step, "", "model")
+        if adapters.holds_adapters(state):
+            return state
+    raise ConfigError(
+        f"{path}: holds no adapters; expected a run with lora.rank > 0, or a folder with "
+        f"{adapters.CONFIG}"
+    )
+
+
+def _open_one(path: Path, step: int | None, model: str, weights: str) -> FullState:
+    """A checkpoint as it is, also one with adapters only."""
     if weights not in WEIGHTS:
         raise ConfigError(
             f"--weights {weights}{suggestion(weights, list(WEIGHTS))}; allowed: "

@@ -251,6 +251,7 @@ class FullState(Mapping[str, Tensor]):
         self.tensors = tensors
         self.others = others or {}
         self.records: list[Record] = []
+        self.sources: list[FullState] = []  # of merged adapters: the model's, and theirs
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name].read()

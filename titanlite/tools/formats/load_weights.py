@@ -34,6 +34,7 @@ from titanlite.data.tokenizer_json import JSON_FILES, RANK_FILE
 from titanlite.distributed.agreement import PATIENT, broadcast_from_rank0, on_all_ranks
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.model.llama import Llama
+from titanlite.parallel.lora import is_adapter
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats.detect_format import (
     drop_tied_output,
@@ -65,6 +66,10 @@ def require_intact(
     A stock DCP folder has its CRC-32 within its files: they are compared when a tensor is read.
     `share`: which of the records of torch.save files are compared, all by default.
     """
+    for source in full.sources:
+        require_intact(source, everything, progress, share)
+    if full.sources:
+        return
     weights = _places(full.tensors)
     others = _places(full.others)
     records = []
@@ -110,10 +115,17 @@ def _within(record: Record, places: list[tuple[str, int]]) -> bool:
 
 
 def open_verified(
-    path: Path, step: int | None = None, model: str = "", weights: str = "model"
+    path: Path,
+    step: int | None = None,
+    model: str = "",
+    weights: str = "model",
+    adapter: Path | None = None,
 ) -> FullState:
-    """A checkpoint of any format, its weights verified. Raises ConfigError or CorruptCheckpoint."""
-    full = open_full_state(path, step, model, weights)
+    """A checkpoint of any format, its weights verified; see `open_full_state`.
+
+    Raises ConfigError or CorruptCheckpoint.
+    """
+    full = open_full_state(path, step, model, weights, adapter)
     require_intact(full)
     return full
 
@@ -133,7 +145,7 @@ def tokenizer_of(full: FullState, path: str = "") -> Tokenizer:
 def load_weights(
     config: CheckpointConfig, model: ModelState, llama: LlamaConfig, tokenizer: Tokenizer
 ) -> None:
-    """Replaces a new run's weights with those that `checkpoint.initial_load` names; all processes
+    """Replaces `model`'s weights with those that `checkpoint.initial_load` names; all processes
     call it together.
 
     Raises ConfigError if they are damaged, not finite or not those of the model.
@@ -151,7 +163,7 @@ def read_weights(path: Path, state: dict[str, Any], model: LlamaConfig, tokenize
     All processes call it together, in any layout, and each reads its own rows; returns the path.
     Raises ConfigError if the checkpoint is damaged, not finite or of another model than `model`.
     """
-    if not broadcast_from_rank0(lambda: is_step_folder(path)):
+    if not broadcast_from_rank0(lambda: is_step_folder(path) and not _has_adapters(path)):
         full = on_all_ranks(lambda: open_full_state(path), PATIENT)
         # Divided among the ranks of a node, because each node may have another copy.
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -177,6 +189,12 @@ def read_weights(path: Path, state: dict[str, Any], model: LlamaConfig, tokenize
     _compare_tokenizers(folder, saved, tokenizer)
     read_step(folder, manifest, {"model": state})
     return folder
+
+
+def _has_adapters(path: Path) -> bool:
+    """Whether a run's newest step holds adapters, which are added to the weights of its model."""
+    manifest = read_manifest(find_step_folder(path))
+    return any(map(is_adapter, manifest.tensors))
 
 
 def _compare_tokenizers(path: Path, saved: bytes | None, tokenizer: bytes) -> None:

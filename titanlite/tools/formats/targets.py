@@ -32,7 +32,7 @@ from titanlite.checkpoint.grid import Box, grid_of
 from titanlite.checkpoint.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry
 from titanlite.checkpoint.step_files import digest_of
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.tools.formats import gguf_file, huggingface, meta
+from titanlite.tools.formats import adapters, gguf_file, huggingface, meta
 from titanlite.tools.formats.export import Export, Outgoing
 from titanlite.tools.formats.full_state import ORIGIN, FullState
 from titanlite.tools.formats.huggingface_tokenizer import files_of, to_files
@@ -237,6 +237,19 @@ def to_huggingface(path: Path, export: Export) -> None:
     write_small_files(path, files)
 
 
+def to_peft(path: Path, export: Export) -> None:
+    """Adapters as PEFT's folder."""
+    path.mkdir()
+    state = export.state
+    names = adapters.hf_names(state.model)
+    tensors = {
+        names[name]: export.weight(name, adapters.head_dim_of(name, state.model))
+        for name in state.tensors
+    }
+    write_file(path / adapters.WEIGHTS, tensors, {"format": "pt"})
+    write_small_files(path, {adapters.CONFIG: _json(adapters.to_config(state))})
+
+
 def to_gguf(path: Path, export: Export) -> None:
     """llama.cpp's file."""
     gguf_file.write(path, export, _length(export.state))
@@ -251,6 +264,7 @@ TARGETS: dict[str, Callable[[Path, Export], None]] = {
     "llama": to_llama,
     "hf": to_huggingface,
     "gguf": to_gguf,
+    "peft": to_peft,
 }
 SUFFIXES = {
     ".gguf": "gguf",

@@ -40,6 +40,7 @@ from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.float8 import apply_float8
+from titanlite.parallel.lora import apply_lora
 from titanlite.parallel.parallelize import assign_shard, build_model_parts
 from titanlite.parallel.stages import Stages
 from titanlite.rules.check import check_layout
@@ -90,9 +91,11 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
         model = Llama(llama, training.seq_len)
     if config.float8.enabled:
         apply_float8(model, config.float8, device.type)
+    if config.lora.rank:
+        apply_lora(model, config.lora)
     model.to_empty(device=device)
     model.init_weights(config.run.seed)
-    fill_biases([model])
+    fill_zeros([model])
     optimizer = Updates(model, options)  # always fp32, also where layouts compute in bf16
     losses: list[float] = []
     norms: list[float] = []
@@ -137,17 +140,22 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
 
 
 @torch.no_grad()
-def fill_biases(parts: Sequence[nn.Module]) -> None:
-    """Biases that are not zero, as in a trained model.
+def fill_zeros(parts: Sequence[nn.Module]) -> None:
+    """Biases and adapters that are not zero, as in a trained model.
 
-    After a few steps from zero, a bias would be little but rounding errors divided by their size.
+    After a few steps from zero, they would be little but rounding errors divided by their size.
     """
     for part in parts:
         for name, parameter in part.named_parameters():
             if name.endswith(".bias"):
-                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                full = 0.1 * torch.randn(parameter.shape, generator=generator)
-                assign_shard(parameter, full.to(parameter.device))
+                std = 0.1
+            elif name.endswith(".lora_b.weight"):
+                std = 0.02  # as that of the weights
+            else:
+                continue
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            full = std * torch.randn(parameter.shape, generator=generator)
+            assign_shard(parameter, full.to(parameter.device))
 
 
 def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
@@ -167,7 +175,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
     parts = build_model_parts(model, config, mesh, device, compiled)
-    fill_biases(parts)
+    fill_zeros(parts)
     stages = Stages(parts, config, mesh, device)
     optimizer = build_optimizer(parts, config.optimizer, config.parallel.optimizer_offload)
     scaler = LossScale(training, optimizer, device)
@@ -191,7 +199,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
             loss += stages.forward_backward(batch, num_targets, scaler.scale, last)
         if step == 0:
             # A generator: a list would keep these gradients in memory until the end
-            gradients = ((name, p.grad) for part in parts for name, p in part.named_parameters())
+            gradients = trained_gradients(parts)
             scale = float(scaler.scale)  # the gradients still have it
             differences["gradient"] = largest_difference(gradients, expected["gradient"], scale)
         scaler.unscale()
@@ -218,6 +226,16 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
         difference = largest_difference(averages, expected["averages"])
         differences["parameters"] = larger(differences["parameters"], difference)
     return differences
+
+
+def trained_gradients(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor | None]]:
+    """Name and gradient of each trained parameter. Raises RuntimeError if a frozen one has one."""
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter.grad
+            elif parameter.grad is not None:
+                raise RuntimeError(f"{name} is frozen, and has a gradient")
 
 
 def take_rows(batch: Batch, start: int, stop: int) -> Batch:

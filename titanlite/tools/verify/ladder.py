@@ -130,13 +130,17 @@ def each(layouts: Sequence[str], options: Sequence[str]) -> list[str]:
     return [f"{layout},{option}" for layout in layouts for option in options]
 
 
+def compiler_of(device: str) -> str:
+    """The backend of torch.compile: on CPU, inductor takes minutes."""
+    return "inductor" if device == "cuda" else "aot_eager"
+
+
 def ladder(processes: int, quick: bool, device: str) -> list[str]:
     """The layouts for up to `processes` processes, as arguments of `--layout`."""
     names = []
     for degrees in layouts(processes, quick):
         names.append(",".join(f"{axis}={degree}" for axis, degree in degrees.items()))
-    # On CPU, inductor takes minutes to compile
-    compiler = "inductor" if device == "cuda" else "aot_eager"
+    compiler = compiler_of(device)
     names += documents(processes, quick, compiler)
     names += updates(processes, quick)
     if processes == 1:
@@ -152,6 +156,7 @@ def ladder(processes: int, quick: bool, device: str) -> list[str]:
     if not quick:
         names += dtypes()
         names += families(processes)
+        names += adapters(processes, compiler)
     if device == "cuda":
         names += [
             "cp=2,cp_method=ring",
@@ -280,6 +285,33 @@ def families(processes: int) -> list[str]:
     # Muon, whose matrices have no bias; clipping by units; bfloat16
     names += each(["tp=2", "dp_shard=2"], [f"{qwen3},optimizer.name=muon,optimizer.clip=agc"])
     names += each(["tp=2", "dp_shard=2"], [f"{qwen2},training.compute_dtype=bfloat16"])
+    return names
+
+
+def adapters(processes: int, compiler: str) -> list[str]:
+    """Layouts of a frozen model with adapters (LoRA)."""
+    lora = "lora.rank=4"
+    everywhere = f"{lora},lora.targets=wq wk wv wo w1 w2 w3"
+    if processes == 1:
+        return [everywhere, f"{lora},recompute.mode=full"]
+    layouts = [*TWO_RANKS, "dp_replicate=2", "cp=2,cp_method=ulysses"]
+    if processes >= 4:
+        layouts += ["dp_replicate=2,dp_shard=2", "dp_shard=2,tp=2", "pp=2,tp=2", "cp=2,tp=2"]
+    names = each(layouts, [everywhere])
+    for option in ("recompute.mode=full", f"compile.enabled,compile.backend={compiler}"):
+        names += each(["dp_shard=2", "tp=2", "pp=2"], [f"{option},{lora}"])
+    names += each(["tp=2", "cp=2", "pp=2"], [f"data.document_mask,{lora}"])
+    names += each(["dp_shard=2", "tp=2"], [f"loss.num_chunks=3,{lora}"])
+    names += [
+        f"tp=2,{lora},lora.rslora,model.qkv_bias=true",
+        f"tp=2,{lora},model.qk_norm=true,model.head_dim=40",
+        f"pp=2,pp_schedule=Interleaved1F1B,{everywhere},model.embeddings=untied",
+        f"pp=2,pp_schedule=ZBVZeroBubble,{everywhere}",
+        f"dp_shard=2,cpu_offload,{lora}",
+        f"dp_shard=2,ema.decay=0.9,{lora}",
+        f"dp_shard=2,{lora},lora.layers=1-2,optimizer.clip=agc",
+        f"tp=2,{everywhere},float8.enabled,float8.emulate,training.local_batch_size=1",
+    ]
     return names
 
 
