@@ -2,8 +2,9 @@
 
 import pytest
 
+from titanlite.config.schema import LoraConfig
 from titanlite.model.flavors import FLAVORS
-from titanlite.model.flops import flops_per_token, peak_tflops
+from titanlite.model.flops import flops_per_token, num_adapter_parameters, peak_tflops
 
 
 @pytest.mark.parametrize(
@@ -19,6 +20,17 @@ def test_flops_per_token(flavor, seq_len, flops):
     assert flops_per_token(FLAVORS[flavor], seq_len) == pytest.approx(
         flops, rel=1e-3 if flavor == "llama3_1b" else 0
     )
+
+
+def test_adapters():
+    """Rank 16 on q, k, v and o of Qwen2.5-0.5B, as PEFT counts them."""
+    model = FLAVORS["qwen2.5_0.5b"]
+    lora = LoraConfig(rank=16)
+    assert num_adapter_parameters(model, lora) == 2_162_688
+    assert num_adapter_parameters(model, LoraConfig()) == 0
+    frozen = 4 * model.num_parameters + 6 * 2_162_688
+    attention = flops_per_token(model, 128) - 6 * model.num_parameters
+    assert flops_per_token(model, 128, lora) == frozen + attention
 
 
 def test_mfu_of_a_published_row():

@@ -22,7 +22,6 @@ PP_SCHEDULES |= dict.fromkeys(
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on the same rank
 # Gradients of weights and of inputs in two calls
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
-BLOCK_LAYERS = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")  # the linear ones
 WIDE = 256  # from this width on, bfloat16 and compiling pay off on a CPU (benchmarks/levers.py)
 
 
@@ -521,7 +520,7 @@ class LoraConfig:
     alpha: float = key(16.0, "an adapter is multiplied by alpha / rank", min=0)
     rslora: bool = key(False, "an adapter is multiplied by alpha / sqrt(rank) instead")
     targets: str = key(
-        "wq, wk, wv, wo", f"linear layers of a block with adapters: of {', '.join(BLOCK_LAYERS)}"
+        "wq, wk, wv, wo", "layers of a block with adapters, of wq, wk, wv, wo, w1, w2, w3"
     )
     layers: str = key("", "numbers of the blocks with adapters, as in `0-3, 7`; empty: all")
 

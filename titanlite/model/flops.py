@@ -8,8 +8,10 @@ MFU is not reported.
 
 from __future__ import annotations
 
-from titanlite.model.flavors import LlamaConfig
+from titanlite.config.schema import LoraConfig
+from titanlite.model.flavors import LlamaConfig, block_shapes
 
+NO_ADAPTERS = LoraConfig()
 # Dense bf16; matched in this order as a part of the device's name
 PEAK_TFLOPS: dict[str, float] = {
     "A100": 312.0,
@@ -32,15 +34,28 @@ PEAK_TFLOPS: dict[str, float] = {
 }
 
 
-def flops_per_token(model: LlamaConfig, seq_len: int) -> int:
+def num_adapter_parameters(model: LlamaConfig, lora: LoraConfig) -> int:
+    """How many parameters the adapters of `lora` have; 0 without adapters."""
+    total = 0
+    adapted = [number for number in range(model.num_layers) if lora.adapts_layer(number)]
+    for name, shape in block_shapes(model).items():
+        if name.endswith(".weight") and name.split(".")[-2] in lora.target_names:
+            total += lora.rank * sum(shape) * len(adapted)
+    return total
+
+
+def flops_per_token(model: LlamaConfig, seq_len: int, lora: LoraConfig = NO_ADAPTERS) -> int:
     """Forward and backward FLOPs of one token.
 
-    6 per parameter of a matrix product, and 12 L H Dh S for attention. The input embedding is a
-    lookup and is not counted, unless it is tied: then it is also the output matrix.
+    6 per parameter of a matrix product, and 12 L H Dh S for attention. With adapters the model's
+    own parameters have no gradient, and count 4. The input embedding is a lookup and is not
+    counted, unless it is tied: then it is also the output matrix.
     """
     lookup = 0 if model.tied_embeddings else model.vocab_size * model.dim
     attention = 12 * model.num_layers * model.num_heads * model.head_dim * seq_len
-    return 6 * (model.num_parameters - lookup) + attention
+    per_parameter = 4 if lora.rank > 0 else 6
+    matrices = per_parameter * (model.num_parameters - lookup)
+    return matrices + 6 * num_adapter_parameters(model, lora) + attention
 
 
 def peak_tflops(device_name: str) -> float | None:

@@ -24,6 +24,7 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import attention_backend
 from titanlite.model.attention import share_heads
 from titanlite.model.flavors import LlamaConfig
+from titanlite.model.flops import num_adapter_parameters
 from titanlite.observe.metrics import Progress
 from titanlite.rules.unused import unused_settings
 from titanlite.runtime import interpreter
@@ -57,6 +58,9 @@ def log_start(
         later = f" (later {training.batch_ramp})"
     num_batches = training.global_batch_size // (training.local_batch_size * mesh.data_size)
     devices = f"{device_name(device)} x {dist.get_world_size()}"
+    adapters = ""
+    if config.lora.rank > 0:
+        adapters = f"{num_adapter_parameters(llama, config.lora):,} of adapters are trained, "
     about = {
         "parameters": llama.num_parameters,
         "device": devices,
@@ -65,7 +69,7 @@ def log_start(
     }
     logger.info(
         f"{config.model.flavor}: {llama.num_parameters:,} parameters, "
-        f"vocabulary {llama.vocab_size:,}; "
+        f"{adapters}vocabulary {llama.vocab_size:,}; "
         f"{devices} ({layout}), "
         f"compute {training.compute_dtype}, reduce {training.reduce_dtype}, "
         f"attention {_attention(config, llama, mesh, device)}, blocks {blocks}; "

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from titanlite.config.mistakes import suggestion
-from titanlite.config.schema import BLOCK_LAYERS, Config
+from titanlite.config.schema import Config
 from titanlite.model.flavors import BLOCK_LINEAR, LlamaConfig, parameter_shapes
 from titanlite.rules.divides import stages_fit_schedule
 
@@ -66,14 +66,15 @@ def lora(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterato
     if config.lora.rank == 0:
         return
     targets = config.lora.target_names
+    layers = [name.rpartition(".")[2] for name in BLOCK_LINEAR]
     for name in targets:
-        if name not in BLOCK_LAYERS:
+        if name not in layers:
             yield (
-                f"lora.targets: no linear layer {name!r}{suggestion(name, list(BLOCK_LAYERS))}; "
-                f"allowed: {', '.join(BLOCK_LAYERS)}"
+                f"lora.targets: no linear layer {name!r}{suggestion(name, layers)}; "
+                f"allowed: {', '.join(layers)}"
             )
     if not targets:
-        yield f"lora.targets is empty; expected some of {', '.join(BLOCK_LAYERS)}"
+        yield f"lora.targets is empty; expected some of {', '.join(layers)}"
     last = llama.num_layers - 1
     for word in config.lora.layers.replace(",", " ").split():
         numbers = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", word)

@@ -15,6 +15,7 @@ from titanlite.tools.verify.compare import make_batch, measure, reference
 from titanlite.tools.verify.ladder import Case, make_case
 from titanlite.tools.verify.pool import WorkerError
 
+ADAPTED = "lora.rank=4,lora.targets=wq wo w1 w2"
 SMALL = ["debug", "--model.dim=32", "--model.ffn_dim=64", "--training.seq_len=32"]
 
 
@@ -113,6 +114,24 @@ def forget_a_reduction(*arguments):
         return measure(*arguments)
 
 
+def forget_the_sum_of_an_adapter(*arguments):
+    """Tensor parallel whose ranks each keep their term of the gradient of a factor they all hold,
+    and of the activations.
+    """
+    from titanlite.parallel import lora
+
+    with mock.patch.object(lora, "Partial", lora.Replicate):
+        return measure(*arguments)
+
+
+def forget_the_scale_of_an_adapter(*arguments):
+    """The factors are multiplied, and alpha / rank is not."""
+    from titanlite.config.schema import LoraConfig
+
+    with mock.patch.object(LoraConfig, "scale", 1.0):
+        return measure(*arguments)
+
+
 def count_replicas_once_each(*arguments):
     """A gradient norm in which what two processes hold counts twice."""
     from titanlite.distributed import dtensor
@@ -191,6 +210,30 @@ def test_wrong_layouts_fail(pool, right, function, layout, first):
     row = run(pool, function, layout, right)
     assert not row["passed"], row
     assert row[first] > 1e-4, row
+
+
+@pytest.mark.parametrize(
+    ("function", "layout"),
+    [
+        (measure, "dp_shard=2,tp=2"),
+        (forget_the_sum_of_an_adapter, "tp=2"),
+        (average_gradients, "dp_shard=2"),
+        (forget_the_scale_of_an_adapter, "dp_shard=2"),
+    ],
+)
+def test_adapters_that_are_not_as_in_one_process_fail(pool, adapted, function, layout):
+    row = run(pool, function, f"{layout},{ADAPTED}", adapted)
+    assert row["passed"] == (function is measure), row
+    assert (row["gradient"] > 1e-4) == (function is not measure), row
+
+
+@pytest.fixture(scope="module")
+def adapted(pool, tmp_path_factory) -> Path:
+    """The reference with adapters on a frozen model."""
+    path = tmp_path_factory.mktemp("reference") / "adapted.pt"
+    made, llama = case(f"dp_shard=1,{ADAPTED}")
+    pool.run(1, reference, made.config, llama, path)
+    return path
 
 
 @pytest.fixture(scope="module")

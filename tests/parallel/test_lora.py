@@ -1,0 +1,223 @@
+"""Low-rank adapters: what is trained, what a checkpoint holds, and PEFT's numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from messages import refused, run_refused
+from runs import curve, train_run
+from safetensors.torch import load_file
+from transformers_models import TOKENS, make
+
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.config.load import load_config
+from titanlite.config.schema import LoraConfig
+from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.model.llama import Llama
+from titanlite.parallel.lora import apply_lora, is_adapter
+from titanlite.rules.check import check_layout
+from titanlite.tools.formats.adapters import merge, read_peft
+from titanlite.tools.formats.detect_format import open_adapter, open_full_state
+from titanlite.tools.formats.huggingface import open_folder
+from titanlite.tools.formats.load_weights import fill, load_model
+
+SMALL = LlamaConfig(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, vocab_size=64)
+
+
+def with_adapters(config: LoraConfig) -> Llama:
+    model = Llama(SMALL, 16)
+    apply_lora(model, config)
+    model.init_weights(1)
+    return model
+
+
+def test_training_begins_with_the_model_as_it_was():
+    plain = Llama(SMALL, 16)
+    plain.init_weights(1)
+    model = with_adapters(LoraConfig(rank=2, targets="wq w2"))
+    tokens = torch.arange(16)[None]
+    assert torch.equal(model(tokens), plain(tokens))
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(trained) == 3 * 2 * 2
+    assert all(map(is_adapter, trained))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LoraConfig(rank=4, alpha=16), 4.0),
+        (LoraConfig(rank=4, alpha=16, rslora=True), 8.0),
+    ],
+)
+def test_an_adapter_adds_s_b_a_to_a_weight(config, expected):
+    model = with_adapters(dataclasses.replace(config, layers="1"))
+    layer = model.layers["1"].attention.wk
+    torch.nn.init.normal_(layer.lora_b.weight)
+    x = torch.randn(2, 5, 32)
+    whole = layer.weight + expected * layer.lora_b.weight @ layer.lora_a.weight
+    torch.testing.assert_close(layer(x), F.linear(x, whole))
+    assert type(model.layers["0"].attention.wk) is torch.nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("lora.targets=wq wz", ["lora.targets", "'wz'", "w1, w2, w3"]),
+        ("lora.targets=", ["lora.targets is empty"]),
+        ("lora.layers=0-9", ["lora.layers", "'0-9'", "from 0 to 3"]),
+        ("lora.layers=3-1", ["lora.layers", "'3-1'"]),
+    ],
+)
+def test_wrong_settings_are_reported(option, words):
+    config = load_config(["debug", "--lora.rank=2", f"--{option}"])
+    with refused(*words):
+        check_layout(config, resolve_flavor(config.model, 64), 1)
+
+
+def test_a_pipeline_needs_adapters_in_its_first_stage():
+    config = load_config(["debug", "--lora.rank=2", "--lora.layers=2", "--parallel.pp=2"])
+    with refused("lora.layers", "block 0"):
+        check_layout(config, resolve_flavor(config.model, 64), 2)
+
+
+def test_adapters_need_a_model(pool, arguments):
+    with run_refused("lora.rank = 2", "checkpoint.initial_load"):
+        pool.run(1, train_run, [*arguments, "--lora.rank=2"])
+
+
+@pytest.fixture(scope="module")
+def peft_model(tmp_path_factory):
+    """A random model of transformers with PEFT's adapters, and both as files."""
+    peft = pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("peft")
+    base = make({"model_type": "qwen3", "head_dim": 20})
+    base.save_pretrained(folder / "base")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=12,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"],
+        init_lora_weights=False,  # random factors, B too
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(base, config).eval()
+    model.save_pretrained(folder / "adapter")
+    return model, folder
+
+
+def test_adapters_of_peft_give_its_logits_and_gradients(peft_model):
+    model, folder = peft_model
+    source = open_full_state(folder / "base", adapter=folder / "adapter")
+    expected = model(TOKENS).logits
+    ours = load_model(source, torch.device("cpu"), 128)(TOKENS)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+    labels = TOKENS.roll(-1, 1)
+    F.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
+    base = open_folder(folder / "base")
+    adapter = read_peft(folder / "adapter", base.model)
+    trained = Llama(base.model, 128)
+    targets = "wq wk wv wo w2"
+    apply_lora(trained, LoraConfig(rank=3, alpha=12, targets=targets))
+    state = trained.state_dict()
+    fill(base, {name: tensor for name, tensor in state.items() if not is_adapter(name)})
+    fill(adapter, {name: tensor for name, tensor in state.items() if is_adapter(name)})
+    F.cross_entropy(trained(TOKENS).flatten(0, 1), labels.flatten()).backward()
+    theirs = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in trained.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None
+            continue
+        # Of the same layer and factor; the rows of B of wq and wk are in another order
+        number = name.split(".")[1]
+        module = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "w2": "down_proj"}
+        factor = "lora_A" if "lora_a" in name else "lora_B"
+        of_layer = f".layers.{number}."
+        (gradient,) = [
+            value
+            for other, value in theirs.items()
+            if of_layer in other and f".{module[name.split('.')[3]]}.{factor}" in other
+        ]
+        if name.split(".")[3] in ("wq", "wk") and "lora_b" in name:
+            gradient = gradient.unflatten(0, (-1, 2, 10)).transpose(1, 2).flatten(0, 2)
+        difference = (parameter.grad - gradient).norm() / gradient.norm()
+        assert difference < 1e-5, name
+
+
+@pytest.fixture(scope="module")
+def base_run(whole_run) -> Path:
+    """A run of a few steps, whose model gets adapters."""
+    return whole_run()
+
+
+def lora_arguments(arguments: list[str], base: Path) -> list[str]:
+    lora = ["--lora.rank=4", "--lora.targets=wq wk wv wo w1 w2 w3"]
+    more = ["--schedule.name=constant", "--optimizer.lr=1e-2", "--validation.freq=0"]
+    return [*arguments, f"--checkpoint.initial_load={base}", *lora, *more]
+
+
+def test_a_run_under_tensor_parallel_goes_on_in_any_layout(pool, arguments, base_run, tmp_path):
+    run = lora_arguments(arguments, base_run)
+    first = [*run, "--training.steps=3", "--parallel.tp=2"]
+    assert pool.run(4, train_run, first) == [0] * 4
+    saved = read_manifest(tmp_path / "debug/checkpoints/step-3").tensors
+    assert all(is_adapter(name) for name in saved if name.startswith("model."))
+    moments = [name for name in saved if name.startswith("optimizer.") and "exp_avg" in name]
+    assert len(moments) == 2 * sum(name.startswith("model.") for name in saved)
+
+    for name, ranks, layout in (("pp", 2, ["--parallel.pp=2"]), ("one", 1, [])):
+        shutil.copytree(tmp_path / "debug", tmp_path / name)
+        last = [*run, "--training.steps=6", f"--run.name={name}", *layout]
+        assert pool.run(ranks, train_run, last) == [0] * ranks
+    losses = [[loss for loss, _ in curve(tmp_path / name).values()] for name in ("pp", "one")]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
+    assert losses[0][5] < losses[0][0]
+
+
+def test_the_whole_model_of_a_run_with_adapters(pool, arguments, base_run, tmp_path):
+    """Merged on reading: the validation loss of the run; in PEFT's folder and back."""
+    from titanlite.tools.formats.convert import convert
+
+    run = lora_arguments(arguments, base_run)
+    assert pool.run(1, train_run, run) == [0]
+    merged = open_full_state(tmp_path / "debug")
+    base = open_full_state(base_run)
+    assert merged.tensors.keys() == base.tensors.keys()
+    name = "layers.0.attention.wq"
+    step = tmp_path / "debug/checkpoints/step-6"
+    factors = load_file(step / "model-00000.safetensors")
+    a = factors[f"model.{name}.lora_a.weight"]
+    b = factors[f"model.{name}.lora_b.weight"]
+    expected = base[f"{name}.weight"] + 4 * b @ a
+    torch.testing.assert_close(merged[f"{name}.weight"], expected)
+    assert torch.equal(merged["norm.weight"], base["norm.weight"])
+
+    convert(tmp_path / "debug", tmp_path / "peft", to="peft")
+    again = merge(base, open_adapter(tmp_path / "peft", base.model))
+    for name in merged:
+        assert torch.equal(merged[name], again[name])
+    # A new run begins with the whole model
+    onwards = [*arguments, f"--checkpoint.initial_load={tmp_path / 'debug'}", "--run.name=onwards"]
+    assert pool.run(1, train_run, [*onwards, "--training.steps=1"]) == [0]
+
+
+@pytest.mark.slow
+def test_peft_reads_what_is_written(pool, arguments, base_run, tmp_path):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    from titanlite.tools.formats.convert import convert
+
+    assert pool.run(1, train_run, lora_arguments(arguments, base_run)) == [0]
+    convert(tmp_path / "debug", tmp_path / "peft", to="peft")
+    convert(base_run, tmp_path / "base", to="hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "peft").eval()
+    ours = load_model(open_full_state(tmp_path / "debug"), torch.device("cpu"), 128)
+    expected = theirs(TOKENS).logits
+    atol = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(ours(TOKENS), expected, rtol=0, atol=atol)
