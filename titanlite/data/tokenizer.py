@@ -2,8 +2,9 @@
 
 What it is: tiktoken's byte-pair encoder with the tokens of a rank file, and Llama 3's special
 tokens after them: all 256 if the file has Llama 3's 128,000 ranks (then ids are equal to Meta's),
-otherwise the first 16. Or with the tokens of a Hugging Face tokenizer.json. Text is never encoded
-as a special token: `<|end_of_text|>` in a document is ordinary characters.
+otherwise the first 16. Or a Hugging Face tokenizer.json, encoded by tiktoken where that computes
+the same ids, else by the package `tokenizers`. Text is never encoded as a special token:
+`<|end_of_text|>` in a document is ordinary characters.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 import tiktoken
 
 from titanlite.data.tiktoken_pieces import pieces
-from titanlite.data.tokenizer_json import Encoding, convert, find
+from titanlite.data.tokenizer_hf import HuggingFaceCodec, encoding_by_package
+from titanlite.data.tokenizer_json import Encoding, convert, find, parse
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 
@@ -46,8 +48,9 @@ class Tokenizer:
         self.path = Path(path or BUNDLED)
         if content is None:
             self.path, content = _read(self.path)
+        codec: HuggingFaceCodec | None = None
         if content.lstrip()[:1] == b"{":
-            encoding = convert(self.path, content, MAX_TOKEN)
+            encoding, codec = _of_json(self.path, content)
         else:
             encoding = _of_rank_file(self.path, content)
         self.files = encoding.files  # with which a folder has this tokenizer
@@ -63,19 +66,30 @@ class Tokenizer:
         self.content = b"\0".join(self.files.values())
         self.sha256 = hashlib.sha256(self.content).hexdigest()
 
-        # tiktoken drops what nothing matches, so the pattern also matches all between
-        with_rest = rf"{self.pattern}|(?:(?!{self.pattern})[\s\S])+"
-        self._encoding = tiktoken.Encoding(
-            "", pat_str=with_rest, mergeable_ranks=self.ranks, special_tokens={}
-        )
-        self._bytes = {i: token for token, i in self.tokens.items()}
+        self._codec = codec
+        if codec is None:
+            # tiktoken drops what nothing matches, so the pattern also matches all between
+            with_rest = rf"{self.pattern}|(?:(?!{self.pattern})[\s\S])+"
+            self._encoding = tiktoken.Encoding(
+                "", pat_str=with_rest, mergeable_ranks=self.ranks, special_tokens={}
+            )
+            self._bytes = {i: token for token, i in self.tokens.items()}
+        else:
+            self._bytes = codec.token_bytes()
         self.size = 1 + max(*self._bytes, *self.special.values())
         # Of text; special tokens have none
         self.token_bytes = [len(self._bytes.get(i, b"")) for i in range(self.size)]
         self._bytes |= {i: name.encode() for name, i in self.special.items()}
 
+    @property
+    def whole_documents(self) -> bool:
+        """Whether a document must be encoded as a whole, because its parts would have other ids."""
+        return self._codec is not None
+
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without bos and eos. Lone surrogates become U+FFFD."""
+        if self._codec is not None:
+            return self._codec.encode(text.encode("utf-8", "replace").decode())
         ranks: list[int] = []
         for piece in pieces(text, self.nfc):
             ranks += self._encoding.encode_ordinary(piece)
@@ -88,6 +102,8 @@ class Tokenizer:
 
         Bytes that are not UTF-8 become U+FFFD; ids of a padded vocabulary are dropped.
         """
+        if self._codec is not None:
+            return self._codec.decode(i for i in ids if i in self._bytes)
         return b"".join(self._bytes.get(i, b"") for i in ids).decode("utf-8", "replace")
 
 
@@ -102,6 +118,23 @@ def _read(path: Path) -> tuple[Path, bytes]:
             f"data.tokenizer = {str(path)!r}: {error.strerror or error}; expected a tiktoken rank "
             "file, a tokenizer.json or a folder with one of them"
         ) from None
+
+
+def _of_json(path: Path, content: bytes) -> tuple[Encoding, HuggingFaceCodec | None]:
+    """The encoding of a tokenizer.json, by tiktoken if that computes the same ids.
+
+    Otherwise by `tokenizers`. Raises ConfigError.
+    """
+    main, config = parse(path, content)
+    try:
+        return convert(path, main, config, MAX_TOKEN), None
+    except ConfigError as reason:
+        try:
+            return encoding_by_package(path, main, config)
+        except ConfigError as error:
+            raise ConfigError([*reason.problems, *error.problems]) from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise reason from None  # it is not a tokenizer.json
 
 
 def _of_rank_file(path: Path, content: bytes) -> Encoding:

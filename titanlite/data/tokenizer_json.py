@@ -117,10 +117,11 @@ def _in_folder(folder: Path) -> Path:
     raise FileNotFoundError(errno.ENOENT, f"no {JSON_FILES[0]} and no {RANK_FILE} in this folder")
 
 
-def convert(path: Path, content: bytes, max_token: int) -> Encoding:
-    """The encoding of a tokenizer.json; in `content` a NUL and a tokenizer_config.json may follow.
+def parse(path: Path, content: bytes) -> tuple[Json, Json]:
+    """The objects of a tokenizer.json, and of the tokenizer_config.json that may follow in
+    `content` after a NUL.
 
-    Raises ConfigError with the reason if tiktoken cannot encode as the file says.
+    Raises ConfigError.
     """
     main, _, config = content.partition(b"\0")
     try:
@@ -130,7 +131,20 @@ def convert(path: Path, content: bytes, max_token: int) -> Encoding:
             f"{path.with_name(JSON_FILES[1])}: not a JSON object ({str(error)[:80]})"
         ) from None
     try:
-        return _convert(json.loads(main), fields, max_token)
+        return dict(json.loads(main)), fields
+    except (ValueError, TypeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {str(error)[:80]}"
+        raise ConfigError(
+            f"{path}: not a tokenizer.json as Hugging Face writes it ({reason})"
+        ) from None
+
+
+def convert(path: Path, main: Json, config: Json, max_token: int) -> Encoding:
+    """The encoding of a tokenizer.json. Raises ConfigError with the reason if tiktoken cannot
+    encode as the file says.
+    """
+    try:
+        return _convert(main, config, max_token)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
@@ -159,13 +173,9 @@ def _convert(main: Json, config: Json, max_token: int) -> Encoding:
         ranks = {token: tokens[token] for token in order}
         ids_of_ranks = []
 
-    bos, eos = _bos_and_eos(main, config, special)
-    main_file, config_file = JSON_FILES
+    files, bos, eos = files_and_ends(main, config, special)
     return Encoding(
-        files={
-            main_file: _to_bytes(main),
-            config_file: _to_bytes({"bos_token": bos, "eos_token": eos}),
-        },
+        files=files,
         tokens=tokens,
         ranks=ranks,
         ids=ids_of_ranks,
@@ -176,6 +186,19 @@ def _convert(main: Json, config: Json, max_token: int) -> Encoding:
         nfc=nfc,
         unmade=len(unmade),
     )
+
+
+def files_and_ends(
+    main: Json, config: Json, special: dict[str, int]
+) -> tuple[dict[str, bytes], str, str]:
+    """The files with which a folder has the tokenizer, and the names of bos and eos."""
+    bos, eos = _bos_and_eos(main, config, special)
+    main_file, config_file = JSON_FILES
+    files = {
+        main_file: _to_bytes(main),
+        config_file: _to_bytes({"bos_token": bos, "eos_token": eos}),
+    }
+    return files, bos, eos
 
 
 def _to_bytes(entry: Json) -> bytes:
@@ -239,14 +262,14 @@ def _pattern_and_nfc(main: Json) -> tuple[str, bool]:
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             problems.append(f"model.{key} = {model[key]!r}; allowed: null")
-    normalizers = _steps(main.get("normalizer"), "normalizers")
+    normalizers = steps(main.get("normalizer"), "normalizers")
     for step in normalizers:
         if step["type"] != "NFC":
             problems.append(f"normalizer {step['type']}; allowed: NFC")
-    for step in _steps(main.get("decoder"), "decoders"):
+    for step in steps(main.get("decoder"), "decoders"):
         if step["type"] != "ByteLevel":
             problems.append(f"decoder {step['type']}; allowed: ByteLevel")
-    pre_tokenizers = _steps(main.get("pre_tokenizer"), "pretokenizers")
+    pre_tokenizers = steps(main.get("pre_tokenizer"), "pretokenizers")
     pattern, refused = _pattern(pre_tokenizers or [{"type": "none"}])
     problems += refused
     if problems:
@@ -284,7 +307,7 @@ def _pattern(pre_tokenizers: list[Json]) -> tuple[str, list[str]]:
     return pattern, problems
 
 
-def _steps(entry: Json | None, key: str) -> list[Json]:
+def steps(entry: Json | None, key: str) -> list[Json]:
     """The steps of a normalizer, pre-tokenizer, decoder or post-processor.
 
     None, one, or those of a Sequence, which lists them under `key`.
@@ -293,10 +316,10 @@ def _steps(entry: Json | None, key: str) -> list[Json]:
         return []
     if entry["type"] != "Sequence":
         return [entry]
-    steps = []
+    all_steps = []
     for inner in entry[key]:
-        steps += _steps(inner, key)
-    return steps
+        all_steps += steps(inner, key)
+    return all_steps
 
 
 def _special_and_text(main: Json, max_token: int) -> tuple[dict[str, int], dict[bytes, int]]:
@@ -405,7 +428,7 @@ def _document_end(key: str, main: Json, config: Json, special: dict[str, int]) -
 
 def _of_template(main: Json, key: str) -> str | None:
     """The token that a TemplateProcessing puts before (bos_token) or after (eos_token) a text."""
-    for step in _steps(main.get("post_processor"), "processors"):
+    for step in steps(main.get("post_processor"), "processors"):
         if step["type"] != "TemplateProcessing":
             continue
         template = step["single"]

@@ -155,6 +155,8 @@ def read_tokenizer(folder: Path) -> bytes | None:
         return None
     try:
         tokenizer = Tokenizer(folder)
+        if tokenizer.whole_documents:  # it has no ranks
+            return tokenizer.content
         tokens = sorted(tokenizer.tokens, key=tokenizer.tokens.__getitem__)
         as_rank_file = Tokenizer(folder, rank_file(tokens))
     except ConfigError as error:

@@ -204,6 +204,7 @@ def _compare_tokenizers(path: Path, saved: bytes | None, tokenizer: bytes) -> No
         a = Tokenizer(path, saved)
         b = Tokenizer(path, tokenizer)
         same = (a.tokens, a.ranks, a.pattern, a.nfc) == (b.tokens, b.ranks, b.pattern, b.nfc)
+        same = same and not a.whole_documents  # whose merges are not known
     except ConfigError:
         same = False
     if not same:

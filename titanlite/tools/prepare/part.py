@@ -277,6 +277,8 @@ def _write(
     if document.prompt:
         digest.update(document.prompt.encode())
         writer.write(tokenizer.encode(document.prompt), targets=False)
+    if tokenizer.whole_documents:
+        content = iter(["".join(content)])
     for block in content:
         data = block.encode()
         digest.update(data)

@@ -1,0 +1,131 @@
+"""Tokenizers that tiktoken cannot express, against the `tokenizers` package itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from messages import refused
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.tools.formats.huggingface_tokenizer import files_of, to_files
+
+SPECIAL = ["<s>", "</s>", "<unk>", "<|im_start|>"]
+TEXT = (
+    """def tokens(text):  # zwei Wörter,   three  spaces
+    return [" 日本語 ", 12345, '<s>', "<|im_start|>"]  \U0001f642\t\r\n
+"""
+    * 3
+)
+
+
+def sentencepiece() -> Any:
+    """As Llama 2's: a prefix, a mark for spaces, bytes for other characters."""
+    encoder = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    encoder.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    encoder.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    bytes_of_text = [f"<0x{i:02X}>" for i in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=[*SPECIAL, *bytes_of_text])
+    encoder.train_from_iterator([TEXT.replace("日本語", "")] * 3, trainer)
+    main = json.loads(encoder.to_str())  # the bytes are no special tokens there
+    main["added_tokens"] = main["added_tokens"][: len(SPECIAL)]
+    return tokenizers.Tokenizer.from_str(json.dumps(main))
+
+
+def several_splits() -> Any:
+    """As DeepSeek's: three Splits before ByteLevel."""
+    encoder = tokenizers.Tokenizer(models.BPE())
+    encoder.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(r"\p{N}{1,3}"), "isolated"),
+            pre_tokenizers.Split(tokenizers.Regex("[一-龥]+"), "isolated"),
+            pre_tokenizers.Split(tokenizers.Regex(r"\s+\w+|\s+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    encoder.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    encoder.train_from_iterator([TEXT] * 3, trainer)
+    return encoder
+
+
+def without_some_bytes() -> Any:
+    """As SmolLM2's: bytes that are not in its text have no token."""
+    encoder = tokenizers.Tokenizer(models.BPE())
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL)
+    encoder.train_from_iterator([TEXT] * 3, trainer)
+    return encoder
+
+
+def save(encoder: Any, folder: Path) -> Path:
+    (folder / "tokenizer.json").write_text(encoder.to_str())
+    ends = {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(ends))
+    return folder
+
+
+@pytest.mark.parametrize("make", [sentencepiece, several_splits, without_some_bytes])
+def test_ids_and_text_are_those_of_the_package(tmp_path, make):
+    encoder = make()
+    ours = Tokenizer(save(encoder, tmp_path))
+    assert ours.whole_documents
+    assert (ours.bos, ours.eos) == (0, 1)
+    assert ours.size == encoder.get_vocab_size()
+    for text in (TEXT.replace("<s>", "").replace("<|im_start|>", ""), "", " ", "a  b", "x"):
+        ids = encoder.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == encoder.decode(ids, skip_special_tokens=False)
+    # The names of special tokens are ordinary text, which they give back
+    assert not {0, 1, 2, 3} & set(ours.encode(TEXT))
+    assert ours.decode(ours.encode(TEXT)) == TEXT
+    assert ours.decode([0, *ours.encode("a s"), 1]) == "<s>a s</s>"
+    text = "return 12345"
+    assert sum(ours.token_bytes[i] for i in ours.encode(text)) in (len(text), len(text) + 1)
+
+
+@pytest.mark.parametrize("make", [sentencepiece, without_some_bytes])
+def test_a_checkpoint_keeps_the_tokenizer(tmp_path, make):
+    ours = Tokenizer(save(make(), tmp_path))
+    again = Tokenizer("again", ours.content)
+    assert again.encode(TEXT) == ours.encode(TEXT)
+    assert again.sha256 == ours.sha256
+    assert files_of(ours.content) == ours.files
+    exported = to_files(ours, 128)
+    for name, content in exported.items():
+        (tmp_path / name).write_bytes(content)
+    assert Tokenizer(tmp_path).encode(TEXT) == ours.encode(TEXT)
+
+
+def test_without_the_package_the_reason_is_given(tmp_path, monkeypatch):
+    save(sentencepiece(), tmp_path)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with refused("normalizer Prepend", "pip install tokenizers"):
+        Tokenizer(tmp_path)
+
+
+def test_random_merges_are_refused(tmp_path):
+    main = json.loads(without_some_bytes().to_str())
+    main["model"]["dropout"] = 0.1
+    save(tokenizers.Tokenizer.from_str(json.dumps(main)), tmp_path)
+    with refused("dropout"):
+        Tokenizer(tmp_path)

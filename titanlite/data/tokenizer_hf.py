@@ -1,0 +1,131 @@
+"""Tokenizers that tiktoken cannot express, encoded by Hugging Face's `tokenizers` package.
+
+What it is: a tokenizer.json that `tokenizer_json.py` refuses: SentencePiece's (Llama 2, Mistral),
+with several pre-tokenizers (DeepSeek), with normalizers, or without tokens for some bytes
+(SmolLM2). Special tokens are removed from the file before the package reads it, because it would
+find their names in any text: here a name in a document is ordinary characters.
+Why not for all: with tiktoken, text of any length is encoded in blocks, and no package is needed.
+What it costs: a document is encoded as a whole, and the package is an extra:
+`pip install titanlite[fast]`.
+Reference: https://huggingface.co/docs/tokenizers
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from titanlite.data.byte_level import BYTES
+from titanlite.data.tokenizer_json import MARK, Encoding, Json, files_and_ends, steps
+from titanlite.runtime.errors import ConfigError
+
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # which SentencePiece writes for a space
+
+
+class HuggingFaceCodec:
+    """Encodes and decodes text without special tokens, and ids of both."""
+
+    def __init__(self, path: Path, main: Json) -> None:
+        """Raises ConfigError if the package is missing, or cannot read the tokenizer."""
+        try:
+            import tokenizers
+        except ImportError:
+            raise ConfigError(
+                f"{path}: its text is encoded by the package `tokenizers`: pip install tokenizers"
+            ) from None
+        self.special: dict[str, int] = {}
+        ordinary = []
+        for entry in main["added_tokens"]:
+            if entry["special"] or MARK.fullmatch(entry["content"]):
+                self.special[entry["content"]] = entry["id"]
+            else:
+                ordinary.append(entry)
+        of_text = {
+            **main,
+            "added_tokens": ordinary,
+            "post_processor": None,
+            "truncation": None,
+            "padding": None,
+        }
+        if main["model"].get("dropout"):
+            raise ConfigError(f"{path}: model.dropout makes ids random; allowed: null")
+        try:
+            whole: Any = tokenizers.Tokenizer.from_str(json.dumps(main))
+            self._encoder: Any = tokenizers.Tokenizer.from_str(json.dumps(of_text))
+        except Exception as error:  # of Rust, of no other class
+            raise ConfigError(f"{path}: `tokenizers` cannot read it: {error}") from None
+        # Ids of added tokens are given anew when a file is read
+        for encoder, entries in ((whole, main["added_tokens"]), (self._encoder, ordinary)):
+            for entry in entries:
+                found = encoder.token_to_id(entry["content"])
+                if found != entry["id"]:
+                    raise ConfigError(
+                        f"{path}: added token {entry['content']!r} has id {entry['id']}; "
+                        f"`tokenizers` gives it {found}"
+                    )
+        self._names = {i: name for name, i in self.special.items()}
+        decoders = steps(main.get("decoder"), "decoders")
+        self._byte_level = any(step["type"] == "ByteLevel" for step in decoders)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text; a name of a special token is ordinary text."""
+        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def starts(self, text: str) -> list[int]:
+        """Where each token of the text begins: a number of characters."""
+        offsets = self._encoder.encode(text, add_special_tokens=False).offsets
+        return [begin for begin, _ in offsets]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text, with the names of special tokens."""
+        texts = []
+        for is_special, run in itertools.groupby(ids, lambda i: i in self._names):
+            if is_special:
+                texts += [self._names[i] for i in run]
+            else:
+                texts.append(self._encoder.decode(list(run), skip_special_tokens=False))
+        return "".join(texts)
+
+    def token_bytes(self) -> dict[int, bytes]:
+        """The bytes of text that each id stands for; a special token has none."""
+        vocabulary: dict[str, int] = self._encoder.get_vocab(with_added_tokens=True)
+        return {
+            i: bytes_of(token, self._byte_level)
+            for token, i in vocabulary.items()
+            if i not in self._names
+        }
+
+
+def encoding_by_package(path: Path, main: Json, config: Json) -> tuple[Encoding, HuggingFaceCodec]:
+    """What is known of a tokenizer that the package encodes with. Raises ConfigError."""
+    codec = HuggingFaceCodec(path, main)
+    files, bos, eos = files_and_ends(main, config, codec.special)
+    encoding = Encoding(
+        files=files,
+        tokens={content: i for i, content in codec.token_bytes().items()},
+        ranks={},
+        ids=[],
+        special=codec.special,
+        bos=codec.special[bos],
+        eos=codec.special[eos],
+        pattern="",
+        nfc=False,
+        unmade=0,
+    )
+    return encoding, codec
+
+
+def bytes_of(token: str, byte_level: bool) -> bytes:
+    """The bytes that a token stands for: of a byte-level encoding, or of SentencePiece."""
+    if byte_level:
+        return token.translate(BYTES).encode("latin-1", "replace")
+    byte = BYTE.fullmatch(token)
+    if byte:
+        return bytes([int(byte[1], 16)])
+    return token.replace(SPACE, " ").encode()
