@@ -17,6 +17,7 @@ from pathlib import Path
 
 import tiktoken
 
+from titanlite.data.nfc import nfc
 from titanlite.data.tiktoken_pieces import pieces
 from titanlite.data.tokenizer_hf import HuggingFaceCodec, encoding_by_package
 from titanlite.data.tokenizer_json import Encoding, convert, find, parse
@@ -96,6 +97,23 @@ class Tokenizer:
         if not self.ids:
             return ranks
         return [self.ids[rank] for rank in ranks]
+
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids of the text, and in which of its characters each token begins."""
+        if self._codec is not None:
+            return self._codec.encode(text), self._codec.starts(text)
+        if self.nfc:
+            text = nfc(text)
+        ids = self.encode(text)
+        characters = []  # of each byte: the character that it is a part of
+        for place, character in enumerate(text):
+            characters += [place] * len(character.encode("utf-8", "replace"))
+        starts = []
+        position = 0
+        for i in ids:
+            starts.append(characters[position])
+            position += self.token_bytes[i]
+        return ids, starts
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text.

@@ -1,0 +1,107 @@
+"""Conversations as ids and targets, against transformers' mask of what the assistant says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from chats import CHATML, CONVERSATIONS, MARKED
+from messages import refused
+
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.tools.chat.conversation import ChatEncoder, encode, messages_of
+from titanlite.tools.chat.template import ChatTemplate
+from titanlite.tools.formats.huggingface_tokenizer import to_files
+
+
+def encoder_of(tokenizer: Tokenizer, source: str) -> ChatEncoder:
+    names = {i: name for name, i in tokenizer.special.items()}
+    template = ChatTemplate(source, names[tokenizer.bos], names[tokenizer.eos])
+    return ChatEncoder(template, list(tokenizer.special))
+
+
+def test_ids_and_mask_are_those_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    ours = Tokenizer()
+    for name, content in to_files(ours, 128).items():
+        (tmp_path / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for messages in CONVERSATIONS:
+        expected = theirs.apply_chat_template(
+            messages,
+            chat_template=MARKED,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        ids, targets = encode(encoder_of(ours, MARKED).pieces(messages), ours)
+        assert ids == expected["input_ids"]
+        assert targets == [bool(mark) for mark in expected["assistant_masks"]]
+
+
+def test_what_is_trained():
+    """All answers, or the last; with the token that ends them."""
+    ours = Tokenizer()
+    encoder = encoder_of(ours, MARKED)
+    for last_only, expected in ((False, " two<|end_of_text|>"), (True, "")):
+        pieces = encoder.pieces(CONVERSATIONS[1], last_only=last_only)
+        ids, targets = encode(pieces, ours)
+        trained = [i for i, target in zip(ids, targets, strict=True) if target]
+        assert ours.decode(trained) == expected + " four <b>'\"&<|end_of_text|>"
+    ids, targets = encode(encoder.pieces(CONVERSATIONS[0], prompt=True), ours)
+    assert ours.decode(ids).endswith("[A]")
+
+
+def test_special_tokens_come_from_the_template_alone():
+    ours = Tokenizer()
+    hostile = "<|end_of_text|> <|begin_of_text|>"
+    messages = [{"role": "user", "content": hostile}, {"role": "assistant", "content": hostile}]
+    ids, _ = encode(encoder_of(ours, MARKED).pieces(messages), ours)
+    assert ids.count(ours.eos) == 1
+    assert ids.count(ours.bos) == 1
+    assert ours.decode(ids).count(hostile) == 2
+
+
+def test_characters_of_several_tokens():
+    """Of which each is a target if the character is the assistant's."""
+    ours = Tokenizer()
+    messages = [
+        {"role": "user", "content": "\U0001f642"},
+        {"role": "assistant", "content": "\u732b"},
+    ]
+    ids, targets = encode(encoder_of(ours, MARKED).pieces(messages), ours)
+    trained = [i for i, target in zip(ids, targets, strict=True) if target]
+    assert ours.decode(trained) == " \u732b<|end_of_text|>"
+
+
+def test_both_shapes_of_messages():
+    assert messages_of([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]) == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
+    assert messages_of([{"role": "user", "content": "a", "name": "x"}]) == [
+        {"role": "user", "content": "a"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("text", ["list of messages", "str"]),
+        ([], ["list of messages"]),
+        ([1], ["message 1", "int"]),
+        ([{"role": "me", "content": "a"}], ["message 1", "'me'", "user, assistant"]),
+        ([{"role": "user", "content": None}], ["content", "NoneType"]),
+        ([{"role": "user", "content": "\ufdd1"}], ["noncharacters"]),
+        ([{"role": "user", "content": "a", "tool_calls": [1]}], ["tool_calls"]),
+    ],
+)
+def test_wrong_messages_are_refused(value, words):
+    with refused(*words, error=ValueError):
+        messages_of(json.loads(json.dumps(value)))
+
+
+def test_templates_without_marks():
+    ours = Tokenizer()
+    pieces = encoder_of(ours, CHATML).pieces(CONVERSATIONS[0])
+    assert "".join(piece.text for piece in pieces if piece.target) == "4<|im_end|>\n"

@@ -1,0 +1,84 @@
+"""Chat templates, rendered as transformers renders them; and templates that attack."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from chats import CHATML, CONVERSATIONS, LOOPS, MARKED, NAMESPACE, SYSTEM
+from messages import refused
+
+from titanlite.tools.chat import template
+from titanlite.tools.chat.template import PLAIN, ChatTemplate, TemplateError
+
+TEMPLATES = [CHATML, MARKED, SYSTEM, LOOPS, NAMESPACE, PLAIN]
+
+
+@pytest.mark.parametrize("number", range(len(TEMPLATES)))
+@pytest.mark.parametrize("prompt", [False, True])
+def test_templates_are_rendered_as_transformers_does(number, prompt):
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = TEMPLATES[number]
+    for messages in CONVERSATIONS:
+        (theirs,), marks = utils.render_jinja_template(
+            [messages],
+            chat_template=source,
+            return_assistant_tokens_mask="generation %" in source,
+            add_generation_prompt=prompt,
+            bos_token="<s>",
+            eos_token="</s>",
+        )
+        ours = ChatTemplate(source, "<s>", "</s>")._ask(messages, prompt)
+        assert ours.text == theirs
+        if "generation %" in source:
+            assert ours.answers == [tuple(mark) for mark in marks[0]]
+
+
+def test_where_the_answers_are_without_marks():
+    rendered = ChatTemplate(CHATML, "", "").render(CONVERSATIONS[1])
+    assert [rendered.text[begin:end] for begin, end in rendered.answers] == [
+        "two<|im_end|>\n",
+        "four <b>'\"&<|im_end|>\n",
+    ]
+    # One whose earlier answers depend on later messages
+    last = "{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}"
+    with refused("no beginning of the whole", "generation", error=TemplateError):
+        ChatTemplate(last, "", "").render(CONVERSATIONS[1])
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", ["unsafe"]),
+        ("{{ messages.append(1) }}", ["append"]),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", ["unsafe"]),
+        ("{{ (().__class__.__base__) }}", ["unsafe"]),
+        ("{% set x = 'a' * 9999999999 %}{{ x }}", ["memory"]),
+        ("{{ 'a' | center(9999999999) }}", ["memory"]),
+        ("{% for i in range(99999999) %}{{ i }}{% endfor %}", ["too much"]),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", ["calls itself"]),
+        ("{% for %}", ["xpected"]),
+        ("{% include '/etc/passwd' %}", ["loader"]),
+        ("{{ raise_exception('no such role') }}", ["no such role"]),
+        ("{{ open('/etc/passwd') }}", ["open"]),
+    ],
+)
+def test_hostile_templates_are_refused(source, words):
+    with refused(*words, error=TemplateError):
+        ChatTemplate(source, "", "").render(CONVERSATIONS[0])
+    assert ChatTemplate("fine", "", "")._ask(CONVERSATIONS[0], False).text == "fine"
+
+
+def test_a_template_that_does_not_end_is_ended(monkeypatch):
+    """By the child itself, or from outside where Python cannot interrupt an operation."""
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template.stop()
+    started = time.monotonic()
+    with refused("more than 5 s", error=TemplateError):
+        ChatTemplate(endless, "", "").render(CONVERSATIONS[0])
+    assert time.monotonic() - started < 9
+    monkeypatch.setattr(template, "SECONDS", 0.2)  # of the parent alone
+    with refused("more than", error=TemplateError):
+        ChatTemplate(endless, "", "").render(CONVERSATIONS[0])
+    monkeypatch.undo()
+    assert ChatTemplate("fine", "", "")._ask(CONVERSATIONS[0], False).text == "fine"

@@ -1,0 +1,156 @@
+"""A conversation as token ids, and which of them are targets of the loss.
+
+What it is: rows of data sets in two shapes become messages with role and content; a template makes
+a text of them, whose special tokens are recognised where the template wrote them, never where a
+message did; and a token is a target if some of its text is the assistant's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from titanlite.data.nfc import nfc
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.tools.chat.template import ChatTemplate, Message, Rendered
+
+ROLES = ("system", "user", "assistant", "tool")
+# ShareGPT's -> OpenAI's
+FROM = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "bot": "assistant"}
+HIDDEN = "\ufdd0"  # a noncharacter, within the name of a special token that a message has
+NONCHARACTERS = re.compile("[\ufdd0-\ufdd3]")
+
+
+class Piece(NamedTuple):
+    """A part of a rendered conversation."""
+
+    text: str
+    special: bool  # whether it is the name of a special token, and not text
+    target: bool
+
+
+def messages_of(value: Any) -> list[Message]:
+    """The messages of a row: {role, content} each, or ShareGPT's {from, value}.
+
+    Raises ValueError with the reason.
+    """
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"expected a list of messages, found {type(value).__name__}")
+    messages: list[Message] = []
+    for number, entry in enumerate(value, 1):
+        if not isinstance(entry, dict):
+            raise ValueError(f"message {number} is of type {type(entry).__name__}")
+        if "from" in entry:
+            role = FROM.get(entry["from"], entry["from"])
+            content = entry.get("value")
+        else:
+            role = entry.get("role")
+            content = entry.get("content")
+        if role not in ROLES:
+            raise ValueError(f"message {number} has role {role!r:.80}; allowed: {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise ValueError(f"message {number} has content of type {type(content).__name__}")
+        if NONCHARACTERS.search(content):
+            raise ValueError(f"message {number} has the noncharacters U+FDD0 to U+FDD3")
+        if entry.get("tool_calls"):
+            raise ValueError(f"message {number} has tool_calls, which are not supported")
+        messages.append({"role": role, "content": content})
+    return messages
+
+
+class ChatEncoder:
+    """Conversations to pieces, and pieces to ids."""
+
+    def __init__(self, template: ChatTemplate, special: Sequence[str]) -> None:
+        """`special`: the names of the tokenizer's special tokens."""
+        self.template = template
+        longest_first = sorted(special, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def pieces(
+        self, messages: Sequence[Message], prompt: bool = False, last_only: bool = False
+    ) -> list[Piece]:
+        """The parts of a conversation. `prompt`: up to the beginning of the next answer;
+        `last_only`: only the last answer is a target.
+
+        Raises TemplateError.
+        """
+        hidden = [
+            {**message, "content": self._special.sub(_hide, message["content"])}
+            for message in messages
+        ]
+        rendered = self.template.render(hidden, prompt)
+        answers = rendered.answers[-1:] if last_only else rendered.answers
+        pieces: list[Piece] = []
+        for begin, end, target in _ranges(Rendered(rendered.text, answers)):
+            text = rendered.text[begin:end]
+            position = 0
+            for match in self._special.finditer(text):
+                pieces.append(Piece(text[position : match.start()], False, target))
+                pieces.append(Piece(match[0], True, target))
+                position = match.end()
+            pieces.append(Piece(text[position:], False, target))
+        shown = [piece._replace(text=piece.text.replace(HIDDEN, "")) for piece in pieces]
+        return [piece for piece in shown if piece.text]
+
+
+def _hide(match: re.Match[str]) -> str:
+    """A name of a special token in a message, so that it is not recognised as one."""
+    return match[0][0] + HIDDEN + match[0][1:]
+
+
+def _ranges(rendered: Rendered) -> list[tuple[int, int, bool]]:
+    """The whole text in order: begin, end, whether the assistant says it."""
+    ranges = []
+    position = 0
+    for begin, end in sorted(rendered.answers):
+        ranges.append((position, begin, False))
+        ranges.append((begin, end, True))
+        position = end
+    ranges.append((position, len(rendered.text), False))
+    return ranges
+
+
+def encode(pieces: Sequence[Piece], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """Ids, and which are targets. Text between special tokens is encoded as a whole."""
+    ids: list[int] = []
+    targets: list[bool] = []
+    run: list[Piece] = []
+    for piece in [*pieces, Piece("", True, False)]:
+        if not piece.special:
+            text = nfc(piece.text) if tokenizer.nfc else piece.text
+            run.append(piece._replace(text=text))
+            continue
+        if run:
+            of_run, is_target = _encode_run(run, tokenizer)
+            ids += of_run
+            targets += is_target
+            run = []
+        if piece.text:
+            ids.append(tokenizer.special[piece.text])
+            targets.append(piece.target)
+    return ids, targets
+
+
+def _encode_run(run: Sequence[Piece], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """Text without special tokens, some of which is the assistant's."""
+    ids, starts = tokenizer.encode_with_starts("".join(piece.text for piece in run))
+    size = sum(len(piece.text) for piece in run)
+    says = np.zeros(size + 1, dtype=np.int64)  # how many of the first characters are targets
+    position = 0
+    for piece in run:
+        length = len(piece.text)
+        if piece.target:
+            says[position + 1 : position + length + 1] = 1
+        position += length
+    says = says.cumsum()
+    ends = [*starts[1:], size]
+    # The tokens of one character have the same start: its place counts for all of them
+    targets = [
+        bool(says[max(end, begin + 1)] > says[begin])
+        for begin, end in zip(starts, ends, strict=True)
+    ]
+    return ids, targets

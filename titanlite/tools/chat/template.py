@@ -1,0 +1,300 @@
+"""Chat templates: a conversation as the text that a model was trained on.
+
+What it is: a template is a Jinja program that came with a model (`chat_template.jinja`, or an entry
+of tokenizer_config.json). It is rendered as transformers does, with what the assistant says marked:
+by `{% generation %}` blocks if the template has them, otherwise each answer is what the text gains
+by it.
+Why in a child process: a template is a program of others. Jinja's sandbox denies it attributes of
+Python, and the child has limits of CPU time and memory: an endless loop or a string of gigabytes
+ends in an error. The child starts with this file as its program.
+What it costs: 0.1 s for the process, and a tenth of a millisecond for a conversation.
+Reference: transformers 5, `utils/chat_template_utils.py`
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+SECONDS = 5  # for a conversation
+MEMORY = 1 << 29  # bytes, beside those of Python
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+LONGEST = 1 << 26  # characters of a rendered conversation
+
+# For models without a template
+PLAIN = """\
+{%- for message in messages -%}
+{%- if message.role == 'system' -%}
+{{ message.content }}
+
+{% elif message.role == 'user' -%}
+Question: {{ message.content }}
+{% elif message.role == 'assistant' -%}
+Answer: {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}Answer: {% endif -%}
+"""
+
+
+class TemplateError(ValueError):
+    """A template cannot render a conversation: the reason, as one line."""
+
+
+class Rendered(NamedTuple):
+    """A conversation as text, and where in it the assistant speaks: ranges of characters."""
+
+    text: str
+    answers: list[tuple[int, int]]
+
+
+Message = Mapping[str, str]  # with role and content
+
+
+class ChatTemplate:
+    """Renders conversations by one template."""
+
+    def __init__(self, source: str, bos: str, eos: str) -> None:
+        """`bos`, `eos`: the names of the tokens that templates know."""
+        self.source = source
+        self.marks_answers = MARKS.search(source) is not None
+        self.variables = {"bos_token": bos, "eos_token": eos}
+
+    def render(self, messages: Sequence[Message], prompt: bool = False) -> Rendered:
+        """A conversation; with `prompt` up to where the assistant's next answer begins.
+
+        Raises TemplateError.
+        """
+        rendered = self._ask(messages, prompt)
+        if self.marks_answers:
+            return rendered
+        return Rendered(rendered.text, self._by_prefixes(messages, rendered.text))
+
+    def _by_prefixes(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
+        """Where the answers are in the text of a template without marks."""
+        answers = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._ask(messages[:i], True)
+            after = self._ask(messages[: i + 1], False)
+            grows = text.startswith(after.text) and after.text.startswith(before.text)
+            if not grows:
+                raise TemplateError(
+                    f"its text up to message {i + 1} is no beginning of the whole, and it has no "
+                    "{% generation %}: where the answer is cannot be known"
+                )
+            answers.append((len(before.text), len(after.text)))
+        return answers
+
+    def _ask(self, messages: Sequence[Message], prompt: bool) -> Rendered:
+        """The text, with the answers that the template marks."""
+        variables: dict[str, Any] = dict(self.variables)
+        variables["messages"] = [dict(message) for message in messages]
+        variables["add_generation_prompt"] = prompt
+        answer = _ask({"source": self.source, "variables": variables})
+        answers = [(begin, end) for begin, end in answer["answers"]]
+        return Rendered(answer["text"], answers)
+
+
+class _Child:
+    """A process that renders; started when it is needed, and again after it was ended."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self.process is None:
+            self.process = _start()
+        process = self.process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        line = b""
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            # The child ends itself sooner, but for an operation that Python cannot interrupt
+            if select.select([process.stdout], [], [], 2 * SECONDS)[0]:
+                line = process.stdout.readline()
+        if not line.endswith(b"\n"):
+            self.stop()
+            raise TemplateError(f"rendering it takes more than {SECONDS} s, or too much memory")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise TemplateError(answer["error"])
+        return answer
+
+    def stop(self) -> None:
+        process = self.process
+        self.process = None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()  # type: ignore[union-attr]
+
+
+_children: dict[int, _Child] = {}  # by process: after a fork a child is not this process's
+
+
+def _ask(request: dict[str, Any]) -> dict[str, Any]:
+    return _children.setdefault(os.getpid(), _Child()).ask(request)
+
+
+@atexit.register
+def stop() -> None:
+    """Ends this process's child."""
+    _children.pop(os.getpid(), _Child()).stop()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    # Neither the current folder nor PYTHONPATH is searched, only the folders of these packages
+    folders = []
+    for name in ("jinja2", "markupsafe"):
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.origin:
+            raise TemplateError("chat templates need jinja2: pip install jinja2")
+        folders.append(str(Path(spec.origin).parents[1]))
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-B", __file__, *dict.fromkeys(folders)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+# From here on: the child
+
+
+class TooLong(Exception):
+    """The time for a conversation is over."""
+
+
+def main(folders: list[str]) -> None:
+    """Answers requests from standard input, a line of JSON each, on standard output."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    sys.path += folders
+    render = renderer()
+    for forbidden in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_NPROC):
+        resource.setrlimit(forbidden, (0, 0))
+    memory = MEMORY + _address_space()
+    with contextlib.suppress(ValueError, OSError):  # above the system's own limit
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    signal.signal(signal.SIGALRM, _too_long)
+    for line in sys.stdin.buffer:
+        _send(sys.stdout.buffer, _answer(render, json.loads(line)))
+
+
+def _answer(render: Any, request: dict[str, Any]) -> dict[str, Any]:
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        answer: dict[str, Any] = render(request)
+        return answer
+    except TooLong:
+        return {"error": f"rendering it takes more than {SECONDS} s"}
+    except (MemoryError, OverflowError):
+        return {"error": "rendering it takes too much memory"}
+    except RecursionError:
+        return {"error": "it calls itself too often"}
+    except Exception as error:  # whatever it is, the template or its conversation is the cause
+        text = str(error).strip() or type(error).__name__
+        return {"error": text.splitlines()[0][:300]}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _too_long(number: int, frame: object) -> None:
+    raise TooLong
+
+
+def _send(output: IO[bytes], answer: dict[str, Any]) -> None:
+    output.write(json.dumps(answer).encode() + b"\n")
+    output.flush()
+
+
+def _address_space() -> int:
+    """The bytes of memory that this process has; 0 where that is not known."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def renderer() -> Any:
+    """The function that renders a request, with jinja2 as transformers uses it."""
+    import datetime
+
+    import jinja2
+    from jinja2 import ext, nodes, sandbox
+
+    spans: list[tuple[str, str]] = []  # of generation blocks: a mark, and the text
+
+    class Generation(ext.Extension):
+        """`{% generation %}` ... `{% endgeneration %}`: what the assistant says."""
+
+        tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+
+        def parse(self, parser: Any) -> nodes.Node:
+            number = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("_mark")
+            return nodes.CallBlock(call, [], [], body).set_lineno(number)
+
+        def _mark(self, caller: Any) -> str:
+            text = str(caller())
+            spans.append((f"\ufdd1{len(spans)}\ufdd2", text))
+            return f"{spans[-1][0]}{text}\ufdd3"
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.exceptions.TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    compiled: dict[str, Any] = {}
+
+    def render(request: dict[str, Any]) -> dict[str, Any]:
+        source = request["source"]
+        if source not in compiled:
+            compiled.clear()
+            compiled[source] = environment.from_string(source)
+        spans.clear()
+        text = compiled[source].render(**request["variables"])
+        if len(text) > LONGEST:
+            return {"error": f"it makes a text of {len(text)} characters; at most {LONGEST}"}
+        answers = []
+        for mark, _ in spans:
+            begin = text.find(mark)
+            if begin < 0:
+                continue  # made, and not written
+            text = text[:begin] + text[begin + len(mark) :]
+            end = text.index("\ufdd3", begin)
+            text = text[:end] + text[end + 1 :]
+            answers.append((begin, end))
+        return {"text": text, "answers": answers}
+
+    return render
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
