@@ -38,6 +38,9 @@ class RunFacts:
             "model.json": llama.to_json().encode(),
             **data[0].tokenizer.files,
         }
+        template = data[0].manifest.get("chat_template", "")
+        if template:  # of conversations: a user of the checkpoint talks to it in the same form
+            self.files["chat_template.jinja"] = template.encode()
 
     def metadata(self, validation_loss: float | None) -> RunMetadata:
         """The run's part of a manifest; `validation_loss`: at the step that is saved."""

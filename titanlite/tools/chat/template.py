@@ -35,6 +35,7 @@ LONGEST = 1 << 26  # characters of a rendered conversation
 
 # For models without a template
 PLAIN = """\
+{{- bos_token -}}
 {%- for message in messages -%}
 {%- if message.role == 'system' -%}
 {{ message.content }}

@@ -14,6 +14,7 @@ def run(argv: list[str]) -> int:
     """Prints the prompt and its continuation by the model."""
     options = _options(argv)
     from titanlite.model.generate import generate
+    from titanlite.tools.chat.text_stream import text_stream
     from titanlite.tools.formats.load_weights import load_model, open_verified, tokenizer_of
 
     full = open_verified(
@@ -38,9 +39,7 @@ def run(argv: list[str]) -> int:
         description += f"; the text may exceed the {trained_length} tokens of a training sequence"
     print(description, file=sys.stderr)
     print(options.prompt, end="", flush=True)
-    new_tokens: list[int] = []
-    printed = ""
-    for token in generate(
+    tokens = generate(
         model,
         prompt,
         max_new_tokens,
@@ -48,14 +47,10 @@ def run(argv: list[str]) -> int:
         temperature=options.temperature,
         top_k=options.top_k,
         seed=options.seed,
-    ):
-        new_tokens.append(token)
-        text = tokenizer.decode(new_tokens)
-        # a character may be several tokens: print it when it is complete
-        if not text.endswith("\ufffd"):
-            print(text[len(printed) :], end="", flush=True)
-            printed = text
-    print(tokenizer.decode(new_tokens)[len(printed) :])
+    )
+    for text in text_stream(tokens, tokenizer, prompt):
+        print(text, end="", flush=True)
+    print()
     return 0
 
 

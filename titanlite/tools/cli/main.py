@@ -24,6 +24,7 @@ COMMANDS = (
     "prepare",
     "verify",
     "generate",
+    "chat",
     "convert",
     "checkpoint",
     "evaluate",
@@ -43,6 +44,7 @@ USAGE = """usage: titanlite COMMAND ...
   prepare [CONFIG] [--section.key=value ...]     tokenise a configuration's data into the cache
   verify [CONFIG] [--quick] [--processes N]      show that every parallel layout equals one process
   generate CHECKPOINT [--prompt TEXT]            sample text from a checkpoint of any format
+  chat CHECKPOINT [--prompt TEXT]                talk to a model in the terminal
   convert SOURCE TARGET [--to FORMAT]            write a checkpoint in another format and check it
   checkpoint list|verify|show|diff|prune ...     list, check, show and delete checkpoints of a run
   evaluate CHECKPOINT [--tasks A,B] [...]        tasks of lm-eval; --perplexity DATA: loss on a text

@@ -14,6 +14,8 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.verification import verify_changed
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.progress import progress_bar
+from titanlite.tools.chat.find_template import find_template, read_template
+from titanlite.tools.chat.template import PLAIN
 from titanlite.tools.cli.options import StrictParser, at_least
 from titanlite.tools.cli.prepare_options import (
     add_duplicate_options,
@@ -25,7 +27,7 @@ from titanlite.tools.cli.stops import stoppable
 from titanlite.tools.prepare.build import BAD_ROWS, Options, begin, build, working_folder
 from titanlite.tools.prepare.cache import prepare
 from titanlite.tools.prepare.inspect import inspect
-from titanlite.tools.prepare.job import NAME, differences, read_job
+from titanlite.tools.prepare.job import NAME, NO_CHAT, ChatConfig, differences, read_job
 from titanlite.tools.prepare.locks import hold
 from titanlite.tools.prepare.merge import MANIFEST, decide_duplicates, merge, missing_parts
 from titanlite.tools.prepare.part import run_part, verdicts_path
@@ -54,14 +56,20 @@ TEXTS = {  # options with a text: (default, name of the value, help)
     "tokenizer": ("", "FILE", "default: the bundled one of 4,096 tokens"),
     "pattern": ("**/*", "GLOB", "which files of a folder to use; default: **/*"),
     "field": (
-        "text",
+        "",
         "NAME",
-        "field or column of JSON lines and Parquet with the text; default: text",
+        "field or column of JSON lines and Parquet with the text; default: text, with --chat "
+        "messages (or the answer to --prompt-field)",
     ),
     "prompt-field": (
         "",
         "NAME",
         "field of a prompt before the text; its tokens are not targets of the loss",
+    ),
+    "template": (
+        "",
+        "FILE",
+        "--chat: a chat template (Jinja); default: that beside the tokenizer, else a plain one",
     ),
     "validation": (
         "",
@@ -126,6 +134,15 @@ def _parser() -> StrictParser:
     for name, (default, metavar, text) in TEXTS.items():
         parser.add_argument(f"--{name}", default=default, metavar=metavar, help=text)
     parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="rows are conversations: messages, or a prompt and its answer; only what the "
+        "assistant says is a target of the loss",
+    )
+    parser.add_argument(
+        "--last-answer", action="store_true", help="--chat: only the last answer is a target"
+    )
+    parser.add_argument(
         "--max-bad-rows",
         type=at_least(float, 0),
         default=BAD_ROWS,
@@ -168,19 +185,37 @@ def _part(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def chat_from(options: argparse.Namespace, tokenizer: Tokenizer) -> ChatConfig:
+    """How conversations become text. Raises ConfigError."""
+    if not options.chat:
+        for name in ("template", "last_answer"):
+            if getattr(options, name):
+                raise ConfigError(f"--{name.replace('_', '-')} has no effect without --chat")
+        return NO_CHAT
+    if options.template:
+        template = read_template(Path(options.template))
+    else:
+        template = find_template(tokenizer.path) or PLAIN
+    names = {i: name for name, i in tokenizer.special.items()}
+    ends = (names[tokenizer.bos], names[tokenizer.eos])
+    return ChatConfig(template, *ends, tuple(tokenizer.special), options.last_answer)
+
+
 def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def _prepare_sources(options: argparse.Namespace) -> int:
     num_parts = options.part[1] if options.part else 0
-    settings = Settings(num_parts, filters_from(options), duplicates_from(options))
     tokenizer = Tokenizer(options.tokenizer)
+    chat = chat_from(options, tokenizer)
+    settings = Settings(num_parts, filters_from(options), duplicates_from(options), chat)
+    field = options.field or ("messages" if options.chat and not options.prompt_field else "text")
     folder = options.out.absolute()
     sources: list[tuple[Source, Found]] = []
     for path in options.sources:
         source = Source(
-            path, options.pattern, options.field, options.prompt_field, options.validation, KEYS
+            path, options.pattern, field, options.prompt_field, options.validation, KEYS
         )
         if is_prepared(Path(path)):
             raise ConfigError(f"{path}: is prepared already; train on it with --data.path={path}")

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from titanlite.tools.chat.conversation import Piece
+
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # at the start of a file, where it is not part of the text
 MAX_DOCUMENT = 1 << 26  # bytes of a row, and of a document that is filtered or compared
 
@@ -25,6 +27,7 @@ class Document(NamedTuple):
     blocks: Iterable[str] = ()
     ids: Iterable[np.ndarray[Any, Any]] | None = None  # instead of text, in blocks
     prompt: str = ""  # before the text, and not a target
+    pieces: tuple[Piece, ...] = ()  # of a conversation, whose whole text is the only block
     begins: bool = True  # the document begins here
     ends: bool = True
     label: str = ""  # in the fingerprint

@@ -104,6 +104,20 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ChatConfig:
+    """How rows that are conversations become text; no template: they are text themselves."""
+
+    template: str = ""
+    bos: str = ""  # names of special tokens
+    eos: str = ""
+    special: tuple[str, ...] = ()
+    last_only: bool = False  # only the last answer of a conversation is trained
+
+
+NO_CHAT = ChatConfig()
+
+
+@dataclass(frozen=True)
 class Job:
     """Everything that decides the bytes of a prepared folder."""
 
@@ -118,6 +132,7 @@ class Job:
     parts: Annotated[int, range(1, MOST_ASKED + 1)]
     filters: FilterConfig = NO_FILTERS
     duplicates: DuplicateConfig = ALL_DOCUMENTS
+    chat: ChatConfig = NO_CHAT
     separate_validation: bool = False  # the files of split `validation` are of another source
     format: int = FORMAT
     cut: Count = dataclasses.field(default_factory=lambda: CUT)  # bytes; smaller files are not cut

@@ -209,6 +209,7 @@ def _manifest(job: Job, records: list[PartRecord], tokenizer: Tokenizer) -> dict
             "size": tokenizer.size,
         },
         "dtype": token_dtype(tokenizer.size).str,
+        **({"chat_template": job.chat.template} if job.chat.template else {}),
         "rows": {
             "rows": sum(record.rows for record in records),
             "bad": sum(record.bad for record in records),

@@ -299,11 +299,13 @@ def _length(value: memoryview | str | None) -> int | str | None:
 
 
 def _value(scalar: Any) -> memoryview | str | None:
-    """The bytes of a text, None for null, or the name of another type."""
+    """The bytes of a text, or of a list as JSON; None for null, or the name of another type."""
     if not scalar.is_valid:
         return None
     if hasattr(scalar, "dictionary"):
         scalar = scalar.value
+    if str(scalar.type).startswith(("list<", "large_list<")):
+        return memoryview(json.dumps(scalar.as_py(), default=str).encode())
     if not hasattr(scalar, "as_buffer"):
         return str(scalar.type)[:LONGEST_NAME]
     buffer = scalar.as_buffer()

@@ -24,6 +24,7 @@ from titanlite.data.prepared_manifest import token_dtype
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file
+from titanlite.tools.chat.conversation import encode
 from titanlite.tools.prepare.documents import BadRow, Document
 from titanlite.tools.prepare.filter_report import Example, FilterReport
 from titanlite.tools.prepare.filters import rejection
@@ -180,7 +181,7 @@ def tokenise_part(
             f"{tokenizer.path}: has SHA-256 {tokenizer.sha256[:8]}, not {job.tokenizer_sha256[:8]}"
         )
     dtype = token_dtype(tokenizer.size)
-    masked = bool(job.prompt_field)
+    masked = bool(job.prompt_field or job.chat.template)
     writers = {split: ShardWriter(work, split, part, dtype, masked) for split in SPLITS}
     digest = hashlib.sha256(tokenizer.sha256.encode())
     tally = Tally(job)
@@ -269,6 +270,9 @@ def _write(
     writer = writers[split]
     if document.begins:
         writer.begin_document()
+    if document.pieces:
+        _write_conversation(document, tokenizer, writer, digest)
+        return
     if document.ids is not None:
         _write_ids(content, writer, digest, token_bytes)
         return
@@ -286,6 +290,22 @@ def _write(
         writer.write(tokenizer.encode(block))
     if document.ends:
         writer.write([tokenizer.eos])
+
+
+def _write_conversation(
+    document: Document, tokenizer: Tokenizer, writer: ShardWriter, digest: Digest
+) -> None:
+    """The ids of a conversation, whose template has written what is before and after it."""
+    for piece in document.pieces:
+        data = piece.text.encode()
+        digest.update(data + (b"+" if piece.target else b"-"))
+        writer.text_bytes += len(data)
+    ids, targets = encode(document.pieces, tokenizer)
+    position = 0
+    for target, run in itertools.groupby(targets):
+        length = len(list(run))
+        writer.write(ids[position : position + length], targets=target)
+        position += length
 
 
 def _split_of(data: bytes) -> str:

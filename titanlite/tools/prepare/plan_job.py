@@ -22,8 +22,10 @@ from titanlite.tools.prepare.inputs import companions_of
 from titanlite.tools.prepare.job import (
     ALL_DOCUMENTS,
     HOLDOUT,
+    NO_CHAT,
     NO_FILTERS,
     PART,
+    ChatConfig,
     File,
     Job,
     number_of_parts,
@@ -58,6 +60,7 @@ class Settings:
     parts: int = 0
     filters: FilterConfig = NO_FILTERS
     duplicates: DuplicateConfig = ALL_DOCUMENTS
+    chat: ChatConfig = NO_CHAT
 
 
 def plan_job(
@@ -101,8 +104,12 @@ def plan_job(
         parts=settings.parts or number_of_parts(sum(file.size for file in files)),
         filters=settings.filters,
         duplicates=settings.duplicates,
+        chat=settings.chat,
         separate_validation=bool(first.validation),
     )
+    if job.chat.template and not all(file.kind in ROWS for file in files):
+        kinds = sorted({file.kind for file in files} - set(ROWS))
+        raise ConfigError(f"--chat: conversations are rows, and {kinds[0]} has none")
     if job.prompt_field and not any(file.kind in ROWS for file in files):
         raise ConfigError(
             f"{files[0].path}: contains {files[0].kind}, which has no field {job.prompt_field!r}"

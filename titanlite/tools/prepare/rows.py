@@ -18,6 +18,8 @@ from typing import IO, Any
 
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
+from titanlite.tools.chat.conversation import ChatEncoder, messages_of
+from titanlite.tools.chat.template import ChatTemplate
 from titanlite.tools.prepare.compressed import (
     LINE,
     ROW,
@@ -36,7 +38,7 @@ from titanlite.tools.prepare.documents import (
     Skipped,
 )
 from titanlite.tools.prepare.filter_report import Example
-from titanlite.tools.prepare.job import File, Job, Piece
+from titanlite.tools.prepare.job import ChatConfig, File, Job, Piece
 from titanlite.tools.prepare.parquet_reader import (
     Table,
     UnreadableParquet,
@@ -60,12 +62,45 @@ def row_documents(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skippe
     return read[piece.file.kind](job, piece)
 
 
+@functools.lru_cache(1)
+def _encoder(chat: ChatConfig) -> ChatEncoder:
+    return ChatEncoder(ChatTemplate(chat.template, chat.bos, chat.eos), chat.special)
+
+
+def _conversation(row: int, values: Any, job: Job, split: str) -> Document | BadRow | None:
+    """The document of a row with messages, or with a prompt and its answer."""
+    try:
+        if job.prompt_field:
+            value: Any = [
+                {"role": "user", "content": values.get(job.prompt_field)},
+                {"role": "assistant", "content": values.get(job.field)},
+            ]
+        else:
+            value = values.get(job.field)
+            if isinstance(value, str):  # a column of Parquet, or text in JSON
+                value = json.loads(value)
+        messages = messages_of(value)
+        chat = job.chat
+        pieces = _encoder(chat).pieces(messages, last_only=chat.last_only)
+        text = "".join(piece.text for piece in pieces)
+        size = len(text.encode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        return BadRow(row, f"field {job.field!r}: {error}")
+    if size > MAX_DOCUMENT:
+        return BadRow(row, f"a conversation of {size} bytes, more than {MAX_DOCUMENT}")
+    if not any(piece.target for piece in pieces):
+        return BadRow(row, f"field {job.field!r}: no message is the assistant's")
+    return Document(row, split, (text,), pieces=tuple(pieces), length=len(text))
+
+
 def _document(row: int, values: Any, job: Job, split: str) -> Document | BadRow | None:
     """The document of a row, which should be a dict; None for an empty text."""
     if not isinstance(values, dict):
         return BadRow(
             row, f"expected an object with a field {job.field!r}, found {type(values).__name__}"
         )
+    if job.chat.template:
+        return _conversation(row, values, job, split)
     texts = []
     size = 0
     for name in (job.field, job.prompt_field):
@@ -165,7 +200,7 @@ def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
     file = piece.file
     columns = [name for name in (job.field, job.prompt_field) if name]
     table = _table(file, columns)
-    _check_columns(file, columns, table)
+    _check_columns(file, columns, table, nested=bool(job.chat.template))
     bounds = _group_bounds(file, table)
     groups = [
         i for i, rows in enumerate(table.rows) if rows > 0 and piece.begin <= bounds[i] < piece.end
@@ -245,12 +280,14 @@ def _group_bounds(file: File, table: Table) -> list[int]:
     return [file.size * group // groups for group in range(groups)] + [file.size]
 
 
-def _check_columns(file: File, columns: list[str], table: Table) -> None:
-    """Raises ConfigError if a column is absent or has no text."""
+def _check_columns(file: File, columns: list[str], table: Table, nested: bool) -> None:
+    """Raises ConfigError if a column is absent or has no text; `nested`: nor messages."""
     for name in columns:
         if name not in table.types:
             hint = suggestion(name, table.names) or f"; it has {', '.join(table.names[:20])}"
             raise ConfigError(f"{file.path}: has no column {name!r}{hint}")
+        if nested and table.types[name].startswith(("list<", "large_list<")):
+            continue
         if "string" not in table.types[name]:
             raise ConfigError(
                 f"{file.path}: column {name!r} is of type {table.types[name]}, expected string"

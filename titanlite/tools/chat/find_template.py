@@ -1,0 +1,44 @@
+"""Where a chat template is: in a file of its own, or in tokenizer_config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from titanlite.data.tokenizer_json import JSON_FILES
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import read_bounded
+
+TEMPLATE_FILE = "chat_template.jinja"
+MAX_TEMPLATE = 1 << 22  # bytes of its file
+
+
+def read_template(path: Path) -> str:
+    """The template in a file. Raises ConfigError."""
+    try:
+        return read_bounded(path, MAX_TEMPLATE).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: {reason}; expected a chat template") from None
+
+
+def find_template(tokenizer: Path) -> str:
+    """The template beside a tokenizer's file, or in its folder; "" if there is none.
+
+    Raises ConfigError.
+    """
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    if (folder / TEMPLATE_FILE).is_file():
+        return read_template(folder / TEMPLATE_FILE)
+    path = folder / JSON_FILES[1]
+    if not path.is_file():
+        return ""
+    try:
+        template = json.loads(read_template(path)).get("chat_template", "")
+        if isinstance(template, list):  # several, by name
+            template = {entry["name"]: entry["template"] for entry in template}["default"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path}: chat_template: {error!r:.200}") from None
+    return str(template)

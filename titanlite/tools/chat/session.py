@@ -1,0 +1,110 @@
+"""A conversation with a model: messages so far, and the next answer.
+
+What it costs: each answer computes the whole conversation before it once, then one forward per
+token, with a key/value cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.model.generate import generate
+from titanlite.model.llama import Llama
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.chat.conversation import ChatEncoder, encode
+from titanlite.tools.chat.template import ChatTemplate, Message
+from titanlite.tools.chat.text_stream import text_stream
+
+
+class Sampling(NamedTuple):
+    """How an answer is sampled: see `generate`."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    seed: int
+
+
+class ChatSession:
+    """`answer` adds the user's message and the model's answer to the conversation."""
+
+    def __init__(
+        self, model: Llama, tokenizer: Tokenizer, template: str, sampling: Sampling, system: str
+    ) -> None:
+        """`template`: its Jinja source; `system`: the first message, empty for none."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self.sampling = sampling
+        self.system = system
+        names = {i: name for name, i in tokenizer.special.items()}
+        ends = (names[tokenizer.bos], names[tokenizer.eos])
+        self.encoder = ChatEncoder(ChatTemplate(template, *ends), list(tokenizer.special))
+        self.messages: list[Message] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """A new conversation."""
+        self.messages = []
+        if self.system:
+            self.messages.append({"role": "system", "content": self.system})
+
+    def stop_tokens(self) -> set[int]:
+        """The ids that end an answer: eos, and the special token that the template writes after
+        one.
+
+        Raises TemplateError.
+        """
+        tokens = {self.tokenizer.eos}
+        pieces = self.encoder.pieces([*self.messages, {"role": "assistant", "content": "x"}])
+        after = [piece for piece in pieces if piece.special and piece.target]
+        if after:
+            tokens.add(self.tokenizer.special[after[-1].text])
+        return tokens
+
+    def answer(self, text: str) -> Iterator[str]:
+        """The parts of the model's answer to a message.
+
+        Raises TemplateError, and ConfigError if a single message is too long for the model.
+        """
+        self.messages.append({"role": "user", "content": text})
+        prompt = self._prompt()
+        stops = self.stop_tokens()
+        count = min(self.sampling.max_new_tokens, self.model.seq_len - len(prompt))
+        tokens = self._until(prompt, count, stops)
+        parts = []
+        for part in text_stream(tokens, self.tokenizer, prompt):
+            parts.append(part)
+            yield part
+        self.messages.append({"role": "assistant", "content": "".join(parts).strip()})
+
+    def _until(self, prompt: list[int], count: int, stops: set[int]) -> Iterator[int]:
+        """New tokens before one of `stops`."""
+        sampled = generate(
+            self.model,
+            prompt,
+            count,
+            stop=self.tokenizer.eos,
+            temperature=self.sampling.temperature,
+            top_k=self.sampling.top_k,
+            seed=self.sampling.seed,
+        )
+        for token in sampled:
+            if token in stops:
+                return
+            yield token
+
+    def _prompt(self) -> list[int]:
+        """The conversation as ids; the oldest messages are left out where it becomes too long."""
+        while True:
+            ids, _ = encode(self.encoder.pieces(self.messages, prompt=True), self.tokenizer)
+            if len(ids) < self.model.seq_len:
+                return ids
+            first = 1 if self.system else 0
+            if len(self.messages) < first + 3:
+                raise ConfigError(
+                    f"the message has {len(ids)} tokens with its template; the conversation may "
+                    f"have {self.model.seq_len} (--context)"
+                )
+            del self.messages[first : first + 2]  # a message and its answer

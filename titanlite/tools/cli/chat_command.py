@@ -1,0 +1,117 @@
+"""`titanlite chat`: a conversation with a model in the terminal.
+
+What it is: what is typed becomes a user's message; the chat template makes a prompt of the whole
+conversation, and the answer is printed while it is generated. The template is the checkpoint's (of
+the data that it was trained on, or of the model's folder), else a plain one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.cli.options import add_checkpoint_options, at_least, device_of
+
+HELP = "Ctrl-D or /exit ends, /new begins another conversation"
+DEFAULT_CONTEXT = 4096  # tokens, where the checkpoint does not know the length of its training
+
+
+def run(argv: list[str]) -> int:
+    """Answers `--prompt`, or what is read from standard input, line by line."""
+    options = _options(argv)
+    from titanlite.tools.chat.find_template import TEMPLATE_FILE, find_template, read_template
+    from titanlite.tools.chat.session import ChatSession, Sampling
+    from titanlite.tools.chat.template import PLAIN, TemplateError
+    from titanlite.tools.formats.load_weights import load_model, open_verified, tokenizer_of
+
+    full = open_verified(
+        options.path, options.step, options.model, options.weights, options.adapter
+    )
+    tokenizer = tokenizer_of(full, options.tokenizer)
+    if options.template:
+        template = read_template(options.template)
+    elif TEMPLATE_FILE in full.about.files:
+        template = full.about.files[TEMPLATE_FILE].decode("utf-8", "replace")
+    else:
+        template = find_template(Path(options.tokenizer or full.path))
+    context = options.context or full.about.seq_len or DEFAULT_CONTEXT
+    model = load_model(full, device_of(options), context)
+    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_k, options.seed)
+    session = ChatSession(model, tokenizer, template or PLAIN, sampling, options.system)
+    form = "its chat template" if template else "a plain template: it has none"
+    print(
+        f"{full.path}: {model.config.num_parameters:,} parameters, {context} tokens, {form}",
+        file=sys.stderr,
+    )
+    for text in [options.prompt] if options.prompt else _lines():
+        if text == "/new":
+            session.begin()
+            continue
+        try:
+            for part in session.answer(text):
+                print(part, end="", flush=True)
+        except TemplateError as error:
+            raise ConfigError(f"the chat template: {error}") from None
+        print()
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """What is typed or piped, without blank lines, up to its end or /exit."""
+    typed = sys.stdin.isatty()
+    if typed:
+        print(HELP, file=sys.stderr)
+    while True:
+        try:
+            text = input("> " if typed else "").strip()
+        except EOFError:
+            return
+        if text == "/exit":
+            return
+        if text:
+            yield text
+
+
+def _options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="titanlite chat",
+        description="Talk to a model in the terminal.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "path",
+        type=Path,
+        help="a run folder (its newest checkpoint), or any format that `convert` reads",
+    )
+    add_checkpoint_options(parser)
+    parser.add_argument("--prompt", default="", help="answer this and end")
+    parser.add_argument("--system", default="", help="the system message; empty: none")
+    parser.add_argument("--template", type=Path, help="a chat template (Jinja) in place of its own")
+    parser.add_argument(
+        "--context",
+        type=at_least(int, 0, 10**6),
+        default=0,
+        help="tokens of the longest conversation; 0: the sequence length of training",
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=at_least(int, 1, 10**6), default=256, help="tokens of an answer"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=at_least(float, 0),
+        default=0.7,
+        help="0: always the most likely token",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=at_least(int, 0),
+        default=50,
+        help="sample from the k most likely tokens; 0: from all",
+    )
+    parser.add_argument(
+        "--seed", type=at_least(int, 0, 2**63 - 1), default=0, help="of the sampling"
+    )
+    return parser.parse_args(argv)
