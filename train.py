@@ -38,7 +38,7 @@ from titanlite.checkpoint.storage import SaveError
 from titanlite.config.budget import epochs_in_steps
 from titanlite.config.help import help_text
 from titanlite.config.load import load_config
-from titanlite.config.schema import Config, DataConfig, portable
+from titanlite.config.schema import FROM_CHECKPOINT, Config, DataConfig, portable
 from titanlite.data.prepared import (
     fingerprint_of,
     load_sources,
@@ -259,6 +259,15 @@ def validate(
     return loss
 
 
+def adopt_model(config: Config) -> Config:
+    """With `model.flavor = from_checkpoint`: the keys of the model that the run begins with."""
+    if config.model.flavor != FROM_CHECKPOINT:
+        return config
+    from titanlite.tools.formats.adopt import adopt_checkpoint  # of a checkpoint in any format
+
+    return adopt_checkpoint(config)
+
+
 def prepared_folders(section: DataConfig, tokenizer: Tokenizer) -> list[Path]:
     """The folder of each source's prepared data: from the launcher, once per node, or found here.
 
@@ -328,7 +337,7 @@ def run(argv: list[str]) -> int:
         return 0
     try:
         config = load_config(argv, Path(__file__).resolve().with_name("train_configs"))
-        return main(config)
+        return main(adopt_model(config))
     except (ConfigError, JoinError, Diverged, SaveError, StorageError) as error:
         # One process of each node prints it; before it has joined the others, each its own
         if os.environ.get("LOCAL_RANK", "0") == "0" or not dist.is_initialized():

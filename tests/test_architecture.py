@@ -154,6 +154,7 @@ IMPORTS_IN_FUNCTIONS = {
     # What a run without the launcher, or one that starts from foreign weights, needs of the tools
     "train.py": {
         "titanlite.tools.prepare.cache",
+        "titanlite.tools.formats.adopt",
         "titanlite.tools.formats.load_weights",
         "titanlite.tools.report.page",
     },
@@ -232,6 +233,14 @@ SETS_ATTRIBUTES = {
         "inner_attention.forward",
         "model.document_mask",
         "model.positions",
+    },
+    "titanlite/parallel/lora.py": {
+        "a.weight",
+        "b.weight",
+        "layer.__class__",
+        "layer.lora_a",
+        "layer.lora_b",
+        "layer.lora_scale",
     },
     "titanlite/parallel/float8.py": {
         "ctx.scaling",
@@ -453,6 +462,7 @@ TESTED_ELSEWHERE = {
     "checkpoint/storage": "tests/checkpoint/test_checkpoint.py, tests/e2e/test_faults.py",
     "tools/cli/convert_command": "tests/tools/formats/test_convert.py, "
     "tests/tools/formats/test_convert_limits.py",
+    "tools/formats/adapters": "tests/parallel/test_lora.py",
     "tools/formats/check_export": "tests/tools/formats/test_convert.py",
     "tools/formats/detect_format": "tests/tools/formats/test_foreign.py, "
     "tests/tools/formats/test_foreign_hostile.py",

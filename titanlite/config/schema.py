@@ -22,6 +22,7 @@ PP_SCHEDULES |= dict.fromkeys(
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on the same rank
 # Gradients of weights and of inputs in two calls
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
+FROM_CHECKPOINT = "from_checkpoint"  # a flavor: the model of checkpoint.initial_load
 WIDE = 256  # from this width on, bfloat16 and compiling pay off on a CPU (benchmarks/levers.py)
 
 
@@ -66,8 +67,9 @@ class ModelConfig:
 
     flavor: str = key(
         "debug",
-        "the architecture",
+        "the architecture; from_checkpoint: that of checkpoint.initial_load, with its tokenizer",
         choices=(
+            FROM_CHECKPOINT,
             "debug",
             "cpu_25m",
             "llama3_1b",

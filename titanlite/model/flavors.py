@@ -15,7 +15,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, replace
 
-from titanlite.config.schema import ModelConfig
+from titanlite.config.schema import FROM_CHECKPOINT, ModelConfig
 from titanlite.runtime.errors import ConfigError
 
 # The linear layers of a block
@@ -234,7 +234,15 @@ def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
     """
     names = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
     overrides = {name: getattr(section, name) for name in names if getattr(section, name)}
-    config = replace(FLAVORS[section.flavor], **overrides)
+    if section.flavor == FROM_CHECKPOINT:  # every key is set, by the training command
+        if not section.dim:
+            raise ConfigError(
+                "model.flavor = from_checkpoint: only training reads the checkpoint; "
+                f"expected one of {', '.join(FLAVORS)}"
+            )
+        config = replace(FLAVORS["debug"], **overrides)
+    else:
+        config = replace(FLAVORS[section.flavor], **overrides)
     if section.head_dim:
         config = replace(config, explicit_head_dim=section.head_dim)
     if section.rope_theta:

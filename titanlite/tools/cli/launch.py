@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titanlite.config.load import load_config, program_folder
-from titanlite.config.schema import Config
+from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.rules.check import check_layout
@@ -52,6 +52,10 @@ def launch(argv: list[str]) -> int:
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(without_package("torch"))
     config = load_config(argv)
+    if config.model.flavor == FROM_CHECKPOINT:
+        from titanlite.tools.formats.adopt import adopt_checkpoint  # which needs torch
+
+        config = adopt_checkpoint(config)
     num_nodes = environment_number("NNODES", 1)
     node = environment_number("NODE_RANK", 0, low=0, high=num_nodes - 1)
     if os.environ.get("NGPU"):

@@ -3,8 +3,8 @@
 What it is: the metadata becomes a `LlamaConfig`, and tensors get titanlite's names; the package
 `gguf` (`pip install titanlite[gguf]`) dequantizes. Its reader of headers is not used: with a wrong
 length in the file it takes hours. Quantized matrices are read as fp32, row by row: these are the
-numbers with which llama.cpp computes, not those of the model before it was quantized. The tokenizer
-in the file is not read.
+numbers with which llama.cpp computes, not those of the model before it was quantized.
+`gguf_tokenizer.py` reads the tokenizer.
 Order of rows: that of titanlite in the architecture `llama`, Hugging Face's in `qwen2` and `qwen3`.
 What it costs: the header is read; rows are dequantized when they are used.
 Reference: github.com/ggml-org/ggml, docs/gguf.md
@@ -13,7 +13,6 @@ Reference: github.com/ggml-org/ggml, docs/gguf.md
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import struct
 from pathlib import Path
@@ -26,6 +25,8 @@ from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig, RopeScaling
 from titanlite.model.shape_file import checked, sequence_length
 from titanlite.runtime.errors import ConfigError
+from titanlite.tools.chat.find_template import TEMPLATE_FILE
+from titanlite.tools.formats import gguf_tokenizer
 from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part
 from titanlite.tools.formats.gguf_file import (
     DTYPES,
@@ -36,7 +37,6 @@ from titanlite.tools.formats.gguf_file import (
     package,
 )
 
-logger = logging.getLogger("titanlite")
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # RoPE rotates what these compute
 PERMUTED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
@@ -182,9 +182,6 @@ def open_file(path: Path) -> FullState:
         raise CorruptCheckpoint(
             f"{path}: not a GGUF file that can be read ({type(error).__name__}: {str(error)[:200]})"
         ) from None
-    logger.warning(
-        "%s: its tokenizer is not read; name one with --tokenizer where text is needed", path
-    )
     architecture = fields["general.architecture"]
     by_name: dict[str, FullTensor] = {}
     for name, gguf_name in names(config).items():
@@ -197,7 +194,11 @@ def open_file(path: Path) -> FullState:
         by_name[name] = tensor
     length = sequence_length(fields.get(f"{architecture}.context_length", 0))
     # What is left in `tensors` is not known: comparing the models reports it
-    return FullState(path, About("gguf", config, seq_len=length), by_name | tensors)
+    about = About("gguf", config, gguf_tokenizer.read_tokenizer(path, fields), seq_len=length)
+    template = fields.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        about.files[TEMPLATE_FILE] = template.encode()
+    return FullState(path, about, by_name | tensors)
 
 
 def _config(

@@ -19,6 +19,7 @@ from titanlite.model.flavors import SCALINGS, LlamaConfig, RopeScaling, block_sh
 from titanlite.model.shape_file import checked, sequence_length
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
+from titanlite.tools.chat.find_template import TEMPLATE_FILE, find_template
 from titanlite.tools.formats.full_state import About, FullState, FullTensor, same_numbers
 from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer
 from titanlite.tools.formats.safetensors_files import read_folder
@@ -269,4 +270,7 @@ def open_folder(folder: Path) -> FullState:
         del stored["lm_head.weight"]
     length = fields.get("max_position_embeddings", 0)
     about = About("hf", config, read_tokenizer(folder), seq_len=sequence_length(length))
+    template = find_template(folder)
+    if template:
+        about.files[TEMPLATE_FILE] = template.encode()
     return FullState(folder, about, tensors | stored)

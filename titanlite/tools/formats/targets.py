@@ -32,6 +32,7 @@ from titanlite.checkpoint.grid import Box, grid_of
 from titanlite.checkpoint.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry
 from titanlite.checkpoint.step_files import digest_of
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.tools.chat.find_template import TEMPLATE_FILE
 from titanlite.tools.formats import adapters, gguf_file, huggingface, meta
 from titanlite.tools.formats.export import Export, Outgoing
 from titanlite.tools.formats.full_state import ORIGIN, FullState
@@ -234,6 +235,8 @@ def to_huggingface(path: Path, export: Export) -> None:
     files["generation_config.json"] = _json(
         {"bos_token_id": bos, "eos_token_id": eos, "do_sample": False}
     )
+    if TEMPLATE_FILE in state.about.files:
+        files[TEMPLATE_FILE] = state.about.files[TEMPLATE_FILE]
     write_small_files(path, files)
 
 

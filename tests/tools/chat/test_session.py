@@ -1,0 +1,75 @@
+"""A conversation with a model: what it is asked, where its answers end, what is left out."""
+
+from __future__ import annotations
+
+import pytest
+from chats import CHATML, MARKED
+from messages import refused
+
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.model.flavors import LlamaConfig
+from titanlite.model.llama import Llama
+from titanlite.tools.chat import session
+from titanlite.tools.chat.session import ChatSession, Sampling
+from titanlite.tools.chat.template import PLAIN
+from titanlite.tools.chat.text_stream import text_stream
+
+GREEDY = Sampling(max_new_tokens=5, temperature=0.0, top_k=0, seed=0)
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    tokenizer = Tokenizer()
+    config = LlamaConfig(16, 1, 2, 1, 16, vocab_size=tokenizer.size)
+    made = Llama(config, 96)
+    made.init_weights(0)
+    return made.eval()
+
+
+def test_the_model_is_asked_the_whole_conversation(model, monkeypatch):
+    tokenizer = Tokenizer()
+    asked: list[list[int]] = []
+    answers = iter(["one.", "two."])
+
+    def generate(model, prompt, count, **options):
+        asked.append(prompt)
+        yield from tokenizer.encode(next(answers))
+        yield tokenizer.special["<|end_of_text|>"]
+        raise AssertionError("generated beyond the end of an answer")
+
+    monkeypatch.setattr(session, "generate", generate)
+    chat = ChatSession(model, tokenizer, MARKED, GREEDY, "Count.")
+    assert "".join(chat.answer("a")) == "one."
+    assert "".join(chat.answer("b")) == "two."
+    text = tokenizer.decode(asked[1])
+    assert text == "<|begin_of_text|>[S] Count.\n[U] a\n[A] one.<|end_of_text|>\n[U] b\n[A]"
+    assert [message["role"] for message in chat.messages[1:]] == ["user", "assistant"] * 2
+    chat.begin()
+    assert chat.messages == [{"role": "system", "content": "Count."}]
+
+
+def test_an_answer_ends_with_the_template_s_token(model):
+    tokenizer = Tokenizer()
+    chatml = CHATML.replace("<|im_end|>", "<|eot_id|>")
+    tokens = ChatSession(model, tokenizer, chatml, GREEDY, "").stop_tokens()
+    assert tokens == {tokenizer.eos, tokenizer.special["<|eot_id|>"]}
+
+
+def test_old_messages_are_left_out(model):
+    """The system message stays; a single message that is too long is an error."""
+    chat = ChatSession(model, Tokenizer(), PLAIN, GREEDY, "Short.")
+    for number in range(12):
+        list(chat.answer(f"question number {number}"))
+    assert chat.messages[0]["role"] == "system"
+    assert len(chat.messages) < 20
+    assert chat.messages[-2]["content"] == "question number 11"
+    with refused("tokens", "96", "--context"):
+        list(chat.answer("word " * 200))
+
+
+def test_characters_are_printed_when_they_are_complete():
+    tokenizer = Tokenizer()
+    ids = tokenizer.encode("a \U0001f642 b")
+    parts = list(text_stream(ids, tokenizer, tokenizer.encode("before")))
+    assert "".join(parts) == "a \U0001f642 b"
+    assert not any("�" in part for part in parts)

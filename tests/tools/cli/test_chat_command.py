@@ -1,0 +1,72 @@
+"""The command `titanlite chat`."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from runs import train_run
+
+from titanlite.checkpoint.storage import list_steps
+from titanlite.tools.cli.main import main
+
+QUESTIONS = 60
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory):
+    """Prepared conversations with one answer, which a model learns soon."""
+    folder = tmp_path_factory.mktemp("conversations")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i}?"},
+                {"role": "assistant", "content": "yes"},
+            ]
+        }
+        for i in range(QUESTIONS)
+    ]
+    path = folder / "chat.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["prepare", str(path), "--chat", "--out", str(folder / "data")]) == 0
+    return folder / "data"
+
+
+def test_a_model_learns_to_answer_and_answers(
+    pool, options, conversations, tmp_path, capsys, monkeypatch
+):
+    run = [word for word in options if not word.startswith("--data.path")]
+    run += [f"--data.path={conversations}", f"--run.folder={tmp_path}", "--optimizer.lr=1e-2"]
+    run += [
+        "--data.packing=best_fit",
+        "--data.document_mask",
+        "--training.steps=40",
+        "--validation.freq=0",
+    ]
+    assert pool.run(2, train_run, run) == [0, 0]
+    (step,) = list_steps(tmp_path / "debug/checkpoints")
+    saved = tmp_path / f"debug/checkpoints/step-{step}/chat_template.jinja"
+    assert "Question:" in saved.read_text()
+    greedy = ["--temperature", "0", "--device", "cpu"]
+    command = ["chat", str(tmp_path / "debug"), *greedy]
+    assert main([*command, "--prompt", "7?"]) == 0
+    output = capsys.readouterr()
+    assert output.out.strip() == "yes"
+    assert "its chat template" in output.err
+    monkeypatch.setattr("sys.stdin", io.StringIO("1?\n\n/new\n2?\n/exit\n3?\n"))
+    assert main([*command, "--system", "Answer."]) == 0
+    assert capsys.readouterr().out.split() == ["yes", "yes"]
+
+    template = tmp_path / "broken.jinja"
+    template.write_text("{{ raise_exception('no such role') }}")
+    assert main([*command, "--prompt", "x", "--template", str(template)]) == 2
+    assert "no such role" in capsys.readouterr().err
+
+
+def test_bad_options_of_chat(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["chat", "x", "--temperature=-1"])
+    assert caught.value.code == 2
+    assert main(["chat", "/nowhere/at/all"]) == 2
+    assert "no such file" in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""The model of a checkpoint as keys of a config."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from messages import refused, run_refused
+from runs import curve, train_run
+
+from titanlite.config.schema import ModelConfig
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.model.flavors import FLAVORS, RopeScaling, resolve_flavor
+from titanlite.tools.formats.adopt import keys_of
+
+
+@pytest.mark.parametrize("flavor", [name for name in FLAVORS if FLAVORS[name].vocab_size])
+def test_keys_give_the_model_back(tmp_path, flavor):
+    model = FLAVORS[flavor]
+    section = ModelConfig(flavor="from_checkpoint", **keys_of(model, tmp_path))
+    assert resolve_flavor(section, 100) == model
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_scalings(tmp_path, kind):
+    scaling = RopeScaling(3.0, kind=kind, original_context=2048 if kind == "yarn" else 8192)
+    model = dataclasses.replace(FLAVORS["qwen3_0.6b"], rope_scaling=scaling)
+    section = ModelConfig(flavor="from_checkpoint", **keys_of(model, tmp_path))
+    assert resolve_flavor(section, 100) == model
+
+
+def test_what_no_key_says_is_refused(tmp_path):
+    scaling = RopeScaling(4.0, kind="yarn", beta_fast=16.0)
+    model = dataclasses.replace(FLAVORS["qwen3_0.6b"], rope_scaling=scaling)
+    with refused(str(tmp_path), "beta_fast = 16"):
+        keys_of(model, tmp_path)
+
+
+def run_adopted(arguments: list[str]) -> int:
+    """train.py as a command does, with the model of the checkpoint."""
+    import train
+    from titanlite.config.load import load_config
+
+    return train.main(train.adopt_model(load_config(arguments)))
+
+
+def test_a_run_adopts_model_and_tokenizer(pool, whole_run, arguments, tmp_path):
+    """And resumes when the checkpoint that it began with is gone."""
+    base = tmp_path / "base"
+    from titanlite.tools.formats.convert import convert
+
+    convert(whole_run(), base, to="hf")
+    own = [word for word in arguments if not word.startswith("--model.")]
+    run = [*own, "--model.flavor=from_checkpoint", f"--checkpoint.initial_load={base}"]
+    assert pool.run(2, run_adopted, run) == [0, 0]
+    losses = [loss for loss, _ in curve(tmp_path / "debug").values()]
+    assert losses[0] < 8, "it is trained already"
+    recorded = (tmp_path / "debug/config.toml").read_text()
+    assert "dim = 32" in recorded
+    assert str(base) in recorded
+    assert Tokenizer(base).size == Tokenizer().size
+    recorded_run = [str(tmp_path / "debug/config.toml"), "--training.steps=8"]
+    assert pool.run(1, train_run, recorded_run) == [0]
+
+    with run_refused("model.num_layers = 3", "2 in"):
+        pool.run(1, run_adopted, [*run, "--run.name=other", "--model.num_layers=3"])
+    with run_refused("from_checkpoint", "checkpoint.initial_load"):
+        pool.run(1, run_adopted, [*own, "--model.flavor=from_checkpoint", "--run.name=none"])

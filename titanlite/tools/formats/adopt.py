@@ -1,0 +1,81 @@
+"""`model.flavor = "from_checkpoint"`: model and tokenizer of the weights that a run begins with.
+
+What it is: the description in `checkpoint.initial_load` becomes keys of the config, so that the run
+records them and resumes without the file. A key that the user sets stays as it is; if it
+contradicts the weights, loading them reports it.
+What it costs: headers and small files are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.schema import Config, ModelConfig
+from titanlite.data.tokenizer_json import JSON_FILES, RANK_FILE
+from titanlite.model.flavors import LlamaConfig, RopeScaling
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.formats.detect_format import open_full_state
+
+
+def adopt_checkpoint(config: Config) -> Config:
+    """The config with the keys of the checkpoint's model, and its tokenizer if none is named.
+
+    Raises ConfigError if there is no checkpoint, or its model has what no key says.
+    """
+    if not config.checkpoint.initial_load:
+        raise ConfigError(
+            "model.flavor = from_checkpoint: expected the path of a checkpoint in "
+            "checkpoint.initial_load"
+        )
+    full = open_full_state(Path(config.checkpoint.initial_load))
+    model = config.model
+    for name, value in keys_of(full.model, full.path).items():
+        if getattr(model, name) == getattr(ModelConfig, name):  # not set by the user
+            model = dataclasses.replace(model, **{name: value})
+    data = config.data
+    files = (RANK_FILE, *JSON_FILES[:1])
+    has_tokenizer = full.path.is_dir() and any((full.path / name).is_file() for name in files)
+    if not data.tokenizer and has_tokenizer:
+        data = dataclasses.replace(data, tokenizer=str(full.path))
+    if not data.tokenizer:
+        raise ConfigError(
+            f"model.flavor = from_checkpoint: {full.path} has no tokenizer beside its weights; set "
+            "data.tokenizer, or convert it to a folder: titanlite convert ... --to hf"
+        )
+    return dataclasses.replace(config, model=model, data=data)
+
+
+def keys_of(model: LlamaConfig, path: Path) -> dict[str, Any]:
+    """The keys of [model] that give this model. Raises ConfigError if there are none."""
+    keys: dict[str, Any] = {
+        "dim": model.dim,
+        "num_layers": model.num_layers,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "ffn_dim": model.ffn_dim,
+        "rope_theta": model.rope_theta,
+        "norm_eps": model.norm_eps,
+        "qkv_bias": str(model.qkv_bias).lower(),
+        "qk_norm": str(model.qk_norm).lower(),
+        "embeddings": "tied" if model.tied_embeddings else "untied",
+        "vocab_size": model.vocab_size,
+        "rope_scaling": "none",
+    }
+    scaling = model.rope_scaling
+    if scaling is None:
+        return keys
+    keys["rope_scaling"] = scaling.kind
+    keys["rope_factor"] = scaling.factor
+    if scaling.kind != "linear":
+        keys["rope_original_context"] = scaling.original_context
+    by_keys = RopeScaling(
+        scaling.factor, original_context=scaling.original_context, kind=scaling.kind
+    )
+    for field in dataclasses.fields(scaling):
+        value = getattr(scaling, field.name)
+        if value != getattr(by_keys, field.name):
+            raise ConfigError(f"{path}: {field.name} = {value:g}, for which there is no key")
+    return keys

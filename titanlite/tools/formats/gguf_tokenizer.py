@@ -1,0 +1,109 @@
+"""The tokenizer in a GGUF file: its lists of tokens and merges as a tokenizer.json.
+
+What it is: llama.cpp names the way in which text is cut before merging (`tokenizer.ggml.pre`); the
+names that are known here are in a table, and a file with another one is read without its tokenizer.
+Reference: llama.cpp, `convert_hf_to_gguf.py` and `llama-vocab.cpp`
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from titanlite.data.tokenizer import PATTERN, Tokenizer
+from titanlite.data.tokenizer_json import Json
+from titanlite.runtime.errors import ConfigError
+
+logger = logging.getLogger("titanlite")
+CONTROL = 3  # types of tokens: one that is no text
+USER_DEFINED = 4
+
+
+def _level(use_regex: bool) -> Json:
+    return {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": use_regex,
+    }
+
+
+def _split(pattern: str) -> list[Json]:
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    return [split, _level(use_regex=False)]
+
+
+# llama.cpp's name -> what cuts the text, and whether words that are tokens stay whole
+PRE_TOKENIZERS: dict[str, tuple[list[Json], bool]] = {
+    "gpt-2": ([_level(use_regex=True)], False),
+    "llama-bpe": (_split(PATTERN), True),
+    "qwen2": (_split(PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")), False),
+    "smollm": ([{"type": "Digits", "individual_digits": True}, _level(use_regex=True)], False),
+}
+
+
+def read_tokenizer(path: Path, fields: dict[str, Any]) -> bytes | None:
+    """`Tokenizer.content` of the file's tokenizer; None, with a warning, if it cannot be read."""
+    kind = fields.get("tokenizer.ggml.model")
+    pre = fields.get("tokenizer.ggml.pre")
+    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+        logger.warning(
+            "%s: its tokenizer (%r, %r) is not read; name one with --tokenizer",
+            path,
+            kind,
+            pre,
+        )
+        return None
+    try:
+        return Tokenizer(path, _content(fields)).content
+    except (ConfigError, KeyError, TypeError, ValueError, IndexError) as error:
+        logger.warning("%s: its tokenizer is not used: %s", path, error)
+        return None
+
+
+def _content(fields: dict[str, Any]) -> bytes:
+    """tokenizer.json, a NUL and tokenizer_config.json."""
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    types: list[int] = fields["tokenizer.ggml.token_type"]
+    steps, whole_words = PRE_TOKENIZERS[fields["tokenizer.ggml.pre"]]
+    added = [
+        {
+            "id": i,
+            "content": token,
+            "special": kind == CONTROL,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    main = {
+        "version": "1.0",
+        "added_tokens": added,
+        # transformers' Qwen normalises; the file does not say so
+        "normalizer": {"type": "NFC"} if fields["tokenizer.ggml.pre"] == "qwen2" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": None,
+        "decoder": _level(use_regex=True),
+        "model": {
+            "type": "BPE",
+            "ignore_merges": whole_words,
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": [merge.split(" ") for merge in fields["tokenizer.ggml.merges"]],
+        },
+    }
+    ends = {}
+    for key in ("bos", "eos"):
+        i = fields.get(f"tokenizer.ggml.{key}_token_id")
+        if i is not None:
+            ends[f"{key}_token"] = tokens[i]
+    return json.dumps(main).encode() + b"\0" + json.dumps(ends).encode()
