@@ -26,8 +26,10 @@ from titanlite.data.tokenizer_json import GPT2_PATTERN
 from titanlite.model.flavors import LlamaConfig, block_shapes
 from titanlite.model.llama import rope_frequencies
 from titanlite.runtime.errors import ConfigError
+from titanlite.tools.chat.find_template import TEMPLATE_FILE
 from titanlite.tools.formats.export import Export
 from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part
+from titanlite.tools.formats.gguf_tokenizer import name_of
 from titanlite.tools.formats.huggingface_tokenizer import merge_list
 
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -128,10 +130,12 @@ def pre_tokenizer(tokenizer: Tokenizer) -> str:
     Raises ConfigError if it has none, or encodes otherwise under that name.
     """
     name, keeps_words = PRE_TOKENIZERS.get(tokenizer.pattern, ("", False))
+    if tokenizer.whole_documents:
+        name = name_of(tokenizer)
     if not name:
         raise ConfigError(
             f"{tokenizer.path}: --to gguf: its pattern has no name there; allowed: those of "
-            "GPT-2, Llama 3 and Qwen"
+            "GPT-2, Llama 3, Qwen and SmolLM"
         )
     if tokenizer.unmade and keeps_words != (len(tokenizer.ranks) == len(tokenizer.tokens)):
         raise ConfigError(
@@ -242,6 +246,9 @@ def _write_metadata(writer: Any, export: Export, length: int) -> None:
     writer.add_bos_token_id(tokenizer.bos)
     writer.add_eos_token_id(tokenizer.eos)
     writer.add_add_bos_token(True)
+    template = state.about.files.get(TEMPLATE_FILE)
+    if template:
+        writer.add_chat_template(template.decode("utf-8", "replace"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data.tokenizer import PATTERN, Tokenizer
-from titanlite.data.tokenizer_json import Json
+from titanlite.data.tokenizer_json import JSON_FILES, Json, steps
 from titanlite.runtime.errors import ConfigError
 
 logger = logging.getLogger("titanlite")
+LEVEL_DEFAULTS = {"use_regex": True, "add_prefix_space": True, "individual_digits": False}
 CONTROL = 3  # types of tokens: one that is no text
 USER_DEFINED = 4
 
@@ -49,6 +50,23 @@ PRE_TOKENIZERS: dict[str, tuple[list[Json], bool]] = {
 }
 
 
+def name_of(tokenizer: Tokenizer) -> str:
+    """llama.cpp's name of how a tokenizer.json cuts text; "" if it has none."""
+    main = json.loads(tokenizer.files[JSON_FILES[0]])
+    own = steps(main.get("pre_tokenizer"), "pretokenizers")
+    whole_words = main["model"].get("ignore_merges", False)
+    for name, (known, keeps_words) in PRE_TOKENIZERS.items():
+        alike = len(own) == len(known) and all(
+            entry.get(key, LEVEL_DEFAULTS.get(key)) == value
+            for entry, expected in zip(own, known, strict=True)
+            for key, value in expected.items()
+            if key != "trim_offsets"  # of places in the text, not of ids
+        )
+        if alike and whole_words == keeps_words:
+            return name
+    return ""
+
+
 def read_tokenizer(path: Path, fields: dict[str, Any]) -> bytes | None:
     """`Tokenizer.content` of the file's tokenizer; None, with a warning, if it cannot be read."""
     kind = fields.get("tokenizer.ggml.model")
@@ -72,7 +90,7 @@ def _content(fields: dict[str, Any]) -> bytes:
     """tokenizer.json, a NUL and tokenizer_config.json."""
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     types: list[int] = fields["tokenizer.ggml.token_type"]
-    steps, whole_words = PRE_TOKENIZERS[fields["tokenizer.ggml.pre"]]
+    pre_tokenizers, whole_words = PRE_TOKENIZERS[fields["tokenizer.ggml.pre"]]
     added = [
         {
             "id": i,
@@ -91,7 +109,7 @@ def _content(fields: dict[str, Any]) -> bytes:
         "added_tokens": added,
         # transformers' Qwen normalises; the file does not say so
         "normalizer": {"type": "NFC"} if fields["tokenizer.ggml.pre"] == "qwen2" else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre_tokenizers},
         "post_processor": None,
         "decoder": _level(use_regex=True),
         "model": {
