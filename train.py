@@ -238,6 +238,7 @@ def main(config: Config) -> int:
     garbage.close()
     code = log_end(config, Path(__file__), progress.step, sampler.texts)
     write_report(folder)
+    write_export(config, folder, progress.step)
     requests.restore()
     return code
 
@@ -328,6 +329,19 @@ def write_report(folder: Path) -> None:
 
         page.write_report(folder)
     broadcast(None, PATIENT)
+
+
+def write_export(config: Config, folder: Path, step: int) -> None:
+    """Rank 0 writes the model of a finished run in the format of `checkpoint.export`, if any.
+
+    The run has ended and its checkpoint is complete: an error is a warning.
+    """
+    if config.checkpoint.export != "none" and step >= config.training.steps:
+        if dist.get_rank() == 0 and find_spec("titanlite.tools"):
+            from titanlite.tools.formats.export_run import export_run
+
+            export_run(folder, config.checkpoint.export)
+        broadcast(None, PATIENT)
 
 
 def run(argv: list[str]) -> int:

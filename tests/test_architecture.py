@@ -155,6 +155,7 @@ IMPORTS_IN_FUNCTIONS = {
     "train.py": {
         "titanlite.tools.prepare.cache",
         "titanlite.tools.formats.adopt",
+        "titanlite.tools.formats.export_run",
         "titanlite.tools.formats.load_weights",
         "titanlite.tools.report.page",
     },

@@ -93,3 +93,22 @@ def test_orders_that_give_the_gradients_of_the_plain_model(pool, degrees, order,
 def test_orders_that_fail(pool, degrees, order, error):
     with pytest.raises(WorkerError, match=error):
         pool.run(2, largest_difference, degrees, order, "full")
+
+
+def test_frozen_parameters_have_neither_gradients_nor_moments(pool, arguments, tmp_path):
+    """And are saved as they were."""
+    from runs import train_run
+
+    from titanlite.tools.formats.convert import load_full_state
+
+    frozen = "layers.0.attention.*"
+    run = [*arguments, f"--training.frozen={frozen}", "--checkpoint.freq=1", "--checkpoint.keep=0"]
+    assert pool.run(2, train_run, run) == [0, 0]
+    first, last = (load_full_state(tmp_path / "debug", step) for step in (1, 6))
+    assert first.tensors.keys() == last.tensors.keys()
+    for name in first:
+        same = torch.equal(first[name], last[name])
+        assert same == name.startswith("layers.0.attention."), name
+    moments = [name for name in last.others if ".exp_avg." in f"{name}."]
+    assert moments
+    assert not [name for name in moments if "layers.0.attention." in name]

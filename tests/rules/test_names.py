@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from messages import assert_mentions
+from messages import assert_mentions, refused
 from model_builder import small_model
 
 from titanlite.config.load import load_config
@@ -109,3 +109,24 @@ def test_mistakes_are_reported(load, text, expected):
         check_layout(config, resolve_flavor(config.model, 4112), 1)
     assert_mentions(str(caught.value), *expected)
     assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["--training.frozen=layers.9.*"],
+            ["training.frozen", "'layers.9.*'", "fits no parameter"],
+        ),
+        (["--training.frozen=*"], ["training.frozen = *", "nothing is left"]),
+        (["--training.frozen=norm.weight", "--lora.rank=2"], ["lora.rank", "leave it out"]),
+        (
+            ["--training.frozen=tok_embeddings.*, layers.0.*", "--parallel.pp=2"],
+            ["training.frozen", "pipeline stage", "block 0"],
+        ),
+    ],
+)
+def test_frozen_parameters_that_cannot_be(options, words):
+    config = load_config(["debug", *options])
+    with refused(*words):
+        check_layout(config, resolve_flavor(config.model, 4112), config.parallel.pp)

@@ -262,9 +262,19 @@ class TrainingConfig:
         "dtype in which gradients are summed over processes",
         choices=("float32", "bfloat16"),
     )
+    frozen: str = key(
+        "",
+        "parameters that are not trained, by patterns of their names, as in "
+        "`tok_embeddings.*, layers.0.*`",
+    )
     gc_freq: int = key(
         50, "run Python's garbage collection every this many steps; 0: when Python decides", min=0
     )
+
+    @property
+    def frozen_patterns(self) -> list[str]:
+        """The patterns in `frozen`."""
+        return self.frozen.replace(",", " ").split()
 
 
 @dataclass(frozen=True)
@@ -618,6 +628,12 @@ class CheckpointConfig:
         "",
         "initial weights of a run without a checkpoint: a run folder, or any format that "
         "`convert` reads",
+    )
+    export: str = key(
+        "none",
+        "the model in the run's folder when the run has finished: hf for transformers, torch "
+        "(model.pt), or peft for adapters",
+        choices=("none", "hf", "torch", "peft"),
     )
     accept: str = key(
         "", "keys that may differ from the checkpoint on resuming, as in `run.seed, optimizer.lr`"

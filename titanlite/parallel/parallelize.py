@@ -20,6 +20,8 @@ recomputed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
@@ -97,6 +99,7 @@ def parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> Non
         apply_tp(model, mesh["tp"], parallel.async_tp)
     if config.lora.rank > 0:
         apply_lora(model, config.lora)
+    freeze(model, training.frozen_patterns)
     if config.data.document_mask and mesh.device_type == "cuda":
         apply_block_mask(model, missing_for_inductor(mesh.device_type))
     if mesh["cp"].size() > 1:
@@ -115,6 +118,16 @@ def parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> Non
         apply_fsdp(model, parallel, mesh, compute, reduce)
     elif training.compute_dtype != training.param_dtype:
         apply_mixed_precision(model, compute)
+
+
+def freeze(model: Llama, patterns: Sequence[str]) -> None:
+    """Excludes parameters whose names fit a pattern from training.
+
+    They get no gradients, no moments and no updates.
+    """
+    for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
 
 
 def assign_shard(parameter: Tensor, full: Tensor) -> None:

@@ -45,6 +45,7 @@ RULES: tuple[Rule, ...] = (
     excludes.float8,
     names.float8_skip,
     names.lora,
+    names.frozen,
     excludes.float16,
     excludes.offloading,
 )

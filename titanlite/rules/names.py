@@ -61,6 +61,35 @@ def float8_skip(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> 
         )
 
 
+def frozen(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
+    """Each pattern of `training.frozen` fits a parameter, and some are left; in a pipeline also in
+    the first stage.
+    """
+    patterns = config.training.frozen_patterns
+    if not patterns:
+        return
+    names = list(parameter_shapes(llama))
+    shown = ", ".join(patterns)
+    if config.lora.rank > 0:
+        yield f"training.frozen = {shown}: with lora.rank > 0 all weights are frozen; leave it out"
+        return
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+            hint = suggestion(pattern, kinds)
+            yield f"training.frozen: {pattern!r} fits no parameter{hint or f'; as {kinds[1]}'}"
+    trained = [
+        name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    if not trained:
+        yield f"training.frozen = {shown}: nothing is left to train"
+    elif degrees["pp"] > 1 and not any(name.startswith("layers.0.") for name in trained):
+        yield (
+            f"training.frozen = {shown}: a pipeline stage without trained parameters before it has "
+            "no gradient; with parallel.pp > 1 leave some of block 0 trained"
+        )
+
+
 def lora(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
     """The targets and blocks of `lora` exist; in a pipeline the first stage has adapters."""
     if config.lora.rank == 0:

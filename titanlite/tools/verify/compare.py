@@ -41,7 +41,7 @@ from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.lora import apply_lora
-from titanlite.parallel.parallelize import assign_shard, build_model_parts
+from titanlite.parallel.parallelize import assign_shard, build_model_parts, freeze
 from titanlite.parallel.stages import Stages
 from titanlite.rules.check import check_layout
 from titanlite.tools.verify.updates import Updates, clip
@@ -93,6 +93,7 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
         apply_float8(model, config.float8, device.type)
     if config.lora.rank:
         apply_lora(model, config.lora)
+    freeze(model, training.frozen_patterns)
     model.to_empty(device=device)
     model.init_weights(config.run.seed)
     fill_zeros([model])

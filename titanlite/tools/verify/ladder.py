@@ -157,6 +157,7 @@ def ladder(processes: int, quick: bool, device: str) -> list[str]:
         names += dtypes()
         names += families(processes)
         names += adapters(processes, compiler)
+        names += frozen(processes)
     if device == "cuda":
         names += [
             "cp=2,cp_method=ring",
@@ -286,6 +287,13 @@ def families(processes: int) -> list[str]:
     names += each(["tp=2", "dp_shard=2"], [f"{qwen3},optimizer.name=muon,optimizer.clip=agc"])
     names += each(["tp=2", "dp_shard=2"], [f"{qwen2},training.compute_dtype=bfloat16"])
     return names
+
+
+def frozen(processes: int) -> list[str]:
+    """Layouts in which some parameters are not trained."""
+    option = "training.frozen=tok_embeddings.* layers.1.* *.attention_norm.weight"
+    layouts = ["dp_shard=2", "tp=2", "pp=2"] if processes > 1 else []
+    return each(layouts, [option, f"{option},model.embeddings=untied,loss.num_chunks=3"])
 
 
 def adapters(processes: int, compiler: str) -> list[str]:

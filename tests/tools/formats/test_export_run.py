@@ -1,0 +1,43 @@
+"""`checkpoint.export`: a model file when a run has finished; what goes wrong is a warning."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from runs import train_run
+
+from titanlite.tools.formats import export_run
+from titanlite.tools.formats.convert import load_full_state
+
+
+def test_a_finished_run_leaves_its_model(pool, arguments, tmp_path):
+    run = [*arguments, "--checkpoint.export=torch"]
+    assert pool.run(2, train_run, run) == [0, 0]
+    tree = torch.load(tmp_path / "debug/model.pt", weights_only=True)
+    saved = load_full_state(tmp_path / "debug")
+    assert tree["step"] == 6
+    for name, tensor in tree["model"].items():
+        assert torch.equal(tensor, saved[name])
+    # The run goes on, and replaces it
+    assert pool.run(1, train_run, [*run, "--training.steps=8"]) == [0]
+    assert torch.load(tmp_path / "debug/model.pt", weights_only=True)["step"] == 8
+
+
+def fail_to_export(arguments: list[str], error: type[Exception]) -> int:
+    def convert(*arguments, **options):
+        raise error("the disk is full")
+
+    export_run.convert = convert
+    return train_run(arguments)
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError])
+def test_an_export_that_fails_does_not_fail_the_run(pool, arguments, tmp_path, error):
+    run = [*arguments, "--checkpoint.export=hf"]
+    assert pool.run(1, fail_to_export, run, error) == [0]
+    text = (tmp_path / "debug/log.txt").read_text()
+    assert "checkpoint.export = hf" in text
+    assert "the disk is full" in text
+    assert json.loads((tmp_path / "debug/checkpoints/step-6/manifest.json").read_text())["finite"]

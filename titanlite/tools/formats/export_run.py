@@ -1,0 +1,30 @@
+"""`checkpoint.export`: the model of a finished run, as other software reads it.
+
+What it is: `titanlite convert` of the newest checkpoint into the run's folder, which replaces the
+export of an earlier end of the run.
+What it costs: reading and writing the model once, and the comparison of the two.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.formats.convert import convert
+
+logger = logging.getLogger("titanlite")
+TARGETS = {"hf": "export-hf", "torch": "model.pt", "peft": "export-peft"}
+
+
+def export_run(folder: Path, form: str) -> None:
+    """Writes the model into the run's folder. What goes wrong is a warning: the checkpoint is
+    complete.
+    """
+    target = folder / TARGETS[form]
+    try:
+        convert(folder, target, form, force=True)
+    except (ConfigError, OSError) as error:
+        logger.warning("checkpoint.export = %s: %s was not written: %s", form, target, error)
+    except Exception as error:  # of torch or safetensors
+        logger.warning("checkpoint.export = %s: %s: %r", form, target, error)
