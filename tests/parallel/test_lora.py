@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from messages import refused, run_refused
 from runs import curve, train_run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers_models import TOKENS, make
 
 from titanlite.checkpoint.manifest import read_manifest
@@ -221,3 +222,56 @@ def test_peft_reads_what_is_written(pool, arguments, base_run, tmp_path):
     expected = theirs(TOKENS).logits
     atol = 1e-5 * float(expected.abs().max())
     torch.testing.assert_close(ours(TOKENS), expected, rtol=0, atol=atol)
+
+
+@pytest.fixture
+def peft_folder(tmp_path) -> Path:
+    """A small adapter as PEFT writes it, for a model of SMALL's shape."""
+    layer = "base_model.model.model.layers.0.self_attn.o_proj"
+    save_file(
+        {f"{layer}.lora_A.weight": torch.ones(2, 32), f"{layer}.lora_B.weight": torch.ones(32, 2)},
+        tmp_path / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert read_peft(tmp_path, SMALL).tensors
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"peft_type": "IA3"}, ["peft_type = 'IA3'", "'LORA'"]),
+        ({"use_dora": True}, ["use_dora = True"]),
+        ({"bias": "all"}, ["bias = 'all'"]),
+        ({"rank_pattern": {"q_proj": 4}}, ["rank_pattern"]),
+        ({"modules_to_save": ["lm_head"]}, ["modules_to_save"]),
+        ({"r": None}, ["adapter_config.json", "TypeError"]),
+        ({"lora_alpha": "x"}, ["adapter_config.json", "ValueError"]),
+    ],
+)
+def test_adapters_that_are_not_supported_are_refused(peft_folder, change, words):
+    path = peft_folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with refused(*words):
+        read_peft(peft_folder, SMALL)
+
+
+def test_adapters_that_do_not_fit_are_refused(peft_folder, base_run, tmp_path):
+    narrow = dataclasses.replace(SMALL, dim=16)
+    adapter = read_peft(peft_folder, SMALL)
+    with_16 = Llama(narrow, 8).state_dict()
+    save_file(with_16, peft_folder / "model.safetensors")
+    (peft_folder / "model.json").write_text(narrow.to_json())
+    with refused("layers.0.attention.wo", "(32, 2)", "(16, 16)"):
+        merge(open_full_state(peft_folder / "model.safetensors"), adapter)
+    adapter.tensors.pop("layers.0.attention.wo.lora_b.weight")
+    with refused("layers.0.attention.wo", "no other factor"):
+        merge(open_full_state(base_run), adapter)
+    tensors = load_file(peft_folder / "adapter_model.safetensors")
+    tensors["base_model.model.score.weight"] = torch.ones(1)
+    save_file(tensors, peft_folder / "adapter_model.safetensors")
+    with refused("score.weight", "not adapters"):
+        read_peft(peft_folder, SMALL)
+    with refused("holds no adapters", "adapter_config.json"):
+        open_adapter(base_run)
