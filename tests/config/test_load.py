@@ -11,6 +11,7 @@ from messages import assert_mentions
 
 from titanlite.config.keys import all_keys
 from titanlite.config.load import flavors, load_config
+from titanlite.config.schema import FROM_CHECKPOINT
 from titanlite.config.to_toml import to_toml
 from titanlite.model.flavors import FLAVORS
 from titanlite.runtime.errors import ConfigError
@@ -38,7 +39,7 @@ def toml(tmp_path):
 def test_every_flavor_loads_and_its_resolved_form_reads_back_equal(flavor, toml):
     config = load_config([flavor])
     assert config.run.name == flavor
-    assert config.model.flavor in FLAVORS
+    assert config.model.flavor in {*FLAVORS, FROM_CHECKPOINT}
     assert load_config([toml(to_toml(config))]) == config
 
 

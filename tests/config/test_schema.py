@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import typing
 
-from titanlite.config.schema import sections
+from titanlite.config.schema import FROM_CHECKPOINT, sections
 from titanlite.model.flavors import FLAVORS
 
 
 def test_flavor_choices_are_the_flavors():
     (field,) = [f for f in dataclasses.fields(sections()["model"]) if f.name == "flavor"]
-    assert set(field.metadata["choices"]) == set(FLAVORS)
+    assert set(field.metadata["choices"]) == {*FLAVORS, FROM_CHECKPOINT}
 
 
 def test_defaults_have_the_type_of_their_key():

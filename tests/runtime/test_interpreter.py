@@ -105,6 +105,7 @@ STARTERS = {
     "tools/cli/processes.py": "starts train.py by its path, in `interpreter.environment`",
     "tools/formats/pickle_reader.py": "starts itself by its path, isolated (-I)",
     "tools/prepare/parquet_reader.py": "the same",
+    "tools/chat/template.py": "the same",
     "tools/verify/pool.py": "starts its server in / and in `interpreter.environment`",
     "tools/cli/eject_command.py": "prints the interpreter's name",
     "observe/start_and_end.py": "prints the interpreter's name",

@@ -91,8 +91,11 @@ def _probable_key(name: str, keys: list[str]) -> str:
     if not same_name:
         # More than usual: keys of one section have its name in common
         return suggestion(name, keys, 0.8)
+    hint = ""
     if entry and section not in sections():  # the section may be mistyped
         hint = suggestion(name, same_name)
-        if hint:
-            return hint
+    elif entry:  # the name may be, by a letter
+        hint = suggestion(name, [key for key in keys if key.startswith(f"{section}.")], 0.93)
+    if hint:
+        return hint
     return f"; did you mean {' or '.join(same_name)}?"

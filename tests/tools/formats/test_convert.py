@@ -904,10 +904,24 @@ def other_merges(main: dict) -> None:
     main["model"]["merges"] = main["model"]["merges"][::2]
 
 
-@pytest.mark.parametrize("change", [other_normalizer, other_begin, other_words, other_merges])
-def test_a_tokenizer_that_encodes_otherwise_is_not_taken(tmp_path, caplog, change):
+@pytest.mark.parametrize("change", [other_normalizer, other_words, other_merges])
+def test_a_tokenizer_that_tiktoken_encodes_otherwise_is_encoded_by_the_package(tmp_path, change):
+    tokenizers = pytest.importorskip("tokenizers")
     main = json.loads(huggingface_tokenizer.to_files(Tokenizer(), 100)["tokenizer.json"])
     change(main)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(main))
+    content = huggingface_tokenizer.read_tokenizer(tmp_path)
+    assert content is not None
+    text = "Some Words: def object(self) 123"
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(main))
+    ours = Tokenizer("x", content)
+    assert ours.whole_documents
+    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
+
+
+def test_a_tokenizer_that_cannot_be_read_is_not_taken(tmp_path, caplog):
+    main = json.loads(huggingface_tokenizer.to_files(Tokenizer(), 100)["tokenizer.json"])
+    other_begin(main)
     (tmp_path / "tokenizer.json").write_text(json.dumps(main))
     assert huggingface_tokenizer.read_tokenizer(tmp_path) is None
     assert "not used" in caplog.text

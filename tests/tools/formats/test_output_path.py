@@ -166,7 +166,7 @@ def test_nothing_that_is_added_at_any_moment_is_lost(
     assert number > 20  # the moments were found
 
 
-@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("to", [name for name in TARGETS if name != "peft"])  # needs adapters
 def test_what_is_added_around_the_exchange_is_kept_in_every_format(
     tmp_path, monkeypatch, caplog, to
 ):

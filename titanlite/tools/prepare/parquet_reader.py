@@ -78,13 +78,16 @@ def describe(path: str, columns: list[str]) -> Table:
     return Table(**answer)
 
 
-def read_rows(path: str, columns: list[str], groups: list[int], longest: int) -> Iterator[Row]:
+def read_rows(
+    path: str, columns: list[str], groups: list[int], longest: int, lists: bool = False
+) -> Iterator[Row]:
     """The rows of row groups, one at a time. Of a text of more than `longest` bytes only the length
-    is read.
+    is read. `lists`: a list is a text too, in JSON.
 
     Raises UnreadableParquet.
     """
     request = {"path": path, "columns": columns, "groups": groups, "longest": longest}
+    request["lists"] = lists
     done = 0
     for batch in (BATCH, 1):
         try:
@@ -282,7 +285,8 @@ def _send_batch(output: IO[bytes], request: dict[str, Any], group: int, columns:
     """The lengths of all values, column by column, and then the bytes of those that are not too
     long, row by row.
     """
-    values = [[_value(scalar) for scalar in column] for column in columns]
+    lists = request["lists"]
+    values = [[_value(scalar, lists) for scalar in column] for column in columns]
     lengths = [[_length(value) for value in column] for column in values]
     _send(output, {"group": group, "columns": lengths})
     for row in zip(*values, strict=True):
@@ -298,13 +302,16 @@ def _length(value: memoryview | str | None) -> int | str | None:
     return value
 
 
-def _value(scalar: Any) -> memoryview | str | None:
-    """The bytes of a text, or of a list as JSON; None for null, or the name of another type."""
+def _value(scalar: Any, lists: bool) -> memoryview | str | None:
+    """The bytes of a text, None for null, or the name of another type.
+
+    `lists`: the bytes of a list too, as JSON.
+    """
     if not scalar.is_valid:
         return None
     if hasattr(scalar, "dictionary"):
         scalar = scalar.value
-    if str(scalar.type).startswith(("list<", "large_list<")):
+    if lists and str(scalar.type).startswith(("list<", "large_list<")):
         return memoryview(json.dumps(scalar.as_py(), default=str).encode())
     if not hasattr(scalar, "as_buffer"):
         return str(scalar.type)[:LONGEST_NAME]

@@ -218,7 +218,8 @@ def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
     starts = itertools.accumulate((table.rows[group] for group in groups), initial=0)
     first_row = dict(zip(groups, starts, strict=False))  # the last start is the number of rows
     try:
-        for group, values in read_rows(file.path, columns, groups, MAX_DOCUMENT):
+        is_chat = bool(job.chat.template)
+        for group, values in read_rows(file.path, columns, groups, MAX_DOCUMENT, is_chat):
             size = ROW + sum(_length(value) for value in values)
             allowance.spend(size)
             skipped += size
