@@ -35,6 +35,8 @@ def _blocks(name: str, section: Any) -> list[str]:
     tables: list[str] = []
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
+        if (name, field.name) == ("training", "steps") and section.epochs:
+            continue  # not known until the data is
         if field.metadata["items"] in (None, str):
             lines.append(f"{field.name} = {toml_value(value)}\n")
         else:
