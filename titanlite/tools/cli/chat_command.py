@@ -13,7 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.cli.options import add_checkpoint_options, at_least, device_of
+from titanlite.tools.cli.options import (
+    add_checkpoint_options,
+    add_sampling_options,
+    at_least,
+    device_of,
+)
 
 HELP = "Ctrl-D or /exit ends, /new begins another conversation"
 DEFAULT_CONTEXT = 4096  # tokens, where the checkpoint does not know the length of its training
@@ -99,19 +104,5 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--max-new-tokens", type=at_least(int, 1, 10**6), default=256, help="tokens of an answer"
     )
-    parser.add_argument(
-        "--temperature",
-        type=at_least(float, 0),
-        default=0.7,
-        help="0: always the most likely token",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=at_least(int, 0),
-        default=50,
-        help="sample from the k most likely tokens; 0: from all",
-    )
-    parser.add_argument(
-        "--seed", type=at_least(int, 0, 2**63 - 1), default=0, help="of the sampling"
-    )
+    add_sampling_options(parser)
     return parser.parse_args(argv)

@@ -7,7 +7,12 @@ import sys
 from pathlib import Path
 
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.cli.options import add_checkpoint_options, at_least, device_of
+from titanlite.tools.cli.options import (
+    add_checkpoint_options,
+    add_sampling_options,
+    at_least,
+    device_of,
+)
 
 
 def run(argv: list[str]) -> int:
@@ -73,22 +78,5 @@ def _options(argv: list[str]) -> argparse.Namespace:
         default=0,
         help="number of tokens; 0: up to the sequence length of training",
     )
-    parser.add_argument(
-        "--temperature",
-        type=at_least(float, 0),
-        default=0.7,
-        help="0: always the most likely token",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=at_least(int, 0),
-        default=50,
-        help="sample from the k most likely tokens; 0: from all",
-    )
-    parser.add_argument(
-        "--seed",
-        type=at_least(int, 0, 2**63 - 1),
-        default=0,
-        help="the same seed gives the same text",
-    )
+    add_sampling_options(parser)
     return parser.parse_args(argv)

@@ -70,6 +70,28 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """How new tokens are chosen: see `model/generate.py`."""
+    parser.add_argument(
+        "--temperature",
+        type=at_least(float, 0),
+        default=0.7,
+        help="0: always the most likely token",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=at_least(int, 0),
+        default=50,
+        help="sample from the k most likely tokens; 0: from all",
+    )
+    parser.add_argument(
+        "--seed",
+        type=at_least(int, 0, 2**63 - 1),
+        default=0,
+        help="the same seed gives the same text",
+    )
+
+
 def device_of(options: argparse.Namespace) -> torch.device:
     """The device of `--device`. Raises ConfigError."""
     import torch
