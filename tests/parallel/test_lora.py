@@ -72,6 +72,7 @@ def test_an_adapter_adds_s_b_a_to_a_weight(config, expected):
         ("lora.targets=", ["lora.targets is empty"]),
         ("lora.layers=0-9", ["lora.layers", "'0-9'", "from 0 to 3"]),
         ("lora.layers=3-1", ["lora.layers", "'3-1'"]),
+        ("lora.alpha=0", ["lora.alpha = 0"]),
     ],
 )
 def test_wrong_settings_are_reported(option, words):

@@ -94,6 +94,8 @@ def lora(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterato
     """The targets and blocks of `lora` exist; in a pipeline the first stage has adapters."""
     if config.lora.rank == 0:
         return
+    if config.lora.alpha <= 0:
+        yield f"lora.alpha = {config.lora.alpha:g}: adapters times 0 learn nothing; expected more"
     targets = config.lora.target_names
     layers = [name.rpartition(".")[2] for name in BLOCK_LINEAR]
     for name in targets:

@@ -112,7 +112,7 @@ def convert(
             "folders"
         )
     if to == "peft":
-        state = open_adapter(Path(source), step=step)
+        state = open_adapter(Path(source), step=step, weights=weights)
     else:
         state = open_full_state(Path(source), step, model, weights, adapter)
     require_writable(state.path, target, force)

@@ -93,16 +93,17 @@ def open_full_state(
 
 
 def open_adapter(
-    path: Path, model: LlamaConfig | None = None, step: int | None = None
+    path: Path, model: LlamaConfig | None = None, step: int | None = None, weights: str = "model"
 ) -> FullState:
     """The adapters of a run, or in PEFT's folder, without their model's weights.
 
-    `model`: that they belong to, for PEFT's. Raises ConfigError or CorruptCheckpoint.
+    `model`: that they belong to, for PEFT's; `step` and `weights`: of a run. Raises ConfigError or
+    CorruptCheckpoint.
     """
     if model is not None and (path / adapters.CONFIG).is_file():
         return adapters.read_peft(path, model)
     if is_step_folder(path):
-        state = _open_one(path, step, "", "model")
+        state = _open_one(path, step, "", weights)
         if adapters.holds_adapters(state):
             return state
     raise ConfigError(
