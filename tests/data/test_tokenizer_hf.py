@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
+import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from messages import refused
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats.huggingface_tokenizer import files_of, to_files
 
 SPECIAL = ["<s>", "</s>", "<unk>", "<|im_start|>"]
@@ -129,3 +134,53 @@ def test_random_merges_are_refused(tmp_path):
     save(tokenizers.Tokenizer.from_str(json.dumps(main)), tmp_path)
     with refused("dropout"):
         Tokenizer(tmp_path)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places in a JSON value, but for the tokens of a vocabulary and most of a list."""
+    if isinstance(value, dict):
+        entries = [(name, value[name]) for name in value if path[-1:] != ("vocab",)]
+    elif isinstance(value, list):
+        entries = list(enumerate(value[:2]))
+    else:
+        return
+    for key, entry in entries:
+        yield (*path, key)
+        yield from places(entry, (*path, key))
+
+
+WRONG = (None, {}, [], "x", -1, 10**12, True, ["a"], {"type": "Metaspace"}, {"type": "Sequence"})
+
+
+def damage_all(main: dict[str, Any], chance: random.Random, share: float) -> int:
+    """Reads a file with each place replaced by each wrong value. How many were read."""
+    num_read = 0
+    for path in places(main):
+        for wrong in WRONG:
+            if chance.random() > share:
+                continue
+            damaged = copy.deepcopy(main)
+            target = damaged
+            for key in path[:-1]:
+                target = target[key]
+            target[path[-1]] = wrong
+            with contextlib.suppress(ConfigError):
+                ours = Tokenizer("damaged", json.dumps(damaged).encode())
+                ours.decode(ours.encode("abc 12"))
+                num_read += 1
+    return num_read
+
+
+@pytest.mark.parametrize("share", [0.03, pytest.param(0.4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [sentencepiece, several_splits])
+def test_damaged_files_are_one_error(make, share):
+    main = json.loads(make().to_str())
+    assert damage_all(main, random.Random(0), share) > 0
+
+
+def test_a_file_that_ends_the_process_of_the_package_is_one_error():
+    """By a panic while it makes the message of an error, in tokenizers 0.23."""
+    main = json.loads(several_splits().to_str())
+    main["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "(" * 5000}
+    with refused("damaged", "cannot read it"):
+        Tokenizer("damaged", json.dumps(main).encode())

@@ -21,6 +21,7 @@ from typing import Any
 
 from titanlite.data.byte_level import BYTES
 from titanlite.data.tokenizer_json import MARK, Encoding, Json, files_and_ends, steps
+from titanlite.data.tokenizer_probe import problem_of
 from titanlite.runtime.errors import ConfigError
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -54,11 +55,12 @@ class HuggingFaceCodec:
         }
         if main["model"].get("dropout"):
             raise ConfigError(f"{path}: model.dropout makes ids random; allowed: null")
-        try:
-            whole: Any = tokenizers.Tokenizer.from_str(json.dumps(main))
-            self._encoder: Any = tokenizers.Tokenizer.from_str(json.dumps(of_text))
-        except Exception as error:  # of Rust, of no other class
-            raise ConfigError(f"{path}: `tokenizers` cannot read it: {error}") from None
+        texts = (json.dumps(main), json.dumps(of_text))
+        problem = problem_of(texts)
+        if problem:
+            raise ConfigError(f"{path}: `tokenizers` cannot read it: {problem}")
+        whole: Any = tokenizers.Tokenizer.from_str(texts[0])
+        self._encoder: Any = tokenizers.Tokenizer.from_str(texts[1])
         # Ids of added tokens are given anew when a file is read
         for encoder, entries in ((whole, main["added_tokens"]), (self._encoder, ordinary)):
             for entry in entries:

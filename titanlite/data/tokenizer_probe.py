@@ -1,0 +1,67 @@
+"""Whether `tokenizers` can read a file: tried in another process.
+
+Why it is here: a file that the package cannot read may end the process (a panic of its Rust code
+within another), where a mistake in a file must be one error. What a process has read once can be
+read again.
+What it is: the child starts with this file as its program, has limits of memory and CPU time, and
+knows no folder but that of the package.
+What it costs: 0.1 s, and reading the file twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+MEMORY = 1 << 33  # bytes of addresses
+SECONDS = 60
+TEXT = "Some text: 12 \u00e9 \u65e5\u672c\t\n"  # encoded and decoded once
+
+
+@functools.lru_cache(4)
+def problem_of(texts: tuple[str, ...]) -> str:
+    """Why the package, which is installed, cannot use one of these tokenizers; "" if it can."""
+    spec = importlib.util.find_spec("tokenizers")
+    assert spec is not None
+    assert spec.origin is not None
+    command = [sys.executable, "-I", "-S", "-B", __file__, str(Path(spec.origin).parents[1])]
+    done = subprocess.run(
+        command, input=json.dumps(texts).encode(), capture_output=True, check=False
+    )
+    if done.returncode != 0:
+        return "reading it ends the process that reads it"
+    answer: str = json.loads(done.stdout)
+    return answer
+
+
+# From here on: the child
+
+
+def main(folder: str) -> None:
+    """Reads tokenizers from standard input, a list of JSON, and answers with the problem."""
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    texts = json.loads(sys.stdin.buffer.read())
+    sys.path.append(folder)
+    # The time of this import is the child's, and the command names the folder it comes from
+    import tokenizers
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    problem = ""
+    try:
+        for text in texts:
+            encoder = tokenizers.Tokenizer.from_str(text)
+            encoder.decode(encoder.encode(TEXT, add_special_tokens=False).ids)
+            encoder.get_vocab(with_added_tokens=True)
+    except Exception as error:
+        problem = (str(error).splitlines() or [type(error).__name__])[0][:300]
+    sys.stdout.write(json.dumps(problem))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
