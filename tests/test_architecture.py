@@ -461,6 +461,7 @@ TESTED_ELSEWHERE = {
     "checkpoint/shard_file": "tests/checkpoint/test_checkpoint.py",
     "checkpoint/step_files": "tests/checkpoint/test_manifest.py",
     "checkpoint/storage": "tests/checkpoint/test_checkpoint.py, tests/e2e/test_faults.py",
+    "data/tokenizer_probe": "tests/data/test_tokenizer_hf.py",
     "tools/cli/convert_command": "tests/tools/formats/test_convert.py, "
     "tests/tools/formats/test_convert_limits.py",
     "tools/formats/adapters": "tests/parallel/test_lora.py",
