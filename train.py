@@ -28,6 +28,7 @@ import torch.distributed as dist
 from titanlite.checkpoint.manager import Checkpointer, Diverged
 from titanlite.checkpoint.run_facts import RunFacts
 from titanlite.checkpoint.state import (
+    FrozenWeights,
     ModelState,
     OptimizerState,
     RandomState,
@@ -134,6 +135,7 @@ def main(config: Config) -> int:
     noise_scale = NoiseScale(config.metrics, stages, scaler, progress)
     states: dict[str, Stateful] = {
         "model": ModelState(model_parts, saved_names(config)),
+        "frozen": FrozenWeights(config.checkpoint.initial_load, frozen_fingerprint(config)),
         "optimizer": OptimizerState(model_parts, optimizer),
         "data": stream,
         "progress": progress,
@@ -293,6 +295,16 @@ def saved_names(config: Config) -> Callable[[str], bool]:
     if config.lora.rank > 0:
         return is_adapter
     return every_name
+
+
+def frozen_fingerprint(config: Config) -> str:
+    """Of the weights that adapters are added to; empty without adapters."""
+    if config.lora.rank == 0 or not config.checkpoint.initial_load:
+        return ""
+    from titanlite.tools.formats.fingerprint import fingerprint  # of a file in any format
+
+    path = Path(config.checkpoint.initial_load)
+    return broadcast_from_rank0(lambda: fingerprint(path))
 
 
 def load_initial_weights(

@@ -46,7 +46,10 @@ def data(tmp_path_factory):
     return folder / "data"
 
 
-@pytest.mark.parametrize("layout", [[], ["--parallel.tp=2"], ["--parallel.cp=2"]])
+@pytest.mark.parametrize(
+    "layout",
+    [[], ["--parallel.cp=2"], pytest.param(["--parallel.tp=2"], marks=pytest.mark.slow)],
+)
 def test_the_loss_of_packed_conversations_is_that_of_each_alone(
     pool, options, data, whole_run, tmp_path, layout
 ):

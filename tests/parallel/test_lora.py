@@ -208,6 +208,22 @@ def test_the_whole_model_of_a_run_with_adapters(pool, arguments, base_run, tmp_p
     assert pool.run(1, train_run, [*onwards, "--training.steps=1"]) == [0]
 
 
+def test_other_weights_under_the_adapters_are_refused(
+    pool, arguments, base_run, whole_run, tmp_path
+):
+    """When a run resumes; the same weights in another format are not."""
+    from titanlite.tools.formats.convert import convert
+
+    first = lora_arguments([*arguments, "--training.steps=3"], base_run)
+    assert pool.run(1, train_run, first) == [0]
+    convert(base_run, tmp_path / "base", to="hf")
+    same = lora_arguments([*arguments, "--training.steps=4"], tmp_path / "base")
+    assert pool.run(1, train_run, same) == [0]
+    others = whole_run("--run.seed=7")
+    with run_refused("checkpoint.initial_load", str(others), "not the weights"):
+        pool.run(1, train_run, lora_arguments([*arguments, "--training.steps=5"], others))
+
+
 @pytest.mark.slow
 def test_peft_reads_what_is_written(pool, arguments, base_run, tmp_path):
     peft = pytest.importorskip("peft")

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.runtime.errors import ConfigError
+
 # Part -> name -> Tensor or DTensor
 State = dict[str, dict[str, Any]]
 
@@ -79,6 +81,29 @@ class ModelState:
         for part in self.parts:
             selected = {name: state[name] for name in part.state_dict() if self.selects(name)}
             part.load_state_dict(selected, strict=False)
+
+
+class FrozenWeights:
+    """With adapters: the fingerprint of the weights that they are added to, and that no checkpoint
+    holds. Without, it has no state.
+    """
+
+    def __init__(self, path: str, fingerprint: str) -> None:
+        """`path`: of the weights; `fingerprint`: hexadecimal, empty without adapters."""
+        self.path = path
+        self.fingerprint = bytes.fromhex(fingerprint)
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.fingerprint:
+            return {}
+        return {"fingerprint": torch.tensor(list(self.fingerprint), dtype=torch.uint8)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if bytes(state["fingerprint"].tolist()) != self.fingerprint:
+            raise ConfigError(
+                f"checkpoint.initial_load = {self.path!r}: are not the weights that the adapters "
+                "of this run were trained on; expected those"
+            )
 
 
 class OptimizerState:
