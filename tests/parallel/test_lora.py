@@ -282,6 +282,10 @@ def test_adapters_that_do_not_fit_are_refused(peft_folder, base_run, tmp_path):
     (peft_folder / "model.json").write_text(narrow.to_json())
     with refused("layers.0.attention.wo", "(32, 2)", "(16, 16)"):
         merge(open_full_state(peft_folder / "model.safetensors"), adapter)
+    config = json.loads((peft_folder / "adapter_config.json").read_text()) | {"r": 4}
+    (peft_folder / "adapter_config.json").write_text(json.dumps(config))
+    with refused("layers.0.attention.wo", "the rank 4"):
+        merge(open_full_state(base_run), read_peft(peft_folder, SMALL))
     adapter.tensors.pop("layers.0.attention.wo.lora_b.weight")
     with refused("layers.0.attention.wo", "no other factor"):
         merge(open_full_state(base_run), adapter)

@@ -101,7 +101,7 @@ class Tokenizer:
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
         """Ids of the text, and in which of its characters each token begins."""
         if self._codec is not None:
-            return self._codec.encode(text), self._codec.starts(text)
+            return self._codec.encode_with_starts(text.encode("utf-8", "replace").decode())
         if self.nfc:
             text = nfc(text)
         ids = self.encode(text)

@@ -79,10 +79,10 @@ class HuggingFaceCodec:
         ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
         return ids
 
-    def starts(self, text: str) -> list[int]:
-        """Where each token of the text begins: a number of characters."""
-        offsets = self._encoder.encode(text, add_special_tokens=False).offsets
-        return [begin for begin, _ in offsets]
+    def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids of the text, and in which of its characters each token begins."""
+        encoded = self._encoder.encode(text, add_special_tokens=False)
+        return encoded.ids, [begin for begin, _ in encoded.offsets]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text, with the names of special tokens."""

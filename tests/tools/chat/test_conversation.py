@@ -91,6 +91,7 @@ def test_both_shapes_of_messages():
         ([], ["list of messages"]),
         ([1], ["message 1", "int"]),
         ([{"role": "me", "content": "a"}], ["message 1", "'me'", "user, assistant"]),
+        ([{"from": ["a"], "value": "b"}], ["message 1", "['a']"]),
         ([{"role": "user", "content": None}], ["content", "NoneType"]),
         ([{"role": "user", "content": "\ufdd1"}], ["noncharacters"]),
         ([{"role": "user", "content": "a", "tool_calls": [1]}], ["tool_calls"]),

@@ -73,3 +73,16 @@ def test_characters_are_printed_when_they_are_complete():
     parts = list(text_stream(ids, tokenizer, tokenizer.encode("before")))
     assert "".join(parts) == "a \U0001f642 b"
     assert not any("�" in part for part in parts)
+
+
+def test_a_template_whose_history_changes_can_be_asked(model):
+    """As Qwen3's, which leaves the thoughts of earlier answers out."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}[A] -"
+        "{% else %}[{{ m.role[0] | upper }}] {{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[A]{% endif %}"
+    )
+    chat = ChatSession(model, Tokenizer(), source, GREEDY, "")
+    for text in ("a", "b", "c"):
+        list(chat.answer(text))
+    assert len(chat.messages) == 6

@@ -44,7 +44,7 @@ def messages_of(value: Any) -> list[Message]:
         if not isinstance(entry, dict):
             raise ValueError(f"message {number} is of type {type(entry).__name__}")
         if "from" in entry:
-            role = FROM.get(entry["from"], entry["from"])
+            role = FROM.get(str(entry["from"]), entry["from"])
             content = entry.get("value")
         else:
             role = entry.get("role")

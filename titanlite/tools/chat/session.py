@@ -57,7 +57,8 @@ class ChatSession:
         Raises TemplateError.
         """
         tokens = {self.tokenizer.eos}
-        pieces = self.encoder.pieces([*self.messages, {"role": "assistant", "content": "x"}])
+        example = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+        pieces = self.encoder.pieces(example)
         after = [piece for piece in pieces if piece.special and piece.target]
         if after:
             tokens.add(self.tokenizer.special[after[-1].text])

@@ -74,12 +74,13 @@ class ChatTemplate:
         self.variables = {"bos_token": bos, "eos_token": eos}
 
     def render(self, messages: Sequence[Message], prompt: bool = False) -> Rendered:
-        """A conversation; with `prompt` up to where the assistant's next answer begins.
+        """A conversation; with `prompt` up to where the assistant's next answer begins, and then
+        without the places of the answers before it, if the template does not mark them.
 
         Raises TemplateError.
         """
         rendered = self._ask(messages, prompt)
-        if self.marks_answers:
+        if self.marks_answers or prompt:
             return rendered
         return Rendered(rendered.text, self._by_prefixes(messages, rendered.text))
 

@@ -106,7 +106,7 @@ def merge(base: FullState, adapter: FullState) -> FullState:
 
     Raises ConfigError if they do not fit.
     """
-    scale = lora_of(adapter).scale
+    lora = lora_of(adapter)
     tensors = dict(base.tensors)
     factors = dict(adapter.tensors)
     layers = [name.removesuffix(".lora_a.weight") for name in factors if ".lora_a." in name]
@@ -119,15 +119,14 @@ def merge(base: FullState, adapter: FullState) -> FullState:
             problems.append(f"{adapter.path}: the adapter of {layer} has no other factor or weight")
             continue
         shapes = (a.shape, b.shape)
-        rank = a.shape[0]
-        if shapes != ((rank, weight.shape[1]), (weight.shape[0], rank)):
+        if shapes != ((lora.rank, weight.shape[1]), (weight.shape[0], lora.rank)):
             problems.append(
                 f"{adapter.path}: the adapter of {layer} is {b.shape} times {a.shape}; its weight "
-                f"in {base.path} is {weight.shape}"
+                f"in {base.path} is {weight.shape}, and the rank {lora.rank}"
             )
             continue
         tensors[f"{layer}.weight"] = MergedTensor(
-            weight.dtype, weight.shape, weight.parts, weight.half_split, weight, a, b, scale
+            weight.dtype, weight.shape, weight.parts, weight.half_split, weight, a, b, lora.scale
         )
     problems += [f"{adapter.path}: {name!r} is no factor of an adapter" for name in factors]
     if problems:

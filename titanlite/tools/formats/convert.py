@@ -112,6 +112,8 @@ def convert(
             "folders"
         )
     if to == "peft":
+        if adapter is not None:
+            raise ConfigError("--adapter has no effect with --to peft: SOURCE holds the adapters")
         state = open_adapter(Path(source), step=step, weights=weights)
     else:
         state = open_full_state(Path(source), step, model, weights, adapter)
