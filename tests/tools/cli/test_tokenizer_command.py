@@ -131,3 +131,15 @@ def test_a_text_that_is_not_utf8_is_refused(tmp_path, capsys):
     (tmp_path / "latin").write_bytes("naïve".encode("latin-1"))
     assert main(["tokenizer", "encode", "", f"--file={tmp_path / 'latin'}"]) == 2
     assert_mentions(capsys.readouterr().err, "latin", "UTF-8")
+
+
+def test_a_trained_tokenizer_for_transformers(tmp_path, text_file, capsys):
+    """The folder of --json encodes as the rank file."""
+    output = tmp_path / "my.model"
+    command = ["tokenizer", "train", str(output), "--data-path", str(text_file)]
+    command += ["--num-tokens", "300", "--json", str(tmp_path / "hf")]
+    assert main(command) == 0
+    assert Tokenizer(tmp_path / "hf").encode("def add_7") == Tokenizer(output).encode("def add_7")
+    output.unlink()
+    assert main(command) == 2
+    assert "--json" in capsys.readouterr().err

@@ -12,6 +12,8 @@ from pathlib import Path
 from titanlite.runtime.errors import ConfigError, printable
 from titanlite.tools.cli.options import at_least
 
+UNLIMITED = 1 << 40  # the longest text, where a format must name one
+
 
 def run(argv: list[str]) -> int:
     """Runs the command; returns 0. Raises ConfigError."""
@@ -40,6 +42,13 @@ def _options(argv: list[str]) -> argparse.Namespace:
         "--data-pattern",
         default="**/*",
         help="glob pattern of the files in the folder (default **/*)",
+    )
+    train.add_argument(
+        "--json",
+        type=Path,
+        metavar="FOLDER",
+        help="also write tokenizer.json and tokenizer_config.json into this new folder, for "
+        "transformers",
     )
     train.add_argument(
         "--fast",
@@ -73,11 +82,17 @@ def _options(argv: list[str]) -> argparse.Namespace:
 def _train(options: argparse.Namespace) -> int:
     if options.output.exists():
         raise ConfigError(f"{options.output} exists already; delete it or choose another file")
-    if not options.output.parent.is_dir():
-        raise ConfigError(f"{options.output.parent}: no such folder")
+    if options.json and options.json.exists():
+        raise ConfigError(f"--json {options.json}: exists already; name a new folder")
+    for path in (options.output, options.json or options.output):
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path.parent}: no such folder")
 
     from titanlite.data.bpe import train_bpe, write_rank_file
     from titanlite.data.bpe_fast import train_bpe_fast
+    from titanlite.data.tokenizer import Tokenizer
+    from titanlite.runtime.files import replace_file
+    from titanlite.tools.formats.huggingface_tokenizer import to_files
     from titanlite.tools.prepare.plan_job import text_files
     from titanlite.tools.prepare.sources import Keys, Source, find
     from titanlite.tools.prepare.text_files import read_texts
@@ -96,6 +111,10 @@ def _train(options: argparse.Namespace) -> int:
         write_rank_file(tokens, options.output)
     except OSError as error:
         raise ConfigError(f"{options.output}: {error.strerror or error}") from None
+    if options.json:
+        options.json.mkdir()
+        for name, content in to_files(Tokenizer(options.output), UNLIMITED).items():
+            replace_file(options.json / name, content)
     fewer = ""
     if len(tokens) < options.num_tokens:
         fewer = f" ({options.num_tokens} requested, but the text has no more pairs)"
