@@ -309,19 +309,9 @@ def test_a_converted_description_that_differs_is_found(files, tmp_path, monkeypa
 
 
 FOREIGN: dict[str, tuple[list[str], str]] = {
-    "torchtune": (
-        [
-            "tok_embeddings.weight",
-            *(
-                f"layers.0.attn.{name}.weight"
-                for name in ("q_proj", "k_proj", "v_proj", "output_proj")
-            ),
-            *(f"layers.0.mlp.{name}.weight" for name in ("w1", "w2", "w3")),
-            *("layers.0.sa_norm.scale", "layers.0.mlp_norm.scale", "norm.scale", "output.weight"),
-        ],
-        "has torchtune's names ('layers.0.attn.output_proj.weight'); titanlite does not read "
-        "them; have torchtune's "
-        "FullModelHFCheckpointer",
+    "torchtune's Qwen": (
+        ["layers.0.sa_norm.scale", "layers.0.attn.q_proj.weight", "layers.0.attn.q_proj.bias"],
+        "has torchtune's names of a Qwen model ('layers.0.attn.q_proj.bias'), whose rows",
     ),
     "nanoGPT": (
         ["transformer.wte.weight", "transformer.h.0.mlp.c_fc.weight", "lm_head.weight"],
@@ -438,3 +428,31 @@ def test_the_description_of_another_trainer_is_not_called_damage(tmp_path):
     torch.save({"model": {"a": torch.ones(1)}, "model_config": {"n_layer": 12}}, tmp_path / "x.pt")
     with refused("x.pt", "'model_config'", "not titanlite's description of a model"):
         open_full_state(tmp_path / "x.pt")
+
+
+def test_torchtune_s_names(files, tmp_path):
+    """Those of its conversion of a Llama of Meta's, in its 0.6: the same rows."""
+    shape = tmp_path / "model.json"
+    shape.write_text(FILE.to_json())
+    ours = open_full_state(files / "raw.pt", model=str(shape))
+    theirs = {
+        "attention.wq": "attn.q_proj",
+        "attention.wk": "attn.k_proj",
+        "attention.wv": "attn.v_proj",
+        "attention.wo": "attn.output_proj",
+        "feed_forward": "mlp",
+        "attention_norm.weight": "sa_norm.scale",
+        "ffn_norm.weight": "mlp_norm.scale",
+    }
+    renamed = {}
+    for name in ours:
+        tensor = ours[name]
+        name = name.replace("norm.weight", "norm.scale") if name == "norm.weight" else name
+        for own, other in theirs.items():
+            name = name.replace(own, other)
+        renamed[name] = tensor
+    assert "layers.0.mlp.w1.weight" in renamed
+    torch.save(renamed, tmp_path / "hf_model_0001_0.pt")
+    read = open_full_state(tmp_path / "hf_model_0001_0.pt", model=str(shape))
+    assert read.tensors.keys() == ours.tensors.keys()
+    assert all(torch.equal(read[name], ours[name]) for name in ours)

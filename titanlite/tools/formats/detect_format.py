@@ -38,18 +38,16 @@ from titanlite.tools.formats.huggingface_tokenizer import content_of, tokenizer_
 from titanlite.tools.formats.safetensors_files import INDEX, read_folder, read_header
 from titanlite.tools.formats.same_model import require_stated, without_tables
 from titanlite.tools.formats.torch_file import Tree, read_tree
+from titanlite.tools.formats.torchtune_names import from_torchtune, is_torchtune
 
 ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.")  # of the model's parameter names
 OTHERS = {  # whose names -> parts of them, of which ours have none; the first that fits is named
-    "torchtune's": (".sa_norm.", ".mlp_norm.", ".attn.output_proj."),
     "GPT-2's": ("transformer.h.", "transformer.wte.", ".attn.c_attn.", ".mlp.c_fc."),
     "GPT-NeoX's": ("gpt_neox.",),
     "Megatron's": (".self_attention.linear_", ".mlp.linear_fc"),
     "Hugging Face's": ("embed_tokens.", ".self_attn.", ".mlp.", "lm_head."),
 }
 ADVICE = {
-    "torchtune's": "titanlite does not read them; have torchtune's FullModelHFCheckpointer save "
-    "it for Hugging Face",
     "Hugging Face's": "give a folder with config.json and safetensors files",
 }
 # What else a run saves
@@ -415,6 +413,8 @@ def _named(path: Path, stored: dict[str, FullTensor], about: About) -> FullState
             f"{path}: has the same parameters twice, with and without the prefix of a wrapper"
         )
     plain = without_tables(plain)
+    if is_torchtune(plain):
+        plain = from_torchtune(path, plain)
     for software, marks in OTHERS.items():
         foreign = [name for name in plain if any(mark in name for mark in marks)]
         if foreign:
