@@ -301,10 +301,10 @@ def frozen_fingerprint(config: Config) -> str:
     """Of the weights that adapters are added to; empty without adapters."""
     if config.lora.rank == 0 or not config.checkpoint.initial_load:
         return ""
-    from titanlite.tools.formats.fingerprint import fingerprint  # of a file in any format
+    from titanlite.tools.formats.adopt import fingerprint_of  # of a checkpoint in any format
 
     path = Path(config.checkpoint.initial_load)
-    return broadcast_from_rank0(lambda: fingerprint(path))
+    return broadcast_from_rank0(lambda: fingerprint_of(path))
 
 
 def load_initial_weights(

@@ -156,7 +156,6 @@ IMPORTS_IN_FUNCTIONS = {
         "titanlite.tools.prepare.cache",
         "titanlite.tools.formats.adopt",
         "titanlite.tools.formats.export_run",
-        "titanlite.tools.formats.fingerprint",
         "titanlite.tools.formats.load_weights",
         "titanlite.tools.report.page",
     },

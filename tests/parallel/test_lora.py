@@ -209,9 +209,9 @@ def test_the_whole_model_of_a_run_with_adapters(pool, arguments, base_run, tmp_p
 
 
 def test_other_weights_under_the_adapters_are_refused(
-    pool, arguments, base_run, whole_run, tmp_path
+    pool, arguments, base_run, whole_run, tmp_path, caplog
 ):
-    """When a run resumes; the same weights in another format are not."""
+    """When a run resumes, or is read; the same weights in another format are not."""
     from titanlite.tools.formats.convert import convert
 
     first = lora_arguments([*arguments, "--training.steps=3"], base_run)
@@ -220,8 +220,17 @@ def test_other_weights_under_the_adapters_are_refused(
     same = lora_arguments([*arguments, "--training.steps=4"], tmp_path / "base")
     assert pool.run(1, train_run, same) == [0]
     others = whole_run("--run.seed=7")
+    with caplog.at_level("WARNING", "titanlite"):
+        open_full_state(base_run, adapter=tmp_path / "debug")
+        assert not caplog.text
+        open_full_state(others, adapter=tmp_path / "debug")
+        assert "not the weights" in caplog.text
     with run_refused("checkpoint.initial_load", str(others), "not the weights"):
         pool.run(1, train_run, lora_arguments([*arguments, "--training.steps=5"], others))
+    shutil.rmtree(tmp_path / "base")
+    shutil.copytree(others, tmp_path / "base")
+    with refused(str(tmp_path / "base"), "not the weights", "--adapter"):
+        open_full_state(tmp_path / "debug")
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
 """Tokenizers that tiktoken cannot express, encoded by Hugging Face's `tokenizers` package.
 
 What it is: a tokenizer.json that `tokenizer_json.py` refuses: SentencePiece's (Llama 2, Mistral),
-with several pre-tokenizers (DeepSeek), with normalizers, or without tokens for some bytes
-(SmolLM2). Special tokens are removed from the file before the package reads it, because it would
-find their names in any text: here a name in a document is ordinary characters.
+with several pre-tokenizers (DeepSeek), with normalizers other than NFC, or without tokens for some
+bytes (SmolLM2). Special tokens are removed from the file before the package reads it, because it
+would find their names in any text: here a name in a document is ordinary characters.
 Why not for all: with tiktoken, text of any length is encoded in blocks, and no package is needed.
 What it costs: a document is encoded as a whole, and the package is an extra:
 `pip install titanlite[fast]`.

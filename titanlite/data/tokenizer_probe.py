@@ -1,10 +1,9 @@
 """Whether `tokenizers` can read a file: tried in another process.
 
-Why it is here: a file that the package cannot read may end the process (a panic of its Rust code
-within another), where a mistake in a file must be one error. What a process has read once can be
-read again.
+Why it is here: a malformed file can make the package's Rust code panic twice and abort the process;
+it must be an ordinary error instead. A file that the child has read is assumed safe to read here.
 What it is: the child starts with this file as its program, has limits of memory and CPU time, and
-knows no folder but that of the package.
+imports only from the standard library and the package's folder.
 What it costs: 0.1 s, and reading the file twice.
 """
 

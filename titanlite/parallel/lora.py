@@ -6,8 +6,8 @@ B (N, r) are trained, with r = `lora.rank` much smaller than N and K. s is alpha
 sqrt(r) with `lora.rslora` (arXiv 2312.03732). B begins as zeros, so training begins with the model
 as it was. Afterwards W + s B A is a matrix like W, and the model needs no adapters any more
 (`tools/formats/adapters.py` adds them up).
-Why it is here: what is frozen has no gradient and no moments, so a step needs about 4 bytes per
-parameter of the model instead of 16, and a checkpoint holds only A and B, a small part of them.
+Why it is here: frozen weights need no gradient and no moments, 4 bytes per parameter in fp32
+instead of 16, and a checkpoint holds only A and B.
 What it costs: r (N + K) parameters for each adapted layer, and their products in the forward and
 backward. The gradient of the activations is computed as before, that of W is not: 4 FLOPs per
 parameter and token instead of 6.
@@ -15,8 +15,8 @@ parameter and token instead of 6.
 Under tensor parallel an adapter is cut as its layer is. A layer that is cut by output features (wq,
 wk, wv, w1, w3) has the matching rows of B, and all of A; one that is cut by input features (wo, w2)
 the matching columns of A, and all of B, and its adapter's result is a partial sum, which is reduced
-together with the layer's own. So the forward has no communication of its own. The factor that all
-ranks hold gets a partial gradient on each of them, r numbers per feature, which FSDP sums over tp
+together with the layer's own. So adapters add no communication to the forward. The factor that is
+whole on every rank (A of wq, B of wo) gets a partial gradient on each; FSDP sums these over tp
 before it reduces the gradient, as it does for norms.
 """
 

@@ -45,7 +45,7 @@ def run_adopted(arguments: list[str]) -> int:
 
 
 def test_a_run_adopts_model_and_tokenizer(pool, whole_run, arguments, tmp_path):
-    """And resumes when the checkpoint that it began with is gone."""
+    """And resumes by its own config.toml."""
     base = tmp_path / "base"
     from titanlite.tools.formats.convert import convert
 

@@ -1,8 +1,8 @@
 """A conversation as token ids, and which of them are targets of the loss.
 
-What it is: rows of data sets in two shapes become messages with role and content; a template makes
-a text of them, whose special tokens are recognised where the template wrote them, never where a
-message did; and a token is a target if some of its text is the assistant's.
+What it is: rows in two shapes (OpenAI's, ShareGPT's) become messages, which a template renders as
+text. Special tokens are recognised only where the template wrote them. A token is a target if any
+of its characters is the assistant's.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ What it is: a template is a Jinja program that came with a model (`chat_template
 of tokenizer_config.json). It is rendered as transformers does, with what the assistant says marked:
 by `{% generation %}` blocks if the template has them, otherwise each answer is what the text gains
 by it.
-Why in a child process: a template is a program of others. Jinja's sandbox denies it attributes of
+Why in a child process: a template is third-party code. Jinja's sandbox denies it attributes of
 Python, and the child has limits of CPU time and memory: an endless loop or a string of gigabytes
 ends in an error. The child starts with this file as its program.
 What it costs: 0.1 s for the process, and a tenth of a millisecond for a conversation.

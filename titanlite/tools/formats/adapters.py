@@ -2,11 +2,11 @@
 
 What it is: a checkpoint of a run with `lora.rank > 0` holds only the factors A and B of each
 adapter. `merge` makes of these and of the frozen model one checkpoint whose adapted weights are
-W + s B A, in fp32 and rounded to the dtype of W; rows are added up when they are read. So what
+W + s B A. The sum is computed in fp32 when rows are read, and rounded to the dtype of W. So what
 reads a checkpoint of any format also reads one with adapters.
-PEFT's folder has adapter_config.json and adapter_model.safetensors, with Hugging Face's names and
-their order of the rows of wq and wk, which are those of B.
-What it costs: of each block of rows the product with A, beside reading it; A is read for each.
+PEFT's folder has adapter_config.json and adapter_model.safetensors, with Hugging Face's names, and
+for wq and wk with their order of rows, in which the rows of B are.
+What it costs: one product with A for each block of rows; A is read again for every block.
 Reference: PEFT 0.18, `LoraConfig` and `save_pretrained`
 """
 
@@ -26,6 +26,7 @@ from titanlite.model.flavors import LlamaConfig
 from titanlite.parallel.lora import is_adapter
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
+from titanlite.tools.formats.fingerprint import fingerprint
 from titanlite.tools.formats.full_state import About, FullState, FullTensor
 from titanlite.tools.formats.huggingface import LAYER, is_permuted
 from titanlite.tools.formats.safetensors_files import read_header
@@ -99,6 +100,12 @@ def base_of(state: FullState) -> Path:
             "--adapter"
         )
     return path
+
+
+def is_base(base: FullState, adapter: FullState) -> bool:
+    """Whether the adapters of a run were trained on these weights; PEFT's do not say."""
+    saved = adapter.others.get("frozen.fingerprint")
+    return saved is None or bytes(saved.read().tolist()).hex() == fingerprint(base)
 
 
 def merge(base: FullState, adapter: FullState) -> FullState:

@@ -1,7 +1,7 @@
 """`model.flavor = "from_checkpoint"`: model and tokenizer of the weights that a run begins with.
 
-What it is: the description in `checkpoint.initial_load` becomes keys of the config, so that the run
-records them and resumes without the file. A key that the user sets stays as it is; if it
+What it is: the description in `checkpoint.initial_load` becomes keys of the config, which the run
+records in its config.toml. A key that the user sets stays as it is; if it
 contradicts the weights, loading them reports it.
 What it costs: headers and small files are read.
 """
@@ -17,6 +17,7 @@ from titanlite.data.tokenizer_json import JSON_FILES, RANK_FILE
 from titanlite.model.flavors import LlamaConfig, RopeScaling
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats.detect_format import open_full_state
+from titanlite.tools.formats.fingerprint import fingerprint
 
 
 def adopt_checkpoint(config: Config) -> Config:
@@ -45,6 +46,11 @@ def adopt_checkpoint(config: Config) -> Config:
             "data.tokenizer, or convert it to a folder: titanlite convert ... --to hf"
         )
     return dataclasses.replace(config, model=model, data=data)
+
+
+def fingerprint_of(path: Path) -> str:
+    """Of the weights at a path. Raises ConfigError or CorruptCheckpoint."""
+    return fingerprint(open_full_state(path))
 
 
 def keys_of(model: LlamaConfig, path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ from titanlite.tools.formats.same_model import require_stated, without_tables
 from titanlite.tools.formats.torch_file import Tree, read_tree
 from titanlite.tools.formats.torchtune_names import from_torchtune, is_torchtune
 
+logger = logging.getLogger("titanlite")
 ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.")  # of the model's parameter names
 OTHERS = {  # whose names -> parts of them, of which ours have none; the first that fits is named
     "GPT-2's": ("transformer.h.", "transformer.wte.", ".attn.c_attn.", ".mlp.c_fc."),
@@ -84,9 +86,18 @@ def open_full_state(
             raise ConfigError(
                 f"--adapter {adapter}: {path} holds adapters itself; give their model"
             )
-        return adapters.merge(state, open_adapter(adapter, state.model))
+        added = open_adapter(adapter, state.model)
+        if not adapters.is_base(state, added):
+            logger.warning("%s: are not the weights that %s was trained on", path, adapter)
+        return adapters.merge(state, added)
     if adapters.holds_adapters(state):
-        return adapters.merge(open_full_state(adapters.base_of(state), model=model), state)
+        base = open_full_state(adapters.base_of(state), model=model)
+        if not adapters.is_base(base, state):
+            raise ConfigError(
+                f"{base.path}: are not the weights that the adapters in {state.path} were trained "
+                "on; expected those, or these as the path and the adapters with --adapter"
+            )
+        return adapters.merge(base, state)
     return state
 
 

@@ -8,14 +8,12 @@ What it costs: two rows of each tensor are read.
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
-from titanlite.tools.formats.detect_format import open_full_state
+from titanlite.tools.formats.full_state import FullState
 
 
-def fingerprint(path: Path) -> str:
-    """SHA-256 in hexadecimal. Raises ConfigError or CorruptCheckpoint."""
-    full = open_full_state(path)
+def fingerprint(full: FullState) -> str:
+    """SHA-256 in hexadecimal. Raises CorruptCheckpoint."""
     digest = hashlib.sha256()
     for name in sorted(full.tensors):
         tensor = full.tensors[name]
