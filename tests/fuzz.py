@@ -43,6 +43,7 @@ import torch  # noqa: E402
 from fuzz_mutations import LARGEST, mutate  # noqa: E402
 from fuzz_readers import READERS, Reader  # noqa: E402
 
+from titanlite.data import tokenizer_probe  # noqa: E402
 from titanlite.runtime.errors import ConfigError  # noqa: E402
 from titanlite.tools.formats import pickle_reader  # noqa: E402
 from titanlite.tools.prepare import parquet_reader  # noqa: E402
@@ -92,7 +93,7 @@ RUNS = (
     "socket.connect",
 )
 # Programs of processes with limits, which may be started
-LIMITED = (pickle_reader.__file__, parquet_reader.__file__)
+LIMITED = (pickle_reader.__file__, parquet_reader.__file__, tokenizer_probe.__file__)
 CHANGES = tuple(
     f"os.{name}"
     for name in ("remove", "rename", "mkdir", "rmdir", "link", "symlink", "truncate", "chmod")

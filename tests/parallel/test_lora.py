@@ -305,3 +305,10 @@ def test_adapters_that_do_not_fit_are_refused(peft_folder, base_run, tmp_path):
         read_peft(peft_folder, SMALL)
     with refused("holds no adapters", "adapter_config.json"):
         open_adapter(base_run)
+
+
+def test_adapters_that_a_checkpoint_has_are_not_left_out(pool, arguments, base_run):
+    first = lora_arguments([*arguments, "--training.steps=3"], base_run)
+    assert pool.run(1, train_run, first) == [0]
+    with run_refused("lora.targets was", "wq, wv"):
+        pool.run(1, train_run, [*first, "--training.steps=4", "--lora.targets=wq, wv"])

@@ -321,6 +321,10 @@ def _compatibility_settings(
             settings[key] = _as_json(config[section][name])
         elif name:
             settings[key] = _as_json(getattr(sections()[section](), name))
+    lora = config.get("lora", {})
+    if lora.get("rank", 0) > 0:  # others would leave out adapters that the checkpoint has
+        for name in ("rank", "targets", "layers"):
+            settings[f"lora.{name}"] = lora[name]
     settings["data.phases"] = _phases_begun(config, samples)  # later ones may change
     settings["data"] = _described_sources(json.loads(files["data.json"]))
     return settings

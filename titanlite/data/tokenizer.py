@@ -90,7 +90,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of the text, without bos and eos. Lone surrogates become U+FFFD."""
         if self._codec is not None:
-            return self._codec.encode(text.encode("utf-8", "replace").decode())
+            return self._codec.encode(without_surrogates(text))
         ranks: list[int] = []
         for piece in pieces(text, self.nfc):
             ranks += self._encoding.encode_ordinary(piece)
@@ -100,14 +100,15 @@ class Tokenizer:
 
     def encode_with_starts(self, text: str) -> tuple[list[int], list[int]]:
         """Ids of the text, and in which of its characters each token begins."""
+        text = without_surrogates(text)
         if self._codec is not None:
-            return self._codec.encode_with_starts(text.encode("utf-8", "replace").decode())
+            return self._codec.encode_with_starts(text)
         if self.nfc:
             text = nfc(text)
         ids = self.encode(text)
         characters = []  # of each byte: the character that it is a part of
         for place, character in enumerate(text):
-            characters += [place] * len(character.encode("utf-8", "replace"))
+            characters += [place] * len(character.encode())
         starts = []
         position = 0
         for i in ids:
@@ -123,6 +124,11 @@ class Tokenizer:
         if self._codec is not None:
             return self._codec.decode(i for i in ids if i in self._bytes)
         return b"".join(self._bytes.get(i, b"") for i in ids).decode("utf-8", "replace")
+
+
+def without_surrogates(text: str) -> str:
+    """The text with U+FFFD for each surrogate that is not one of a pair."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _read(path: Path) -> tuple[Path, bytes]:

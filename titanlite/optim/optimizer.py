@@ -61,6 +61,8 @@ def _group(parameters: list[tuple[str, Tensor]], config: OptimizerConfig) -> Gro
     for name, parameter in parameters:
         key = _decay_and_rate(name, parameter, config)
         members.setdefault(key, []).append(parameter)
+    if not parameters:  # a stage without trained ones, or all are Muon's; torch needs a group
+        members[0.0, config.lr] = []
     groups = []
     for decay, rate in sorted(members, reverse=True):
         of_group = members[decay, rate]

@@ -93,6 +93,8 @@ def frozen(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Itera
 def lora(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
     """The targets and blocks of `lora` exist; in a pipeline the first stage has adapters."""
     if config.lora.rank == 0:
+        if config.checkpoint.export == "peft":
+            yield "checkpoint.export = peft: expected lora.rank > 0, or another format"
         return
     if config.lora.alpha <= 0:
         yield f"lora.alpha = {config.lora.alpha:g}: adapters times 0 learn nothing; expected more"

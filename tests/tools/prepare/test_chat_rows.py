@@ -114,3 +114,11 @@ def test_wrong_options_are_reported(tmp_path, options, words, capsys):
     assert main(["prepare", str(tmp_path / "a.txt"), "--out", str(tmp_path / "o"), *options]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words)
+
+
+def test_a_broken_template_is_one_error(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content ")
+    command = ["prepare", str(tmp_path / "a.jsonl"), "--chat", "--out", str(tmp_path / "o")]
+    assert main([*command, "--template", str(tmp_path / "t.jinja")]) == 2
+    assert "the chat template cannot render" in capsys.readouterr().err

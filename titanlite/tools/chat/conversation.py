@@ -7,6 +7,7 @@ of its characters is the assistant's.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 
 from titanlite.data.nfc import nfc
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer_json import JSON_FILES
 from titanlite.tools.chat.template import ChatTemplate, Message, Rendered
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -64,11 +66,15 @@ def messages_of(value: Any) -> list[Message]:
 class ChatEncoder:
     """Conversations to pieces, and pieces to ids."""
 
-    def __init__(self, template: ChatTemplate, special: Sequence[str]) -> None:
-        """`special`: the names of the tokenizer's special tokens."""
+    def __init__(
+        self, template: ChatTemplate, special: Sequence[str], control: Sequence[str] | None = None
+    ) -> None:
+        """`special`: the names of the tokenizer's special tokens; `control`: those that a message
+        cannot have, by default all.
+        """
         self.template = template
-        longest_first = sorted(special, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._special = _any_of(special)
+        self._control = _any_of(special if control is None else control)
 
     def pieces(
         self, messages: Sequence[Message], prompt: bool = False, last_only: bool = False
@@ -79,7 +85,7 @@ class ChatEncoder:
         Raises TemplateError.
         """
         hidden = [
-            {**message, "content": self._special.sub(_hide, message["content"])}
+            {**message, "content": self._control.sub(_hide, message["content"])}
             for message in messages
         ]
         rendered = self.template.render(hidden, prompt)
@@ -95,6 +101,23 @@ class ChatEncoder:
             pieces.append(Piece(text[position:], False, target))
         shown = [piece._replace(text=piece.text.replace(HIDDEN, "")) for piece in pieces]
         return [piece for piece in shown if piece.text]
+
+
+def control_tokens(tokenizer: Tokenizer) -> list[str]:
+    """The special tokens that only a template may write.
+
+    A tokenizer.json can have others, such as `<think>`, which a model writes itself.
+    """
+    main = tokenizer.files.get(JSON_FILES[0])
+    if main is None:
+        return list(tokenizer.special)
+    return [entry["content"] for entry in json.loads(main)["added_tokens"] if entry["special"]]
+
+
+def _any_of(names: Sequence[str]) -> re.Pattern[str]:
+    """Matches one of the names, the longest first."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _hide(match: re.Match[str]) -> str:

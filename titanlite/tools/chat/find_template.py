@@ -34,11 +34,13 @@ def find_template(tokenizer: Path) -> str:
     if not path.is_file():
         return ""
     try:
-        template = json.loads(read_template(path)).get("chat_template", "")
+        template = json.loads(read_template(path)).get("chat_template") or ""
         if isinstance(template, list):  # several, by name
             template = {entry["name"]: entry["template"] for entry in template}["default"]
+        if not isinstance(template, str):
+            raise TypeError(f"expected text, found {type(template).__name__}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path}: chat_template: {error!r:.200}") from None
-    return str(template)
+    return template

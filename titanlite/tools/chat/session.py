@@ -13,9 +13,11 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.generate import generate
 from titanlite.model.llama import Llama
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.chat.conversation import ChatEncoder, encode
+from titanlite.tools.chat.conversation import ChatEncoder, control_tokens, encode
 from titanlite.tools.chat.template import ChatTemplate, Message
 from titanlite.tools.chat.text_stream import text_stream
+
+ANSWER = "an answer"  # of the example in which the token after an answer is found
 
 
 class Sampling(NamedTuple):
@@ -40,7 +42,10 @@ class ChatSession:
         self.system = system
         names = {i: name for name, i in tokenizer.special.items()}
         ends = (names[tokenizer.bos], names[tokenizer.eos])
-        self.encoder = ChatEncoder(ChatTemplate(template, *ends), list(tokenizer.special))
+        self.template = ChatTemplate(template, *ends)
+        self.encoder = ChatEncoder(
+            self.template, list(tokenizer.special), control_tokens(tokenizer)
+        )
         self.messages: list[Message] = []
         self.begin()
 
@@ -57,11 +62,11 @@ class ChatSession:
         Raises TemplateError.
         """
         tokens = {self.tokenizer.eos}
-        example = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
-        pieces = self.encoder.pieces(example)
-        after = [piece for piece in pieces if piece.special and piece.target]
-        if after:
-            tokens.add(self.tokenizer.special[after[-1].text])
+        example = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
+        _, _, after = self.template.text(example).rpartition(ANSWER)
+        found = [name for name in self.tokenizer.special if after.lstrip().startswith(name)]
+        if found:
+            tokens.add(self.tokenizer.special[max(found, key=len)])
         return tokens
 
     def answer(self, text: str) -> Iterator[str]:
@@ -98,12 +103,14 @@ class ChatSession:
 
     def _prompt(self) -> list[int]:
         """The conversation as ids; the oldest messages are left out where it becomes too long."""
+        room = min(self.sampling.max_new_tokens, self.model.seq_len // 4)  # for the answer
         while True:
             ids, _ = encode(self.encoder.pieces(self.messages, prompt=True), self.tokenizer)
-            if len(ids) < self.model.seq_len:
-                return ids
             first = 1 if self.system else 0
-            if len(self.messages) < first + 3:
+            is_first = len(self.messages) < first + 3
+            if len(ids) + (1 if is_first else room) <= self.model.seq_len:
+                return ids
+            if is_first:
                 raise ConfigError(
                     f"the message has {len(ids)} tokens with its template; the conversation may "
                     f"have {self.model.seq_len} (--context)"

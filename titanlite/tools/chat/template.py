@@ -28,7 +28,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-SECONDS = 5  # for a conversation
+SECONDS = 5  # of CPU time, for a conversation
+WAIT = 12  # times as long on the clock, where the machine is busy
 MEMORY = 1 << 29  # bytes, beside those of Python
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 LONGEST = 1 << 26  # characters of a rendered conversation
@@ -43,10 +44,11 @@ PLAIN = """\
 {% elif message.role == 'user' -%}
 Question: {{ message.content }}
 {% elif message.role == 'assistant' -%}
-Answer: {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+Answer:{% generation %} {{ message.content }}{{ eos_token }}{% endgeneration %}
+
 {% endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt %}Answer: {% endif -%}
+{%- if add_generation_prompt %}Answer:{% endif -%}
 """
 
 
@@ -83,6 +85,10 @@ class ChatTemplate:
         if self.marks_answers or prompt:
             return rendered
         return Rendered(rendered.text, self._by_prefixes(messages, rendered.text))
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """A conversation, without looking for its answers. Raises TemplateError."""
+        return self._ask(messages, False).text
 
     def _by_prefixes(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
         """Where the answers are in the text of a template without marks."""
@@ -128,7 +134,7 @@ class _Child:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
             # The child ends itself sooner, but for an operation that Python cannot interrupt
-            if select.select([process.stdout], [], [], 2 * SECONDS)[0]:
+            if select.select([process.stdout], [], [], WAIT * SECONDS)[0]:
                 line = process.stdout.readline()
         if not line.endswith(b"\n"):
             self.stop()
@@ -196,13 +202,13 @@ def main(folders: list[str]) -> None:
     memory = MEMORY + _address_space()
     with contextlib.suppress(ValueError, OSError):  # above the system's own limit
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGPROF, _too_long)
     for line in sys.stdin.buffer:
         _send(sys.stdout.buffer, _answer(render, json.loads(line)))
 
 
 def _answer(render: Any, request: dict[str, Any]) -> dict[str, Any]:
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         answer: dict[str, Any] = render(request)
         return answer
@@ -216,7 +222,7 @@ def _answer(render: Any, request: dict[str, Any]) -> dict[str, Any]:
         text = str(error).strip() or type(error).__name__
         return {"error": text.splitlines()[0][:300]}
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _too_long(number: int, frame: object) -> None:

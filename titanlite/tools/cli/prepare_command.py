@@ -9,13 +9,15 @@ import sys
 from pathlib import Path
 
 from titanlite.config.load import flavors, load_config
+from titanlite.config.schema import FROM_CHECKPOINT
 from titanlite.data.prepared import is_prepared
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.verification import verify_changed
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.progress import progress_bar
+from titanlite.tools.chat.conversation import control_tokens
 from titanlite.tools.chat.find_template import find_template, read_template
-from titanlite.tools.chat.template import PLAIN
+from titanlite.tools.chat.template import PLAIN, ChatTemplate, TemplateError
 from titanlite.tools.cli.options import StrictParser, at_least
 from titanlite.tools.cli.prepare_options import (
     add_duplicate_options,
@@ -51,6 +53,7 @@ Train on the result with --data.path=FOLDER. An interrupted command goes on when
 Without --out, --merge and --inspect, the arguments are those of `titanlite train`, and its data
 is prepared into the cache."""
 
+EXAMPLE = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "yes"}]
 ADVICE = "stopped; the same command goes on with what is missing"
 TEXTS = {  # options with a text: (default, name of the value, help)
     "tokenizer": ("", "FILE", "default: the bundled one of 4,096 tokens"),
@@ -114,7 +117,12 @@ def _prepare_config(argv: list[str]) -> int:
             raise ConfigError(
                 f"{word!r} is a file or folder, not a config: add --out FOLDER to prepare it"
             )
-    section = load_config(argv).data
+    config = load_config(argv)
+    if config.model.flavor == FROM_CHECKPOINT:
+        from titanlite.tools.formats.adopt import adopt_checkpoint  # which needs torch
+
+        config = adopt_checkpoint(config)
+    section = config.data
     tokenizer = Tokenizer(section.tokenizer)
     for part in section.parts():
         print(prepare(part, tokenizer, _log))
@@ -198,7 +206,13 @@ def chat_from(options: argparse.Namespace, tokenizer: Tokenizer) -> ChatConfig:
         template = find_template(tokenizer.path) or PLAIN
     names = {i: name for name, i in tokenizer.special.items()}
     ends = (names[tokenizer.bos], names[tokenizer.eos])
-    return ChatConfig(template, *ends, tuple(tokenizer.special), options.last_answer)
+    try:
+        ChatTemplate(template, *ends).text(EXAMPLE)
+    except TemplateError as error:
+        raise ConfigError(f"the chat template cannot render a conversation: {error}") from None
+    special = tuple(tokenizer.special)
+    control = tuple(control_tokens(tokenizer))
+    return ChatConfig(template, *ends, special, control, options.last_answer)
 
 
 def _log(text: str) -> None:

@@ -109,12 +109,14 @@ def _train(options: argparse.Namespace) -> int:
         tokens = train_bpe(texts, options.num_tokens)
     try:
         write_rank_file(tokens, options.output)
+        if options.json:
+            options.json.mkdir()
+            for name, content in to_files(Tokenizer(options.output), UNLIMITED).items():
+                replace_file(options.json / name, content)
     except OSError as error:
-        raise ConfigError(f"{options.output}: {error.strerror or error}") from None
-    if options.json:
-        options.json.mkdir()
-        for name, content in to_files(Tokenizer(options.output), UNLIMITED).items():
-            replace_file(options.json / name, content)
+        raise ConfigError(
+            f"{error.filename or options.output}: {error.strerror or error}"
+        ) from None
     fewer = ""
     if len(tokens) < options.num_tokens:
         fewer = f" ({options.num_tokens} requested, but the text has no more pairs)"

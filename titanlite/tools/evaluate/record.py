@@ -22,7 +22,10 @@ from titanlite.tools.formats.full_state import FullState
 def run_folder_of(full: FullState) -> Path | None:
     """The folder of the run that a checkpoint is in; None for a checkpoint elsewhere."""
     run = full.path.parent.parent
-    return run if full.about.format == "titanlite" and (run / "metrics.jsonl").is_file() else None
+    of_run = full.about.format == "titanlite"
+    if full.sources:  # of a model with adapters: the run that trained these
+        of_run = full.path == full.sources[1].path
+    return run if of_run and (run / "metrics.jsonl").is_file() else None
 
 
 def append(

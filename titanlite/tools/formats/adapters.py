@@ -48,6 +48,10 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "modules_to_save": ([], None),
     "layer_replication": (None,),
     "trainable_token_indices": (None,),
+    "alora_invocation_tokens": (None,),
+    "target_parameters": (None, []),
+    # Others change the weights that they are added to
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),
 }
 
 

@@ -25,6 +25,9 @@ def adopt_checkpoint(config: Config) -> Config:
 
     Raises ConfigError if there is no checkpoint, or its model has what no key says.
     """
+    sizes = ("dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
+    if config.data.tokenizer and all(getattr(config.model, name) for name in sizes):
+        return config  # the config.toml of a run, which has adopted it
     if not config.checkpoint.initial_load:
         raise ConfigError(
             "model.flavor = from_checkpoint: expected the path of a checkpoint in "

@@ -179,12 +179,12 @@ def _averaged(state: FullState) -> FullState:
         for name, tensor in state.others.items()
         if name.startswith("ema.")
     }
-    # Without the count of steps
-    tensors = {name: averages[name] for name in state.tensors if name in averages}
-    if not tensors:
+    if not any(name in averages for name in state.tensors):
         raise ConfigError(
             f"--weights ema: {state.path} has no averaged weights; its run had ema.decay = 0"
         )
+    # Frozen weights have no average: they are as they were
+    tensors = {name: averages.get(name, tensor) for name, tensor in state.tensors.items()}
     about = dataclasses.replace(state.about, averaged=True)
     return FullState(state.path, about, tensors)
 

@@ -55,6 +55,9 @@ def name_of(tokenizer: Tokenizer) -> str:
     main = json.loads(tokenizer.files[JSON_FILES[0]])
     own = steps(main.get("pre_tokenizer"), "pretokenizers")
     whole_words = main["model"].get("ignore_merges", False)
+    added = {entry["content"] for entry in main["added_tokens"]}
+    if main.get("normalizer") or added - tokenizer.special.keys():  # llama.cpp has neither
+        return ""
     for name, (known, keeps_words) in PRE_TOKENIZERS.items():
         alike = len(own) == len(known) and all(
             entry.get(key, LEVEL_DEFAULTS.get(key)) == value

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer
 from titanlite.tools.formats.safetensors_files import read_folder
 from titanlite.tools.formats.same_model import without_tables
 
+logger = logging.getLogger("titanlite")
 LAYER = {  # ours -> theirs
     "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",
@@ -270,7 +272,11 @@ def open_folder(folder: Path) -> FullState:
         del stored["lm_head.weight"]
     length = fields.get("max_position_embeddings", 0)
     about = About("hf", config, read_tokenizer(folder), seq_len=sequence_length(length))
-    template = find_template(folder)
+    try:
+        template = find_template(folder)
+    except ConfigError as error:  # only a conversation needs it
+        logger.warning("its chat template is not used: %s", error)
+        template = ""
     if template:
         about.files[TEMPLATE_FILE] = template.encode()
     return FullState(folder, about, tensors | stored)

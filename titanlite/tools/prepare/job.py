@@ -111,6 +111,7 @@ class ChatConfig:
     bos: str = ""  # names of special tokens
     eos: str = ""
     special: tuple[str, ...] = ()
+    control: tuple[str, ...] = ()  # those that a message cannot have
     last_only: bool = False  # only the last answer of a conversation is trained
 
 
@@ -133,6 +134,7 @@ class Job:
     filters: FilterConfig = NO_FILTERS
     duplicates: DuplicateConfig = ALL_DOCUMENTS
     chat: ChatConfig = NO_CHAT
+    uncut: bool = False  # the tokenizer encodes documents as a whole
     separate_validation: bool = False  # the files of split `validation` are of another source
     format: int = FORMAT
     cut: Count = dataclasses.field(default_factory=lambda: CUT)  # bytes; smaller files are not cut
@@ -154,7 +156,12 @@ class Job:
 
     @property
     def whole_documents(self) -> bool:
-        """Whether each document must be in memory at once, to be filtered or compared."""
+        """Whether each document must be in memory at once: to be examined, or by the tokenizer."""
+        return self.examines or self.uncut
+
+    @property
+    def examines(self) -> bool:
+        """Whether documents are filtered or compared."""
         return self.filters != NO_FILTERS or self.duplicates != ALL_DOCUMENTS
 
     def pieces(self, part: int) -> Iterator[Piece]:

@@ -105,6 +105,7 @@ def plan_job(
         filters=settings.filters,
         duplicates=settings.duplicates,
         chat=settings.chat,
+        uncut=tokenizer.whole_documents,
         separate_validation=bool(first.validation),
     )
     if job.chat.template and not all(file.kind in ROWS for file in files):
@@ -114,7 +115,7 @@ def plan_job(
         raise ConfigError(
             f"{files[0].path}: contains {files[0].kind}, which has no field {job.prompt_field!r}"
         )
-    if job.whole_documents:
+    if job.examines:
         for file in files:
             if file.kind in IDS:
                 raise ConfigError(

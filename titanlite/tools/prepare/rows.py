@@ -64,7 +64,8 @@ def row_documents(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skippe
 
 @functools.lru_cache(1)
 def _encoder(chat: ChatConfig) -> ChatEncoder:
-    return ChatEncoder(ChatTemplate(chat.template, chat.bos, chat.eos), chat.special)
+    template = ChatTemplate(chat.template, chat.bos, chat.eos)
+    return ChatEncoder(template, chat.special, chat.control)
 
 
 def _conversation(row: int, values: Any, job: Job, split: str) -> Document | BadRow | None:

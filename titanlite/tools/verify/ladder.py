@@ -318,6 +318,8 @@ def adapters(processes: int, compiler: str) -> list[str]:
         f"dp_shard=2,cpu_offload,{lora}",
         f"dp_shard=2,ema.decay=0.9,{lora}",
         f"dp_shard=2,{lora},lora.layers=1-2,optimizer.clip=agc",
+        f"dp_shard=2,{lora},optimizer.name=muon",
+        f"pp=2,{lora},lora.layers=0",
         f"tp=2,{everywhere},float8.enabled,float8.emulate,training.local_batch_size=1",
     ]
     return names

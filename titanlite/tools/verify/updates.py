@@ -25,6 +25,8 @@ class Updates:
         self.muon: list[tuple[str, nn.Parameter, float, float]] = []
         adamw: list[dict[str, Any]] = []
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             lr = options.lr
             decay = 0.0
             linear = parameter.ndim == 2 and name != "tok_embeddings.weight"
@@ -38,6 +40,7 @@ class Updates:
                 self.muon.append((name, parameter, lr, decay))
             else:
                 adamw.append({"params": [parameter], "lr": lr, "weight_decay": decay})
+        adamw = adamw or [{"params": []}]  # if all are Muon's
         self.adamw = torch.optim.AdamW(adamw, options.lr, options.betas, options.eps)
 
     @torch.no_grad()
