@@ -313,7 +313,7 @@ def watch():
     global peak
     while not done.wait(0.005):
         peak = max(peak, anonymous())
-watching = threading.Thread(target=watch)
+watching = threading.Thread(target=watch, daemon=True)
 watching.start()
 convert(sys.argv[1], sys.argv[2], sys.argv[3], log=lambda text: None)
 done.set()
@@ -323,7 +323,7 @@ print(peak - before)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", targets.TARGETS)
+@pytest.mark.parametrize("to", [to for to in targets.TARGETS if to != "peft"])  # needs adapters
 def test_memory_does_not_grow_with_the_model(tmp_path, to):
     """0.57 GB through 0.33 GB of anonymous memory or less, comparison included, both ways.
 
