@@ -408,6 +408,8 @@ def _read_job(name: str, folder: Path, data: bytes) -> None:
     shutil.copytree(folder / "interrupted", work)
     (work / name).write_bytes(data)
     job = read_job(work)
+    if len(job.files) > 200:  # the same file so often, read as a job of so many files should be
+        return
     tokenizer = Tokenizer(job.tokenizer)
     for read in (True, False):
         for part in range(0 if (work / MANIFEST).exists() else min(job.parts, 3)):
