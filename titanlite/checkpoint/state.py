@@ -53,6 +53,7 @@ def state_of(states: Mapping[str, Stateful]) -> State:
 
 
 def every_name(name: str) -> bool:
+    """Selects all parameters."""
     return True
 
 

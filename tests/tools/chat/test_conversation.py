@@ -106,3 +106,14 @@ def test_templates_without_marks():
     ours = Tokenizer()
     pieces = encoder_of(ours, CHATML).pieces(CONVERSATIONS[0])
     assert "".join(piece.text for piece in pieces if piece.target) == "4<|im_end|>\n"
+
+
+def test_tokens_that_a_model_writes_itself_are_recognised_in_messages():
+    """Those that are not control tokens, such as <think>; a control token stays ordinary text."""
+    template = ChatTemplate(MARKED, "<s>", "</s>")
+    encoder = ChatEncoder(template, ["<s>", "</s>", "<think>"], control=["<s>", "</s>"])
+    messages = [{"role": "assistant", "content": "<think></s>"}]
+    special = [piece.text for piece in encoder.pieces(messages) if piece.special]
+    assert special == ["<s>", "<think>", "</s>"]
+    text = "".join(piece.text for piece in encoder.pieces(messages) if not piece.special)
+    assert text.count("</s>") == 1

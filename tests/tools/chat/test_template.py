@@ -42,7 +42,7 @@ def test_where_the_answers_are_without_marks():
     ]
     # One whose earlier answers depend on later messages
     last = "{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}"
-    with refused("no beginning of the whole", "generation", error=TemplateError):
+    with refused("not how the whole begins", "generation", error=TemplateError):
         ChatTemplate(last, "", "").render(CONVERSATIONS[1])
 
 

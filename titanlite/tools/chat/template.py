@@ -101,7 +101,7 @@ class ChatTemplate:
             grows = text.startswith(after.text) and after.text.startswith(before.text)
             if not grows:
                 raise TemplateError(
-                    f"its text up to message {i + 1} is no beginning of the whole, and it has no "
+                    f"its text up to message {i + 1} is not how the whole begins, and it has no "
                     "{% generation %}: where the answer is cannot be known"
                 )
             answers.append((len(before.text), len(after.text)))

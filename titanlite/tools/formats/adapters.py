@@ -139,7 +139,7 @@ def merge(base: FullState, adapter: FullState) -> FullState:
         tensors[f"{layer}.weight"] = MergedTensor(
             weight.dtype, weight.shape, weight.parts, weight.half_split, weight, a, b, lora.scale
         )
-    problems += [f"{adapter.path}: {name!r} is no factor of an adapter" for name in factors]
+    problems += [f"{adapter.path}: {name!r} is not a factor of an adapter" for name in factors]
     if problems:
         raise ConfigError(problems[:8])
     of_run = adapter if adapter.about.format == "titanlite" else base

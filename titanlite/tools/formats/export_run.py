@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats.convert import convert
 
 logger = logging.getLogger("titanlite")
@@ -24,7 +23,5 @@ def export_run(folder: Path, form: str) -> None:
     target = folder / TARGETS[form]
     try:
         convert(folder, target, form, force=True)
-    except (ConfigError, OSError) as error:
+    except Exception as error:  # also of torch and safetensors
         logger.warning("checkpoint.export = %s: %s was not written: %s", form, target, error)
-    except Exception as error:  # of torch or safetensors
-        logger.warning("checkpoint.export = %s: %s: %r", form, target, error)
