@@ -45,7 +45,7 @@ from titanlite.data.prepared import (
     load_sources,
     open_prepared,
 )
-from titanlite.data.stream import TrainStream, build_samples, count_targets
+from titanlite.data.stream import TrainStream, build_samples
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed import process_group
@@ -75,7 +75,7 @@ from titanlite.optim.stability import Guard
 from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.lora import is_adapter, is_frozen
 from titanlite.parallel.parallelize import build_model_parts
-from titanlite.parallel.stages import Stages
+from titanlite.parallel.preferences import build_stages
 from titanlite.probes.noise_scale import NoiseScale
 from titanlite.probes.probes import Probes
 from titanlite.probes.samples import Sampler
@@ -112,7 +112,7 @@ def main(config: Config) -> int:
     requests = Requests(folder)  # from here on a signal makes the run save and end
 
     # 2. Data: text is tokenised once; sample i of the stream is a function of (seed, i)
-    data = load_sources(config.data, prepared_folders(config.data, tokenizer), tokenizer)
+    data = load_sources(config, prepared_folders(config.data, tokenizer), tokenizer)
     require_agreement(PATIENT, data=fingerprint_of(data))  # preparing takes nodes different times
     samples = build_samples(data, config.data, config.training, config.run.seed)
     config = epochs_in_steps(config, samples)  # as it was, unless `training.epochs` is set
@@ -124,7 +124,7 @@ def main(config: Config) -> int:
         model = Llama(llama, training.seq_len)
     # The model, or the pipeline stages of this rank
     model_parts = build_model_parts(model, config, mesh, device, compiled)
-    stages = Stages(model_parts, config, mesh, device)
+    stages = build_stages(model_parts, config, mesh, device)  # `Stages`, or for pairs of answers
 
     # 4. Training state: everything that a step changes. A checkpoint holds exactly these
     optimizer = build_optimizer(model_parts, config.optimizer, config.parallel.optimizer_offload)
@@ -153,9 +153,9 @@ def main(config: Config) -> int:
     ema.start()  # with these weights, unless the checkpoint had an average
 
     # 5. Metrics and validation
-    metrics = Metrics(config, llama, folder, device, progress, (scaler, guard, noise_scale))
+    metrics = Metrics(config, llama, folder, device, progress, (scaler, guard, noise_scale, stages))
     probes = Probes(config.metrics, stages, noise_scale, metrics)
-    validator = Validator(config.validation, data, stream, stages.evaluate, mesh, metrics)
+    validator = Validator(config.validation, data, stream, stages, mesh, metrics)
     sampler = Sampler(config.validation, config.run.seed, tokenizer, stages, stream, metrics)
     profiler = Profiler(config.profiling, folder, progress)
     garbage = GarbageCollection(training.gc_freq)
@@ -176,7 +176,7 @@ def main(config: Config) -> int:
             # One optimizer step
             batches = stream.next_step()  # local batches of tokens and labels (B, S)
             num_batches = len(batches)
-            own_targets = to_device(count_targets(batches), device)
+            own_targets = to_device(stages.count_targets(batches), device)
             num_targets = mesh.sum_counts(own_targets)  # over all ranks
             probes.before_step(batches)
             loss = torch.zeros((), device=device)
@@ -197,7 +197,7 @@ def main(config: Config) -> int:
             probes.after_update()
             ema.update()
             optimizer.zero_grad()
-            metrics.count_step(stream.step_tokens)
+            metrics.count_step(stream.step_tokens, num_targets)
 
             # After some steps: log, validate, save, stop. All ranks take the same branches
             agreed = requests.agree(

@@ -242,6 +242,7 @@ SETS_ATTRIBUTES = {
         "layer.lora_a",
         "layer.lora_b",
         "layer.lora_scale",
+        "layer.lora_used",
     },
     "titanlite/parallel/float8.py": {
         "ctx.scaling",

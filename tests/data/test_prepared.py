@@ -44,7 +44,7 @@ import sys
 
 sys.modules["titanlite.tools"] = None  # every import of it fails, as if the folder were deleted
 
-from titanlite.config.schema import DataConfig, SourceConfig
+from titanlite.config.schema import Config, DataConfig, SourceConfig
 from titanlite.data.prepared import load_sources
 from titanlite.data.tokenizer import Tokenizer
 from train import prepared_folders
@@ -53,7 +53,8 @@ paths = sys.argv[1:]
 for section in (DataConfig(path=paths[0]), DataConfig(sources=tuple(map(SourceConfig, paths)))):
     folders = prepared_folders(section, Tokenizer())
     assert [str(folder) for folder in folders] == paths[: len(folders)]
-    assert all(len(part.tokens("train")) for part in load_sources(section, folders, Tokenizer()))
+    data = load_sources(Config(data=section), folders, Tokenizer())
+    assert all(len(part.tokens("train")) for part in data)
 """
 
 

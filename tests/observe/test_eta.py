@@ -88,7 +88,7 @@ def simulated(
                 + (data.samples - before) * times.sample
                 + times.compiling * (step == 1)
             )
-            run.count_step((data.samples - before) * training.seq_len)
+            run.count_step((data.samples - before) * training.seq_len, zero)
             last = step == training.steps
             if run.due(last):
                 run.log(zero, zero, zero, 0.1, data)

@@ -26,10 +26,10 @@ def test_contract_of_metrics_jsonl(pool, arguments, tmp_path):
     steps = [row for row in found if "loss" in row]
     assert [row["step"] for row in steps] == [1, 4, 6]
     for row in steps:
-        assert list(row)[:18] == [
+        assert list(row)[:19] == [
             "step", "loss", "grad_norm", "lr", "tokens", "tps", "tps_global",
             "tflops", "mfu", "memory_gib", "data_percent", "seconds", "targets",
-            "data_wait_percent",
+            "targets_per_second", "data_wait_percent",
             "samples", "samples_per_second", "perplexity", "epochs/numbers",
         ]  # fmt: skip
         assert ("step_seconds" in row) == (row["step"] > 1)  # the first step compiles
@@ -40,6 +40,7 @@ def test_contract_of_metrics_jsonl(pool, arguments, tmp_path):
         assert 0.05 < row["memory_gib"] < 24
         assert row["data_percent"] > 0
         assert row["targets"] == 8 * 64
+        assert row["targets_per_second"] == pytest.approx(row["tps_global"])
         assert row["samples"] == row["step"] * 8
         assert row["samples_per_second"] == pytest.approx(row["tps_global"] / 64)
         assert row["perplexity"] == math.exp(row["loss"])

@@ -12,6 +12,7 @@ from messages import refused
 from runs import rows, train_run
 
 from titanlite.config.schema import ValidationConfig
+from titanlite.data import stream as data_stream
 from titanlite.data.stream import Batch
 from titanlite.observe import validation
 from titanlite.observe.validation import Sums, Validator
@@ -62,7 +63,14 @@ def test_the_first_forward_is_timed_for_the_eta(monkeypatch):
         None,
         torch.ones(1, dtype=torch.int64),
     )
-    validator.evaluate = lambda batch: time.sleep(next(seconds)) or torch.zeros(())
+
+    def validation_loss(batch: Batch) -> torch.Tensor:
+        time.sleep(next(seconds))
+        return torch.zeros(())
+
+    validator.stages = SimpleNamespace(
+        validation_loss=validation_loss, count_targets=data_stream.count_targets
+    )
     first: list[float] = []
     validator.metrics = SimpleNamespace(
         device=torch.device("cpu"), count_first_evaluation=first.append

@@ -11,9 +11,8 @@ from model_builder import EVEN, build_stages, small_model
 from runs import curve, train_run, validation
 from torch.nn.attention import flex_attention
 
-import train
 from titanlite.config.schema import CompileConfig, DataConfig
-from titanlite.data.stream import IGNORED, Batch
+from titanlite.data.stream import IGNORED, Batch, TrainStream, count_targets
 from titanlite.model import block_mask
 from titanlite.model.llama import Llama
 from titanlite.parallel.context_parallel import local_positions
@@ -121,14 +120,16 @@ def test_another_mask_or_other_positions_are_seen():
 
 
 def train_and_count(arguments: list[str]) -> list[int]:
-    """The number of targets that this rank has in each step."""
-    counts, original = [], train.count_targets
+    """The number of targets that this rank has in each step, without those of validation."""
+    counts: list[int] = []
+    original = TrainStream.next_step
 
-    def count(batches: list[Batch]) -> torch.Tensor:
-        counts.append(int(original(batches)))
-        return original(batches)
+    def next_step(stream: TrainStream) -> list[Batch]:
+        batches = original(stream)
+        counts.append(int(count_targets(batches)))
+        return batches
 
-    train.count_targets = count
+    TrainStream.next_step = next_step
     assert train_run(arguments) == 0
     return counts
 

@@ -35,6 +35,10 @@ def test_what_does_not_fit_float16_is_refused(option, words):
     refuse(["training.compute_dtype=float16", option], *words)
 
 
+def test_pairs_need_adapters_and_documents():
+    refuse(["dpo.beta=0.1"], "dpo.beta = 0.1", "lora.rank = 0", "data.document_mask = false")
+
+
 def test_two_kinds_of_offloading_are_refused():
     refuse(
         ["parallel.optimizer_offload", "parallel.cpu_offload"],

@@ -557,6 +557,18 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
+class DpoConfig:
+    """Learning which of two answers is preferred (docs/finetune.md)."""
+
+    beta: float = key(
+        0.0,
+        "direct preference optimization with this weight of the reference, which is the model "
+        "without its adapters; as 0.1; 0: off",
+        min=0,
+    )
+
+
+@dataclass(frozen=True)
 class EmaConfig:
     """Exponential moving average of the weights, beside them."""
 
@@ -756,6 +768,7 @@ class Config:
     compile: CompileConfig = CompileConfig()
     float8: Float8Config = Float8Config()
     lora: LoraConfig = LoraConfig()
+    dpo: DpoConfig = DpoConfig()
     ema: EmaConfig = EmaConfig()
     loss: LossConfig = LossConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -50,14 +50,7 @@ class PackedRows:
         piece_lengths = lengths - windows * seq_len
         with_target = np.flatnonzero(piece_lengths > 1)  # a single token has none
         piece_starts = (starts + windows * seq_len)[with_target]
-        piece_lengths = piece_lengths[with_target].astype(np.int32)
-        rows = best_fit(piece_lengths, seq_len + 1)
-        by_row = np.argsort(rows, kind="stable")
-        self.starts = piece_starts[by_row]
-        self.lengths = piece_lengths[by_row]
-        self.ends = np.cumsum(np.bincount(rows))  # of each row's part of `starts` and `lengths`
-
-        self.count = self.num_windows + len(self.ends)
+        self._pack(piece_starts, piece_lengths[with_target])
         if not self.count:
             raise ConfigError(
                 f"data.packing = best_fit: the {description} has no document of two tokens or more"
@@ -70,6 +63,16 @@ class PackedRows:
             f"{seq_len} tokens; {100 * self.padding:.2f}% of the positions have no target, "
             f"{100 * self.cut:.2f}% of the documents are longer than a row and cut"
         )
+
+    def _pack(self, starts: Array, lengths: Array) -> None:
+        """Places pieces of at most S + 1 tokens into the rows after the windows."""
+        lengths = lengths.astype(np.int32)
+        rows = best_fit(lengths, self.seq_len + 1)
+        by_row = np.argsort(rows, kind="stable")
+        self.starts = starts[by_row]
+        self.lengths = lengths[by_row]
+        self.ends = np.cumsum(np.bincount(rows))  # of each row's part of `starts` and `lengths`
+        self.count = self.num_windows + len(self.ends)
 
     def fill(self, index: int, ids: Array, ignored: Array, document_mask: bool) -> Array:
         """As `Rows.fill`. Returns where the pieces after the first, and the padding, start."""
@@ -99,6 +102,49 @@ class PackedRows:
         first = int(self.ends[row - 1]) if row else 0
         part = slice(first, int(self.ends[row]))
         return list(zip(self.starts[part].tolist(), self.lengths[part].tolist(), strict=True))
+
+
+class PairRows(PackedRows):
+    """The rows of pairs of answers, each two documents (`pairs.py`).
+
+    Pairs are whole; those that are longer than a row are left out.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, description: str) -> None:
+        """`description`: of the text, for messages.
+
+        Logs the shares of padding and of pairs that are left out. Raises ConfigError if none is
+        left.
+        """
+        self.tokens = tokens
+        self.seq_len = seq_len
+        self.masked = tokens.targets(0, 1) is not None
+        self.num_windows = 0
+        starts = tokens.document_starts(0, len(tokens))[::2]
+        lengths = np.diff(starts, append=len(tokens))
+        fits = lengths <= seq_len + 1
+        if not fits.any():
+            shortest = f"; the shortest has {lengths.min()} tokens" if len(lengths) else ""
+            raise ConfigError(
+                f"training.seq_len = {seq_len}: the {description} has no pair of answers that fits "
+                f"into a row{shortest}"
+            )
+        self._pack(starts[fits], lengths[fits])
+        padding = 1 - int(lengths[fits].sum()) / (self.count * (seq_len + 1))
+        logger.info(
+            f"{description}: {len(starts):,} pairs in {self.count:,} rows of {seq_len} tokens; "
+            f"{100 * padding:.2f}% of the positions are padding, {int((~fits).sum()):,} pairs are "
+            "longer than a row and left out"
+        )
+
+    def _pieces(self, index: int) -> list[tuple[int, int]]:
+        """(first token in the text, number of tokens) of both answers of each pair of a row."""
+        pieces: list[tuple[int, int]] = []
+        for start, length in super()._pieces(index):
+            (rejected,) = self.tokens.document_starts(start + 1, start + length).tolist()
+            pieces.append((start, rejected - start))
+            pieces.append((rejected, start + length - rejected))
+        return pieces
 
 
 class _Rooms:

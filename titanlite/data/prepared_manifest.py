@@ -84,6 +84,7 @@ def _invalid_field(manifest: dict[str, Any]) -> str:
             _is_count(rows["rows"]) and _is_count(rows["bad"]) and _are_texts(rows["examples"])
         ),
         "filters": _is_filter_report(manifest["filters"]),
+        "pairs": isinstance(manifest.get("pairs", False), bool),
         "roots": _are_texts(manifest["roots"]),
         "tokenizer": isinstance(manifest["tokenizer"]["file"], str),
         "number of tokens": all(_has_total(split, "tokens") for split in splits),

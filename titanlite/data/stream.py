@@ -25,7 +25,7 @@ from titanlite.config.batch_sizes import samples_after
 from titanlite.config.schema import DataConfig, TrainingConfig
 from titanlite.data.excluded import Range, merge_ranges, sample_number
 from titanlite.data.mixture import Mixture, build_mixture
-from titanlite.data.packing import PackedRows
+from titanlite.data.packing import PackedRows, PairRows
 from titanlite.data.prepared import PreparedData
 from titanlite.data.shards import Array, Tokens
 from titanlite.runtime.errors import ConfigError
@@ -243,7 +243,9 @@ def build_samples(
     for part in data:
         tokens = part.tokens("train")
         description = f"training text of {part.name}"
-        if section.packing == "best_fit":
+        if part.pairs:
+            rows[part.name] = PairRows(tokens, training.seq_len, description)
+        elif section.packing == "best_fit":
             rows[part.name] = PackedRows(tokens, training.seq_len, description)
         else:
             rows[part.name] = Windows(tokens, training.seq_len, description)
@@ -327,7 +329,9 @@ class TrainStream:
         self.seconds = 0.0
 
 
-def validation_batches(windows: Windows, samples: int, stream: TrainStream) -> Iterator[Batch]:
+def validation_batches(
+    windows: Windows | PairRows, samples: int, stream: TrainStream
+) -> Iterator[Batch]:
     """The first `samples` windows (0: all) of a shuffled order that is always the same.
 
     They are divided over the ranks as the stream is. Every rank gets the same number of batches;

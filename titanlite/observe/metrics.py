@@ -122,6 +122,7 @@ class Metrics:
         mark_phase(Phase.START_TIMING)
         self._tokens_before = self.progress.tokens
         self._seconds_before = self.progress.seconds
+        self._targets = torch.zeros((), dtype=torch.int64, device=self.device)
 
     def _add_time(self) -> None:
         """Adds the time since the last call to the training time."""
@@ -129,8 +130,9 @@ class Metrics:
         self.progress.add(tokens=0, seconds=now - self._last)
         self._last = now
 
-    def count_step(self, tokens: int) -> None:
-        """Call it after each step, with the tokens that it had over all ranks."""
+    def count_step(self, tokens: int, targets: Tensor) -> None:
+        """Call it after each step, with the tokens and targets that it had over all ranks."""
+        self._targets = self._targets + targets  # on the device
         self._add_time()
         self.progress.add(tokens, seconds=0.0)
 
@@ -150,8 +152,9 @@ class Metrics:
         """Logs the current step. `loss` is that of all ranks. Reads from the device, so the host
         waits for it.
         """
-        scalars = [value.to(sum_dtype(self.device)) for value in (loss, grad_norm, num_targets)]
-        loss_value, norm_value, targets = torch.stack(scalars).tolist()
+        values = (loss, grad_norm, num_targets, self._targets)
+        scalars = [value.to(sum_dtype(self.device)) for value in values]
+        loss_value, norm_value, targets, all_targets = torch.stack(scalars).tolist()
         self._add_time()
         progress = self.progress
         seconds = progress.seconds - self._seconds_before
@@ -170,6 +173,7 @@ class Metrics:
             "data_percent": 100 * max(epochs.values()),
             "seconds": progress.seconds,
             "targets": round(targets),
+            "targets_per_second": all_targets / seconds,
             "data_wait_percent": 100 * waited / seconds,
             "samples": stream.samples,
             "samples_per_second": tokens / seconds / self.seq_len,

@@ -3,8 +3,9 @@
 What it is: the loss summed over all ranks, divided by the number of targets of all ranks, so each
 token counts once in any division into batches. Bits per byte is the same sum in bits, per byte of
 text, comparable across tokenizers. Documents are never packed here, so these losses do not depend
-on `data.packing`; on `data.document_mask` they do. With several sources, the mean of their losses,
-weighted by `data.sources` as training is, decides which checkpoints `checkpoint.keep_best` keeps.
+on `data.packing`; on `data.document_mask` they do. Of pairs of answers it is the loss per pair
+(`parallel/preferences.py`). With several sources, the mean of their losses, weighted by
+`data.sources` as training is, decides which checkpoints `checkpoint.keep_best` keeps.
 What it costs: a third of a training step per token.
 """
 
@@ -12,13 +13,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from titanlite.config.schema import ValidationConfig
+from titanlite.data.packing import PairRows
 from titanlite.data.prepared import PreparedData
 from titanlite.data.stream import IGNORED, Batch, TrainStream, Windows, validation_batches
 from titanlite.data.to_device import to_device
@@ -37,6 +38,16 @@ class Sums(NamedTuple):
     num_bytes: int  # that the targets encode
 
 
+class Evaluates(Protocol):
+    """What it calls of the `Stages`."""
+
+    def count_targets(self, batches: list[Batch]) -> Tensor: ...
+
+    def validation_loss(self, batch: Batch) -> Tensor: ...
+
+    def validation_columns(self) -> dict[str, float]: ...
+
+
 class Validator:
     """Validates, and logs the result through `metrics`; with `validation.freq = 0` never."""
 
@@ -45,28 +56,28 @@ class Validator:
         config: ValidationConfig,
         data: list[PreparedData],
         stream: TrainStream,
-        evaluate: Callable[[Batch], Tensor],
+        stages: Evaluates,
         mesh: Mesh,
         metrics: Metrics,
     ) -> None:
-        """`evaluate` returns this rank's part of the summed loss of a batch. Batches are as large
-        as those of `stream`.
+        """Batches are as large as those of `stream`.
 
         Raises ConfigError if the held-out text of a source is shorter than a sequence.
         """
         self.config = config
         self.data = data
         self.stream = stream
-        self.evaluate = evaluate
+        self.stages = stages
         self.mesh = mesh
         self.metrics = metrics
         self.token_bytes = torch.tensor(data[0].tokenizer.token_bytes)
-        self.windows: dict[str, Windows] = {}
+        self.windows: dict[str, Windows | PairRows] = {}
         if config.freq > 0:
             for source in data:
                 text = f"validation text of {source.name}"
                 tokens = source.tokens("validation")
-                self.windows[source.name] = Windows(tokens, stream.training.seq_len, text)
+                kind = PairRows if source.pairs else Windows
+                self.windows[source.name] = kind(tokens, stream.training.seq_len, text)
 
     def due(self, finished: bool) -> bool:
         """Whether to validate after the current step; `finished`: it is the run's last one."""
@@ -94,12 +105,13 @@ class Validator:
                     "sequences; expected more validation.samples, or another validation text"
                 )
             losses[name] = sums.loss / sums.num_targets
-            bits = sums.loss / math.log(2)
-            results[name] = {
-                "loss": losses[name],
-                "bits_per_byte": bits / max(1, sums.num_bytes),
-                "perplexity": perplexity(losses[name]),
-            }
+            results[name] = {"loss": losses[name]}
+            if isinstance(windows, PairRows):
+                results[name] |= self.stages.validation_columns()
+            else:
+                bits = sums.loss / math.log(2)
+                results[name]["bits_per_byte"] = bits / max(1, sums.num_bytes)
+                results[name]["perplexity"] = perplexity(losses[name])
         for name, values in results.items():
             for key, value in values.items():
                 row[f"validation/{name}/{key}"] = value
@@ -127,7 +139,7 @@ class Validator:
             self.metrics.log_validation(name, {"ema_loss": loss})
         self.metrics.write(row)
 
-    def sums(self, windows: Windows, requests: Requests) -> Sums | None:
+    def sums(self, windows: Windows | PairRows, requests: Requests) -> Sums | None:
         """The sums over a text; None if a signal has arrived on any rank."""
         device = self.metrics.device
         loss = torch.zeros((), dtype=sum_dtype(device), device=device)
@@ -136,10 +148,12 @@ class Validator:
             mark_phase(Phase.VALIDATE)
             if requests.agree_to_stop():
                 return None
-            targets = batch.labels[batch.labels != IGNORED]
-            counts += torch.stack([torch.tensor(len(targets)), self.token_bytes[targets].sum()])
+            num_bytes = self.token_bytes[batch.labels[batch.labels != IGNORED]].sum()
+            counts += torch.stack([self.stages.count_targets([batch]), num_bytes])
             began = time.monotonic()
-            loss += self.evaluate(batch.apply(lambda tensor: to_device(tensor, device)))
+            loss += self.stages.validation_loss(
+                batch.apply(lambda tensor: to_device(tensor, device))
+            )
             self.metrics.count_first_evaluation(time.monotonic() - began)
         num_targets, num_bytes = self.mesh.sum_counts(counts.to(device)).tolist()
         return Sums(float(self.mesh.sum_losses(loss)), num_targets, num_bytes)

@@ -22,7 +22,9 @@ before it reduces the gradient, as it does for norms.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
@@ -60,9 +62,12 @@ class LoRALinear(nn.Linear):
     lora_a: nn.Linear  # (r, K)
     lora_b: nn.Linear  # (N, r)
     lora_scale: float
+    lora_used: bool  # False within `without_adapters`
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, K) -> (B, S, N)"""
+        if not self.lora_used:
+            return super().forward(x)
         return super().forward(x) + self.adapter(x)
 
     def adapter(self, x: Tensor) -> Tensor:
@@ -131,6 +136,20 @@ def add_adapter(layer: nn.Linear, config: LoraConfig) -> None:
     layer.lora_a = a
     layer.lora_b = b
     layer.lora_scale = config.scale
+    layer.lora_used = True
+
+
+@contextlib.contextmanager
+def without_adapters(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Within it the model is the one that adapters were added to."""
+    layers = [layer for part in parts for layer in part.modules() if isinstance(layer, LoRALinear)]
+    for layer in layers:
+        layer.lora_used = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.lora_used = True
 
 
 def _cut(factor: Tensor, weight: DTensor, placement: Placement) -> nn.Parameter:

@@ -1,7 +1,8 @@
 """Forward and backward through the parts of the model that this rank holds.
 
-What it is: the two calls of the training loop, `forward_backward` for a local batch and `evaluate`
-for a validation batch. Three things are chosen once, from the config: how a batch is sharded over
+What it is: the calls of the training loop, `forward_backward` for a local batch and
+`validation_loss` for a batch of validation. `PairStages` (`preferences.py`) has the same calls with
+another loss. Three things are chosen once, from the config: how a batch is sharded over
 cp, the loss (which depends on tp and `loss.num_chunks`), and whether the model runs as one part or
 as a pipeline of stages.
 """
@@ -12,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
 from titanlite.config.schema import Config
-from titanlite.data.stream import Batch
+from titanlite.data.stream import Batch, count_targets
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.chunked_loss import ChunkedLoss
 from titanlite.optim.loss import SummedLoss, cross_entropy_sum
@@ -150,8 +151,24 @@ class Stages:
             self.sum_shared()
         return loss / scale
 
+    def count_targets(self, batches: list[Batch]) -> Tensor:
+        """The number of terms of the loss in these batches of this data-parallel rank: int64."""
+        return count_targets(batches)
+
+    def columns(self) -> dict[str, Any]:
+        """Columns of a logged step, beside the loss: none."""
+        return {}
+
+    def validation_loss(self, batch: Batch) -> Tensor:
+        """This rank's part of the summed loss of held-out data."""
+        return self.evaluate(batch)
+
+    def validation_columns(self) -> dict[str, float]:
+        """What `validation_loss` has found beside the loss since the last call: nothing."""
+        return {}
+
     def evaluate(self, batch: Batch) -> Tensor:
-        """This rank's part of the summed loss of a batch."""
+        """This rank's part of the summed loss of a batch, or of `in_place_of_loss`."""
         with torch.no_grad(), self.inputs(batch) as (tokens, labels, packing):
             return self.runner.evaluate(tokens, labels, **packing)
 

@@ -62,7 +62,7 @@ TEXTS = {  # options with a text: (default, name of the value, help)
         "",
         "NAME",
         "field or column of JSON lines and Parquet with the text; default: text, with --chat "
-        "messages (or the answer to --prompt-field)",
+        "messages (or the answer to --prompt-field), with --pairs chosen",
     ),
     "prompt-field": (
         "",
@@ -151,6 +151,12 @@ def _parser() -> StrictParser:
         "--last-answer", action="store_true", help="--chat: only the last answer is a target"
     )
     parser.add_argument(
+        "--pairs",
+        action="store_true",
+        help="--chat: a row has two conversations or answers, the fields chosen and rejected, "
+        "for training with dpo.beta",
+    )
+    parser.add_argument(
         "--max-bad-rows",
         type=at_least(float, 0),
         default=BAD_ROWS,
@@ -196,7 +202,7 @@ def _part(text: str) -> tuple[int, int]:
 def chat_from(options: argparse.Namespace, tokenizer: Tokenizer) -> ChatConfig:
     """How conversations become text. Raises ConfigError."""
     if not options.chat:
-        for name in ("template", "last_answer"):
+        for name in ("template", "last_answer", "pairs"):
             if getattr(options, name):
                 raise ConfigError(f"--{name.replace('_', '-')} has no effect without --chat")
         return NO_CHAT
@@ -212,7 +218,16 @@ def chat_from(options: argparse.Namespace, tokenizer: Tokenizer) -> ChatConfig:
         raise ConfigError(f"the chat template cannot render a conversation: {error}") from None
     special = tuple(tokenizer.special)
     control = tuple(control_tokens(tokenizer))
-    return ChatConfig(template, *ends, special, control, options.last_answer)
+    last_only = options.last_answer or options.pairs  # what comes before it is the same
+    return ChatConfig(template, *ends, special, control, last_only, options.pairs)
+
+
+def _default_field(options: argparse.Namespace) -> str:
+    if options.pairs:
+        return "chosen"
+    if options.chat and not options.prompt_field:
+        return "messages"
+    return "text"
 
 
 def _log(text: str) -> None:
@@ -224,7 +239,7 @@ def _prepare_sources(options: argparse.Namespace) -> int:
     tokenizer = Tokenizer(options.tokenizer)
     chat = chat_from(options, tokenizer)
     settings = Settings(num_parts, filters_from(options), duplicates_from(options), chat)
-    field = options.field or ("messages" if options.chat and not options.prompt_field else "text")
+    field = options.field or _default_field(options)
     folder = options.out.absolute()
     sources: list[tuple[Source, Found]] = []
     for path in options.sources:

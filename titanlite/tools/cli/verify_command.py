@@ -23,6 +23,7 @@ from titanlite.tools.verify.ladder import (
     compiler_of,
     ladder,
     make_case,
+    preferences,
     reason_not_fitting,
 )
 
@@ -45,7 +46,8 @@ def run(argv: list[str]) -> int:
     if options.layout:
         texts = options.layout
     elif options.lora:
-        texts = adapters(processes, compiler_of(device))
+        compiler = compiler_of(device)
+        texts = adapters(processes, compiler) + preferences(processes, compiler)
     else:
         texts = ladder(processes, options.quick, device)
     tokenizer = Tokenizer(load_config(rest).data.tokenizer)
@@ -124,7 +126,9 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="fewer layouts: each axis, each pair of axes, each technique",
     )
     parser.add_argument(
-        "--lora", action="store_true", help="only the layouts with low-rank adapters"
+        "--lora",
+        action="store_true",
+        help="only the layouts with low-rank adapters, DPO among them",
     )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument(

@@ -28,6 +28,7 @@ class Document(NamedTuple):
     ids: Iterable[np.ndarray[Any, Any]] | None = None  # instead of text, in blocks
     prompt: str = ""  # before the text, and not a target
     pieces: tuple[Piece, ...] = ()  # of a conversation, whose whole text is the only block
+    rejected: tuple[Piece, ...] = ()  # of the other conversation of a pair, another document
     begins: bool = True  # the document begins here
     ends: bool = True
     label: str = ""  # in the fingerprint

@@ -38,6 +38,7 @@ PART = 1 << 26  # bytes of input of a part, or more of a large input
 MOST_PARTS = 256
 MOST_ASKED = 99_999  # parts that may be asked for
 CUT = 1 << 23  # bytes; smaller files are not cut
+REJECTED = "rejected"  # the field of a pair's other answer
 NO_FILTERS = FilterConfig()
 ALL_DOCUMENTS = DuplicateConfig()
 REMOVED = ("none", "exact", "near")
@@ -113,6 +114,7 @@ class ChatConfig:
     special: tuple[str, ...] = ()
     control: tuple[str, ...] = ()  # those that a message cannot have
     last_only: bool = False  # only the last answer of a conversation is trained
+    pairs: bool = False  # a row has two conversations, of which one is preferred
 
 
 NO_CHAT = ChatConfig()
@@ -138,6 +140,14 @@ class Job:
     separate_validation: bool = False  # the files of split `validation` are of another source
     format: int = FORMAT
     cut: Count = dataclasses.field(default_factory=lambda: CUT)  # bytes; smaller files are not cut
+
+    @property
+    def columns(self) -> list[str]:
+        """The fields or columns of a row that are read."""
+        names = [self.field, self.prompt_field]
+        if self.chat.pairs:
+            names.append(REJECTED)
+        return [name for name in names if name]
 
     @property
     def bytes(self) -> int:

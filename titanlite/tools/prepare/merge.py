@@ -210,6 +210,7 @@ def _manifest(job: Job, records: list[PartRecord], tokenizer: Tokenizer) -> dict
         },
         "dtype": token_dtype(tokenizer.size).str,
         **({"chat_template": job.chat.template} if job.chat.template else {}),
+        **({"pairs": True} if job.chat.pairs else {}),
         "rows": {
             "rows": sum(record.rows for record in records),
             "bad": sum(record.bad for record in records),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from titanlite.data.prepared_manifest import token_dtype
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import replace_file
+from titanlite.tools.chat.conversation import Piece as ChatPiece
 from titanlite.tools.chat.conversation import encode
 from titanlite.tools.prepare.documents import BadRow, Document
 from titanlite.tools.prepare.filter_report import Example, FilterReport
@@ -271,7 +272,10 @@ def _write(
     if document.begins:
         writer.begin_document()
     if document.pieces:
-        _write_conversation(document, tokenizer, writer, digest)
+        _write_conversation(document.pieces, tokenizer, writer, digest)
+        if document.rejected:
+            writer.begin_document()
+            _write_conversation(document.rejected, tokenizer, writer, digest)
         return
     if document.ids is not None:
         _write_ids(content, writer, digest, token_bytes)
@@ -293,14 +297,14 @@ def _write(
 
 
 def _write_conversation(
-    document: Document, tokenizer: Tokenizer, writer: ShardWriter, digest: Digest
+    pieces: Sequence[ChatPiece], tokenizer: Tokenizer, writer: ShardWriter, digest: Digest
 ) -> None:
     """The ids of a conversation, whose template has written what is before and after it."""
-    for piece in document.pieces:
+    for piece in pieces:
         data = piece.text.encode()
         digest.update(data + (b"+" if piece.target else b"-"))
         writer.text_bytes += len(data)
-    ids, targets = encode(document.pieces, tokenizer)
+    ids, targets = encode(pieces, tokenizer)
     position = 0
     for target, run in itertools.groupby(targets):
         length = len(list(run))

@@ -19,7 +19,8 @@ from typing import IO, Any
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.chat.conversation import ChatEncoder, messages_of
-from titanlite.tools.chat.template import ChatTemplate
+from titanlite.tools.chat.conversation import Piece as ChatPiece
+from titanlite.tools.chat.template import ChatTemplate, Message
 from titanlite.tools.prepare.compressed import (
     LINE,
     ROW,
@@ -38,7 +39,7 @@ from titanlite.tools.prepare.documents import (
     Skipped,
 )
 from titanlite.tools.prepare.filter_report import Example
-from titanlite.tools.prepare.job import ChatConfig, File, Job, Piece
+from titanlite.tools.prepare.job import REJECTED, ChatConfig, File, Job, Piece
 from titanlite.tools.prepare.parquet_reader import (
     Table,
     UnreadableParquet,
@@ -50,6 +51,7 @@ from titanlite.tools.prepare.sources import HUB
 
 # Bytes that are read at a time, and after which progress is reported also without a document
 COUNTED = 1 << 22
+LISTS = ("list<", "large_list<")  # how the type of a column of lists begins, in Parquet
 
 
 def row_documents(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
@@ -69,29 +71,54 @@ def _encoder(chat: ChatConfig) -> ChatEncoder:
 
 
 def _conversation(row: int, values: Any, job: Job, split: str) -> Document | BadRow | None:
-    """The document of a row with messages, or with a prompt and its answer."""
-    try:
-        if job.prompt_field:
-            value: Any = [
-                {"role": "user", "content": values.get(job.prompt_field)},
-                {"role": "assistant", "content": values.get(job.field)},
-            ]
-        else:
-            value = values.get(job.field)
-            if isinstance(value, str):  # a column of Parquet, or text in JSON
-                value = json.loads(value)
-        messages = messages_of(value)
-        chat = job.chat
-        pieces = _encoder(chat).pieces(messages, last_only=chat.last_only)
-        text = "".join(piece.text for piece in pieces)
-        size = len(text.encode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        return BadRow(row, f"field {job.field!r}: {error}")
-    if size > MAX_DOCUMENT:
-        return BadRow(row, f"a conversation of {size} bytes, more than {MAX_DOCUMENT}")
-    if not any(piece.target for piece in pieces):
-        return BadRow(row, f"field {job.field!r}: no message is the assistant's")
-    return Document(row, split, (text,), pieces=tuple(pieces), length=len(text))
+    """The document of a row with messages, or with a prompt and its answer; or with a pair of
+    these.
+    """
+    fields = [job.field]
+    if job.chat.pairs:
+        fields.append(REJECTED)
+    text = ""
+    found: list[tuple[ChatPiece, ...]] = []
+    for field in fields:
+        try:
+            messages = _messages(values, field, job.prompt_field)
+            pieces = _encoder(job.chat).pieces(messages, last_only=job.chat.last_only)
+            text += "".join(piece.text for piece in pieces)
+            size = len(text.encode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            return BadRow(row, f"field {field!r}: {error}")
+        if size > MAX_DOCUMENT:
+            return BadRow(row, f"a conversation of {size} bytes, more than {MAX_DOCUMENT}")
+        if not any(piece.target for piece in pieces):
+            return BadRow(row, f"field {field!r}: no message is the assistant's")
+        found.append(tuple(pieces))
+    rejected: tuple[ChatPiece, ...] = ()
+    if job.chat.pairs:
+        rejected = found[1]
+        if found[0] == rejected:
+            return BadRow(row, "both answers are the same")
+    return Document(row, split, (text,), pieces=found[0], rejected=rejected, length=len(text))
+
+
+def _messages(values: dict[str, Any], field: str, prompt_field: str) -> list[Message]:
+    """The messages of a row's field, after those of a prompt field if there is one.
+
+    A prompt and an answer can be messages or text. Raises ValueError with the reason.
+    """
+    value = values.get(field)
+    if not prompt_field:
+        if isinstance(value, str):  # a column of Parquet, or text in JSON
+            value = json.loads(value)
+        return messages_of(value)
+    prompt = values.get(prompt_field)
+    return [*_as_messages(prompt, "user"), *_as_messages(value, "assistant")]
+
+
+def _as_messages(value: Any, role: str) -> list[Message]:
+    """Messages, or a text as one message of this role. Raises ValueError."""
+    if isinstance(value, list):
+        return messages_of(value)
+    return messages_of([{"role": role, "content": value}])
 
 
 def _document(row: int, values: Any, job: Job, split: str) -> Document | BadRow | None:
@@ -199,7 +226,7 @@ def _skip_line(stream: IO[bytes]) -> int:
 def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
     """The rows of the row groups that begin in the piece: `_group_bounds`."""
     file = piece.file
-    columns = [name for name in (job.field, job.prompt_field) if name]
+    columns = job.columns
     table = _table(file, columns)
     _check_columns(file, columns, table, nested=bool(job.chat.template))
     bounds = _group_bounds(file, table)
@@ -225,7 +252,7 @@ def _parquet(job: Job, piece: Piece) -> Iterator[Document | BadRow | Skipped]:
             allowance.spend(size)
             skipped += size
             item: Document | BadRow | Skipped | None
-            item = _parquet_document(row, columns, values, job, file.split)
+            item = _parquet_document(row, table.types, values, job, file.split)
             row += 1
             if item is None and skipped >= COUNTED:
                 item = Skipped()
@@ -251,19 +278,26 @@ def _length(value: bytes | int | str | None) -> int:
 
 
 def _parquet_document(
-    row: int, columns: list[str], values: list[bytes | int | str | None], job: Job, split: str
+    row: int,
+    types: dict[str, str],
+    values: list[bytes | int | str | None],
+    job: Job,
+    split: str,
 ) -> Document | BadRow | None:
-    texts: dict[str, str | None] = {}
-    for name, value in zip(columns, values, strict=True):
+    """`types`: of the columns that were read, in the order of the values."""
+    found: dict[str, Any] = {}
+    for (name, kind), value in zip(types.items(), values, strict=True):
         if isinstance(value, int):
             return BadRow(row, f"a text of {value} bytes, more than {MAX_DOCUMENT}")
         if isinstance(value, str):
             return BadRow(row, f"field {name!r} is of type {value}, expected text")
         try:
-            texts[name] = None if value is None else value.decode("utf-8")
+            found[name] = None if value is None else value.decode("utf-8")
         except UnicodeDecodeError as error:
             return BadRow(row, f"not UTF-8 ({error.reason})")
-    return _document(row, texts, job, split)
+        if found[name] is not None and kind.startswith(LISTS):
+            found[name] = json.loads(found[name])
+    return _document(row, found, job, split)
 
 
 def _table(file: File, columns: list[str]) -> Table:
@@ -288,7 +322,7 @@ def _check_columns(file: File, columns: list[str], table: Table, nested: bool) -
         if name not in table.types:
             hint = suggestion(name, table.names) or f"; it has {', '.join(table.names[:20])}"
             raise ConfigError(f"{file.path}: has no column {name!r}{hint}")
-        if nested and table.types[name].startswith(("list<", "large_list<")):
+        if nested and table.types[name].startswith(LISTS):
             continue
         if "string" not in table.types[name]:
             raise ConfigError(

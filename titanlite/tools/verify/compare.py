@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config, DebugConfig
-from titanlite.data.stream import IGNORED, Batch, count_targets
+from titanlite.data.stream import IGNORED, Batch
 from titanlite.distributed import process_group
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import num_compiled_graphs
@@ -42,7 +42,7 @@ from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.lora import apply_lora
 from titanlite.parallel.parallelize import assign_shard, build_model_parts, freeze
-from titanlite.parallel.stages import Stages
+from titanlite.parallel.preferences import build_stages
 from titanlite.rules.check import check_layout
 from titanlite.tools.verify.updates import Updates, clip
 
@@ -97,6 +97,8 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
     model.to_empty(device=device)
     model.init_weights(config.run.seed)
     fill_zeros([model])
+    original = Llama(llama, training.seq_len).to(device)  # without adapters
+    original.load_state_dict(model.state_dict(), strict=False)
     optimizer = Updates(model, options)  # always fp32, also where layouts compute in bf16
     losses: list[float] = []
     norms: list[float] = []
@@ -104,18 +106,10 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
     averages = {name: p.detach().double() for name, p in model.named_parameters()}
     for step in range(STEPS):
         batch = make_batch(step, config, llama.vocab_size).apply(lambda tensor: tensor.to(device))
-        num_targets = int((batch.labels != IGNORED).sum())
-        total = 0.0
-        for tokens, labels in split_documents(batch):
-            logits = model(tokens)[0]  # (n, V)
-            labels = labels[0]
-            entropy = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-            log_sums = logits.exp().sum(dim=-1).log()
-            z_loss = config.loss.z_loss * log_sums.square()[labels != IGNORED].sum()
-            loss = entropy / num_targets + z_loss / num_targets
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
+        if config.dpo.beta > 0:
+            losses.append(train_on_pairs(model, original, batch, config.dpo.beta))
+        else:
+            losses.append(train_on_tokens(model, batch, config.loss.z_loss))
         squares = 0.0
         for name, parameter in model.named_parameters():
             if parameter.grad is None:
@@ -138,6 +132,53 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
         "averages": averages,
     }
     torch.save(results, path)
+
+
+def train_on_tokens(model: Llama, batch: Batch, z_loss: float) -> float:
+    """Adds to the gradients; returns the mean loss of the targets, each document alone."""
+    num_targets = int((batch.labels != IGNORED).sum())
+    total = 0.0
+    for tokens, labels in split_documents(batch):
+        logits = model(tokens)[0]  # (n, V)
+        labels = labels[0]
+        entropy = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        log_sums = logits.exp().sum(dim=-1).log()
+        squares = z_loss * log_sums.square()[labels != IGNORED].sum()
+        loss = entropy / num_targets + squares / num_targets
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def train_on_pairs(model: Llama, original: Llama, batch: Batch, beta: float) -> float:
+    """Adds to the gradients; returns the mean loss of the pairs (equation 7 of arXiv 2305.18290).
+
+    A pair is two documents of a row, one after the other, that both have targets.
+    """
+    pairs = []
+    for i in range(len(batch.tokens)):
+        documents = list(split_documents(take_rows(batch, i, i + 1)))
+        for pair in zip(documents[::2], documents[1::2], strict=False):
+            if all((labels != IGNORED).any() for _, labels in pair):
+                pairs.append(pair)
+    total = 0.0
+    for pair in pairs:
+        rewards = []
+        for tokens, labels in pair:
+            with torch.no_grad():
+                expected = log_prob(original, tokens, labels)
+            rewards.append(beta * (log_prob(model, tokens, labels) - expected))
+        loss = -torch.log(torch.sigmoid(rewards[0] - rewards[1])) / len(pairs)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def log_prob(model: Llama, tokens: Tensor, labels: Tensor) -> Tensor:
+    """The log-probability of all targets of a document (1, n) together, fp64."""
+    targets = labels[0] != IGNORED
+    log_probs = model(tokens)[0].log_softmax(dim=-1)[targets]
+    return log_probs.gather(1, labels[0][targets][:, None]).double().sum()
 
 
 @torch.no_grad()
@@ -177,7 +218,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
         model = Llama(llama, training.seq_len)
     parts = build_model_parts(model, config, mesh, device, compiled)
     fill_zeros(parts)
-    stages = Stages(parts, config, mesh, device)
+    stages = build_stages(parts, config, mesh, device)
     optimizer = build_optimizer(parts, config.optimizer, config.parallel.optimizer_offload)
     scaler = LossScale(training, optimizer, device)
     ema = WeightEMA(config.ema, parts, optimizer)
@@ -192,7 +233,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
         # Local batches are dealt out to the data-parallel ranks in turn
         first_rows = range(mesh.data_rank * size, len(global_batch.tokens), mesh.data_size * size)
         batches = [take_rows(global_batch, row, row + size) for row in first_rows]
-        num_targets = mesh.sum_counts(count_targets(batches).to(device))
+        num_targets = mesh.sum_counts(stages.count_targets(batches).to(device))
         loss = torch.zeros((), device=device)
         for i, batch in enumerate(batches):
             batch = batch.apply(lambda tensor: tensor.to(device))

@@ -157,6 +157,7 @@ def ladder(processes: int, quick: bool, device: str) -> list[str]:
         names += dtypes()
         names += families(processes)
         names += adapters(processes, compiler)
+        names += preferences(processes, compiler)
         names += frozen(processes)
     if device == "cuda":
         names += [
@@ -321,6 +322,25 @@ def adapters(processes: int, compiler: str) -> list[str]:
         f"dp_shard=2,{lora},optimizer.name=muon",
         f"pp=2,{lora},lora.layers=0",
         f"tp=2,{everywhere},float8.enabled,float8.emulate,training.local_batch_size=1",
+    ]
+    return names
+
+
+def preferences(processes: int, compiler: str) -> list[str]:
+    """Layouts of DPO on pairs of documents, whose margins differ by about 1."""
+    dpo = "dpo.beta=0.5,data.document_mask,lora.rank=4"
+    if processes == 1:
+        return [dpo, f"{dpo},recompute.mode=selective"]
+    layouts = [*TWO_RANKS, "dp_replicate=2", "cp=2,cp_method=ulysses"]
+    if processes >= 4:
+        layouts += ["dp_shard=2,tp=2", "pp=2,tp=2", "pp=2,cp=2", "pp=2,dp_shard=2"]
+    names = each(layouts, [dpo])
+    names += each(["tp=2", "pp=2"], [f"loss.num_chunks=3,recompute.mode=full,{dpo}"])
+    names += [
+        f"dp_shard=2,reshard_after_forward=never,{dpo}",
+        f"dp_shard=2,training.local_batch_size=1,{dpo}",
+        f"dp_shard=2,compile.enabled,compile.backend={compiler},{dpo}",
+        f"pp=2,pp_schedule=ZBVZeroBubble,{dpo}",
     ]
     return names
 

@@ -1,0 +1,156 @@
+"""DPO: the loss of its paper in every layout, from pairs of answers in a file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from chats import MARKED
+from messages import run_refused
+from runs import curve, rows, train_run
+
+from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.tools.cli.main import main
+from titanlite.tools.verify.campaign import FIGURES, judge
+from titanlite.tools.verify.compare import measure, reference
+from titanlite.tools.verify.ladder import Case, make_case
+
+SMALL = ["debug", "--model.dim=32", "--model.ffn_dim=64", "--training.seq_len=32"]
+DPO = "dpo.beta=0.5,data.document_mask,lora.rank=4"
+
+
+def case(layout: str) -> tuple[Case, LlamaConfig]:
+    made = make_case(SMALL, layout, "cpu")
+    return made, resolve_flavor(made.config.model, 4112)
+
+
+@pytest.fixture(scope="module")
+def right(pool, tmp_path_factory) -> Path:
+    """The reference, which is written after the paper."""
+    path = tmp_path_factory.mktemp("reference") / "pairs.pt"
+    made, llama = case(DPO)
+    pool.run(1, reference, made.config, llama, path)
+    return path
+
+
+def forget_the_sum_over_cp(*arguments):
+    """Answers of which each rank knows its part only."""
+    import torch.distributed as dist
+
+    from titanlite.parallel import preferences
+
+    with mock.patch.object(preferences, "dist", mock.Mock(spec=dist)):
+        return measure(*arguments)
+
+
+def number_answers_of_the_part(*arguments):
+    """Labels that say which document they belong to by this rank's part of the positions."""
+    from titanlite.data.pairs import number_answers
+    from titanlite.parallel import preferences
+
+    def number(batch):
+        whole = number_answers(batch)
+        shifted = whole.labels + (1 << 32)
+        return whole._replace(labels=torch.where(whole.labels < 0, whole.labels, shifted))
+
+    with mock.patch.object(preferences, "number_answers", number):
+        return measure(*arguments)
+
+
+def keep_the_adapters(*arguments):
+    """A reference that learns too."""
+    import contextlib
+
+    from titanlite.parallel import preferences
+
+    nothing = mock.Mock(side_effect=lambda parts: contextlib.nullcontext())
+    with mock.patch.object(preferences, "without_adapters", nothing):
+        return measure(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("function", "layout", "passes"),
+    [
+        (measure, "cp=2", True),
+        (measure, "pp=2", True),
+        pytest.param(measure, "tp=2", True, marks=pytest.mark.slow),
+        (forget_the_sum_over_cp, "cp=2", False),
+        (number_answers_of_the_part, "dp_shard=2", False),
+        (keep_the_adapters, "dp_shard=2", False),
+    ],
+)
+def test_the_loss_of_pairs_is_that_of_one_process(pool, right, function, layout, passes):
+    made, llama = case(f"{layout},{DPO}")
+    ranks = pool.run(made.processes, function, made.config, llama, right)
+    row = judge(made, {name: max(rank[name] for rank in ranks) for name in FIGURES}, 0.0)
+    assert row["passed"] == passes, row
+    assert (row["gradient"] > 1e-4) != passes, row
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Prepared pairs, with the same preference in all."""
+    folder = tmp_path_factory.mktemp("pairs")
+
+    def line(i: int) -> str:
+        answers = {"chosen": f"{i} is good", "rejected": f"{i} is bad"}
+        return json.dumps({"prompt": f"how is {i}", **answers}) + "\n"
+
+    (folder / "a.jsonl").write_text("".join(line(i) for i in range(10, 60)))
+    (folder / "b.jsonl").write_text("".join(line(i) for i in range(60, 70)))
+    (folder / "t.jinja").write_text(MARKED)
+    command = ["prepare", str(folder / "a.jsonl"), "--chat", "--pairs", "--prompt-field", "prompt"]
+    command += ["--template", str(folder / "t.jinja"), "--validation", str(folder / "b.jsonl")]
+    assert main([*command, "--out", str(folder / "data")]) == 0
+    return folder / "data"
+
+
+def pair_arguments(options: list[str], data: Path, base: Path, folder: Path) -> list[str]:
+    run = [word for word in options if not word.startswith("--data.path")]
+    run += [f"--data.path={data}", f"--run.folder={folder}", "--data.document_mask"]
+    run += [
+        "--training.seq_len=96",
+        "--dpo.beta=0.5",
+        "--lora.rank=4",
+        f"--checkpoint.initial_load={base}",
+    ]
+    return [*run, "--schedule.name=constant", "--optimizer.lr=1e-2", "--validation.samples=0"]
+
+
+def test_a_run_learns_which_answer_is_chosen(pool, options, data, whole_run, tmp_path):
+    run = pair_arguments(options, data, whole_run(), tmp_path)
+    # On two processes each half, a third of it resumed on one
+    shared = [*run, "--training.steps=9"]
+    assert pool.run(2, train_run, [*run, "--training.steps=6", "--parallel.cp=2"]) == [0, 0]
+    shutil.copytree(tmp_path / "debug", tmp_path / "again")
+    assert pool.run(2, train_run, [*shared, "--parallel.cp=2"]) == [0, 0]
+    assert pool.run(1, train_run, [*shared, "--run.name=again"]) == [0]
+    found = [[loss for loss, _ in curve(tmp_path / name).values()] for name in ("debug", "again")]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=0)
+    assert found[0][0] == pytest.approx(0.693147, abs=1e-5), "B is 0: all margins are 0"
+    assert found[0][-1] < 0.5
+
+    trained = [row for row in rows(tmp_path / "debug") if "reward_margin" in row]
+    assert trained[0]["reward_margin"] == pytest.approx(0, abs=1e-4)
+    assert trained[-1]["reward_margin"] > 0.3
+    assert trained[-1]["reward_accuracy"] > 0.8
+    assert trained[0]["targets"] == 8 * 2, "two pairs in a row of 96 tokens"
+    validated = [row for row in rows(tmp_path / "debug") if "validation/a/loss" in row]
+    assert validated[-1]["validation/a/reward_accuracy"] > 0.8
+    assert validated[-1]["validation/a/loss"] < validated[0]["validation/a/loss"]
+    assert "validation/a/perplexity" not in validated[0]
+
+
+def test_data_and_settings_must_agree(pool, options, arguments, data, whole_run, tmp_path, capsys):
+    run = pair_arguments(options, data, whole_run(), tmp_path)
+    with run_refused("pairs of answers", "dpo.beta = 0"):
+        pool.run(1, train_run, [*run, "--dpo.beta=0"])
+    with run_refused("no pairs of answers", "dpo.beta = 0.1", "--pairs"):
+        more = ["--lora.rank=4", "--data.document_mask", "--dpo.beta=0.1"]
+        pool.run(1, train_run, [*arguments, f"--checkpoint.initial_load={whole_run()}", *more])
+    assert main(["evaluate", str(whole_run()), f"--perplexity={data}"]) == 2
+    assert "pairs of answers" in capsys.readouterr().err
