@@ -109,7 +109,7 @@ def test_pairs_of_answers(tmp_path, kind):
     assert packed(text) == "<s>[U]one[A]eins</s><s>[U]one[A]zwei</s>"
 
 
-def test_a_pair_is_two_documents(tmp_path):
+def test_a_pair_is_two_documents(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text((json.dumps(PAIRS[0]) + "\n") * 3)
     (tmp_path / "t.jinja").write_text(MARKED)
@@ -120,6 +120,8 @@ def test_a_pair_is_two_documents(tmp_path):
     assert main([*command, "--validation", str(held_out), "--out", str(out)]) == 0
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["pairs"] is True
+    assert main(["prepare", "--inspect", str(out)]) == 0
+    assert "the chosen answer and the rejected one" in capsys.readouterr().out
     tokens = Tokens(out, manifest, "train")
     starts = [*tokens.document_starts(0, len(tokens)).tolist(), len(tokens)]
     assert len(starts) == 7

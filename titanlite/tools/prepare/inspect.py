@@ -89,6 +89,8 @@ def describe(manifest: dict[str, Any]) -> list[str]:
         masked = masked or any(shard["mask"] for shard in entry["shards"])
     if masked:
         lines.append("loss mask    yes: prompts are not targets")
+    if manifest.get("pairs"):
+        lines.append("pairs        each is two documents, the chosen answer and the rejected one")
     if rows["bad"]:
         lines.append(
             f"left out     {rows['bad']:,} of {rows['rows']:,} documents "
