@@ -117,7 +117,7 @@ def main(config: Config) -> int:
     samples = build_samples(data, config.data, config.training, config.run.seed)
     config = epochs_in_steps(config, samples)  # as it was, unless `training.epochs` is set
     training = config.training
-    stream = TrainStream(samples, training, mesh, config.data.document_mask)
+    stream = TrainStream(samples, training, mesh, config.data.document_mask, config.lora.drops)
 
     # 3. Model: first shapes only; then memory and weights for this rank's part of it
     with torch.device("meta"):

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from titanlite.config import schema as config_module
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config
-from titanlite.data.stream import Batch, count_targets
+from titanlite.data.stream import Batch, count_targets, dropout_keys
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed import process_group
@@ -126,6 +126,10 @@ class Titanlite:
         if self.config.data.document_mask:
             positions = torch.arange(tokens.shape[1], device=tokens.device) % (tokens.shape[1] // 4)
             batch = batch._replace(positions=positions.repeat(len(tokens), 1))
+        if self.config.lora.drops:
+            samples = range(self.steps * len(tokens), (self.steps + 1) * len(tokens))
+            keys = dropout_keys(self.config.run.seed, samples, tokens.shape[1])
+            batch = batch._replace(dropout_keys=keys.to(tokens.device))
         num_targets = count_targets([batch])
         if tokens.device.type != self.device.type:
             num_targets = to_device(num_targets, self.device)

@@ -41,6 +41,8 @@ PAIRS = {
         "25m/25m, no step times",
         "debug, documents/debug",
         "25m, documents/25m",
+        "25m, dropout/25m, adapters",
+        "25m, dropout, not compiled/25m, adapters, not compiled",
     ],
     # The memory budget is one setting for a whole process: its case is in the table of
     # throughput.py only.

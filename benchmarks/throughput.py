@@ -54,6 +54,7 @@ WIDTH_256 = [
     "--model.num_kv_heads=4",
     "--model.ffn_dim=768",
 ]
+ADAPTERS = ["cpu_25m", "--lora.rank=16"]
 CASES: dict[str, list[str]] = {
     "1b": ONE_B,
     "1b, whole loss": [*ONE_B, "--loss.num_chunks=1"],
@@ -107,6 +108,10 @@ CASES: dict[str, list[str]] = {
     "25m, by FSDP, kept": ["cpu_25m", "--parallel.reshard_after_forward=never"],
     "25m, full": ["cpu_25m", "--recompute.mode=full"],
     "25m, not compiled": ["cpu_25m", "--compile.enabled=false"],
+    "25m, adapters": ADAPTERS,
+    "25m, dropout": [*ADAPTERS, "--lora.dropout=0.05"],
+    "25m, adapters, not compiled": [*ADAPTERS, "--compile.enabled=false"],
+    "25m, dropout, not compiled": [*ADAPTERS, "--lora.dropout=0.05", "--compile.enabled=false"],
     "25m, fp32": ["cpu_25m", "--training.compute_dtype=float32"],
     "25m, fp32, not compiled": [
         "cpu_25m",

@@ -241,8 +241,13 @@ SETS_ATTRIBUTES = {
         "layer.__class__",
         "layer.lora_a",
         "layer.lora_b",
+        "layer.lora_dropout",
+        "layer.lora_first",
+        "layer.lora_salt",
         "layer.lora_scale",
         "layer.lora_used",
+        "adapter.dropout_keys",
+        "block.forward",
     },
     "titanlite/parallel/float8.py": {
         "ctx.scaling",

@@ -57,11 +57,45 @@ def test_permute_mixes_and_depends_on_the_key():
 
 
 def test_labels_are_the_next_tokens():
-    tokens, labels, positions = stream().next_step()[0]
+    tokens, labels, positions, dropout_keys = stream().next_step()[0]
     assert tokens.shape == labels.shape == (2, 10)
     assert (labels == tokens + 1).all()
     assert (tokens[:, 0] % 10 == 0).all()
     assert positions is None
+    assert dropout_keys is None
+
+
+def keys_of(world: int, local: int, steps: int, seed: int = 0, excluded: int = 0) -> torch.Tensor:
+    """The keys of all samples of these steps, in the order of the stream: (samples, 10)."""
+    training = TrainingConfig(seq_len=10, local_batch_size=local, global_batch_size=8)
+    order = only_source(windows(1001), seed).without([(5, 5 + excluded)])
+    streams = [TrainStream(order, training, Ranks(r, world), False, True) for r in range(world)]
+    rows = []
+    for _ in range(steps):
+        batches = [one.next_step() for one in streams]
+        rows += [b.dropout_keys for turn in zip(*batches, strict=True) for b in turn]
+        assert all(len(b.dropout_keys) == len(b.tokens) for of_rank in batches for b in of_rank)
+    return torch.cat(rows)
+
+
+def test_the_keys_of_dropout_are_a_function_of_seed_sample_and_place():
+    """In any layout, in each epoch others, and also after samples were excluded."""
+    keys = keys_of(world=1, local=8, steps=30)  # 240 samples, of 100 rows
+    assert len(keys.unique()) == keys.numel()
+    assert keys.min() >= 0
+    assert keys.max() > 2**62
+    for world, local in ((2, 2), (4, 1)):
+        assert torch.equal(keys_of(world, local, steps=30), keys)
+    assert not torch.isin(keys_of(1, 8, steps=30, seed=1), keys).any()
+    without = keys_of(1, 8, steps=2, excluded=3)
+    assert torch.equal(without, torch.cat([keys[:5], keys[8:19]]))
+
+
+def test_validation_has_no_keys_of_dropout():
+    one = stream()
+    one.dropout = True
+    assert one.next_step()[0].dropout_keys is not None
+    assert all(b.dropout_keys is None for b in validation_batches(windows(231), 0, one))
 
 
 def starts(stream_, steps: int) -> list[list[int]]:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from messages import refused, run_refused
-from runs import curve, train_run
+from runs import curve, train_run, validation
 from safetensors.torch import load_file, save_file
 from transformers_models import TOKENS, make
 
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.load import load_config
-from titanlite.config.schema import LoraConfig
+from titanlite.config.schema import LoraConfig, RecomputeConfig
+from titanlite.data.stream import dropout_keys
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
-from titanlite.parallel.lora import apply_lora, is_adapter
+from titanlite.parallel.activation_checkpoint import apply_ac
+from titanlite.parallel.compile import apply_compile
+from titanlite.parallel.dropout import dropped
+from titanlite.parallel.lora import LoRALinear, apply_dropout, apply_lora, is_adapter
 from titanlite.rules.check import check_layout
 from titanlite.tools.formats.adapters import merge, read_peft
 from titanlite.tools.formats.detect_format import open_adapter, open_full_state
@@ -31,9 +37,16 @@ SMALL = LlamaConfig(dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=4
 
 
 def with_adapters(config: LoraConfig) -> Llama:
+    """With dropout also factors B that are not 0."""
     model = Llama(SMALL, 16)
     apply_lora(model, config)
     model.init_weights(1)
+    if config.drops:
+        apply_dropout(model)
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            if name.endswith("lora_b.weight"):
+                generator = torch.Generator().manual_seed(number)
+                torch.nn.init.normal_(parameter, std=0.1, generator=generator)
     return model
 
 
@@ -63,6 +76,96 @@ def test_an_adapter_adds_s_b_a_to_a_weight(config, expected):
     whole = layer.weight + expected * layer.lora_b.weight @ layer.lora_a.weight
     torch.testing.assert_close(layer(x), F.linear(x, whole))
     assert type(model.layers["0"].attention.wk) is torch.nn.Linear
+
+
+DROPPING = LoraConfig(rank=4, alpha=8, targets="wq wk wv wo w1 w2 w3", dropout=0.25)
+ROW = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(4))
+KEYS = dropout_keys(7, [3, 8], 16)
+
+
+def keep(name: str, features: int) -> torch.Tensor:
+    """What the adapter of this layer multiplies its input (2, 16, features) by."""
+    salt = torch.tensor(zlib.crc32(name.encode()))
+    return (~dropped(KEYS, salt, 0, features, 0.25)).float() / 0.75
+
+
+def loss_and_gradients(model: Llama, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss = model(ROW, **inputs).logsumexp(-1).square().mean()
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+    return found | {"loss": loss.detach()}
+
+
+def masked_by_hand() -> dict[str, torch.Tensor]:
+    """The same with hooks: each layer's output gets that of its adapter for the masked input."""
+    model = with_adapters(dataclasses.replace(DROPPING, dropout=0.0))
+    trained = dict(with_adapters(DROPPING).named_parameters())
+    model.load_state_dict({name: p.detach() for name, p in trained.items()})
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoRALinear):
+            mask = keep(name, layer.in_features)
+
+            def forward(x, layer=layer, mask=mask):
+                low = F.linear(x * mask, layer.lora_a.weight)
+                return F.linear(x, layer.weight) + 2 * F.linear(low, layer.lora_b.weight)
+
+            layer.forward = forward
+    return loss_and_gradients(model)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dropout_multiplies_the_inputs_of_adapters_by_a_mask(mode, compiled):
+    """With recomputation the second forward has the mask of the first, also after another one;
+    blocks are not compiled one by one.
+    """
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = with_adapters(DROPPING)
+    for block in model.layers.values():
+        block.forward = block.forward.args[0]  # without `apply_dropout`
+    recompute = RecomputeConfig(mode=mode)
+    if compiled and mode == "selective":
+        apply_ac(model, recompute)
+    if compiled:
+        apply_compile(model, "aot_eager", RecomputeConfig())
+    apply_dropout(model)
+    if not (compiled and mode == "selective"):
+        apply_ac(model, recompute)
+    loss = model(ROW, dropout_keys=KEYS).logsumexp(-1).square().mean()
+    if not compiled:
+        model(ROW, dropout_keys=dropout_keys(7, [4, 9], 16))  # as another microbatch
+    loss.backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    expected = masked_by_hand()
+    torch.testing.assert_close(loss.detach(), expected.pop("loss"))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    if compiled:
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert graphs == 2, "the first block, whose input has no gradient, and the two others"
+
+
+def test_an_evaluation_has_no_dropout():
+    """Also after a training step, and with keys in the batch."""
+    plain = with_adapters(dataclasses.replace(DROPPING, dropout=0.0))
+    model = with_adapters(DROPPING)
+    plain.load_state_dict(model.state_dict())
+    trained = model(ROW, dropout_keys=KEYS)
+    assert not torch.allclose(trained, plain(ROW), atol=1e-3)
+    assert torch.equal(model(ROW), plain(ROW))
+
+
+def test_the_mean_over_masks_is_the_adapter_without_dropout():
+    model = with_adapters(DROPPING)
+    layer = model.layers["1"].attention.wk
+    x = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(1)).expand(2000, 16, 32)
+    whole = layer.adapter(x[:1])
+    layer.dropout_keys = dropout_keys(0, range(2000), 16)
+    masked = layer.adapter(x)
+    assert masked.std(0).min() > 0.01
+    error = (masked.mean(0) - whole[0]).abs() / (masked.std(0) / 2000**0.5)
+    assert error.max() < 5
 
 
 @pytest.mark.parametrize(
@@ -112,24 +215,57 @@ def peft_model(tmp_path_factory):
     return model, folder
 
 
-def test_adapters_of_peft_give_its_logits_and_gradients(peft_model):
+PEFT_NAMES = {
+    "wq": "q_proj",
+    "wk": "k_proj",
+    "wv": "v_proj",
+    "wo": "o_proj",
+    "w2": "down_proj",
+}
+
+
+def masked(name: str, p: float, x: torch.Tensor) -> torch.Tensor:
+    """In place of the dropout of one of PEFT's adapters: with the mask that ours has."""
+    keys = dropout_keys(0, range(len(TOKENS)), TOKENS.shape[1])
+    mask = dropped(keys, torch.tensor(zlib.crc32(name.encode())), 0, x.shape[-1], p)
+    return x.masked_fill(mask, 0) / (1 - p)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_adapters_of_peft_give_its_logits_and_gradients(peft_model, p, monkeypatch):
     model, folder = peft_model
+    model.zero_grad()
     source = open_full_state(folder / "base", adapter=folder / "adapter")
     expected = model(TOKENS).logits
     ours = load_model(source, torch.device("cpu"), 128)(TOKENS)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
+    for name, module in model.named_modules():
+        if p > 0 and hasattr(module, "lora_dropout"):
+            *_, number, _, theirs = name.split(".")
+            (layer,) = [ours for ours, other in PEFT_NAMES.items() if other == theirs]
+            block = "feed_forward" if layer == "w2" else "attention"
+            forward = functools.partial(masked, f"layers.{number}.{block}.{layer}", p)
+            monkeypatch.setattr(module.lora_dropout["default"], "forward", forward)
+    expected = model(TOKENS).logits
     labels = TOKENS.roll(-1, 1)
     F.cross_entropy(expected.flatten(0, 1), labels.flatten()).backward()
     base = open_folder(folder / "base")
     adapter = read_peft(folder / "adapter", base.model)
     trained = Llama(base.model, 128)
     targets = "wq wk wv wo w2"
-    apply_lora(trained, LoraConfig(rank=3, alpha=12, targets=targets))
+    apply_lora(trained, LoraConfig(rank=3, alpha=12, targets=targets, dropout=p))
+    apply_dropout(trained)
     state = trained.state_dict()
     fill(base, {name: tensor for name, tensor in state.items() if not is_adapter(name)})
     fill(adapter, {name: tensor for name, tensor in state.items() if is_adapter(name)})
-    F.cross_entropy(trained(TOKENS).flatten(0, 1), labels.flatten()).backward()
+    inputs = {}
+    if p > 0:
+        inputs["dropout_keys"] = dropout_keys(0, range(len(TOKENS)), TOKENS.shape[1])
+    logits = trained(TOKENS, **inputs)
+    atol = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(logits, expected, rtol=0, atol=atol)
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     theirs = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     for name, parameter in trained.named_parameters():
         if not parameter.requires_grad:
@@ -137,13 +273,12 @@ def test_adapters_of_peft_give_its_logits_and_gradients(peft_model):
             continue
         # Of the same layer and factor; the rows of B of wq and wk are in another order
         number = name.split(".")[1]
-        module = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj", "w2": "down_proj"}
         factor = "lora_A" if "lora_a" in name else "lora_B"
         of_layer = f".layers.{number}."
         (gradient,) = [
             value
             for other, value in theirs.items()
-            if of_layer in other and f".{module[name.split('.')[3]]}.{factor}" in other
+            if of_layer in other and f".{PEFT_NAMES[name.split('.')[3]]}.{factor}" in other
         ]
         if name.split(".")[3] in ("wq", "wk") and "lora_b" in name:
             gradient = gradient.unflatten(0, (-1, 2, 10)).transpose(1, 2).flatten(0, 2)
@@ -164,7 +299,7 @@ def lora_arguments(arguments: list[str], base: Path) -> list[str]:
 
 
 def test_a_run_under_tensor_parallel_goes_on_in_any_layout(pool, arguments, base_run, tmp_path):
-    run = lora_arguments(arguments, base_run)
+    run = [*lora_arguments(arguments, base_run), "--lora.dropout=0.1"]
     first = [*run, "--training.steps=3", "--parallel.tp=2"]
     assert pool.run(4, train_run, first) == [0] * 4
     saved = read_manifest(tmp_path / "debug/checkpoints/step-3").tensors
@@ -179,6 +314,38 @@ def test_a_run_under_tensor_parallel_goes_on_in_any_layout(pool, arguments, base
     losses = [[loss for loss, _ in curve(tmp_path / name).values()] for name in ("pp", "one")]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
     assert losses[0][5] < losses[0][0]
+
+
+def test_a_run_with_dropout_resumes_to_the_same_bits(pool, arguments, base_run, tmp_path):
+    """2 + 2 steps as 4 at once. PEFT's files name the dropout."""
+    from titanlite.tools.formats.convert import convert
+
+    run = [*lora_arguments(arguments, base_run), "--validation.freq=2", "--lora.dropout=0.3"]
+    for name, *options in (("whole",), ("without", "--lora.dropout=0")):
+        whole = [*run, "--training.steps=4", f"--run.name={name}", *options]
+        assert pool.run(1, train_run, whole) == [0]
+    for steps in (2, 4):
+        part = [*run, f"--training.steps={steps}", "--run.name=parts"]
+        assert pool.run(1, train_run, part) == [0]
+    whole = curve(tmp_path / "whole")
+    assert curve(tmp_path / "parts") == whole
+    assert validation(tmp_path / "parts") == validation(tmp_path / "whole")
+    states = [
+        load_file(tmp_path / n / "checkpoints/step-4/model-00000.safetensors")
+        for n in ("whole", "parts")
+    ]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    without = curve(tmp_path / "without")
+    convert(tmp_path / "whole", tmp_path / "peft", to="peft")
+    written = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert written["lora_dropout"] == 0.3
+    # B begins as zeros, so the first loss depends on no mask
+    assert [whole[step] == without[step] for step in (1, 2, 3)] == [False, False, False]
+    assert whole[1][0] == without[1][0]
+    with run_refused("lora.dropout", "0.3", "0.5"):
+        pool.run(
+            1, train_run, [*run, "--run.name=parts", "--training.steps=6", "--lora.dropout=0.5"]
+        )
 
 
 def test_the_whole_model_of_a_run_with_adapters(pool, arguments, base_run, tmp_path):

@@ -39,6 +39,13 @@ def test_pairs_need_adapters_and_documents():
     refuse(["dpo.beta=0.1"], "dpo.beta = 0.1", "lora.rank = 0", "data.document_mask = false")
 
 
+def test_ring_attention_and_dropout_are_refused():
+    ring = ["--parallel.cp=2", "--parallel.cp_method=ring", "--run.device=cuda"]
+    config = load_config(["debug", *ring, "--lora.rank=2", "--lora.dropout=0.1"])
+    with refused("lora.dropout = 0.1", "parallel.cp_method = ring", "all_gather or ulysses"):
+        check_layout(config, EVEN, 2)
+
+
 def test_two_kinds_of_offloading_are_refused():
     refuse(
         ["parallel.optimizer_offload", "parallel.cpu_offload"],

@@ -20,6 +20,7 @@ def test_keys_of_techniques_that_are_not_used_are_named():
         "parallel.cp_method=ulysses",
         "recompute.every=2",
         "parallel.prefetch=2",
+        "lora.dropout=0.1",
     )
     found = unused_settings(given, dict.fromkeys(AXES, 1))
     expected = [
@@ -27,6 +28,7 @@ def test_keys_of_techniques_that_are_not_used_are_named():
         ("parallel.cp_method = ulysses", "parallel.cp = 1"),
         ("recompute.every = 2", "recompute.mode = none"),
         ("parallel.prefetch = 2", "one process"),
+        ("lora.dropout = 0.1", "lora.rank = 0"),
     ]
     for note, parts in zip(found, expected, strict=True):
         assert_mentions(note, *parts)

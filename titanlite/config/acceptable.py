@@ -30,6 +30,7 @@ ACCEPTABLE = (
     "loss.z_loss",
     "lora.alpha",
     "lora.rslora",
+    "lora.dropout",
 )
 
 

@@ -531,6 +531,12 @@ class LoraConfig:
     rank: int = key(0, "rank of the adapters; 0: no adapters, the weights are trained", min=0)
     alpha: float = key(16.0, "an adapter is multiplied by alpha / rank", min=0)
     rslora: bool = key(False, "an adapter is multiplied by alpha / sqrt(rank) instead")
+    dropout: float = key(
+        0.0,
+        "share of an adapter's inputs that is set to 0 in training, as 0.05; 0: none",
+        min=0,
+        max=0.999999,
+    )
     targets: str = key(
         "wq, wk, wv, wo", "layers of a block with adapters, of wq, wk, wv, wo, w1, w2, w3"
     )
@@ -540,6 +546,11 @@ class LoraConfig:
     def scale(self) -> float:
         """The factor of an adapter."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    @property
+    def drops(self) -> bool:
+        """Whether there are adapters, and they have dropout."""
+        return self.rank > 0 and self.dropout > 0
 
     @property
     def target_names(self) -> list[str]:

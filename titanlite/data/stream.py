@@ -71,17 +71,22 @@ class Batch(NamedTuple):
     positions (B, S), int64, only with `data.document_mask`: the position of each token in its
     document, or in the part of it that the row has. They are 0 at each start of a document and of a
     row.
+    dropout_keys (B, S), int64, only for training with `lora.dropout`: a hash of seed, sample and
+    place in the row, on which the token's masks depend.
     """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor | None = None
+    dropout_keys: Tensor | None = None
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with each of its tensors replaced by the function's result."""
         batch = Batch(function(self.tokens), function(self.labels))
         if self.positions is not None:
             batch = batch._replace(positions=function(self.positions))
+        if self.dropout_keys is not None:
+            batch = batch._replace(dropout_keys=function(self.dropout_keys))
         return batch
 
 
@@ -189,6 +194,15 @@ def read_batch(
     return batch
 
 
+def dropout_keys(seed: int, samples: Sequence[int], seq_len: int) -> Tensor:
+    """The keys of the tokens of these sample numbers: (B, S), from 0 to 2^63 - 1.
+
+    Rows have hashes of their own, so equal keys of different samples are not to be expected.
+    """
+    rows = [mix(seed ^ mix(sample)) >> 1 for sample in samples]
+    return torch.tensor(rows)[:, None] ^ torch.arange(seq_len)
+
+
 class Samples:
     """The order of the samples: sample number -> row of a source.
 
@@ -269,11 +283,18 @@ class TrainStream:
     """
 
     def __init__(
-        self, samples: Samples, training: TrainingConfig, mesh: DataRanks, document_mask: bool
+        self,
+        samples: Samples,
+        training: TrainingConfig,
+        mesh: DataRanks,
+        document_mask: bool,
+        dropout: bool = False,
     ) -> None:
+        """`dropout`: its batches have keys for the masks."""
         self.order = samples
         self.training = training
         self.document_mask = document_mask
+        self.dropout = dropout
         self.data_rank = mesh.data_rank
         self.data_size = mesh.data_size
 
@@ -296,9 +317,13 @@ class TrainStream:
         first = self.begun + self.data_rank * size
         batches = []
         for start in range(first, self.samples, size * self.data_size):
-            positions = range(start, start + size)
-            picks = [self.order.pick(self.order.number(position)) for position in positions]
-            batches.append(read_batch(picks, seq_len, self.document_mask))
+            numbers = [self.order.number(position) for position in range(start, start + size)]
+            picks = [self.order.pick(number) for number in numbers]
+            batch = read_batch(picks, seq_len, self.document_mask)
+            if self.dropout:
+                keys = dropout_keys(self.order.seed, numbers, seq_len)
+                batch = batch._replace(dropout_keys=keys)
+            batches.append(batch)
         self.seconds += time.perf_counter() - started
         return batches
 

@@ -263,17 +263,19 @@ class Llama(nn.Module):
         start: int = 0,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        **block_inputs: Tensor,
     ) -> Tensor:
         """Logits (B, S, V) of `tokens` (B, S) at positions start, start + 1, ...
 
         With several documents in a row: at `positions` (B, S), and attention only within a
         document; `documents` (B, S) has the number of each token's document.
+        `block_inputs`: what else each block gets, if `parallel/` has changed it to take more.
         """
         rope = self.rope[start:] if positions is None else rope_table(self.config, positions)
         mask = None if documents is None else self.document_mask(documents)
         x = self.tok_embeddings(tokens)  # (B, S, D)
         for i, layer in enumerate(self.layers.values()):
-            x = layer(x, rope, mask, caches[i] if caches else None)
+            x = layer(x, rope, mask, caches[i] if caches else None, **block_inputs)
         return self.output(self.norm(x))
 
     @torch.no_grad()

@@ -18,15 +18,23 @@ the matching columns of A, and all of B, and its adapter's result is a partial s
 together with the layer's own. So adapters add no communication to the forward. The factor that is
 whole on every rank (A of wq, B of wo) gets a partial gradient on each; FSDP sums these over tp
 before it reduces the gradient, as it does for norms.
+
+With `lora.dropout` = p an adapter computes s B A d(x): d sets numbers of x to 0, each with the
+probability p, and divides the others by 1 - p. Each adapter has a mask of its own (as in PEFT), and
+it is the same in every layout (`dropout.py`). What it costs: x and its mask are kept until the
+backward for each adapter, (b + 1) B S K bytes with b bytes per number, where adapters of one input
+otherwise share x. Evaluation has no dropout.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import (
@@ -39,6 +47,7 @@ from torch.distributed.tensor import (
 )
 
 from titanlite.config.schema import LoraConfig
+from titanlite.parallel.dropout import dropped
 
 if TYPE_CHECKING:
     from titanlite.model.llama import Llama
@@ -63,6 +72,14 @@ class LoRALinear(nn.Linear):
     lora_b: nn.Linear  # (N, r)
     lora_scale: float
     lora_used: bool  # False within `without_adapters`
+    lora_dropout: float
+    # Of the mask: a number from the adapter's name, and the number of x's first feature, which is
+    # not 0 where a rank has a part of the features. A tensor, since blocks that differ in a Python
+    # number would be compiled one by one.
+    lora_salt: Tensor
+    lora_first: int
+    # (B, S), of the tokens that are computed now; None: without dropout
+    dropout_keys: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, S, K) -> (B, S, N)"""
@@ -75,7 +92,7 @@ class LoRALinear(nn.Linear):
         a = self.lora_a.weight
         b = self.lora_b.weight
         if not isinstance(x, DTensor):
-            return F.linear(F.linear(x, a) * self.lora_scale, b)
+            return F.linear(self.hidden(x, a), b)
         assert isinstance(a, DTensor)
         assert isinstance(b, DTensor)
         mesh = x.device_mesh
@@ -84,15 +101,23 @@ class LoRALinear(nn.Linear):
         # The rank's gradients of what is not cut are terms of a sum
         if b.placements[0] == Shard(0):
             whole_x = x.to_local(grad_placements=[Partial()])
-            hidden = F.linear(whole_x, a.to_local(grad_placements=[Partial()]))
+            hidden = self.hidden(whole_x, a.to_local(grad_placements=[Partial()]))
             rows = b.to_local()
             to_out = features
         else:
-            hidden = F.linear(x.to_local(), a.to_local())  # this rank's term
+            hidden = self.hidden(x.to_local(), a.to_local())  # this rank's term
             rows = b.to_local(grad_placements=[Partial()])
             to_out = Partial()
-        out = F.linear(hidden * self.lora_scale, rows)
-        return DTensor.from_local(out, mesh, [to_out], run_check=False)
+        return DTensor.from_local(F.linear(hidden, rows), mesh, [to_out], run_check=False)
+
+    def hidden(self, x: Tensor, a: Tensor) -> Tensor:
+        """s A d(x), of all features or of this rank's: x (B, S, K), a (r, K) -> (B, S, r)"""
+        if self.dropout_keys is None:
+            return F.linear(x, a) * self.lora_scale
+        mask = dropped(
+            self.dropout_keys, self.lora_salt, self.lora_first, x.shape[-1], self.lora_dropout
+        )
+        return F.linear(x.masked_fill(mask, 0), a) * (self.lora_scale / (1 - self.lora_dropout))
 
 
 @functools.cache
@@ -107,7 +132,8 @@ def with_adapter(kind: type[nn.Linear]) -> type[nn.Linear]:
 def apply_lora(model: Llama, config: LoraConfig) -> None:
     """Freezes a part of the model, and adds adapters to its linear layers that `config` names.
 
-    It comes after `apply_float8` and `apply_tp`: an adapter is cut as its layer is.
+    It comes after `apply_float8` and `apply_tp`: an adapter is cut as its layer is. For dropout the
+    blocks need `apply_dropout` too.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -117,18 +143,21 @@ def apply_lora(model: Llama, config: LoraConfig) -> None:
         for name, layer in list(block.named_modules()):
             if name.rpartition(".")[2] in config.target_names:
                 assert isinstance(layer, nn.Linear)
-                add_adapter(layer, config)
+                add_adapter(layer, config, f"layers.{number}.{name}")
 
 
-def add_adapter(layer: nn.Linear, config: LoraConfig) -> None:
-    """Adds the two factors of an adapter to a linear layer, without values yet."""
+def add_adapter(layer: nn.Linear, config: LoraConfig, name: str) -> None:
+    """Adds the two factors of an adapter to the linear layer of this name, without values yet."""
     weight = layer.weight  # (N, K), whatever part of it this rank has
     features_out, features_in = weight.shape
     linear = functools.partial(nn.Linear, bias=False, device=weight.device, dtype=weight.dtype)
     a = linear(features_in, config.rank)
     b = linear(config.rank, features_out)
+    first = 0
     if isinstance(weight, DTensor):
         by_rows = weight.placements[0] == Shard(0)
+        if not by_rows:
+            first = weight.device_mesh.get_local_rank() * weight.to_local().shape[1]
         a.weight = _cut(a.weight, weight, Replicate() if by_rows else Shard(1))
         b.weight = _cut(b.weight, weight, Shard(0) if by_rows else Replicate())
     layer.__class__ = with_adapter(type(layer))  # type: ignore[arg-type]  # hashable
@@ -137,6 +166,33 @@ def add_adapter(layer: nn.Linear, config: LoraConfig) -> None:
     layer.lora_b = b
     layer.lora_scale = config.scale
     layer.lora_used = True
+    layer.lora_dropout = config.dropout
+    layer.lora_salt = torch.tensor(zlib.crc32(name.encode()), device="cpu")
+    layer.lora_first = first
+
+
+def apply_dropout(model: Llama) -> None:
+    """Makes each block take `dropout_keys` (B, S), one of the model's `block_inputs`, for its
+    adapters.
+
+    The place of this wrapper: within what a recomputation repeats, since another microbatch may
+    have been computed in the meantime; outside of a compiled graph, which then reads the keys as
+    one of its inputs.
+    """
+    for block in model.layers.values():
+        adapters = [module for module in block.modules() if isinstance(module, LoRALinear)]
+        block.forward = functools.partial(_with_keys, block.forward, adapters)
+
+
+def _with_keys(
+    forward: Callable[..., Tensor],
+    adapters: Sequence[LoRALinear],
+    *arguments: object,
+    dropout_keys: Tensor | None = None,
+) -> Tensor:
+    for adapter in adapters:
+        adapter.dropout_keys = dropout_keys
+    return forward(*arguments)
 
 
 @contextlib.contextmanager

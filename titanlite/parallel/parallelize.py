@@ -38,7 +38,7 @@ from titanlite.parallel.context_parallel import apply_cp
 from titanlite.parallel.deferred_output import defer_output
 from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.fsdp import apply_fsdp
-from titanlite.parallel.lora import apply_lora
+from titanlite.parallel.lora import apply_dropout, apply_lora
 from titanlite.parallel.mixed_precision import apply_mixed_precision
 from titanlite.parallel.pipeline_parallel import split_into_stages
 from titanlite.parallel.tensor_parallel import apply_tp
@@ -106,11 +106,14 @@ def parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> Non
         apply_cp(model, mesh["cp"], parallel.cp_method)
 
     # Around a block's forward
-    if recompute.mode == "selective":  # inside the compiled graph: the compiler sees it
+    seen_by_compiler = compiled and recompute.mode == "selective"
+    if seen_by_compiler:  # inside the compiled graph
         apply_ac(model, recompute)
     if compiled:
         apply_compile(model, config.compile.backend, recompute, parallel.async_tp)
-    if recompute.mode == "full":  # outside the compiled graph: a block keeps only its input
+    if config.lora.drops:
+        apply_dropout(model)
+    if not seen_by_compiler:  # `full` is outside the compiled graph: a block keeps only its input
         apply_ac(model, recompute)
 
     # Around everything: where parameters are stored, and the dtype in which they compute

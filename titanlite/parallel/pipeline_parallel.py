@@ -267,7 +267,7 @@ class Pipeline:
         tokens: Tensor,
         labels: Tensor,
         num_targets: Tensor,
-        packing: dict[str, Tensor],
+        per_token: dict[str, Tensor],
     ) -> Tensor:
         self.num_targets = num_targets
         losses: list[Tensor] = []
@@ -275,24 +275,24 @@ class Pipeline:
         if 0 in self.indices:
             inputs.append(tokens.contiguous())  # a stage of torch 2.11 checks strides
         target = labels if self.last in self.indices else None
-        # The packing goes to every stage, divided into microbatches like the tokens
-        run(*inputs, target=target, losses=losses, return_outputs=False, **packing)
+        # These go to every stage, divided into microbatches like the tokens
+        run(*inputs, target=target, losses=losses, return_outputs=False, **per_token)
         if not losses:
             return torch.zeros((), device=num_targets.device)
         return torch.stack(losses).sum().detach()
 
     def forward_backward(
-        self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **packing: Tensor
+        self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **per_token: Tensor
     ) -> Tensor:
         """Adds to the gradients; returns the loss on the rank with the last stage, zero on the
         others.
         """
-        return self._run(self.training.step, tokens, labels, num_targets, packing)
+        return self._run(self.training.step, tokens, labels, num_targets, per_token)
 
-    def evaluate(self, tokens: Tensor, labels: Tensor, **packing: Tensor) -> Tensor:
+    def evaluate(self, tokens: Tensor, labels: Tensor, **per_token: Tensor) -> Tensor:
         """The summed loss on the rank with the last stage, zero on the others."""
         return self._run(
-            self.evaluation.eval, tokens, labels, torch.ones_like(self.num_targets), packing
+            self.evaluation.eval, tokens, labels, torch.ones_like(self.num_targets), per_token
         )
 
 

@@ -83,7 +83,8 @@ class PairStages(Stages):
         scale: Tensor | float = 1.0,
         last: bool = True,
     ) -> Tensor:
-        batch = number_answers(batch)
+        # Without dropout, so that the third pass has the gradient of what the first two computed
+        batch = number_answers(batch)._replace(dropout_keys=None)
         exists = are_complete(batch)
         margins = self.margins(batch)
         self.trained += self._summary(margins, exists)

@@ -49,11 +49,11 @@ class Runner(Protocol):
     loss: SummedLoss
 
     def forward_backward(
-        self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **packing: Tensor
+        self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **per_token: Tensor
     ) -> Tensor:
         """Adds to the gradients of the summed loss / `num_targets`, and returns that value."""
 
-    def evaluate(self, tokens: Tensor, labels: Tensor, **packing: Tensor) -> Tensor:
+    def evaluate(self, tokens: Tensor, labels: Tensor, **per_token: Tensor) -> Tensor:
         """The summed loss."""
 
 
@@ -65,27 +65,29 @@ class WholeModel:
         self.loss = loss
 
     def forward_backward(
-        self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **packing: Tensor
+        self, tokens: Tensor, labels: Tensor, num_targets: Tensor, **per_token: Tensor
     ) -> Tensor:
-        loss = self.loss(self.model(tokens, **packing), labels) / num_targets
+        loss = self.loss(self.model(tokens, **per_token), labels) / num_targets
         mark_phase(Phase.BACKWARD)
         loss.backward()
         return loss.detach()
 
-    def evaluate(self, tokens: Tensor, labels: Tensor, **packing: Tensor) -> Tensor:
-        return self.loss(self.model(tokens, **packing), labels)
+    def evaluate(self, tokens: Tensor, labels: Tensor, **per_token: Tensor) -> Tensor:
+        return self.loss(self.model(tokens, **per_token), labels)
 
 
 class Inputs(NamedTuple):
-    """This rank's part of a batch: tokens and labels (B, S/cp), and what goes to every block.
+    """This rank's part of a batch: tokens and labels (B, S/cp), and more numbers of each token,
+    which every part of the model is given.
 
-    `packing`: with `data.document_mask` the positions of this rank's tokens (B, S/cp), and the
-    number of each token's document in the whole sequences (B, S).
+    `per_token`: with `data.document_mask` the positions of this rank's tokens (B, S/cp), and the
+    number of each token's document in the whole sequences (B, S). In training with `lora.dropout`
+    the keys of this rank's tokens (B, S/cp).
     """
 
     tokens: Tensor
     labels: Tensor
-    packing: dict[str, Tensor]
+    per_token: dict[str, Tensor]
 
 
 class Stages:
@@ -145,8 +147,8 @@ class Stages:
         # A step may have no targets; then its loss is 0. Every layout and stage divides the loss by
         # this number, so dividing the number by the scale multiplies the loss by it.
         divisor = num_targets.clamp(min=1) / scale
-        with self.inputs(batch) as (tokens, labels, packing):
-            loss = self.runner.forward_backward(tokens, labels, divisor, **packing)
+        with self.inputs(batch) as (tokens, labels, per_token):
+            loss = self.runner.forward_backward(tokens, labels, divisor, **per_token)
         if last:
             self.sum_shared()
         return loss / scale
@@ -168,19 +170,22 @@ class Stages:
         return {}
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """This rank's part of the summed loss of a batch, or of `in_place_of_loss`."""
-        with torch.no_grad(), self.inputs(batch) as (tokens, labels, packing):
-            return self.runner.evaluate(tokens, labels, **packing)
+        """This rank's part of the summed loss of a batch, without dropout."""
+        batch = batch._replace(dropout_keys=None)
+        with torch.no_grad(), self.inputs(batch) as (tokens, labels, per_token):
+            return self.runner.evaluate(tokens, labels, **per_token)
 
     @contextlib.contextmanager
     def inputs(self, batch: Batch) -> Iterator[Inputs]:
         """The context of a forward and backward."""
-        with self.loss_scope(), self.shard_batch(batch) as (tokens, labels, positions):
-            packing: dict[str, Tensor] = {}
-            if batch.positions is not None and positions is not None:
-                packing["positions"] = positions  # (B, S/cp)
-                packing["documents"] = (batch.positions == 0).cumsum(dim=1)  # (B, S)
-            yield Inputs(tokens, labels, packing)
+        with self.loss_scope(), self.shard_batch(batch) as part:
+            per_token: dict[str, Tensor] = {}
+            if batch.positions is not None and part.positions is not None:
+                per_token["positions"] = part.positions  # (B, S/cp)
+                per_token["documents"] = (batch.positions == 0).cumsum(dim=1)  # (B, S)
+            if part.dropout_keys is not None:
+                per_token["dropout_keys"] = part.dropout_keys  # (B, S/cp)
+            yield Inputs(part.tokens, part.labels, per_token)
 
     @contextlib.contextmanager
     def in_place_of_loss(self, function: SummedLoss) -> Iterator[None]:

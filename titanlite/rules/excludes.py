@@ -37,7 +37,7 @@ def compiler(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Ite
 
 
 def ring_attention(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """Ring attention exists for CUDA devices only, and supports no masks."""
+    """Ring attention exists for CUDA devices only, supports no masks, and cuts only tokens."""
     if degrees["cp"] == 1 or config.parallel.cp_method != "ring":
         return
     if config.run.device == "cpu":
@@ -49,6 +49,11 @@ def ring_attention(config: Config, llama: LlamaConfig, degrees: dict[str, int]) 
         yield (
             "parallel.cp_method = ring supports no masks; with data.document_mask = true use "
             "all_gather or ulysses, or set data.document_mask to false"
+        )
+    if config.lora.drops:
+        yield (
+            f"lora.dropout = {config.lora.dropout:g}: parallel.cp_method = ring cuts no keys of "
+            "the mask; use all_gather or ulysses, or set lora.dropout to 0"
         )
 
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.parallel.lora import apply_dropout as lora_dropout
 from titanlite.tools.verify.campaign import FIGURES, judge
 from titanlite.tools.verify.compare import make_batch, measure, reference
 from titanlite.tools.verify.ladder import Case, make_case
 from titanlite.tools.verify.pool import WorkerError
 
 ADAPTED = "lora.rank=4,lora.targets=wq wo w1 w2"
+MASKED = f"{ADAPTED},lora.dropout=0.1"
 SMALL = ["debug", "--model.dim=32", "--model.ffn_dim=64", "--training.seq_len=32"]
 
 
@@ -132,6 +134,49 @@ def forget_the_scale_of_an_adapter(*arguments):
         return measure(*arguments)
 
 
+def forget_the_first_feature(*arguments):
+    """Tensor parallel whose ranks all take their features for the first ones."""
+    from titanlite.parallel import lora
+
+    original = lora.dropped
+
+    def dropped(keys, salt, first, count, p):
+        return original(keys, salt, 0, count, p)
+
+    with mock.patch.object(lora, "dropped", dropped):
+        return measure(*arguments)
+
+
+def forget_to_cut_the_keys(*arguments):
+    """Context parallel whose ranks all have the keys of the first tokens."""
+    from titanlite.parallel.context_parallel import BatchSharder
+
+    original = BatchSharder.shard_batch
+
+    @contextlib.contextmanager
+    def shard(self, batch):
+        with original(self, batch) as part:
+            yield part._replace(dropout_keys=batch.dropout_keys[:, : part.tokens.shape[1]])
+
+    with mock.patch.object(BatchSharder, "shard_batch", shard):
+        return measure(*arguments)
+
+
+def take_the_keys_of_another_microbatch(*arguments):
+    """Recomputation that has the keys of the latest forward, as if it repeated less."""
+    from titanlite.parallel import parallelize
+
+    recompute = parallelize.apply_ac
+
+    def apply_ac(model, config):
+        recompute(model, config)
+        lora_dropout(model)
+
+    patches = {"apply_ac": apply_ac, "apply_dropout": lambda model: None}
+    with mock.patch.multiple(parallelize, **patches):
+        return measure(*arguments)
+
+
 def count_replicas_once_each(*arguments):
     """A gradient norm in which what two processes hold counts twice."""
     from titanlite.distributed import dtensor
@@ -223,6 +268,31 @@ def test_wrong_layouts_fail(pool, right, function, layout, first):
 )
 def test_adapters_that_are_not_as_in_one_process_fail(pool, adapted, function, layout):
     row = run(pool, function, f"{layout},{ADAPTED}", adapted)
+    assert row["passed"] == (function is measure), row
+    assert (row["gradient"] > 1e-4) == (function is not measure), row
+
+
+@pytest.fixture(scope="module")
+def masked(pool, tmp_path_factory) -> Path:
+    """The reference with dropout on adapters."""
+    path = tmp_path_factory.mktemp("reference") / "masked.pt"
+    made, llama = case(f"dp_shard=1,{MASKED}")
+    pool.run(1, reference, made.config, llama, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("function", "layout"),
+    [
+        (measure, "cp=2,tp=2"),
+        (measure, "pp=2,recompute.mode=full"),
+        (forget_the_first_feature, "tp=2"),
+        (forget_to_cut_the_keys, "cp=2"),
+        (take_the_keys_of_another_microbatch, "pp=2,recompute.mode=full"),
+    ],
+)
+def test_masks_that_are_not_those_of_one_process_fail(pool, masked, function, layout):
+    row = run(pool, function, f"{layout},{MASKED}", masked)
     assert row["passed"] == (function is measure), row
     assert (row["gradient"] > 1e-4) == (function is not measure), row
 

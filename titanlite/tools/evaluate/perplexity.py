@@ -53,11 +53,11 @@ def perplexity(model: Llama, data: PreparedData, split: str, reading: Reading) -
         targets = batch.labels[batch.labels != IGNORED]
         num_targets += len(targets)
         num_bytes += int(token_bytes[targets].sum())
-        tokens, labels, positions = batch.apply(lambda tensor: tensor.to(device))
+        batch = batch.apply(lambda tensor: tensor.to(device))
+        positions = batch.positions
         documents = None if positions is None else (positions == 0).cumsum(dim=1)
-        total += float(
-            cross_entropy_sum(model(tokens, positions=positions, documents=documents), labels)
-        )
+        logits = model(batch.tokens, positions=positions, documents=documents)
+        total += float(cross_entropy_sum(logits, batch.labels))
     if not num_targets:
         raise ConfigError(
             f"the {split} text of {data.name} has no targets in {count} sequences; "

@@ -221,7 +221,7 @@ def to_config(state: FullState) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "target_modules": [theirs[name] for name in modules],
         "layers_to_transform": None if every else layers,
         "bias": "none",

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config, DebugConfig
-from titanlite.data.stream import IGNORED, Batch
+from titanlite.data.stream import IGNORED, Batch, dropout_keys
 from titanlite.distributed import process_group
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import num_compiled_graphs
@@ -40,7 +40,7 @@ from titanlite.optim.loss_scale import LossScale
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.float8 import apply_float8
-from titanlite.parallel.lora import apply_lora
+from titanlite.parallel.lora import apply_dropout, apply_lora
 from titanlite.parallel.parallelize import assign_shard, build_model_parts, freeze
 from titanlite.parallel.preferences import build_stages
 from titanlite.rules.check import check_layout
@@ -62,24 +62,29 @@ def make_batch(step: int, config: Config, vocab_size: int) -> Batch:
     labels = tokens[:, 1:].clone()
     for i in range(sequences):
         labels[i, : i * seq_len // (2 * sequences)] = IGNORED
+    batch = Batch(tokens[:, :-1], labels)
+    if config.lora.drops:
+        samples = range(step * sequences, (step + 1) * sequences)
+        batch = batch._replace(dropout_keys=dropout_keys(config.run.seed, samples, seq_len))
     if not config.data.document_mask:
-        return Batch(tokens[:, :-1], labels)
+        return batch
     starts = torch.rand(sequences, seq_len, generator=generator) < 4 / seq_len
     labels[:, :-1][starts[:, 1:]] = IGNORED  # the first token of the next document
     index = torch.arange(seq_len)
     latest_start = torch.where(starts, index, 0).cummax(dim=1).values
-    return Batch(tokens[:, :-1], labels, index - latest_start)
+    return batch._replace(positions=index - latest_start)
 
 
-def split_documents(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and labels (1, n) of each row, or of each document of a row."""
+def split_documents(batch: Batch) -> Iterator[Batch]:
+    """Each row, or each document of a row, as a batch (1, n) without positions."""
     for i in range(len(batch.tokens)):
-        tokens = batch.tokens[i : i + 1]
-        labels = batch.labels[i : i + 1]
-        starts: list[int] = []  # of the second document and the following ones
-        if batch.positions is not None:
-            starts = (batch.positions[i] == 0).nonzero().flatten()[1:].tolist()
-        yield from zip(tokens.tensor_split(starts, 1), labels.tensor_split(starts, 1), strict=True)
+        row = take_rows(batch, i, i + 1)
+        starts = [0]
+        if row.positions is not None:
+            starts = (row.positions[0] == 0).nonzero().flatten().tolist()
+        ends = [*starts[1:], row.tokens.shape[1]]
+        for start, end in zip(starts, ends, strict=True):
+            yield take_tokens(row, start, end)._replace(positions=None)
 
 
 def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
@@ -93,6 +98,8 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
         apply_float8(model, config.float8, device.type)
     if config.lora.rank:
         apply_lora(model, config.lora)
+    if config.lora.drops:
+        apply_dropout(model)
     freeze(model, training.frozen_patterns)
     model.to_empty(device=device)
     model.init_weights(config.run.seed)
@@ -138,9 +145,12 @@ def train_on_tokens(model: Llama, batch: Batch, z_loss: float) -> float:
     """Adds to the gradients; returns the mean loss of the targets, each document alone."""
     num_targets = int((batch.labels != IGNORED).sum())
     total = 0.0
-    for tokens, labels in split_documents(batch):
-        logits = model(tokens)[0]  # (n, V)
-        labels = labels[0]
+    for document in split_documents(batch):
+        block_inputs = {}
+        if document.dropout_keys is not None:
+            block_inputs["dropout_keys"] = document.dropout_keys
+        logits = model(document.tokens, **block_inputs)[0]  # (n, V)
+        labels = document.labels[0]
         entropy = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
         log_sums = logits.exp().sum(dim=-1).log()
         squares = z_loss * log_sums.square()[labels != IGNORED].sum()
@@ -159,26 +169,26 @@ def train_on_pairs(model: Llama, original: Llama, batch: Batch, beta: float) -> 
     for i in range(len(batch.tokens)):
         documents = list(split_documents(take_rows(batch, i, i + 1)))
         for pair in zip(documents[::2], documents[1::2], strict=False):
-            if all((labels != IGNORED).any() for _, labels in pair):
+            if all((document.labels != IGNORED).any() for document in pair):
                 pairs.append(pair)
     total = 0.0
     for pair in pairs:
         rewards = []
-        for tokens, labels in pair:
+        for document in pair:
             with torch.no_grad():
-                expected = log_prob(original, tokens, labels)
-            rewards.append(beta * (log_prob(model, tokens, labels) - expected))
+                expected = log_prob(original, document)
+            rewards.append(beta * (log_prob(model, document) - expected))
         loss = -torch.log(torch.sigmoid(rewards[0] - rewards[1])) / len(pairs)
         loss.backward()
         total += loss.item()
     return total
 
 
-def log_prob(model: Llama, tokens: Tensor, labels: Tensor) -> Tensor:
+def log_prob(model: Llama, document: Batch) -> Tensor:
     """The log-probability of all targets of a document (1, n) together, fp64."""
-    targets = labels[0] != IGNORED
-    log_probs = model(tokens)[0].log_softmax(dim=-1)[targets]
-    return log_probs.gather(1, labels[0][targets][:, None]).double().sum()
+    targets = document.labels != IGNORED
+    log_probs = model(document.tokens).log_softmax(dim=-1)[targets]  # (targets, V)
+    return log_probs.gather(1, document.labels[targets][:, None]).double().sum()
 
 
 @torch.no_grad()
@@ -282,6 +292,10 @@ def trained_gradients(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor 
 
 def take_rows(batch: Batch, start: int, stop: int) -> Batch:
     return batch.apply(lambda tensor: tensor[start:stop])
+
+
+def take_tokens(batch: Batch, start: int, stop: int) -> Batch:
+    return batch.apply(lambda tensor: tensor[:, start:stop])
 
 
 def _device(config: Config) -> torch.device:

@@ -323,7 +323,25 @@ def adapters(processes: int, compiler: str) -> list[str]:
         f"pp=2,{lora},lora.layers=0",
         f"tp=2,{everywhere},float8.enabled,float8.emulate,training.local_batch_size=1",
     ]
-    return names
+    return names + dropout(processes, compiler, everywhere)
+
+
+def dropout(processes: int, compiler: str, lora: str) -> list[str]:
+    """Layouts of adapters with dropout, whose masks are those of one process."""
+    compiled = f"compile.enabled,compile.backend={compiler}"
+    layouts = [
+        "dp_shard=2",
+        "tp=2",
+        "cp=2",
+        "cp=2,cp_method=ulysses,data.document_mask",
+        "pp=2,recompute.mode=full",
+        f"tp=2,{compiled}",
+        f"dp_shard=2,recompute.mode=selective,{compiled}",
+        "tp=2,float8.enabled,float8.emulate,training.local_batch_size=1",
+    ]
+    if processes >= 4:
+        layouts.append("dp_shard=2,tp=2")
+    return each(layouts, [f"{lora},lora.dropout=0.1"])
 
 
 def preferences(processes: int, compiler: str) -> list[str]:
