@@ -37,7 +37,7 @@ def compiler(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Ite
 
 
 def ring_attention(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """Ring attention exists for CUDA devices only, supports no masks, and cuts only tokens."""
+    """Ring attention exists for CUDA devices only, and supports neither masks nor dropout."""
     if degrees["cp"] == 1 or config.parallel.cp_method != "ring":
         return
     if config.run.device == "cpu":
@@ -52,8 +52,8 @@ def ring_attention(config: Config, llama: LlamaConfig, degrees: dict[str, int]) 
         )
     if config.lora.drops:
         yield (
-            f"lora.dropout = {config.lora.dropout:g}: parallel.cp_method = ring cuts no keys of "
-            "the mask; use all_gather or ulysses, or set lora.dropout to 0"
+            f"lora.dropout = {config.lora.dropout:g}: parallel.cp_method = ring does not cut the "
+            "keys of its masks; use all_gather or ulysses, or set lora.dropout to 0"
         )
 
 
