@@ -41,6 +41,7 @@ PAIRS = {
         "25m/25m, no step times",
         "debug, documents/debug",
         "25m, documents/25m",
+        "debug, dropout/debug, adapters",
         "25m, dropout/25m, adapters",
         "25m, dropout, not compiled/25m, adapters, not compiled",
     ],

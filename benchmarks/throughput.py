@@ -55,6 +55,7 @@ WIDTH_256 = [
     "--model.ffn_dim=768",
 ]
 ADAPTERS = ["cpu_25m", "--lora.rank=16"]
+SMALL_ADAPTERS = ["debug", "--training.local_batch_size=8", "--lora.rank=16"]
 CASES: dict[str, list[str]] = {
     "1b": ONE_B,
     "1b, whole loss": [*ONE_B, "--loss.num_chunks=1"],
@@ -75,6 +76,8 @@ CASES: dict[str, list[str]] = {
     "debug": ["debug", "--training.local_batch_size=8"],
     "debug, compiled": ["debug", "--training.local_batch_size=8", "--compile.enabled"],
     "debug, documents": ["debug", "--training.local_batch_size=8", "--data.document_mask"],
+    "debug, adapters": SMALL_ADAPTERS,
+    "debug, dropout": [*SMALL_ADAPTERS, "--lora.dropout=0.05"],
     "debug, bf16": ["debug", "--training.local_batch_size=8", "--training.compute_dtype=bfloat16"],
     "256 wide, fp32": [*WIDTH_256, "--training.compute_dtype=float32"],
     "256 wide, bf16": [*WIDTH_256, "--training.compute_dtype=bfloat16"],
