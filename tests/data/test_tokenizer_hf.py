@@ -128,6 +128,16 @@ def test_without_the_package_the_reason_is_given(tmp_path, monkeypatch):
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("i", [1 << 22, 20_000_000])
+def test_ids_are_limited(i):
+    """A list has an entry for each id."""
+    main = json.loads(sentencepiece().to_str())
+    vocab = main["model"]["vocab"]
+    vocab[next(reversed(vocab))] = i
+    with refused("damaged", f"its largest id is {i}", "at most 4194303"):
+        Tokenizer("damaged", json.dumps(main).encode())
+
+
 def test_random_merges_are_refused(tmp_path):
     main = json.loads(without_some_bytes().to_str())
     main["model"]["dropout"] = 0.1

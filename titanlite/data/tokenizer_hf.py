@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data.byte_level import BYTES
-from titanlite.data.tokenizer_json import MARK, Encoding, Json, files_and_ends, steps
+from titanlite.data.tokenizer_json import MARK, MAX_ID, Encoding, Json, files_and_ends, steps
 from titanlite.data.tokenizer_probe import problem_of
 from titanlite.runtime.errors import ConfigError
 
@@ -107,10 +107,14 @@ class HuggingFaceCodec:
 def encoding_by_package(path: Path, main: Json, config: Json) -> tuple[Encoding, HuggingFaceCodec]:
     """What is known of a tokenizer that the package encodes with. Raises ConfigError."""
     codec = HuggingFaceCodec(path, main)
+    contents = codec.token_bytes()
+    largest = max([*contents, *codec.special.values()])
+    if largest >= MAX_ID:
+        raise ConfigError(f"{path}: its largest id is {largest}; allowed: at most {MAX_ID - 1}")
     files, bos, eos = files_and_ends(main, config, codec.special)
     encoding = Encoding(
         files=files,
-        tokens={content: i for i, content in codec.token_bytes().items()},
+        tokens={content: i for i, content in contents.items()},
         ranks={},
         ids=[],
         special=codec.special,

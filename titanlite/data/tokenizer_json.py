@@ -31,7 +31,7 @@ from titanlite.runtime.files import read_bounded
 RANK_FILE = "tokenizer.model"
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json")
 MAX_JSON_FILE = 1 << 25  # bytes; Llama 3.3's has 17 MB
-MAX_ID = 1 << 24
+MAX_ID = 1 << 22  # a list has an entry for each id; Gemma's vocabulary has 1 << 18
 NEVER = 1 << 62  # the place of a merge that is not in the list
 # An added token like this is not ordinary text, whatever its flags
 MARK = re.compile(r"<.*>|\[.*\]", re.DOTALL)
