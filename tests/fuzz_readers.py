@@ -302,6 +302,38 @@ def _read_json(folder: Path, data: bytes) -> None:
     to_files(tokenizer, 16)
 
 
+def _write_vocab(name: str, folder: Path) -> list[bytes]:
+    """The files of before tokenizer.json; returns the one of this name."""
+    main = json.loads(_json_of_others()[0])["model"]
+    config = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "add_bos_token": True,
+        "added_tokens_decoder": {str(len(main["vocab"])): {"content": "<a>", "special": True}},
+        "additional_special_tokens": ["<b>"],
+    }
+    contents = {
+        "vocab.json": json.dumps(main["vocab"]),
+        "merges.txt": "\n".join(["#version: 0.2", *(" ".join(pair) for pair in main["merges"])]),
+        "tokenizer_config.json": json.dumps(config),
+    }
+    for file, content in contents.items():
+        (folder / file).write_text(content)
+    return [contents[name].encode()]
+
+
+def _read_vocab(name: str, folder: Path, data: bytes) -> None:
+    (folder / name).write_bytes(data)
+    tokenizer = Tokenizer(folder)
+    tokenizer.decode(tokenizer.encode(TEXT))
+    to_files(tokenizer, 16)
+
+
+def _of_vocab(name: str) -> Reader:
+    return Reader(
+        "text", functools.partial(_write_vocab, name), functools.partial(_read_vocab, name)
+    )
+
+
 def _prepare_data(folder: Path) -> list[bytes]:
     """Prepared data in `folder/data`; returns its manifest."""
     for i in range(3):
@@ -641,6 +673,9 @@ READERS = {
     ),
     "rank file": Reader("text", _write("ranks", RANKS), _read_ranks),
     "data.tokenizer": Reader("text", lambda folder: _json_of_others(), _read_json),
+    "vocab.json": _of_vocab("vocab.json"),
+    "merges.txt": _of_vocab("merges.txt"),
+    "special tokens": _of_vocab("tokenizer_config.json"),
     "prepared manifest": Reader(
         "text", _prepare_data, lambda f, data: _read_data(f, "manifest.json", data)
     ),

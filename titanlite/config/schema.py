@@ -172,7 +172,9 @@ class DataConfig:
     pattern: str = key("**/*", "glob pattern of the files to use from the folder")
     field: str = key("text", "the field of JSONL and Parquet files that contains the text")
     tokenizer: str = key(
-        "", "a tiktoken rank file, a tokenizer.json, or a folder with one; empty: the bundled file"
+        "",
+        "a tiktoken rank file, a tokenizer.json, or a folder with one of them or with vocab.json "
+        "and merges.txt; empty: the bundled file",
     )
     cache: str = key(
         "",

@@ -2,9 +2,9 @@
 
 What it is: tiktoken's byte-pair encoder with the tokens of a rank file, and Llama 3's special
 tokens after them: all 256 if the file has Llama 3's 128,000 ranks (then ids are equal to Meta's),
-otherwise the first 16. Or a Hugging Face tokenizer.json, encoded by tiktoken where that computes
-the same ids, else by the package `tokenizers`. Text is never encoded as a special token:
-`<|end_of_text|>` in a document is ordinary characters.
+otherwise the first 16. Or a Hugging Face tokenizer.json, or vocab.json and merges.txt: encoded by
+tiktoken where that computes the same ids, else by the package `tokenizers`. Text is never encoded
+as a special token: `<|end_of_text|>` in a document is ordinary characters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import tiktoken
 from titanlite.data.nfc import nfc
 from titanlite.data.tiktoken_pieces import pieces
 from titanlite.data.tokenizer_hf import HuggingFaceCodec, encoding_by_package
-from titanlite.data.tokenizer_json import Encoding, convert, find, parse
+from titanlite.data.tokenizer_json import VOCAB_FILE, Encoding, convert, find, parse
+from titanlite.data.vocab_and_merges import to_tokenizer_json
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 
@@ -135,12 +136,15 @@ def _read(path: Path) -> tuple[Path, bytes]:
     """The tokenizer's file, given itself or its folder, and its content. Raises ConfigError."""
     try:
         if path.is_dir() or path.suffix == ".json":
-            return find(path)
+            found, content = find(path)
+            if found.name == VOCAB_FILE:
+                content = to_tokenizer_json(found.parent)
+            return found, content
         return path, read_bounded(path, MAX_RANK_FILE)
     except OSError as error:
         raise ConfigError(
             f"data.tokenizer = {str(path)!r}: {error.strerror or error}; expected a tiktoken rank "
-            "file, a tokenizer.json or a folder with one of them"
+            f"file, a tokenizer.json, or a folder with one of them or with {VOCAB_FILE}"
         ) from None
 
 

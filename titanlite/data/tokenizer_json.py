@@ -30,6 +30,8 @@ from titanlite.runtime.files import read_bounded
 
 RANK_FILE = "tokenizer.model"
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json")
+VOCAB_FILE = "vocab.json"  # read by `vocab_and_merges.py`
+TOKENIZER_FILES = (JSON_FILES[0], RANK_FILE, VOCAB_FILE)  # a folder's tokenizer is in the first
 MAX_JSON_FILE = 1 << 25  # bytes; Llama 3.3's has 17 MB
 MAX_ID = 1 << 22  # a list has an entry for each id; Gemma's vocabulary has 1 << 18
 NEVER = 1 << 62  # the place of a merge that is not in the list
@@ -41,6 +43,10 @@ USUAL = {
 }
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+QWEN_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -111,10 +117,10 @@ def find(path: Path) -> tuple[Path, bytes]:
 
 def _in_folder(folder: Path) -> Path:
     """The file in a folder that has the tokenizer."""
-    for name in (JSON_FILES[0], RANK_FILE):
+    for name in TOKENIZER_FILES:
         if (folder / name).exists():
             return folder / name
-    raise FileNotFoundError(errno.ENOENT, f"no {JSON_FILES[0]} and no {RANK_FILE} in this folder")
+    raise FileNotFoundError(errno.ENOENT, f"no {', no '.join(TOKENIZER_FILES)} in this folder")
 
 
 def parse(path: Path, content: bytes) -> tuple[Json, Json]:

@@ -8,12 +8,14 @@ import json
 import logging
 
 import pytest
-from foreign_tokenizers import in_words, mixed_text, theirs, trained, write
+from foreign_tokenizers import in_words, mixed_text, theirs, trained, write, write_vocab
 from messages import refused
 from runs import curve, train_run
 
+from titanlite.config.load import load_config
 from titanlite.data.tokenizer import BUNDLED, Tokenizer
 from titanlite.tools.cli.main import main
+from titanlite.tools.formats.adopt import adopt_checkpoint
 from titanlite.tools.formats.convert import convert, load_full_state
 from titanlite.tools.formats.gguf_file import pre_tokenizer
 from titanlite.tools.formats.huggingface_tokenizer import (
@@ -92,6 +94,25 @@ def test_exports_to_hugging_face_and_back(run_of, style, tmp_path):
         again = load_full_state(tmp_path / target).about.tokenizer
         assert again is not None
         assert Tokenizer("x", again).content == ours.content
+
+
+def test_a_folder_with_vocab_and_merges_alone(run_of, tmp_path, capsys):
+    tokenizer, run, _ = run_of("gpt2")
+    convert(run, tmp_path / "hf", "hf", log=quiet)
+    (tmp_path / "hf/tokenizer.json").unlink()
+    (tmp_path / "hf/tokenizer_config.json").unlink()
+    write_vocab(tmp_path / "hf", "gpt2")
+    content = load_full_state(tmp_path / "hf").about.tokenizer
+    assert content is not None
+    ours = Tokenizer("x", content)
+    original = Tokenizer(tokenizer)
+    assert ours.encode(TEXT) == original.encode(TEXT)
+    assert (ours.bos, ours.eos, ours.special) == (original.bos, original.eos, original.special)
+    assert main(["generate", str(tmp_path / "hf"), "--prompt", "naïve", "--max-new-tokens=3"]) == 0
+    assert capsys.readouterr().out.startswith("naïve")
+    options = ["debug", "--model.flavor=from_checkpoint"]
+    config = load_config([*options, f"--checkpoint.initial_load={tmp_path / 'hf'}"])
+    assert adopt_checkpoint(config).data.tokenizer == str(tmp_path / "hf")
 
 
 def test_metas_folder_keeps_the_file_that_metas_code_does_not_read(run_of, tmp_path, caplog):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.schema import Config, ModelConfig
-from titanlite.data.tokenizer_json import JSON_FILES, RANK_FILE
+from titanlite.data.tokenizer_json import TOKENIZER_FILES
 from titanlite.model.flavors import LlamaConfig, RopeScaling
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats.detect_format import open_full_state
@@ -39,8 +39,9 @@ def adopt_checkpoint(config: Config) -> Config:
         if getattr(model, name) == getattr(ModelConfig, name):  # not set by the user
             model = dataclasses.replace(model, **{name: value})
     data = config.data
-    files = (RANK_FILE, *JSON_FILES[:1])
-    has_tokenizer = full.path.is_dir() and any((full.path / name).is_file() for name in files)
+    has_tokenizer = full.path.is_dir() and any(
+        (full.path / name).is_file() for name in TOKENIZER_FILES
+    )
     if not data.tokenizer and has_tokenizer:
         data = dataclasses.replace(data, tokenizer=str(full.path))
     if not data.tokenizer:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from titanlite.data.byte_level import to_text
 from titanlite.data.tokenizer import PATTERN, Tokenizer
-from titanlite.data.tokenizer_json import GPT2_PATTERN
+from titanlite.data.tokenizer_json import GPT2_PATTERN, QWEN_PATTERN
 from titanlite.model.flavors import LlamaConfig, block_shapes
 from titanlite.model.llama import rope_frequencies
 from titanlite.runtime.errors import ConfigError
@@ -52,7 +52,7 @@ FREQUENCIES = "rope_freqs.weight"
 # pattern -> llama.cpp's name for it, and whether llama.cpp keeps a word that is a token whole
 PRE_TOKENIZERS = {
     PATTERN: ("llama-bpe", True),
-    PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"): ("qwen2", False),
+    QWEN_PATTERN: ("qwen2", False),
     GPT2_PATTERN: ("gpt-2", False),
 }
 

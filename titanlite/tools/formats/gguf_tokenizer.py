@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data.tokenizer import PATTERN, Tokenizer
-from titanlite.data.tokenizer_json import JSON_FILES, Json, steps
+from titanlite.data.tokenizer_json import JSON_FILES, QWEN_PATTERN, Json, steps
 from titanlite.runtime.errors import ConfigError
 
 logger = logging.getLogger("titanlite")
@@ -45,7 +45,7 @@ def _split(pattern: str) -> list[Json]:
 PRE_TOKENIZERS: dict[str, tuple[list[Json], bool]] = {
     "gpt-2": ([_level(use_regex=True)], False),
     "llama-bpe": (_split(PATTERN), True),
-    "qwen2": (_split(PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")), False),
+    "qwen2": (_split(QWEN_PATTERN), False),
     "smollm": ([{"type": "Digits", "individual_digits": True}, _level(use_regex=True)], False),
 }
 

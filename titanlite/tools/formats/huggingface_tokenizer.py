@@ -20,7 +20,7 @@ from typing import Any
 from titanlite.data.bpe import rank_file
 from titanlite.data.byte_level import merges_of, to_text
 from titanlite.data.tokenizer import PATTERN, Tokenizer
-from titanlite.data.tokenizer_json import JSON_FILES, MAX_JSON_FILE, RANK_FILE
+from titanlite.data.tokenizer_json import JSON_FILES, MAX_JSON_FILE, RANK_FILE, VOCAB_FILE
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 
@@ -148,13 +148,14 @@ def _main(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def read_tokenizer(folder: Path) -> bytes | None:
-    """The tokenizer of a folder's tokenizer.json; None, with a warning, if titanlite cannot encode
-    as it does.
+    """The tokenizer of a folder's tokenizer.json, or of its vocab.json and merges.txt; None, with a
+    warning, if titanlite cannot encode as it does.
     """
-    if not (folder / JSON_FILES[0]).exists():
+    paths = [folder / name for name in (JSON_FILES[0], VOCAB_FILE) if (folder / name).exists()]
+    if not paths:
         return None
     try:
-        tokenizer = Tokenizer(folder)
+        tokenizer = Tokenizer(paths[0])
         if tokenizer.whole_documents:  # it has no ranks
             return tokenizer.content
         tokens = sorted(tokenizer.tokens, key=tokenizer.tokens.__getitem__)
