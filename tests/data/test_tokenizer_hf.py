@@ -13,42 +13,15 @@ from typing import Any
 
 import pytest
 import tokenizers
+from foreign_tokenizers import SENTENCEPIECE_SPECIAL as SPECIAL
+from foreign_tokenizers import SENTENCEPIECE_TEXT as TEXT
+from foreign_tokenizers import sentencepiece
 from messages import refused
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.formats.huggingface_tokenizer import files_of, to_files
-
-SPECIAL = ["<s>", "</s>", "<unk>", "<|im_start|>"]
-TEXT = (
-    """def tokens(text):  # zwei Wörter,   three  spaces
-    return [" 日本語 ", 12345, '<s>', "<|im_start|>"]  \U0001f642\t\r\n
-"""
-    * 3
-)
-
-
-def sentencepiece() -> Any:
-    """As Llama 2's: a prefix, a mark for spaces, bytes for other characters."""
-    encoder = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    encoder.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    encoder.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    bytes_of_text = [f"<0x{i:02X}>" for i in range(256)]
-    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=[*SPECIAL, *bytes_of_text])
-    encoder.train_from_iterator([TEXT.replace("日本語", "")] * 3, trainer)
-    main = json.loads(encoder.to_str())  # the bytes are no special tokens there
-    main["added_tokens"] = main["added_tokens"][: len(SPECIAL)]
-    return tokenizers.Tokenizer.from_str(json.dumps(main))
 
 
 def several_splits() -> Any:

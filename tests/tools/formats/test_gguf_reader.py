@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from foreign_tokenizers import in_gguf, sentencepiece
 from messages import refused
 from model_builder import EXPORTED, make_file
 from transformers_models import TOKENS, make
 
 from titanlite.model.flavors import FLAVORS, RopeScaling
 from titanlite.model.generate import generate
+from titanlite.tools.cli.main import main
 from titanlite.tools.formats.convert import convert, load_full_state
 from titanlite.tools.formats.gguf_file import BLOCK
 from titanlite.tools.formats.huggingface import LAYER
@@ -108,6 +110,23 @@ def test_logits_are_those_of_the_numbers_in_the_file(tmp_path, name, kind):
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     for (_, a), (_, b) in zip(back.named_parameters(), theirs.named_parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_tokenizer_of_sentencepiece_is_read_and_converted(tmp_path, capsys, prefix):
+    encoder = sentencepiece(prefix)
+    model = make({**MODELS["qwen2"], "vocab_size": encoder.get_vocab_size()})
+    write(tmp_path / "a.gguf", model, "Q8_0", **in_gguf(encoder, prefix))
+    path = tmp_path / "a.gguf"
+    assert main(["generate", str(path), "--prompt", "naïve", "--max-new-tokens=3"]) == 0
+    assert capsys.readouterr().out.startswith("naïve")
+    convert(path, tmp_path / "hf", "hf", log=quiet)
+    # By the class that its tokenizer_config.json names: AutoTokenizer takes Qwen2's for a Qwen2
+    exported = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
+    for text in ("naïve  x", " a", "", "\U0001f642 zwei Wörter\n"):
+        ids = encoder.encode(text).ids
+        assert exported(text)["input_ids"] == [0, *ids], "with bos, as llama.cpp"
+        assert exported.decode(ids) == encoder.decode(ids)
 
 
 SCALED = dataclasses.replace(

@@ -56,7 +56,8 @@ def test_digits_are_single_in_smollm():
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("tokenizer.ggml.model", "llama", "'llama'"),
+        ("tokenizer.ggml.model", "t5", "'t5'"),
+        ("tokenizer.ggml.model", "llama", "KeyError: 'tokenizer.ggml.scores'"),
         ("tokenizer.ggml.pre", "other", "'other'"),
         ("tokenizer.ggml.merges", ["a"], "is not used"),
         ("tokenizer.ggml.token_type", [1], "is not used"),

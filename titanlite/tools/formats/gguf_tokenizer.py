@@ -2,6 +2,7 @@
 
 What it is: llama.cpp names the way in which text is cut before merging (`tokenizer.ggml.pre`); the
 names that are known here are in a table, and a file with another one is read without its tokenizer.
+`gguf_sentencepiece.py` has the kind that is not byte-level.
 Reference: llama.cpp, `convert_hf_to_gguf.py` and `llama-vocab.cpp`
 """
 
@@ -14,12 +15,15 @@ from typing import Any
 
 from titanlite.data.tokenizer import PATTERN, Tokenizer
 from titanlite.data.tokenizer_json import JSON_FILES, QWEN_PATTERN, Json, steps
+from titanlite.data.vocab_and_merges import template
 from titanlite.runtime.errors import ConfigError
+from titanlite.tools.formats import gguf_sentencepiece
 
 logger = logging.getLogger("titanlite")
 LEVEL_DEFAULTS = {"use_regex": True, "add_prefix_space": True, "individual_digits": False}
-CONTROL = 3  # types of tokens: one that is no text
-USER_DEFINED = 4
+UNKNOWN = 2  # types of tokens: two that are no text,
+CONTROL = 3
+USER_DEFINED = 4  # and text that is found before anything is merged
 
 
 def _level(use_regex: bool) -> Json:
@@ -74,7 +78,8 @@ def read_tokenizer(path: Path, fields: dict[str, Any]) -> bytes | None:
     """`Tokenizer.content` of the file's tokenizer; None, with a warning, if it cannot be read."""
     kind = fields.get("tokenizer.ggml.model")
     pre = fields.get("tokenizer.ggml.pre")
-    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
+    is_known = kind == "llama" or (kind == "gpt2" and pre in PRE_TOKENIZERS)
+    if not is_known:
         logger.warning(
             "%s: its tokenizer (%r, %r) is not read; name one with --tokenizer",
             path,
@@ -84,8 +89,11 @@ def read_tokenizer(path: Path, fields: dict[str, Any]) -> bytes | None:
         return None
     try:
         return Tokenizer(path, _content(fields)).content
-    except (ConfigError, KeyError, TypeError, ValueError, IndexError) as error:
-        logger.warning("%s: its tokenizer is not used: %s", path, error)
+    except (ConfigError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        reason = str(error)
+        if not isinstance(error, ConfigError):
+            reason = f"{type(error).__name__}: {error}"
+        logger.warning("%s: its tokenizer is not used: %s", path, reason)
         return None
 
 
@@ -93,38 +101,53 @@ def _content(fields: dict[str, Any]) -> bytes:
     """tokenizer.json, a NUL and tokenizer_config.json."""
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     types: list[int] = fields["tokenizer.ggml.token_type"]
-    pre_tokenizers, whole_words = PRE_TOKENIZERS[fields["tokenizer.ggml.pre"]]
     added = [
         {
             "id": i,
             "content": token,
-            "special": kind == CONTROL,
+            "special": kind != USER_DEFINED,
             "single_word": False,
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
         }
         for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (CONTROL, USER_DEFINED)
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
-    main = {
-        "version": "1.0",
-        "added_tokens": added,
+    ends = {}
+    around: list[dict[str, int]] = []
+    # Whether llama.cpp adds them to a text if a file of SentencePiece does not say
+    for key, default in (("bos", True), ("eos", False)):
+        i = fields.get(f"tokenizer.ggml.{key}_token_id")
+        if i is None:
+            around.append({})
+            continue
+        ends[f"{key}_token"] = tokens[i]
+        adds = fields.get(f"tokenizer.ggml.add_{key}_token", default)
+        around.append({tokens[i]: i} if adds else {})
+    main: Json = {"version": "1.0", "added_tokens": added}
+    if fields["tokenizer.ggml.model"] == "llama":
+        main |= gguf_sentencepiece.parts_of(fields)
+        main["post_processor"] = template(*around)
+    else:
+        main |= _byte_level(fields)
+    return json.dumps(main).encode() + b"\0" + json.dumps(ends).encode()
+
+
+def _byte_level(fields: dict[str, Any]) -> Json:
+    """The entries of tokenizer.json that say how text is encoded, of `model = "gpt2"`."""
+    pre = fields["tokenizer.ggml.pre"]
+    pre_tokenizers, whole_words = PRE_TOKENIZERS[pre]
+    return {
         # transformers' Qwen normalises; the file does not say so
-        "normalizer": {"type": "NFC"} if fields["tokenizer.ggml.pre"] == "qwen2" else None,
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre_tokenizers},
         "post_processor": None,
         "decoder": _level(use_regex=True),
         "model": {
             "type": "BPE",
             "ignore_merges": whole_words,
-            "vocab": {token: i for i, token in enumerate(tokens)},
+            "vocab": {token: i for i, token in enumerate(fields["tokenizer.ggml.tokens"])},
             "merges": [merge.split(" ") for merge in fields["tokenizer.ggml.merges"]],
         },
     }
-    ends = {}
-    for key in ("bos", "eos"):
-        i = fields.get(f"tokenizer.ggml.{key}_token_id")
-        if i is not None:
-            ends[f"{key}_token"] = tokens[i]
-    return json.dumps(main).encode() + b"\0" + json.dumps(ends).encode()
