@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign_tokenizers import SENTENCEPIECE_TEXT, in_gguf, mixed_text, sentencepiece
+from foreign_tokenizers import (
+    SENTENCEPIECE_TEXT,
+    in_gguf,
+    mixed_text,
+    random_unicode,
+    sentencepiece,
+)
 from messages import refused
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.tools.formats import gguf_sentencepiece
 from titanlite.tools.formats.gguf_reader import read_header
-from titanlite.tools.formats.gguf_sentencepiece import last_pair, merges_of
+from titanlite.tools.formats.gguf_sentencepiece import NEVER, join, merges_of
 from titanlite.tools.formats.gguf_tokenizer import read_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -139,17 +146,42 @@ def test_any_scores_give_the_ids_of_llama_cpp():
 
 def test_a_token_is_made_by_one_pair():
     scores = {"a": 0.0, "b": -1.0, "c": -2.0, "bc": -3.0, "ab": -4.0, "abc": -5.0, "ca": -6.0}
-    assert last_pair("abc", scores) == ("a", "bc")
-    assert last_pair("abc", scores | {"ab": -2.5}) == ("ab", "c")
-    assert last_pair("a", scores) is None
-    assert last_pair("abcabc", scores) is None
     assert merges_of(scores) == [("b", "c"), ("a", "b"), ("a", "bc"), ("c", "a")]
+    other = scores | {"ab": -2.5}
+    assert merges_of(other) == [("a", "b"), ("b", "c"), ("ab", "c"), ("c", "a")]
+    parts, last = join("abca", lambda pair: scores.get("".join(pair), NEVER))
+    assert (parts, last) == (["abc", "a"], ("a", "bc"))
+
+
+@pytest.mark.parametrize("lengths", [[2, 3, 4, 5], [2, 4, 8], [*range(2, 15), 16], [2], [3, 5]])
+def test_runs_of_a_character_may_have_one_score(lengths):
+    """As Mistral's runs of spaces, of which it has those of 2 to 14 and of 16."""
+    scores = {"▁": -1.0, "a": -2.0, "▁a": -3.0, "▁▁": -8.0, "aa": -9.0}
+    scores |= {"▁" * length: -9.0 for length in lengths}
+    names = {f"<0x{i:02X}>": 0.0 for i in range(256)}
+    fields = {
+        "tokenizer.ggml.tokens": [*scores, *names],
+        "tokenizer.ggml.scores": [*scores.values(), *names.values()],
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    vocab = {token: i for i, token in enumerate(fields["tokenizer.ggml.tokens"])}
+    encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges_of(scores)))
+    for first in range(50):
+        for second in (0, 1, 2, 17):
+            text = "▁" * first + "aaa" + "▁" * second + "a" + "▁" * first
+            assert encoder.encode(text).ids == llama_cpp(text, fields), (first, second)
 
 
 def test_what_a_list_of_merges_cannot_say_is_refused(monkeypatch):
     tokens = {"a": 0.0, "b": -1.0, "ab": -3.0}
     with refused("'ab' and 'ba' have the same score, -3"):
         merges_of(tokens | {"ba": -3.0})
+    runs = {"aa": -5.0, "aaa": -5.0}
+    assert merges_of(tokens | runs) == [("a", "b"), ("aa", "a"), ("a", "a")]
+    with refused("'aaa' and 'aa' have the same score, -5"):  # "aab" comes before the next run
+        merges_of(tokens | runs | {"ab": -6.0, "aab": -4.0})
+    with refused("have the same score, -5"):
+        merges_of(tokens | {"a" * length: -5.0 for length in range(2, 40)})
     # A token that text cannot give may have any score
     assert merges_of(tokens | {"bbb": -3.0}) == [("a", "b")]
     with refused("token 'ac': its character 'c' is not a token"):
@@ -181,6 +213,40 @@ def test_others_are_left_out_with_a_warning(tmp_path, caplog, key, change, words
     content = read_tokenizer(tmp_path / "a.gguf", fields | {f"tokenizer.ggml.{key}": changed})
     assert content is None
     assert words in caplog.text
+
+
+@pytest.mark.slow
+def test_a_released_tokenizer():
+    """Mistral 7B's, of the wheel mistral-common, against the library that it is made for."""
+    spec = importlib.util.find_spec("mistral_common")
+    if spec is None or spec.origin is None:
+        pytest.skip("pip install --no-deps mistral-common sentencepiece")
+    path = Path(spec.origin).parent / "data/tokenizer.model.v1"
+    original = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=str(path))
+    ids = range(original.vocab_size())
+    types = []
+    for i in ids:
+        special = 3 if original.is_control(i) else 1
+        types.append(6 if original.is_byte(i) else 2 if original.is_unknown(i) else special)
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [original.id_to_piece(i) for i in ids],
+        "tokenizer.ggml.scores": [original.get_score(i) for i in ids],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.bos_token_id": original.bos_id(),
+        "tokenizer.ggml.eos_token_id": original.eos_id(),
+    }
+    content = read_tokenizer(path, fields)
+    assert content is not None
+    ours = Tokenizer("a", content)
+    text = mixed_text(1_000_000, seed=9) + "\n" + random_unicode(50_000, seed=1)
+    num_tokens = 0
+    for line in text.split("\n"):
+        expected = original.encode(line)
+        assert ours.encode(line) == expected
+        assert ours.decode(expected) == original.decode(expected)
+        num_tokens += len(expected)
+    assert num_tokens > 500_000
 
 
 def test_user_defined_tokens_are_found_before_anything_is_merged(tmp_path):
