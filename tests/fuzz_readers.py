@@ -63,6 +63,7 @@ from titanlite.rules.check import check_layout
 from titanlite.runtime.errors import ConfigError
 from titanlite.sinks.metric_names import scalars
 from titanlite.tools.cli.checkpoint_command import list_run, show, verify
+from titanlite.tools.cli.prompt_file import read_prompts, rows_to_continue, write_texts
 from titanlite.tools.formats.convert import convert, describe
 from titanlite.tools.formats.detect_format import open_full_state, read_model
 from titanlite.tools.formats.full_state import ORIGIN
@@ -515,6 +516,15 @@ def _read_metrics(folder: Path, data: bytes) -> None:
     assert len((folder / "metrics.jsonl").read_bytes()) <= len(data) + 1
 
 
+def _read_prompts(name: str, folder: Path, data: bytes) -> None:
+    """As `titanlite generate` reads, encodes and writes them."""
+    (folder / name).write_bytes(data)
+    rows = read_prompts(folder / name)
+    for row in rows_to_continue(folder / name, rows, Tokenizer("", RANKS), 64, 0, 0):
+        assert 1 <= row.max_new_tokens < 64
+    write_texts(folder / "texts.jsonl", rows, dict.fromkeys(range(len(rows)), TEXT))
+
+
 def _lines(objects: list[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(entry).encode() + b"\n" for entry in objects)
 
@@ -594,6 +604,7 @@ HAPPENED = [
     {"time": 1e9, "step": i, "event": name, "text": name}
     for i, name in enumerate(("start", "save", "end"))
 ]
+PROMPTS = [{"id": i, "prompt": f"def f_{i}(", "tags": ["\u00e9", None]} for i in range(4)]
 DRAWN = [{"step": i, "prompt": "def", "text": f" f({i})"} for i in range(3)]
 EVALUATED = [
     {"step": i, "weights": w, "evaluate/a/acc": 0.5, "evaluate/a/acc_stderr": 0.1}
@@ -767,6 +778,16 @@ READERS = {
     ),
     "report, config": Reader(
         "text", _write("config.toml", TOML), functools.partial(_read_report, "config.toml")
+    ),
+    "prompts, rows": Reader(
+        "text",
+        _write("prompts.jsonl", _lines(PROMPTS)),
+        functools.partial(_read_prompts, "prompts.jsonl"),
+    ),
+    "prompts, text": Reader(
+        "text",
+        _write("prompts.txt", b"def\n\nclass A:\r\n"),
+        functools.partial(_read_prompts, "prompts.txt"),
     ),
     PROVEN: Reader("bytes", _write(PROVEN, PROOF), _read_proven),
     DIVERGED: Reader("text", _write(DIVERGED, ROLLED_BACK, b"{}"), _read_record),

@@ -1,14 +1,24 @@
-"""Sampling text from a Llama, one token at a time.
+"""Sampling text from a Llama: a batch of prompts, or one, a token at a time.
 
-What it is: a key/value cache and the loop that feeds each new token back.
-What it costs: one forward over the prompt, then 2 FLOPs per parameter and new token. The cache
-holds 2 L K Dh numbers per position; without it, every new token would need a forward over the whole
-text.
+What it is: a key/value cache and the loop that feeds each new token back. A batch may have prompts
+of any lengths. Its first forward covers as many tokens as the shortest prompt has; from there on
+each forward adds one position to all rows. Where a row's prompt goes on, its next token is the
+prompt's; where the prompt has ended, it is the sampled one. A row that has ended leaves the batch.
+Why without padding: all rows are at the same position, so attention needs no mask and the model no
+case for it, and a row computes what it would alone, up to the rounding of products of another
+size. Padded prompts would need a mask over the cache in every later forward.
+What it costs: for one prompt a forward over it, then 2 FLOPs per parameter and new token. In a
+batch a forward reads the weights once for all rows, which takes most of its time. What a prompt has
+more than the shortest is computed a token at a time, so callers put prompts of similar lengths
+together. The cache holds 2 L K Dh numbers per position and row, and is copied when a row ends;
+without it, every new token would need a forward over the whole text. The first forward has logits
+of all its positions, 4 B S V bytes in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +54,26 @@ class KVCache:
         self.filled = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
+    def keep(self, rows: list[int]) -> None:
+        """Keeps these rows of the batch, in this order, and drops the others."""
+        self.keys = self.keys[rows]
+        self.values = self.values[rows]
+
+
+class Row(NamedTuple):
+    """A text to continue: at least one id, how many new ones at most, and the seed of its random
+    numbers.
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    seed: int
+
+
+def row_seed(seed: int, number: int) -> int:
+    """The seed of the prompt with this number, from 0: it does not depend on the batch it is in."""
+    return (seed + number) % (1 << 63)
+
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """One token id from logits (V,). temperature 0: the most likely; top_k 0: no limit."""
@@ -57,7 +87,6 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torc
     return int(torch.multinomial(scaled.softmax(-1), 1, generator=generator))
 
 
-@torch.no_grad()
 def generate(
     model: Llama,
     prompt: list[int],
@@ -72,22 +101,54 @@ def generate(
 
     The prompt has at least one id, and prompt + new tokens fit the model's `seq_len`.
     """
-    total = len(prompt) + max_new_tokens
-    if not prompt or total > model.seq_len:
-        raise ValueError(
-            f"{len(prompt)} prompt tokens + {max_new_tokens} new ones: "
-            f"expected 1 to {model.seq_len} in all"
-        )
-    device = model.rope.device
-    generator = torch.Generator().manual_seed(seed)
-    caches: list[LayerCache] = [KVCache(total) for _ in model.layers]
-    new = prompt
-    start = 0
-    for _ in range(max_new_tokens):
-        logits = model(torch.tensor([new], device=device), caches, start)
-        start += len(new)
-        token = sample_token(logits[0, -1], temperature, top_k, generator)
-        if token == stop:
-            return
+    rows = [Row(prompt, max_new_tokens, seed)]
+    for _, token in generate_rows(model, rows, stop=stop, temperature=temperature, top_k=top_k):
         yield token
-        new = [token]
+
+
+@torch.no_grad()
+def generate_rows(
+    model: Llama, rows: Sequence[Row], *, stop: int, temperature: float, top_k: int
+) -> Iterator[tuple[int, int]]:
+    """Yields (index of a row, its next token id) for the rows of a batch.
+
+    Each row ends before `stop`, or after its `max_new_tokens`; its prompt and new tokens fit the
+    model's `seq_len`.
+    """
+    for row in rows:
+        if not row.prompt or len(row.prompt) + row.max_new_tokens > model.seq_len:
+            raise ValueError(
+                f"{len(row.prompt)} prompt tokens + {row.max_new_tokens} new ones: "
+                f"expected 1 to {model.seq_len} in all"
+            )
+    texts = [list(row.prompt) for row in rows]
+    lengths = [len(row.prompt) + row.max_new_tokens for row in rows]  # where each row ends
+    generators = [torch.Generator().manual_seed(row.seed) for row in rows]
+    places = [i for i, row in enumerate(rows) if row.max_new_tokens > 0]  # the rows of the batch
+    if not places:
+        return
+    device = model.rope.device
+    caches = [KVCache(max(lengths)) for _ in model.layers]
+    layer_caches: list[LayerCache] = [*caches]
+    start = 0
+    end = min(len(texts[i]) for i in places)
+    while places:
+        tokens = torch.tensor([texts[i][start:end] for i in places], device=device)  # (B, S)
+        logits = model(tokens, layer_caches, start)[:, -1].float().cpu()  # (B, V)
+        kept = []
+        for place, i in enumerate(places):
+            if len(texts[i]) == end:  # all of its tokens are computed: sample the next
+                token = sample_token(logits[place], temperature, top_k, generators[i])
+                if token == stop:
+                    continue
+                texts[i].append(token)
+                yield i, token
+                if len(texts[i]) == lengths[i]:
+                    continue
+            kept.append(place)
+        if 0 < len(kept) < len(places):
+            for cache in caches:
+                cache.keep(kept)
+        places = [places[place] for place in kept]
+        start = end
+        end += 1

@@ -1,0 +1,124 @@
+"""`titanlite generate --prompts FILE`: the texts with which a model continues many prompts.
+
+What it is: rows are read and checked before the model is loaded, continued in batches of prompts of
+similar lengths (`model/generate.py` says why), and written in the order of the file: each row as it
+is, with its `text`. Each row has its own random numbers, so a text does not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlite.data.json_rows import JsonRow, raise_problems, read_rows, text_problem
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import replace_file
+
+if TYPE_CHECKING:  # they import torch, and the file is read before
+    from titanlite.data.tokenizer import Tokenizer
+    from titanlite.model.generate import Row
+    from titanlite.model.llama import Llama
+
+FIELD = "prompt"
+RESULT = "text"
+
+
+def read_prompts(path: Path) -> list[JsonRow]:
+    """The rows of JSON lines with `prompt`, or the lines of a .txt file. Raises ConfigError."""
+    return read_rows(path, _problem_of, text_field=FIELD)
+
+
+def _problem_of(values: dict[str, Any]) -> str:
+    if RESULT in values:
+        return f"has a `{RESULT}`, which is the name of the result; expected another name for it"
+    return text_problem(values, FIELD)
+
+
+def require_target(path: Path) -> None:
+    """Raises ConfigError unless a file can be written there, as far as is known before."""
+    if path.is_dir():
+        raise ConfigError(f"--out {path}: is a folder; expected a file to write")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--out {path}: its folder does not exist; expected a file to write")
+
+
+def rows_to_continue(
+    path: Path,
+    rows: list[JsonRow],
+    tokenizer: Tokenizer,
+    trained_length: int,
+    max_new_tokens: int,
+    seed: int,
+) -> list[Row]:
+    """The prompts as ids. With `max_new_tokens` 0 each goes on up to the sequence length of
+    training.
+
+    Raises ConfigError for those that leave no room for a new token.
+    """
+    from titanlite.model.generate import Row, row_seed
+
+    found = []
+    problems = []
+    for number, row in enumerate(rows):
+        ids = [tokenizer.bos, *tokenizer.encode(row.values[FIELD])]
+        room = max_new_tokens or trained_length - len(ids)
+        if room < 1:
+            problems.append(
+                f"{path}:{row.line}: the prompt has {len(ids)} tokens, with the one that begins a "
+                f"document; expected at most {trained_length - 1}, or --max-new-tokens: the "
+                f"sequences of training have {trained_length}"
+            )
+        found.append(Row(ids, room, row_seed(seed, number)))
+    raise_problems(problems)
+    return found
+
+
+def batches_of(rows: list[Row], size: int) -> list[list[int]]:
+    """The indices of the rows of each batch, longest prompts first: what does not fit into memory
+    fails at once.
+    """
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i].prompt))
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def continued(
+    model: Llama,
+    tokenizer: Tokenizer,
+    rows: list[Row],
+    batches: Iterable[list[int]],
+    temperature: float,
+    top_k: int,
+) -> Iterator[tuple[int, str]]:
+    """Yields (index of a row, the text that continues it), batch by batch."""
+    from titanlite.model.generate import generate_rows
+    from titanlite.tools.chat.text_stream import text_stream
+
+    for batch in batches:
+        chosen = [rows[i] for i in batch]
+        new: list[list[int]] = [[] for _ in batch]
+        for place, token in generate_rows(
+            model, chosen, stop=tokenizer.eos, temperature=temperature, top_k=top_k
+        ):
+            new[place].append(token)
+        for i, row, tokens in zip(batch, chosen, new, strict=True):
+            yield i, "".join(text_stream(tokens, tokenizer, row.prompt))
+
+
+def write_texts(target: Path | None, rows: list[JsonRow], texts: dict[int, str]) -> None:
+    """Writes each row with its text to a file, or prints it. Raises ConfigError."""
+    lines = []
+    for number, row in enumerate(rows):
+        lines.append(json.dumps({**row.values, RESULT: texts[number]}) + "\n")
+    content = "".join(lines)
+    if target is None:
+        sys.stdout.write(content)
+        return
+    try:
+        replace_file(target.absolute(), content.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"--out {target}: {error.strerror or error}; expected a file to write"
+        ) from None
