@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.cli.options import (
     add_checkpoint_options,
     add_sampling_options,
     at_least,
-    device_of,
 )
+from titanlite.tools.cli.several import add_processes_option, is_to_start, join, start
+
+if TYPE_CHECKING:
+    from titanlite.tools.chat.session import ChatSession
 
 HELP = "Ctrl-D or /exit ends, /new begins another conversation"
 DEFAULT_CONTEXT = 4096  # tokens, where the checkpoint does not know the length of its training
@@ -27,14 +31,16 @@ DEFAULT_CONTEXT = 4096  # tokens, where the checkpoint does not know the length 
 def run(argv: list[str]) -> int:
     """Answers `--prompt`, or what is read from standard input, line by line."""
     options = _options(argv)
+    if is_to_start(options):
+        return start("chat", argv, options.processes)
+    device = join(options)
     from titanlite.tools.chat.find_template import TEMPLATE_FILE, find_template, read_template
     from titanlite.tools.chat.session import ChatSession, Sampling
-    from titanlite.tools.chat.template import PLAIN, TemplateError
-    from titanlite.tools.formats.load_weights import load_model, open_verified, tokenizer_of
+    from titanlite.tools.chat.template import PLAIN
+    from titanlite.tools.formats.load_weights import tokenizer_of
+    from titanlite.tools.formats.shared_model import SharedModel, open_shared, this_rank
 
-    full = open_verified(
-        options.path, options.step, options.model, options.weights, options.adapter
-    )
+    full = open_shared(options.path, options.step, options.model, options.weights, options.adapter)
     tokenizer = tokenizer_of(full, options.tokenizer)
     if options.template:
         template = read_template(options.template)
@@ -43,15 +49,24 @@ def run(argv: list[str]) -> int:
     else:
         template = find_template(Path(options.tokenizer or full.path))
     context = options.context or full.about.seq_len or DEFAULT_CONTEXT
-    model = load_model(full, device_of(options), context)
-    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_k, options.seed)
-    session = ChatSession(model, tokenizer, template or PLAIN, sampling, options.system)
-    form = "its chat template" if template else "a plain template: it has none"
-    print(
-        f"{full.path}: {model.config.num_parameters:,} parameters, {context} tokens, {form}",
-        file=sys.stderr,
-    )
-    for text in [options.prompt] if options.prompt else _lines():
+    shared = SharedModel(full, device, context)
+    if this_rank() == 0:
+        sampling = Sampling(
+            options.max_new_tokens, options.temperature, options.top_k, options.seed
+        )
+        session = ChatSession(shared.model, tokenizer, template or PLAIN, sampling, options.system)
+        form = "its chat template" if template else "a plain template: it has none"
+        print(f"{full.path}: {shared.describe()}, {context} tokens, {form}", file=sys.stderr)
+        _talk(session, [options.prompt] if options.prompt else _lines())
+    shared.follow()
+    return 0
+
+
+def _talk(session: ChatSession, messages: Iterable[str]) -> None:
+    """Prints the answer to each message."""
+    from titanlite.tools.chat.template import TemplateError
+
+    for text in messages:
         if text == "/new":
             session.begin()
             continue
@@ -61,7 +76,6 @@ def run(argv: list[str]) -> int:
         except TemplateError as error:
             raise ConfigError(f"the chat template: {error}") from None
         print()
-    return 0
 
 
 def _lines() -> Iterator[str]:
@@ -105,4 +119,5 @@ def _options(argv: list[str]) -> argparse.Namespace:
         "--max-new-tokens", type=at_least(int, 1, 10**6), default=256, help="tokens of an answer"
     )
     add_sampling_options(parser)
+    add_processes_option(parser)
     return parser.parse_args(argv)

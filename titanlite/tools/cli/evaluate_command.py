@@ -19,14 +19,14 @@ from titanlite.tools.cli.options import (
     StrictParser,
     add_checkpoint_options,
     at_least,
-    device_of,
 )
+from titanlite.tools.cli.several import add_processes_option, is_to_start, join, start
 
 if TYPE_CHECKING:
     from titanlite.data.prepared import PreparedData
     from titanlite.data.tokenizer import Tokenizer
-    from titanlite.model.llama import Llama
     from titanlite.tools.formats.full_state import FullState
+    from titanlite.tools.formats.shared_model import SharedModel
 
 EPILOG = """\
 The results of a checkpoint in a run's folder are added to evaluations.jsonl there and appear in
@@ -40,15 +40,15 @@ def run(argv: list[str]) -> int:
     options = _options(argv)
     if not options.online:
         os.environ |= dict.fromkeys(OFFLINE, "1")  # read when the libraries are imported
+    if is_to_start(options):
+        return start("evaluate", argv, options.processes)
     import torch
 
-    from titanlite.tools.evaluate.record import append, run_folder_of
-    from titanlite.tools.formats.load_weights import load_model, open_verified, tokenizer_of
+    from titanlite.tools.formats.load_weights import tokenizer_of
+    from titanlite.tools.formats.shared_model import SharedModel, open_shared, this_rank
 
-    full = open_verified(
-        options.path, options.step, options.model, options.weights, options.adapter
-    )
-    device = device_of(options)
+    device = join(options)
+    full = open_shared(options.path, options.step, options.model, options.weights, options.adapter)
     tokenizer = tokenizer_of(full, options.tokenizer)
     length = options.seq_len or full.about.seq_len
     if not length:
@@ -56,10 +56,25 @@ def run(argv: list[str]) -> int:
             f"{full.path}: the sequence length of training is not in the file; set --seq-len"
         )
     texts = _prepared(options, tokenizer)
-    model = load_model(full, device, length)
-    print(f"{full.path}: {model.config.num_parameters:,} parameters", file=sys.stderr)
+    shared = SharedModel(full, device, length)
+    if this_rank() == 0:
+        print(f"{full.path}: {shared.describe()}", file=sys.stderr)
     with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
-        results = _evaluate(options, full, model, tokenizer, texts)
+        results = _evaluate(options, full, shared, tokenizer, texts)
+    if this_rank() == 0:
+        _report(options, full, length, results)
+    return 0
+
+
+def _report(
+    options: argparse.Namespace,
+    full: FullState,
+    length: int,
+    results: dict[str, dict[str, float]],
+) -> None:
+    """Prints the results, and writes them where they belong."""
+    from titanlite.tools.evaluate.record import append, run_folder_of
+
     print("\n".join(_table(results)))
     columns: dict[str, float] = {}
     for name, values in results.items():
@@ -84,7 +99,6 @@ def run(argv: list[str]) -> int:
             raise ConfigError(
                 f"--json {options.json}: {error.strerror or error}; expected a file to write"
             ) from None
-    return 0
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
@@ -146,6 +160,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the results to this file"
     )
+    add_processes_option(parser)
     options = parser.parse_args(argv)
     options.tasks = [name.strip() for name in options.tasks.split(",") if name.strip()]
     problems = []
@@ -164,14 +179,22 @@ def _options(argv: list[str]) -> argparse.Namespace:
 
 
 def _prepared(options: argparse.Namespace, tokenizer: Tokenizer) -> list[PreparedData]:
-    """The data of --perplexity; text that is not prepared yet is prepared with the checkpoint's
-    tokenizer.
+    """The data of --perplexity; text that is not prepared yet is prepared by rank 0, with the
+    checkpoint's tokenizer.
     """
     from titanlite.data.prepared import PreparedData
+    from titanlite.distributed.agreement import PATIENT, broadcast, on_all_ranks
+    from titanlite.tools.formats.shared_model import this_rank
     from titanlite.tools.prepare.cache import prepare
 
-    folders = [prepare(DataConfig(path=path), tokenizer, _note) for path in options.perplexity]
-    data = [PreparedData(folder, tokenizer) for folder in folders]
+    def prepare_all() -> list[str]:
+        if this_rank() > 0:
+            return []
+        parts = [DataConfig(path=path) for path in options.perplexity]
+        return [str(prepare(part, tokenizer, _note)) for part in parts]
+
+    folders = broadcast(on_all_ranks(prepare_all, PATIENT))
+    data = [PreparedData(Path(folder), tokenizer) for folder in folders]
     names = [part.name for part in data]
     for part in data:
         if part.pairs:
@@ -195,23 +218,27 @@ def _note(text: str) -> None:
 def _evaluate(
     options: argparse.Namespace,
     full: FullState,
-    model: Llama,
+    shared: SharedModel,
     tokenizer: Tokenizer,
     texts: list[PreparedData],
 ) -> dict[str, dict[str, float]]:
-    """Set or task -> metric -> value."""
+    """Set or task -> metric -> value; those of tasks on rank 0, which computes them while the other
+    processes follow.
+    """
     from titanlite.tools.evaluate.perplexity import Reading, perplexity
+    from titanlite.tools.formats.shared_model import this_rank
 
     mask = full.about.config.get("data", {}).get("document_mask") is True
-    reading = Reading(model.seq_len, options.limit or 0, options.batch_size, mask)
-    results = {part.name: perplexity(model, part, options.split, reading) for part in texts}
-    if options.tasks:
+    reading = Reading(shared.model.seq_len, options.limit or 0, options.batch_size, mask)
+    results = {part.name: perplexity(shared, part, options.split, reading) for part in texts}
+    if options.tasks and this_rank() == 0:
         from titanlite.tools.evaluate.harness import Evaluated, run_tasks
 
-        evaluated = Evaluated(model, tokenizer, options.batch_size)
+        evaluated = Evaluated(shared.model, tokenizer, options.batch_size)
         results |= run_tasks(
             evaluated, options.tasks, options.include, options.num_fewshot, options.limit
         )
+    shared.follow()
     return results
 
 

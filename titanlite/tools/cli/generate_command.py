@@ -15,7 +15,6 @@ from titanlite.tools.cli.options import (
     add_checkpoint_options,
     add_sampling_options,
     at_least,
-    device_of,
 )
 from titanlite.tools.cli.prompt_file import (
     batches_of,
@@ -25,10 +24,14 @@ from titanlite.tools.cli.prompt_file import (
     rows_to_continue,
     write_texts,
 )
+from titanlite.tools.cli.several import add_processes_option, is_to_start, join, start
 
 if TYPE_CHECKING:
+    import torch
+
     from titanlite.data.json_rows import JsonRow
     from titanlite.tools.formats.full_state import FullState
+    from titanlite.tools.formats.shared_model import SharedModel
 
 PROMPT = "def"
 BATCH = 8
@@ -40,52 +43,60 @@ def run(argv: list[str]) -> int:
     rows: list[JsonRow] = []
     if options.prompts is not None:
         rows = read_prompts(options.prompts)  # a mistake in it is found before torch is imported
-    from titanlite.tools.formats.load_weights import open_verified
+    if is_to_start(options):
+        return start("generate", argv, options.processes)
+    device = join(options)
+    from titanlite.tools.formats.shared_model import open_shared
 
-    full = open_verified(
-        options.path, options.step, options.model, options.weights, options.adapter
-    )
+    full = open_shared(options.path, options.step, options.model, options.weights, options.adapter)
     if not options.max_new_tokens and not full.about.seq_len:
         raise ConfigError(
             f"{full.path}: the sequence length of training is not in the file; set --max-new-tokens"
         )
     if options.prompts is None:
-        _continue_one(options, full)
+        _continue_one(options, full, device)
     else:
-        _continue_file(options, full, rows)
+        _continue_file(options, full, device, rows)
     return 0
 
 
-def _continue_one(options: argparse.Namespace, full: FullState) -> None:
-    """Prints a prompt, and its continuation while it is generated."""
+def _continue_one(options: argparse.Namespace, full: FullState, device: torch.device) -> None:
+    """Prints a prompt, and its continuation while rank 0 generates it."""
     from titanlite.model.generate import generate
     from titanlite.tools.chat.text_stream import text_stream
-    from titanlite.tools.formats.load_weights import load_model, tokenizer_of
+    from titanlite.tools.formats.load_weights import tokenizer_of
+    from titanlite.tools.formats.shared_model import SharedModel, this_rank
 
     tokenizer = tokenizer_of(full, options.tokenizer)
     prompt = [tokenizer.bos, *tokenizer.encode(options.prompt)]
     max_new_tokens = options.max_new_tokens or max(1, full.about.seq_len - len(prompt))
     length = len(prompt) + max_new_tokens
-    model = load_model(full, device_of(options), length)
-    print(_description(full, length), file=sys.stderr)
-    print(options.prompt, end="", flush=True)
-    tokens = generate(
-        model,
-        prompt,
-        max_new_tokens,
-        stop=tokenizer.eos,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        seed=options.seed,
-    )
-    for text in text_stream(tokens, tokenizer, prompt):
-        print(text, end="", flush=True)
-    print()
+    shared = SharedModel(full, device, length)
+    if this_rank() == 0:
+        print(_description(full, shared, length), file=sys.stderr)
+        print(options.prompt, end="", flush=True)
+        tokens = generate(
+            shared.model,
+            prompt,
+            max_new_tokens,
+            stop=tokenizer.eos,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            seed=options.seed,
+        )
+        for text in text_stream(tokens, tokenizer, prompt):
+            print(text, end="", flush=True)
+        print()
+    shared.follow()
 
 
-def _continue_file(options: argparse.Namespace, full: FullState, rows: list[JsonRow]) -> None:
-    """Writes the rows of --prompts with their texts."""
-    from titanlite.tools.formats.load_weights import load_model, tokenizer_of
+def _continue_file(
+    options: argparse.Namespace, full: FullState, device: torch.device, rows: list[JsonRow]
+) -> None:
+    """Writes the rows of --prompts with their texts. Each process continues its batches of them."""
+    from titanlite.distributed.agreement import gather_on_rank0
+    from titanlite.tools.formats.load_weights import tokenizer_of
+    from titanlite.tools.formats.shared_model import SharedModel, num_ranks, this_rank
 
     tokenizer = tokenizer_of(full, options.tokenizer)
     to_continue = rows_to_continue(
@@ -97,21 +108,35 @@ def _continue_file(options: argparse.Namespace, full: FullState, rows: list[Json
         options.seed,
     )
     length = max(len(row.prompt) + row.max_new_tokens for row in to_continue)
-    model = load_model(full, device_of(options), length)
-    print(_description(full, length), file=sys.stderr)
-    batches = batches_of(to_continue, options.batch)
-    texts: dict[int, str] = {}
-    with progress_bar(len(rows), "prompts", "") as bar:
+    shared = SharedModel(full, device, length)
+    if this_rank() == 0:
+        print(_description(full, shared, length), file=sys.stderr)
+    # No larger than leaves a batch for each process
+    size = min(options.batch, -(-len(rows) // num_ranks()))
+    own_batches = batches_of(to_continue, size)[this_rank() :: num_ranks()]
+    texts: list[tuple[int, str]] = []
+    with progress_bar(sum(map(len, own_batches)), "prompts", "") as bar:
+        bar.disable = this_rank() > 0
         for number, text in continued(
-            model, tokenizer, to_continue, batches, options.temperature, options.top_k
+            shared.model,
+            tokenizer,
+            to_continue,
+            own_batches,
+            options.temperature,
+            options.top_k,
         ):
-            texts[number] = text
+            texts.append((number, text))
             bar.update(1)
-    write_texts(options.out, rows, texts)
+    shared.follow()
+    of_all: dict[int, str] = {}
+    for part in gather_on_rank0(texts):
+        of_all |= dict(part)
+    if this_rank() == 0:
+        write_texts(options.out, rows, of_all)
 
 
-def _description(full: FullState, length: int) -> str:
-    description = f"{full.path}: {full.model.num_parameters:,} parameters"
+def _description(full: FullState, shared: SharedModel, length: int) -> str:
+    description = f"{full.path}: {shared.describe()}"
     if length > full.about.seq_len > 0:
         description += (
             f"; the text may exceed the {full.about.seq_len} tokens of a training sequence"
@@ -158,6 +183,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
         help="number of tokens; 0: up to the sequence length of training",
     )
     add_sampling_options(parser)
+    add_processes_option(parser)
     options = parser.parse_args(argv)
     if options.prompts is None:
         for name in ("out", "batch"):

@@ -104,7 +104,7 @@ class Evaluated(TemplateLM):
                 results[i] = score
         return results
 
-    @torch.inference_mode()
+    @torch.no_grad()  # FSDP's weights may not be made in inference mode, and used outside of it
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Scored]:
         rows = [(context + continuation)[-self.max_length - 1 :] for context, continuation in pairs]
         tokens = torch.zeros(len(rows), max(map(len, rows)) - 1, dtype=torch.int64)

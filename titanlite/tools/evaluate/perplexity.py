@@ -3,7 +3,8 @@
 What it is: the text is cut into the windows of validation, in the same order, and the loss is
 summed over all targets, so each token counts once in any division into batches. The result equals
 that of validation during training, up to the dtype of the computation
-([test](../../tests/tools/evaluate/test_perplexity.py)).
+([test](../../tests/tools/evaluate/test_perplexity.py)). Several processes that share the model's
+weights divide the batches among them.
 What it costs: a forward over the text. Logits take 12 bytes per token of a batch and entry of the
 vocabulary.
 """
@@ -17,9 +18,10 @@ import torch
 
 from titanlite.data.prepared import PreparedData
 from titanlite.data.stream import IGNORED, Windows, permute, read_batch
-from titanlite.model.llama import Llama
+from titanlite.distributed.agreement import gather
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.runtime.errors import ConfigError
+from titanlite.tools.formats.shared_model import SharedModel, num_ranks, this_rank
 
 
 @dataclass(frozen=True)
@@ -32,32 +34,39 @@ class Reading:
     document_mask: bool = False  # attention within documents, as in the run's training
 
 
-@torch.inference_mode()
-def perplexity(model: Llama, data: PreparedData, split: str, reading: Reading) -> dict[str, float]:
+@torch.no_grad()
+def perplexity(
+    shared: SharedModel, data: PreparedData, split: str, reading: Reading
+) -> dict[str, float]:
     """loss (nats per token), bits_per_byte, perplexity and tokens of a split, `train` or
-    `validation`.
+    `validation`; the same on all processes, which call it together.
 
     Raises ConfigError if the split is shorter than a window or has no targets.
     """
     windows = Windows(data.tokens(split), reading.seq_len, f"{split} text of {data.name}")
     token_bytes = torch.tensor(data.tokenizer.token_bytes)
     count = min(reading.samples or windows.count, windows.count)
-    device = model.rope.device
-    total = 0.0
-    num_targets = 0
-    num_bytes = 0
-    for start in range(0, count, reading.batch_size):
+    device = shared.model.rope.device
+    own_loss = 0.0
+    own_targets = 0
+    own_bytes = 0
+    for start in range(0, count, reading.batch_size)[this_rank() :: num_ranks()]:
         numbers = range(start, min(start + reading.batch_size, count))
         picks = [(windows, permute(number, windows.count, 0)) for number in numbers]
         batch = read_batch(picks, reading.seq_len, reading.document_mask)
         targets = batch.labels[batch.labels != IGNORED]
-        num_targets += len(targets)
-        num_bytes += int(token_bytes[targets].sum())
+        own_targets += len(targets)
+        own_bytes += int(token_bytes[targets].sum())
         batch = batch.apply(lambda tensor: tensor.to(device))
         positions = batch.positions
         documents = None if positions is None else (positions == 0).cumsum(dim=1)
-        logits = model(batch.tokens, positions=positions, documents=documents)
-        total += float(cross_entropy_sum(logits, batch.labels))
+        logits = shared.model(batch.tokens, positions=positions, documents=documents)
+        own_loss += float(cross_entropy_sum(logits, batch.labels))
+    shared.follow()
+    parts = gather((own_loss, own_targets, own_bytes))
+    total = sum(part[0] for part in parts)
+    num_targets = sum(part[1] for part in parts)
+    num_bytes = sum(part[2] for part in parts)
     if not num_targets:
         raise ConfigError(
             f"the {split} text of {data.name} has no targets in {count} sequences; "

@@ -248,6 +248,18 @@ def load_model(full: FullState, device: torch.device, seq_len: int) -> Llama:
 
     Raises CorruptCheckpoint or ConfigError.
     """
+    model = meta_model(full, seq_len)
+    model.to_empty(device=device)
+    model.reset_rope(device)
+    fill(full, model.state_dict())
+    return model.eval()
+
+
+def meta_model(full: FullState, seq_len: int) -> Llama:
+    """The model of a checkpoint without memory, once its tensors are seen to have its shapes.
+
+    Raises CorruptCheckpoint or ConfigError.
+    """
     config = full.model
     # Before layers are built from a number that may be wrong
     if f"layers.{config.num_layers - 1}.attention.wq.weight" not in full.tensors:
@@ -258,11 +270,7 @@ def load_model(full: FullState, device: torch.device, seq_len: int) -> Llama:
     if problems:
         raise CorruptCheckpoint(problems)  # before memory is allocated for what model.json says
     with torch.device("meta"):
-        model = Llama(config, seq_len)
-    model.to_empty(device=device)
-    model.reset_rope(device)
-    fill(full, model.state_dict())
-    return model.eval()
+        return Llama(config, seq_len)
 
 
 def fill(full: FullState, state: dict[str, Any]) -> None:

@@ -1,0 +1,122 @@
+"""A model whose weights several processes share: the same logits, less memory, unequal work."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from model_builder import EXPORTED, GROUPED, make_file
+
+from titanlite.model.flavors import LlamaConfig, RopeScaling
+from titanlite.model.generate import Row, generate_rows
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.formats import shared_model
+from titanlite.tools.formats.full_state import FullState
+from titanlite.tools.formats.load_weights import load_model, open_verified
+from titanlite.tools.formats.shared_model import SharedModel, open_shared
+
+CPU = torch.device("cpu")
+SHAPES = {
+    "tied": EXPORTED["debug"],
+    "odd": LlamaConfig(
+        dim=42,
+        num_layers=3,
+        num_heads=3,
+        num_kv_heads=1,
+        ffn_dim=50,
+        vocab_size=97,
+        qkv_bias=True,
+        rope_scaling=RopeScaling(4.0, original_context=8, kind="yarn"),
+    ),
+    "norms": dataclasses.replace(GROUPED, qk_norm=True),
+}
+ROWS = [Row([5, 6, 7], 9, 0), Row([8], 4, 1), Row([9, 3], 11, 2)]
+
+
+@pytest.fixture(params=SHAPES)
+def checkpoint(request, tmp_path) -> Path:
+    make_file(tmp_path / "model.pt", SHAPES[request.param])
+    return tmp_path / "model.pt"
+
+
+def texts_of(model: Any, rows: list[Row]) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in rows]
+    for i, token in generate_rows(model, rows, stop=-1, temperature=0.9, top_k=20):
+        found[i].append(token)
+    return found
+
+
+def shared_texts(path: Path, rows: list[list[Row]]) -> tuple[list[list[int]], int, bool]:
+    """Of this rank's rows; its bytes of parameters after that; and whether the logits of a batch
+    that is another on each rank are those of the whole model.
+    """
+    full = open_shared(path)
+    shared = SharedModel(full, CPU, 32)
+    found = texts_of(shared.model, rows[dist.get_rank()])
+    shared.follow()
+    stored = 0
+    for parameter in shared.model.parameters():
+        stored += parameter.to_local().untyped_storage().nbytes()
+    tokens = torch.arange(6 + dist.get_rank())[None] % full.model.vocab_size
+    with torch.no_grad():
+        logits = shared.model(tokens)
+    shared.follow()
+    expected = load_model(full, CPU, 32)(tokens)
+    return found, stored, torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpoint", ["odd"], indirect=True)
+def test_three_processes_with_different_work(pool, checkpoint):
+    """One has two rows, one has one, and one has none."""
+    model = load_model(open_verified(checkpoint), CPU, 32)
+    expected = [texts_of(model, ROWS[:2]), [], texts_of(model, ROWS[2:])]
+    results = pool.run(3, shared_texts, checkpoint, [ROWS[:2], [], ROWS[2:]])
+    assert [texts for texts, _, _ in results] == expected
+    assert all(same for _, _, same in results)
+
+
+def test_each_of_two_processes_holds_half_of_the_parameters(pool, checkpoint):
+    """And gives the same texts, of all rows on one of them."""
+    full = open_verified(checkpoint)
+    expected = texts_of(load_model(full, CPU, 32), ROWS)
+    results = pool.run(2, shared_texts, checkpoint, [ROWS, []])
+    assert [texts for texts, _, _ in results] == [expected, []]
+    assert all(same for _, _, same in results)
+    whole = 4 * full.model.num_parameters
+    for _, stored, _ in results:
+        # An odd number of rows is rounded up
+        assert 0.45 * whole < stored < 0.55 * whole
+
+
+def failing(path: Path) -> str:
+    """What this rank raises if the weights cannot be read on rank 1."""
+    full = open_shared(path)
+
+    def fill(full: FullState, state: dict[str, Any]) -> None:
+        raise ConfigError("rank 1 reads another file")
+
+    if dist.get_rank() == 1:
+        shared_model.fill = fill
+    try:
+        SharedModel(full, CPU, 32)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("checkpoint", ["odd"], indirect=True)
+def test_an_error_on_one_rank_is_raised_on_all(pool, checkpoint):
+    assert pool.run(2, failing, checkpoint) == ["rank 1 reads another file"] * 2
+
+
+@pytest.mark.parametrize("checkpoint", ["odd"], indirect=True)
+def test_one_process_has_the_whole_model_and_follows_nobody(checkpoint):
+    full = open_shared(checkpoint)
+    shared = SharedModel(full, CPU, 32)
+    shared.follow()
+    assert texts_of(shared.model, ROWS) == texts_of(load_model(full, CPU, 32), ROWS)
+    assert shared.describe() == f"{full.model.num_parameters:,} parameters"
