@@ -1,0 +1,166 @@
+"""Text during training: the model continues prompts, in its current layout.
+
+What it is: the prompts are the rows of a batch, padded to whole sequences, and the batch runs
+through the stages as one of validation does, in the same compiled graphs. Where the loss would be
+computed, the logits of each prompt's last token are taken: the labels, which are sharded over cp
+and divided into microbatches like the tokens, say where those are. Exactly one rank (under tp, one
+tp group) has the logits of a prompt; all others add zeros, so a sum over all axes gives them to
+every rank. Rank 0 chooses the tokens, because processors of different kinds may draw different
+ones.
+Why it is here: samples of text and answers to questions need it. Weights stay where they are, so
+this works for a model that fits on no single device.
+What it costs: there is no key/value cache, which pipelines and context parallel would need to
+divide too. Each new token is a forward of one local batch of whole sequences on every rank, about a
+third of the time in which the rank trains on it, one all-reduce of P V fp32 numbers for each axis,
+with P prompts, and a small message over gloo. More prompts than all data-parallel ranks have rows
+(`at_once`) take several batches. The random state of training is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.data.stream import IGNORED, Batch, TrainStream
+from titanlite.data.to_device import to_device
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.distributed.agreement import broadcast
+from titanlite.model.generate import row_seed, sample_token
+from titanlite.parallel.stages import Stages
+from titanlite.runtime.phases import Phase, mark_phase
+
+TOP_K = 50
+
+
+class Choice(NamedTuple):
+    """How new tokens are chosen, and where a text ends."""
+
+    new_tokens: int  # at most
+    temperature: float  # 0: always the most likely one
+    seed: int  # of the first prompt; see `row_seed`
+    ends: Set[int]  # tokens that end a text, and are not part of it
+
+
+class Continuation:
+    """Continues prompts with the current weights; all ranks call it together."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, stages: Stages, stream: TrainStream, device: torch.device
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.stages = stages
+        self.mesh = stages.mesh
+        self.stream = stream
+        self.device = device
+        self.seq_len = stream.training.seq_len
+
+    @property
+    def at_once(self) -> int:
+        """The number of prompts that one forward serves."""
+        return self.mesh.data_size * self.stream.training.local_batch_size
+
+    def texts(
+        self, prompts: Sequence[list[int]], choice: Choice, stop: Callable[[], bool]
+    ) -> list[str] | None:
+        """The text that continues each prompt, the same on all ranks.
+
+        None if `stop` returns true, which it does on all ranks or on none.
+        """
+        rows = [list(ids) for ids in prompts]
+        # The same numbers at each validation: texts differ because the weights do.
+        generators = [
+            torch.Generator().manual_seed(row_seed(choice.seed, i)) for i in range(len(rows))
+        ]
+        open_rows = set(range(len(rows)))
+        for _ in range(choice.new_tokens):
+            if not open_rows:
+                break
+            mark_phase(Phase.SAMPLE)
+            if stop():
+                return None
+            logits = self.next_logits(rows)
+            numbers = sorted(open_rows)
+            chosen: list[int] = []
+            if dist.get_rank() == 0:  # processors of different kinds may draw different ones
+                chosen = self._choose(logits.cpu(), numbers, choice.temperature, generators)
+            for i, token in zip(numbers, broadcast(chosen), strict=True):
+                if token not in choice.ends:
+                    rows[i].append(token)
+                if token in choice.ends or len(rows[i]) == self.seq_len:
+                    open_rows.remove(i)
+        texts = []
+        for prompt, row in zip(prompts, rows, strict=True):
+            texts.append(self.tokenizer.decode(row[len(prompt) :]))
+        return texts
+
+    def _choose(
+        self,
+        logits: Tensor,
+        numbers: list[int],
+        temperature: float,
+        generators: list[torch.Generator],
+    ) -> list[int]:
+        """The next tokens of these rows; where a logit is not finite, the one that ends the
+        document.
+        """
+        finite = logits.isfinite().all(-1).tolist()
+        chosen = []
+        for i in numbers:
+            token = self.tokenizer.eos
+            if finite[i]:
+                token = sample_token(logits[i], temperature, TOP_K, generators[i])
+            chosen.append(token)
+        return chosen
+
+    def next_logits(self, rows: list[list[int]]) -> Tensor:
+        """The logits after each row of tokens, fp32 (P, V), the same bits on all ranks.
+
+        All ranks call it together.
+        """
+        vocab_size = self.stages.model_parts[0].config.vocab_size
+        result = torch.zeros(len(rows), vocab_size, device=self.device)
+
+        def take(logits: Tensor, labels: Tensor) -> Tensor:
+            """Stores the logits of the positions whose label is the number of a row.
+
+            logits (B, S/cp, V/tp), or those of a microbatch or a chunk of tokens; labels (B, S/cp).
+            """
+            labelled = labels != IGNORED
+            first = self.mesh["tp"].get_local_rank() * logits.shape[-1]
+            columns = slice(first, first + logits.shape[-1])
+            result[labels[labelled], columns] = logits[labelled].float()
+            return result.new_zeros(())
+
+        with self.stages.in_place_of_loss(take):
+            for batch in self._batches(rows):
+                self.stages.evaluate(batch.apply(lambda tensor: to_device(tensor, self.device)))
+        # Exactly one rank (under tp, one tp group) has stored the logits of a row
+        self.mesh.sum_losses(result)
+        if self.mesh["tp"].size() > 1:
+            dist.all_reduce(result, group=self.mesh["tp"].get_group())
+        return result
+
+    def _batches(self, rows: list[list[int]]) -> Iterator[Batch]:
+        """This data-parallel rank's rows: every n-th, in as many batches on each rank.
+
+        The label of a row's last token is the row's number.
+        """
+        rank = self.mesh.data_rank
+        num_ranks = self.mesh.data_size
+        size = self.stream.training.local_batch_size
+        for start in range(0, len(rows), self.at_once):
+            end = min(len(rows), start + self.at_once)
+            tokens = torch.zeros(size, self.seq_len, dtype=torch.int64)
+            labels = torch.full_like(tokens, IGNORED)
+            for place, number in enumerate(range(start + rank, end, num_ranks)):
+                row = rows[number]
+                tokens[place, : len(row)] = torch.tensor(row)
+                labels[place, len(row) - 1] = number
+            positions = None
+            if self.stream.document_mask:  # each row is one document
+                positions = torch.arange(self.seq_len).repeat(size, 1)
+            yield Batch(tokens, labels, positions)
