@@ -79,6 +79,7 @@ from titanlite.parallel.preferences import build_stages
 from titanlite.probes.noise_scale import NoiseScale
 from titanlite.probes.probes import Probes
 from titanlite.probes.samples import Sampler
+from titanlite.probes.scores import Scorer
 from titanlite.rules.check import check_layout
 from titanlite.runtime.errors import EXIT_CONFIG, LAUNCHED, ConfigError, JoinError, StorageError
 from titanlite.runtime.failure import report_failure
@@ -157,13 +158,14 @@ def main(config: Config) -> int:
     probes = Probes(config.metrics, stages, noise_scale, metrics)
     validator = Validator(config.validation, data, stream, stages, mesh, metrics)
     sampler = Sampler(config.validation, config.run.seed, tokenizer, stages, stream, metrics)
+    scorer = Scorer(config.validation, tokenizer, stages, stream, metrics)
     profiler = Profiler(config.profiling, folder, progress)
     garbage = GarbageCollection(training.gc_freq)
     run_folder.write("config.toml", facts.toml)
     log_start(config, llama, mesh, device, compiled, progress)
     if progress.step == 0 and validator.due(finished=False):
         with metrics.paused():
-            validate(validator, ema, sampler, requests)
+            validate(validator, ema, sampler, scorer, requests)
 
     # 6. Loop: one optimizer step after the other
     requests.agree()  # a signal may have arrived during the set-up
@@ -206,7 +208,7 @@ def main(config: Config) -> int:
             finished = progress.step == training.steps
             last = finished or agreed.stop
             logs = metrics.due(last)
-            validates = validator.due(finished) or sampler.due(finished)
+            validates = any(part.due(finished) for part in (validator, sampler, scorer))
             saves = checkpoint.due(progress.step, last or agreed.save)
             if logs or validates or saves or agreed.trouble or checkpoint.unproven:
                 loss = mesh.sum_losses(loss)
@@ -226,7 +228,7 @@ def main(config: Config) -> int:
                 with metrics.paused():
                     held_out_loss = None
                     if validates:
-                        held_out_loss = validate(validator, ema, sampler, requests)
+                        held_out_loss = validate(validator, ema, sampler, scorer, requests)
                     last = last or requests.stop  # a signal ends a validation
                     if checkpoint.due(progress.step, last or agreed.save):
                         checkpoint.save(progress.step, held_out_loss, wait=last)
@@ -246,10 +248,10 @@ def main(config: Config) -> int:
 
 
 def validate(
-    validator: Validator, ema: WeightEMA, sampler: Sampler, requests: Requests
+    validator: Validator, ema: WeightEMA, sampler: Sampler, scorer: Scorer, requests: Requests
 ) -> float | None:
     """The loss on held-out text, which decides about `keep_best`; also that of the averaged
-    weights, and samples.
+    weights, samples, and scores of answers.
 
     None if there is no validation, or if a signal has arrived: then the run saves and ends.
     """
@@ -259,6 +261,8 @@ def validate(
             validator.run_average(requests)
     if not requests.stop:
         sampler.run(requests)
+    if not requests.stop:
+        scorer.run(requests)
     return loss
 
 

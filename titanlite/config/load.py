@@ -40,7 +40,13 @@ ALIASES = {
     "run.sample_prompt": "validation.prompts",
     "run.sample_tokens": "validation.prompt_tokens",
 }
-FILE_KEYS = ("data.path", "data.tokenizer", "data.cache", "checkpoint.initial_load")
+FILE_KEYS = (
+    "data.path",
+    "data.tokenizer",
+    "data.cache",
+    "checkpoint.initial_load",
+    "validation.questions",
+)
 # Keys that exclude each other. The value of a base file is dropped if a later file or the command
 # line sets another one
 ALTERNATIVES = (

@@ -672,7 +672,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Validation loss, on text that is not used for training, and samples of text."""
+    """Validation loss, on text that is not used for training, samples of text, and answers."""
 
     freq: int = key(
         0, "validate every this many steps, before the first and after the last; 0: never", min=0
@@ -686,6 +686,14 @@ class ValidationConfig:
     prompt_tokens: int = key(64, "tokens to continue each prompt by", min=1, max=8192)
     prompt_temperature: float = key(
         0.7, "of sampling, from the 50 most likely tokens; 0: always the likeliest", min=0
+    )
+    questions: str = key(
+        "", "JSON lines with prompt and answer, to be scored at each validation; empty: none"
+    )
+    answer_tokens: int = key(32, "tokens of the longest answer to a question", min=1, max=8192)
+    answer_end: str = key(
+        "",
+        "text at which an answer is cut, such as a line break; empty: only special tokens end it",
     )
 
 
@@ -800,9 +808,9 @@ def portable(config: Config) -> str:
     data = dataclasses.replace(
         config.data, path="", pattern="", field="", tokenizer="", cache="", sources=sources
     )
-    return repr(
-        dataclasses.replace(config, data=data, run=dataclasses.replace(config.run, folder=""))
-    )
+    run = dataclasses.replace(config.run, folder="")
+    validation = dataclasses.replace(config.validation, questions="")
+    return repr(dataclasses.replace(config, data=data, run=run, validation=validation))
 
 
 @functools.cache

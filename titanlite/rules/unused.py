@@ -96,6 +96,12 @@ def _techniques(config: Config, degrees: dict[str, int]) -> list[Technique]:
             "prompt_tokens prompt_temperature",
         ),
         row(
+            config.validation.questions != "",
+            "validation.questions is empty",
+            "validation",
+            "answer_tokens answer_end",
+        ),
+        row(
             servers,
             "metrics.sinks has neither wandb nor mlflow",
             "metrics",
