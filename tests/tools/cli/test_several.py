@@ -20,8 +20,9 @@ from messages import refused
 from model_builder import EXPORTED, make_file
 
 from titanlite.runtime.errors import LAUNCHED
+from titanlite.tools.cli import processes
 from titanlite.tools.cli.main import main
-from titanlite.tools.cli.several import is_to_start, join
+from titanlite.tools.cli.several import is_to_start, join, start
 
 TWO = ["--processes", "2", "--device", "cpu"]
 HALF = "632,384 of them in the process of rank 0 of 2"
@@ -158,6 +159,25 @@ def test_a_killed_process_and_ctrl_c_end_all(checkpoint, number, code, message):
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize("chosen", [{}, {"MALLOC_ARENA_MAX": "2"}])
+def test_freed_weights_go_back_to_the_system_unless_the_user_has_chosen(monkeypatch, chosen):
+    """The variable is glibc's; with it, `keep_freed_memory` does nothing."""
+    for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    given: list[dict[str, str]] = []
+
+    def run(program: list[str], variables: dict[str, str], group: object, signals: object) -> int:
+        given.append(variables)
+        return 7
+
+    monkeypatch.setattr(processes, "run", run)
+    monkeypatch.setattr(processes, "Signals", lambda: Namespace(requests=0))
+    assert start("generate", ["x"], 2) == 7
+    assert ("MALLOC_MMAP_THRESHOLD_" in given[0]) == (not chosen)
 
 
 def test_only_the_first_process_starts_others(monkeypatch):

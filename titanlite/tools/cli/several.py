@@ -28,6 +28,9 @@ from titanlite.tools.cli.options import at_least, device_of
 if TYPE_CHECKING:
     import torch  # slow to import: not for the options alone
 
+# On the CPU, weights of a block that are freed go back to the system at once. By default glibc
+# keeps much of them, so that a process would need more memory than one with the whole model.
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 # Seconds that a process waits for the others: rank 0 may wait for what a person types
 PATIENCE = 604_800
 
@@ -51,6 +54,8 @@ def start(command: str, argv: list[str], count: int) -> int:
     """Runs a command on `count` processes; returns its exit code. Raises ConfigError."""
     threads = environment_number("OMP_NUM_THREADS", max(1, usable_cores() // count))
     variables = {LAUNCHED: "[]", "OMP_NUM_THREADS": str(threads)}
+    if not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        variables |= RETURN_FREED_MEMORY
     # Without the interpreter, which `processes` adds
     program = interpreter.call(worker, command, *argv)[1:]
     signals = processes.Signals()

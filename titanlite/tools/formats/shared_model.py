@@ -10,7 +10,8 @@ Why not every process the same work: it would have to decide the same way after 
 processor, and gain nothing.
 What it costs: 4 N (n-1)/n bytes received per process and forward, for N parameters in fp32, and a
 small all-reduce over gloo. Memory of a process: 4 N/n bytes, and the weights of the blocks that are
-gathered at the moment. On one process there is nothing of this.
+gathered at the moment. On the CPU that needs an allocator that returns freed memory to the system
+(`RETURN_FREED_MEMORY` in `cli/several.py`). On one process there is nothing of this.
 """
 
 from __future__ import annotations
