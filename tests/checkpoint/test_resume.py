@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
+import pytest
 import torch
+from messages import refused
 
 from titanlite.checkpoint.grid import Grid
-from titanlite.checkpoint.manifest import Manifest, TensorEntry
-from titanlite.checkpoint.resume import missing_parts
+from titanlite.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from titanlite.checkpoint.resume import missing_parts, require_compatible
 from titanlite.checkpoint.state import RandomState, state_of
+from titanlite.checkpoint.step_files import digest_of
+from titanlite.config.schema import CheckpointConfig, Config
+from titanlite.model.flavors import FLAVORS
 
 
 class Optional:
@@ -35,3 +43,35 @@ def test_only_optional_parts_that_are_on_and_not_in_the_checkpoint_begin_anew():
         "random": RandomState(),  # not optional: reading the checkpoint names what is absent
     }
     assert missing_parts(manifest, states, state_of(states)) == {"new": states["new"]}
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_model_that_computes_otherwise_is_refused(tmp_path, older):
+    """Also if model.json was written before the field existed: its shapes are the same."""
+    shape = json.loads(FLAVORS["debug"].to_json())
+    if older:
+        del shape["sliding_window"]
+        del shape["window_layers"]
+    source = {"name": "a", "weight": 1, "manifest": {"bytes": 1, "fingerprint": "0"}}
+    files = {
+        "model.json": json.dumps(shape).encode(),
+        "data.json": json.dumps({"sources": [source]}).encode(),
+    }
+    entries = {}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        entries[name] = FileEntry(len(content), digest_of(tmp_path / name))
+    config = dataclasses.asdict(Config())
+    manifest = Manifest(1, True, "", "", {}, config, "", None, entries, {})
+    section = CheckpointConfig()
+
+    def resume(**changes: object) -> None:
+        llama = dataclasses.replace(FLAVORS["debug"], **changes)
+        now = {**files, "model.json": llama.to_json().encode()}
+        require_compatible(tmp_path, manifest, config, now, section)
+
+    resume()
+    with refused("model.sliding_window was 0 and is 8", "cannot change within a run"):
+        resume(sliding_window=8)
+    with refused("model.rope_theta was 500000.0 and is 10000.0"):
+        resume(rope_theta=10000.0)

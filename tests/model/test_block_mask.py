@@ -42,12 +42,15 @@ def number_documents(seq_len: int, seed: int = 0, rows: int = 2) -> torch.Tensor
         (600, 450, 600),
     ],
 )
-def test_blocks_are_those_that_torch_finds_by_computing_every_pair(seq_len, start, end):
+@pytest.mark.parametrize("window", [0, 1, 100, 129, 300])
+def test_blocks_are_those_that_torch_finds_by_computing_every_pair(seq_len, start, end, window):
     for seed in range(5):
         documents = number_documents(seq_len, seed)
+        if seed == 4:  # one in each row
+            documents = torch.zeros_like(documents)
         mask, pairs = (
-            block_mask.block_mask(documents, start, end),
-            document_mask(documents, start, end),
+            block_mask.block_mask(documents, start, end, window),
+            document_mask(documents, start, end, window),
         )
         size = (2, None, *pairs.shape[2:])
         right = create_block_mask(mask.mask_mod, *size, device="cpu")
@@ -63,6 +66,21 @@ def test_a_query_sees_the_keys_of_its_document_up_to_itself():
     rows = ["1....", "11...", "..1..", "..11.", "..111"]
     assert ["".join("1" if seen else "." for seen in row) for row in mask[0]] == rows
     assert torch.equal(document_mask(torch.tensor([[1, 1, 2, 2, 2]]), 2, 4)[0, 0], mask[0, 2:4, :4])
+    (mask,) = document_mask(torch.tensor([[1, 1, 2, 2, 2]]), window=2)
+    rows[-1] = "...11"
+    assert ["".join("1" if seen else "." for seen in row) for row in mask[0]] == rows
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 9])
+@pytest.mark.parametrize(("start", "end"), [(0, 12), (3, 9), (9, 12)])
+def test_a_window_ends_with_the_query(window, start, end):
+    """Pair by pair, as the paper on Mistral 7B says: at most `window` positions, its own one of
+    them.
+    """
+    mask = document_mask(torch.zeros(1, 12, dtype=torch.int64), start, end, window)[0, 0]
+    for query in range(start, end):
+        seen = [key for key in range(end) if mask[query - start, key]]
+        assert seen == list(range(query + 1))[-window:]
 
 
 @pytest.fixture
@@ -78,6 +96,8 @@ def kernel(monkeypatch):
 
 def gradients(model, seed: int) -> dict[str, torch.Tensor]:
     documents = number_documents(SEQ_LEN, seed)
+    if model.config.sliding_window:
+        documents = torch.zeros_like(documents)
     tokens = torch.randint(101, documents.shape, generator=torch.Generator().manual_seed(seed))
     model.zero_grad()
     model(
@@ -119,6 +139,14 @@ def test_gradients_with_blocks_are_those_with_a_tensor(kernel, mode, compiled):
     )
 
 
+def test_gradients_with_a_window_are_those_with_a_tensor(kernel):
+    config = dataclasses.replace(LLAMA, sliding_window=140, window_layers="1")
+    model = small_model(SEQ_LEN, config=config)
+    other = small_model(SEQ_LEN, config=config)
+    other.document_mask = block_mask.block_mask
+    assert_same(gradients(other, 0), gradients(model, 0), rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("dim", "no_compiler", "message"),
     [(32, "", "heads of 8 numbers"), (64, "no Triton", "no Triton"), (64, "", "")],
@@ -141,8 +169,11 @@ def test_where_flex_attention_cannot_run_masks_are_tensors(
 @pytest.mark.parametrize(
     ("seq_len", "start", "end"), [(512, 0, None), (1000, 0, None), (1024, 512, 768)]
 )
+@pytest.mark.parametrize("window", [0, 200])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
-def test_the_kernel_computes_what_a_tensor_does(compiled, seq_len, start, end, dtype, tolerance):
+def test_the_kernel_computes_what_a_tensor_does(
+    compiled, seq_len, start, end, window, dtype, tolerance
+):
     """Output and gradients against fp64 on the CPU."""
     documents, found = number_documents(seq_len), []
     generator = torch.Generator().manual_seed(0)
@@ -153,8 +184,8 @@ def test_the_kernel_computes_what_a_tensor_does(compiled, seq_len, start, end, d
     )
     call = torch.compile(attention, fullgraph=True) if compiled else attention
     for function, mask, device, precision in (
-        (call, block_mask.block_mask(documents.cuda(), start, end), "cuda", dtype),
-        (attention, document_mask(documents, start, end), "cpu", torch.float64),
+        (call, block_mask.block_mask(documents.cuda(), start, end, window), "cuda", dtype),
+        (attention, document_mask(documents, start, end, window), "cpu", torch.float64),
     ):
         inputs = [x.to(device, precision, copy=True).requires_grad_() for x in (q, k, v)]
         out = function(*inputs, mask)

@@ -9,7 +9,14 @@ import torch
 from messages import assert_mentions, refused
 
 from titanlite.config.schema import ModelConfig
-from titanlite.model.flavors import FLAVORS, RopeScaling, parameter_shapes, resolve_flavor
+from titanlite.model.flavors import (
+    FLAVORS,
+    RopeScaling,
+    layer_numbers,
+    layer_ranges,
+    parameter_shapes,
+    resolve_flavor,
+)
 from titanlite.model.llama import Llama
 from titanlite.runtime.errors import ConfigError
 
@@ -26,6 +33,7 @@ from titanlite.runtime.errors import ConfigError
         ("llama3_405b", 405_853_388_800),
         ("llama2_7b", 6_738_415_616),
         ("mistral_7b", 7_248_023_552),
+        ("mistral_7b_v0.1", 7_241_732_096),
         ("smollm2_135m", 134_515_008),
         ("smollm2_360m", 361_821_120),
         ("smollm2_1.7b", 1_711_376_384),
@@ -86,12 +94,57 @@ def test_keys_change_the_flavor():
     assert longer.rope_scaling == RopeScaling(64.0)
 
 
+def test_windows():
+    """Of each block, in sequences of some length."""
+    mistral = resolve_flavor(ModelConfig(flavor="mistral_7b_v0.1"), 100)
+    assert mistral.windows(4097) == [4096] * 32
+    assert mistral.windows(4096) == [0] * 32
+    off = resolve_flavor(ModelConfig(flavor="mistral_7b_v0.1", sliding_window=0), 100)
+    assert off == dataclasses.replace(mistral, sliding_window=0)
+    section = ModelConfig(flavor="debug", sliding_window=8, window_layers="1,2-3")
+    some = resolve_flavor(section, 100)
+    assert (some.sliding_window, some.window_layers) == (8, "1-3")
+    assert some.windows(9) == [0, 8, 8, 8]
+    everywhere = resolve_flavor(dataclasses.replace(section, window_layers="0, 1-2, 3"), 100)
+    assert everywhere.window_layers == "all"
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("all", [0, 1, 2, 3, 4, 5, 6]),
+        ("", []),
+        ("0", [0]),
+        ("0-2, 5", [0, 1, 2, 5]),
+        ("1 3-3,6", [1, 3, 6]),
+    ],
+)
+def test_numbers_of_layers(text, numbers):
+    assert layer_numbers(text, 7) == numbers
+    assert layer_numbers(layer_ranges(numbers, 7), 7) == numbers
+
+
+@pytest.mark.parametrize("text", ["7", "2-1", "1, 1", "3, 0-1", "-1", "x", "0-", "100000", "0.5"])
+def test_what_is_no_list_of_layers(text):
+    with pytest.raises(ValueError, match="ascending numbers from 0 to 6"):
+        layer_numbers(text, 7)
+
+
 @pytest.mark.parametrize(
     ("fields", "parts"),
     [
         ({"head_dim": 7}, ("model.head_dim = 7", "even")),
         ({"rope_scaling": "yarn"}, ("model.rope_scaling = yarn", "model.rope_factor = 0")),
         ({"rope_factor": 4.0}, ("model.rope_factor", "no scaling", "llama3, linear, yarn")),
+        ({"window_layers": "0-1"}, ("model.window_layers = '0-1'", "model.sliding_window = 0")),
+        (
+            {"window_layers": "", "sliding_window": 8},
+            ("model.window_layers = ''", "model.sliding_window = 8", "all"),
+        ),
+        (
+            {"window_layers": "0-4", "sliding_window": 8},
+            ("model.window_layers = '0-4'", "from 0 to 3", "0-3"),
+        ),
     ],
     ids=str,
 )

@@ -1,5 +1,7 @@
 """FLOPs and peaks against published numbers."""
 
+from dataclasses import replace
+
 import pytest
 
 from titanlite.config.schema import LoraConfig
@@ -31,6 +33,16 @@ def test_adapters():
     frozen = 4 * model.num_parameters + 6 * 2_162_688
     attention = flops_per_token(model, 128) - 6 * model.num_parameters
     assert flops_per_token(model, 128, lora) == frozen + attention
+
+
+def test_a_window_counts_its_keys():
+    model = FLAVORS["mistral_7b_v0.1"]
+    whole = flops_per_token(replace(model, sliding_window=0), 16384)
+    attention = 12 * 32 * 32 * 128 * 16384
+    assert whole - flops_per_token(model, 16384) == attention * 3 // 4
+    some = replace(model, window_layers="8-31")
+    assert whole - flops_per_token(some, 16384) == attention * 9 // 16
+    assert flops_per_token(model, 4096) == flops_per_token(replace(model, sliding_window=0), 4096)
 
 
 def test_mfu_of_a_published_row():

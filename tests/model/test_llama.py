@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from model_builder import SMALL, small_model
+from model_builder import SMALL, assert_same, small_model
 
 from titanlite.model.flavors import FLAVORS, RopeScaling
 from titanlite.model.llama import Llama, apply_rope, rope_table
@@ -103,11 +104,17 @@ def test_rope_scaling_slows_long_wavelengths_only(factor):
         assert float(found[i]) == pytest.approx(expected, rel=1e-5)
 
 
-def reference_forward(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
+def reference_forward(
+    model: Llama, tokens: torch.Tensor, windowed: Sequence[int] = (), grad: bool = False
+) -> torch.Tensor:
     """Logits of one sequence in float64, head by head and position by position, from the weights
     alone.
+
+    `windowed`: the blocks with the model's window. With `grad` the weights get gradients.
     """
-    c, w = model.config, {name: p.detach().double() for name, p in model.named_parameters()}
+    c, w = model.config, {name: p.double() for name, p in model.named_parameters()}
+    if not grad:
+        w = {name: p.detach() for name, p in w.items()}
 
     def norm(x, name):
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + c.norm_eps) * w[name]
@@ -134,6 +141,9 @@ def reference_forward(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
             shared = slice(group * c.head_dim, (group + 1) * c.head_dim)
             scores = turn(q[:, own]) @ turn(k[:, shared]).T / math.sqrt(c.head_dim)
             scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
+            for position in range(len(x)):
+                if c.sliding_window and i in windowed:
+                    scores[position, : max(0, position + 1 - c.sliding_window)] = -math.inf
             heads.append(scores.softmax(-1) @ v[:, shared])
         x = x + torch.cat(heads, -1) @ w[f"{p}.attention.wo.weight"].T
         h = norm(x, f"{p}.ffn_norm.weight")
@@ -154,6 +164,39 @@ def test_logits_equal_a_reference(kv_heads, tied):
         torch.testing.assert_close(
             row.double(), reference_forward(model, sequence), atol=1e-5, rtol=1e-4
         )
+
+
+@pytest.mark.parametrize(
+    ("window", "layers", "windowed"),
+    [(1, "all", [0, 1, 2]), (4, "all", [0, 1, 2]), (4, "1-2", [1, 2]), (10, "0, 2", [0, 2])],
+)
+def test_logits_and_gradients_with_a_window_equal_a_reference(window, layers, windowed):
+    config = replace(SMALL, sliding_window=window, window_layers=layers)
+    model = small_model(config=config)
+    tokens = torch.randint(101, (2, 11), generator=torch.Generator().manual_seed(1))
+    found = []
+    for logits in (
+        model(tokens),
+        torch.stack([reference_forward(model, row, windowed, grad=True) for row in tokens]),
+    ):
+        model.zero_grad()
+        logits.double().square().mean().backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found.append((logits.detach().double(), gradients))
+    torch.testing.assert_close(found[0][0], found[1][0], atol=1e-5, rtol=1e-4)
+    assert_same(found[0][1], found[1][1], atol=1e-6, rtol=1e-4)
+    without = replace(config, sliding_window=0)
+    other = small_model(config=without)(tokens).detach().double()
+    assert (other - found[0][0]).abs().max() > 1e-4, "the window changes something"
+
+
+@pytest.mark.parametrize("window", [0, 11, 16, 99])
+def test_a_window_that_holds_the_sequence_makes_no_mask(window, monkeypatch):
+    """So the same kernels run."""
+    model = small_model(config=replace(SMALL, sliding_window=window))
+    tokens = torch.randint(101, (2, 11), generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(model, "document_mask", None)
+    assert torch.equal(model(tokens), small_model()(tokens))
 
 
 def test_no_position_sees_a_later_one():

@@ -13,7 +13,13 @@ from titanlite.model.shape_file import MOST_POSITIONS, from_json, sequence_lengt
 IMPOSSIBLE = ["x", 0, -1, None, 10**400, float("inf"), float("nan"), [], {}, True, 1e308]
 
 # 0 is the width that dim and num_heads give, and the factor that YaRN's authors propose
-VALID = [("explicit_head_dim", 0), ("qkv_bias", True), ("qk_norm", True), ("attention_factor", 0)]
+VALID = [
+    ("explicit_head_dim", 0),
+    ("qkv_bias", True),
+    ("qk_norm", True),
+    ("attention_factor", 0),
+    ("sliding_window", 0),
+]
 
 
 @pytest.mark.parametrize(
@@ -47,6 +53,20 @@ def test_a_config_is_read_back():
             assert from_json(config.to_json()) == config
     with pytest.raises(ValueError, match="num_layers"):
         from_json(dataclasses.replace(FLAVORS["llama3_1b"], num_layers=2**20).to_json())
+
+
+def test_windows():
+    """Written in one way, and of older files none."""
+    config = dataclasses.replace(FLAVORS["llama3_1b"], sliding_window=64, window_layers="1, 2-5")
+    assert from_json(config.to_json()) == dataclasses.replace(config, window_layers="1-5")
+    none = dataclasses.replace(config, window_layers="")
+    assert from_json(none.to_json()) == FLAVORS["llama3_1b"]
+    fields = json.loads(FLAVORS["llama3_1b"].to_json())
+    del fields["sliding_window"]
+    del fields["window_layers"]
+    assert from_json(json.dumps(fields)) == FLAVORS["llama3_1b"]
+    with pytest.raises(ValueError, match="from 0 to 15"):
+        from_json(dataclasses.replace(config, window_layers="3-16").to_json())
 
 
 @pytest.mark.parametrize("value", [*IMPOSSIBLE, MOST_POSITIONS + 1, 1 << 62])

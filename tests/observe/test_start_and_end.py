@@ -6,6 +6,7 @@ import json
 import re
 import sys
 
+import pytest
 import torch
 from messages import assert_mentions
 from runs import train_run, train_until
@@ -37,6 +38,24 @@ def test_a_run_writes_its_events_and_names_its_report_last(pool, arguments, tmp_
     assert (
         (folder / "log.txt").read_text().splitlines()[-1].endswith(f"report: {folder}/report.html")
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model.sliding_window=8"], "attention within a window of 8, "),
+        (
+            ["--model.sliding_window=8", "--data.document_mask"],
+            "attention within documents and a window of 8, ",
+        ),
+        (["--model.sliding_window=32"], "attention flash, "),
+    ],
+    ids=str,
+)
+def test_the_first_line_says_what_attention_is_within(pool, arguments, tmp_path, options, words):
+    run = [*arguments, "--training.steps=1", "--training.seq_len=32", *options]
+    assert pool.run(1, train_run, run) == [0]
+    assert words in (tmp_path / "debug/log.txt").read_text()
 
 
 def diverge(arguments: list[str]) -> int:

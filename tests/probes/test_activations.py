@@ -143,6 +143,29 @@ def test_compiled_blocks_run_compiled_without_the_logits(pool):
     assert more > 0
 
 
+@pytest.mark.parametrize(
+    ("device", "windowed", "documents", "expected"),
+    [
+        ("cuda", False, False, True),
+        ("cuda", True, False, False),
+        ("cuda", False, True, False),
+        ("cpu", True, True, True),
+    ],
+)
+def test_flex_attention_has_no_logits(device, windowed, documents, expected):
+    """It serves documents and windows on CUDA."""
+    stages: Any = SimpleNamespace(
+        mesh={"cp": SimpleNamespace(size=lambda: 1)},
+        windowed=windowed,
+        model_parts=[SimpleNamespace(config=EVEN)],
+    )
+    metrics: Any = SimpleNamespace(device=torch.device("cpu"))
+    measured = Activations(1, stages, metrics)
+    metrics.device = torch.device(device)
+    batch = Batch(TOKENS, TOKENS, POSITIONS if documents else None)
+    assert measured.has_logits(batch) == expected
+
+
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 24])
 def test_the_largest_logit_is_that_of_pairs_that_attend(monkeypatch, chunk):
     monkeypatch.setattr(activations, "CHUNK", chunk)

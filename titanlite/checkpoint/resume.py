@@ -12,6 +12,7 @@ samples next.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import time
@@ -34,6 +35,7 @@ from titanlite.config.batch_sizes import first_sample, samples_after
 from titanlite.config.schema import CheckpointConfig, PhaseConfig, TrainingConfig, sections
 from titanlite.data.excluded import Range
 from titanlite.distributed.agreement import broadcast_from_rank0
+from titanlite.model.flavors import LlamaConfig
 from titanlite.runtime.errors import ConfigError
 
 logger = logging.getLogger("titanlite")
@@ -313,7 +315,10 @@ def _compatibility_settings(
 
     `samples`: how many the checkpoint has used.
     """
-    settings = {f"model.{name}": value for name, value in json.loads(files["model.json"]).items()}
+    # A file may be older than a field: then it has the default, which is what runs did
+    shape = {field.name: field.default for field in dataclasses.fields(LlamaConfig)}
+    shape |= json.loads(files["model.json"])
+    settings = {f"model.{name}": value for name, value in shape.items()}
     for key in (*ACCEPTABLE, "optimizer.name"):
         section, _, name = key.partition(".")
         # A checkpoint may be older than the key: then it has the default, which is what runs did

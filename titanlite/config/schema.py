@@ -63,7 +63,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture. A value of 0 stands for the flavor's value."""
+    """Architecture. A value of 0 stands for the flavor's value, except in `sliding_window`."""
 
     flavor: str = key(
         "debug",
@@ -79,6 +79,7 @@ class ModelConfig:
             "llama3_405b",
             "llama2_7b",
             "mistral_7b",
+            "mistral_7b_v0.1",
             "smollm2_135m",
             "smollm2_360m",
             "smollm2_1.7b",
@@ -112,6 +113,16 @@ class ModelConfig:
         max=2**31,
     )
     norm_eps: float = key(0.0, "epsilon of the norms", min=0, max=0.1)
+    sliding_window: int = key(
+        -1,
+        "number of positions that a query attends to, its own and those before it; 0: all, "
+        "-1: the flavor's",
+        min=-1,
+        max=2**31,
+    )
+    window_layers: str = key(
+        "flavor", "numbers of the blocks with the window, as in `0-2, 5`; or flavor, or all"
+    )
     qkv_bias: str = key(
         "flavor", "biases of the query, key and value layers", choices=("flavor", "true", "false")
     )

@@ -4,8 +4,9 @@ What it is: a call of `F.scaled_dot_product_attention`, which chooses between cu
 (arXiv 2307.08691), a memory-efficient kernel (arXiv 2112.05682) and plain matrix products, the
 first that supports device, dtype, shapes and mask. The order is torch's: from 2.10 on it begins
 with cuDNN on Hopper and Blackwell data-centre GPUs, if cuDNN is newer than 9.15.0; that version and
-older ones compute some sequence lengths wrongly (pytorch#169849). With `data.document_mask` the
-mask is a tensor, or on CUDA a list of blocks (`block_mask.py`).
+older ones compute some sequence lengths wrongly (pytorch#169849). With `data.document_mask`, or
+with a sliding window (arXiv 2310.06825) that is shorter than the sequence, the mask is a tensor, or
+on CUDA a list of blocks (`block_mask.py`).
 What it costs: B S^2 H Dh multiply-adds in the forward, half of two whole matrix products, because
 of the mask. Plain products also store S^2 numbers for each head, which the other kernels do not.
 The kernel is logged at the start (`observe/start_and_end.py`), unless there are masks. A mask that
@@ -36,7 +37,7 @@ def attention(
 
     H / K query heads share a key/value head.
     """
-    if isinstance(mask, BlockMask):  # on CUDA, with data.document_mask
+    if isinstance(mask, BlockMask):  # on CUDA
         return block_attention(q, k, v, mask)
     k = share_heads(q, k, mask)
     v = share_heads(q, v, mask)
@@ -44,17 +45,23 @@ def attention(
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
 
 
-def document_mask(documents: Tensor, start: int = 0, end: int | None = None) -> Tensor:
+def document_mask(
+    documents: Tensor, start: int = 0, end: int | None = None, window: int = 0
+) -> Tensor:
     """Which keys before `end` the queries start .. end - 1 attend to: bool (B, 1, queries, keys).
 
-    A query attends to the keys of its document up to its position. `documents` (B, S): the number
-    of each token's document, not descending in a row; without `end`, it is S.
+    A query attends to the keys of its document up to its position, with a window to the last
+    `window` of these at most. `documents` (B, S): the number of each token's document, not
+    descending in a row; without `end`, it is S.
     """
     documents = documents[:, :end]
     positions = torch.arange(documents.shape[1], device=documents.device)
     same_document = documents[:, start:, None] == documents[:, None]  # (B, queries, keys)
-    not_later = positions[start:, None] >= positions  # (queries, keys)
-    return (same_document & not_later)[:, None]
+    distance = positions[start:, None] - positions  # (queries, keys)
+    allowed = distance >= 0
+    if window > 0:
+        allowed = allowed & (distance < window)
+    return (same_document & allowed)[:, None]
 
 
 def share_heads(q: Tensor, x: Tensor, mask: Mask | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention within documents on CUDA: FlexAttention and its block masks.
+"""Attention within documents, or within a window, on CUDA: FlexAttention and its block masks.
 
 What it is: FlexAttention (arXiv 2412.05496) is a kernel that the compiler generates for a given
 mask. The mask consists of a function of two positions, and lists of blocks of 128 queries and 128
@@ -9,7 +9,7 @@ Why it is here: a mask as a tensor takes B S^2 bytes and is read in every layer,
 that accept one compute every pair. On a CPU that tensor is used (`attention.py`), because
 FlexAttention has no backward there.
 What it costs: a mask is about 4 B (S/128)^2 int32, computed once per microbatch without a host
-sync. The cost of attention is proportional to the number of query-key pairs within documents,
+sync. The cost of attention is proportional to the number of query-key pairs that the mask allows,
 rounded up to blocks.
 """
 
@@ -31,14 +31,14 @@ BLOCK = 128  # FlexAttention's default
 SMALLEST_HEAD = 16  # its kernels need at least so many numbers per head
 
 
-class MasksDocuments(Protocol):
+class HasMasks(Protocol):
     """A Llama: what `apply_block_mask` uses of it."""
 
     config: LlamaConfig
     document_mask: Callable[..., Any]
 
 
-def apply_block_mask(model: MasksDocuments, no_compiler: str) -> None:
+def apply_block_mask(model: HasMasks, no_compiler: str) -> None:
     """Lets the model make block masks. Where FlexAttention cannot run, masks remain tensors.
 
     `no_compiler`: why nothing can be compiled on this device; empty if it can.
@@ -48,18 +48,23 @@ def apply_block_mask(model: MasksDocuments, no_compiler: str) -> None:
     if not reason and head_dim < SMALLEST_HEAD:
         reason = f"heads of {head_dim} numbers"
     if reason:
-        logger.info("data.document_mask: attention reads a mask of B x S x S bytes: %s", reason)
+        logger.info("attention reads a mask of B x S x S bytes: %s", reason)
     else:
         model.document_mask = block_mask
 
 
-def block_mask(documents: Tensor, start: int = 0, end: int | None = None) -> BlockMask:
+def block_mask(
+    documents: Tensor, start: int = 0, end: int | None = None, window: int = 0
+) -> BlockMask:
     """The mask of `attention.document_mask` with the same arguments, as blocks."""
     documents = documents[:, :end]
     end = documents.shape[1]
+    reach = window if window > 0 else end  # no two positions are so far apart
 
     def attends(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (documents[b, query + start] == documents[b, key]) & (query + start >= key)
+        position = query + start
+        same_document = documents[b, position] == documents[b, key]
+        return same_document & (position >= key) & (position - key < reach)
 
     q_first, q_last = _block_ends(start, end, documents.device)
     k_first, k_last = _block_ends(0, end, documents.device)
@@ -67,17 +72,17 @@ def block_mask(documents: Tensor, start: int = 0, end: int | None = None) -> Blo
     q_last = q_last[:, None]
 
     # Of the pairs in which the key is not later, the closest is the likeliest to be in one
-    # document.
+    # document, and in the window.
     closest_key = torch.minimum(k_last, q_last)  # (blocks of queries, blocks of keys)
     closest_query = torch.maximum(q_first, closest_key)
     same = documents[:, closest_query] == documents[:, closest_key]  # (B, of queries, of keys)
-    some = (k_first <= q_last) & same
+    some = (k_first <= q_last) & (closest_query - closest_key < reach) & same
 
-    # If the farthest pair is in one document, so are all pairs. A partial block at the end of the
-    # sequence does not count.
+    # If the farthest pair is in one document and in the window, so are all pairs. A partial block
+    # at the end of the sequence does not count.
     whole = (q_last - q_first == BLOCK - 1) & (k_last - k_first == BLOCK - 1)
     same = documents[:, k_first][:, None] == documents[:, q_last]
-    every = whole & (k_last <= q_first) & same
+    every = whole & (k_last <= q_first) & (q_last - k_first < reach) & same
     return BlockMask.from_kv_blocks(
         *_listed(some & ~every),
         *_listed(every),

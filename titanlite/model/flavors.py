@@ -3,16 +3,19 @@
 What it is: `LlamaConfig`, a table with one entry per flavor, the exact parameter count, and the
 name and shape of every parameter. Imports no torch. Other dense families have Llama's blocks with
 small differences, each of which is a field: biases of q, k and v (Qwen2), norms of q and k (Qwen3),
-heads of another width (Qwen3, Mistral Nemo), and how RoPE is scaled beyond the lengths of
-pretraining.
-Reference: Llama 3 herd of models (arXiv 2407.21783), Llama 3.2 model cards, Qwen2.5 (arXiv
-2412.15115), Qwen3 (arXiv 2505.09388), YaRN (arXiv 2309.00071), config.json of the released models.
+heads of another width (Qwen3, Mistral Nemo), a sliding window (Mistral 7B v0.1), and how RoPE is
+scaled beyond the lengths of pretraining.
+Reference: Llama 3 herd of models (arXiv 2407.21783), Llama 3.2 model cards, Mistral 7B (arXiv
+2310.06825), Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388), YaRN (arXiv 2309.00071),
+config.json of the released models.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from titanlite.config.schema import FROM_CHECKPOINT, ModelConfig
@@ -64,6 +67,8 @@ class LlamaConfig:
     explicit_head_dim: int = 0  # 0: dim / num_heads
     qkv_bias: bool = False
     qk_norm: bool = False  # an RMSNorm of each head of q and k, before RoPE
+    sliding_window: int = 0  # positions that a query attends to, up to its own; 0: all
+    window_layers: str = "all"  # the blocks with the window, as in `0-2, 5`
 
     @property
     def head_dim(self) -> int:
@@ -77,6 +82,16 @@ class LlamaConfig:
     def kv_dim(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    def windows(self, seq_len: int) -> list[int]:
+        """Each block's window in sequences of this length; 0 where a query attends to all positions
+        up to its own, also if these are never more than the window has.
+        """
+        windows = [0] * self.num_layers
+        if self.sliding_window < seq_len:
+            for number in layer_numbers(self.window_layers, self.num_layers):
+                windows[number] = self.sliding_window
+        return windows
+
     @property
     def num_parameters(self) -> int:
         """Exact count; tied embeddings count once."""
@@ -89,6 +104,52 @@ class LlamaConfig:
     def to_json(self) -> str:
         """The text of a model.json, which `shape_file.py` reads."""
         return json.dumps(asdict(self), indent=1)
+
+
+def layer_numbers(text: str, num_layers: int) -> list[int]:
+    """The blocks that a text names: `0-2, 5` -> [0, 1, 2, 5], and `all`.
+
+    Raises ValueError for another text, also where numbers do not ascend.
+    """
+    if text == "all":
+        return list(range(num_layers))
+    numbers: list[int] = []
+    for word in text.replace(",", " ").split():
+        match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", word)
+        first = int(match[1]) if match else -1
+        last = int(match[2] or match[1]) if match else -1
+        lowest = numbers[-1] + 1 if numbers else 0
+        if not lowest <= first <= last < num_layers:
+            raise ValueError(
+                f"{word:.20}: expected ascending numbers from 0 to {num_layers - 1}, or ranges as "
+                f"0-{num_layers - 1}, or all"
+            )
+        numbers += range(first, last + 1)
+    return numbers
+
+
+def layer_ranges(numbers: Sequence[int], num_layers: int) -> str:
+    """The shortest text for which `layer_numbers` returns these ascending numbers."""
+    if len(numbers) == num_layers:
+        return "all"
+    ranges: list[tuple[int, int]] = []  # first and last of each
+    for number in numbers:
+        first = number
+        if ranges and ranges[-1][1] == number - 1:
+            first, _ = ranges.pop()
+        ranges.append((first, number))
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def with_one_window(config: LlamaConfig) -> LlamaConfig:
+    """The config with its window written in one way, so that two configs of one model are equal.
+
+    Raises ValueError.
+    """
+    numbers = layer_numbers(config.window_layers, config.num_layers)
+    if not numbers or not config.sliding_window:
+        return replace(config, sliding_window=0, window_layers="all")
+    return replace(config, window_layers=layer_ranges(numbers, config.num_layers))
 
 
 def block_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -164,6 +225,9 @@ FLAVORS: dict[str, LlamaConfig] = {
     "llama3_405b": LlamaConfig(16384, 126, 128, 8, 53248, rope_scaling=RopeScaling(8.0)),
     "llama2_7b": LlamaConfig(4096, 32, 32, 32, 11008, vocab_size=32000, rope_theta=10000.0),
     "mistral_7b": LlamaConfig(4096, 32, 32, 8, 14336, vocab_size=32768, rope_theta=1e6),
+    "mistral_7b_v0.1": LlamaConfig(
+        4096, 32, 32, 8, 14336, vocab_size=32000, rope_theta=10000.0, sliding_window=4096
+    ),
     "smollm2_135m": LlamaConfig(
         576, 30, 9, 3, 1536, vocab_size=49152, tied_embeddings=True, rope_theta=1e5
     ),
@@ -227,6 +291,25 @@ def _resolve_scaling(section: ModelConfig, scaling: RopeScaling | None) -> RopeS
     return scaling
 
 
+def _resolve_window(section: ModelConfig, config: LlamaConfig) -> LlamaConfig:
+    """The config with the section's window. Raises ConfigError."""
+    if section.sliding_window >= 0:
+        config = replace(config, sliding_window=section.sliding_window)
+    if section.window_layers != "flavor":
+        config = replace(config, window_layers=section.window_layers)
+    try:
+        resolved = with_one_window(config)
+    except ValueError as error:
+        raise ConfigError(f"model.window_layers = {config.window_layers!r}: {error}") from None
+    if section.window_layers not in ("flavor", "all") and not resolved.sliding_window:
+        raise ConfigError(
+            f"model.window_layers = {section.window_layers!r} with model.sliding_window = "
+            f"{config.sliding_window}: no block has a window; expected a window above 0 and the "
+            "number of a block or more, or model.window_layers = all"
+        )
+    return resolved
+
+
 def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
     """The flavor with the section's overrides; a `vocab_size` of 0 becomes `tokenizer_size`.
 
@@ -250,6 +333,7 @@ def resolve_flavor(section: ModelConfig, tokenizer_size: int) -> LlamaConfig:
     if section.norm_eps:
         config = replace(config, norm_eps=section.norm_eps)
     config = replace(config, rope_scaling=_resolve_scaling(section, config.rope_scaling))
+    config = _resolve_window(section, config)
     if section.embeddings != "flavor":
         config = replace(config, tied_embeddings=section.embeddings == "tied")
     if section.qkv_bias != "flavor":

@@ -2,8 +2,9 @@
 
 What it is: FLOPs per token by the formula of PaLM (arXiv 2204.02311, appendix B), and the dense
 bf16 peak of known devices. As in published tables, attention is counted without the saving of the
-causal mask or of documents, and recomputation is not counted. For a device that is not in the table
-MFU is not reported.
+causal mask or of documents, and recomputation is not counted. A block with a sliding window of
+w < S positions counts w keys per query instead of S. For a device that is not in the table MFU is
+not reported.
 """
 
 from __future__ import annotations
@@ -47,12 +48,14 @@ def num_adapter_parameters(model: LlamaConfig, lora: LoraConfig) -> int:
 def flops_per_token(model: LlamaConfig, seq_len: int, lora: LoraConfig = NO_ADAPTERS) -> int:
     """Forward and backward FLOPs of one token.
 
-    6 per parameter of a matrix product, and 12 L H Dh S for attention. With adapters the model's
-    own parameters have no gradient, and count 4. The input embedding is a lookup and is not
-    counted, unless it is tied: then it is also the output matrix.
+    6 per parameter of a matrix product, and 12 H Dh S for the attention of a block, or 12 H Dh w
+    with a window of w < S. With adapters the model's own parameters have no gradient, and count 4.
+    The input embedding is a lookup and is not counted, unless it is tied: then it is also the
+    output matrix.
     """
     lookup = 0 if model.tied_embeddings else model.vocab_size * model.dim
-    attention = 12 * model.num_layers * model.num_heads * model.head_dim * seq_len
+    keys = sum(window or seq_len for window in model.windows(seq_len))  # of all blocks, per query
+    attention = 12 * model.num_heads * model.head_dim * keys
     per_parameter = 4 if lora.rank > 0 else 6
     matrices = per_parameter * (model.num_parameters - lookup)
     return matrices + 6 * num_adapter_parameters(model, lora) + attention

@@ -27,18 +27,23 @@ from titanlite.model.llama import LayerCache, Llama
 
 
 class KVCache:
-    """Keys and values of one layer for up to `length` positions: two tensors (B, K, length, Dh)."""
+    """Keys and values of one layer for up to `length` positions: two tensors (B, K, length, Dh).
 
-    def __init__(self, length: int) -> None:
+    With a window a new query gets the last `window` of them.
+    """
+
+    def __init__(self, length: int, window: int = 0) -> None:
         self.length = length
+        self.window = window
         self.filled = 0
         self.keys = torch.empty(0)
         self.values = torch.empty(0)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores new positions (B, K, S, Dh) and returns all so far.
+        """Stores new positions (B, K, S, Dh) and returns those that the new queries attend to.
 
-        They are in the dtype and on the device of the first.
+        After the first call these are all so far, or those of the window. They are in the dtype and
+        on the device of the first.
         """
         batch, heads, count, width = k.shape
         if self.filled == 0:
@@ -52,7 +57,10 @@ class KVCache:
         self.keys[:, :, self.filled : end] = k
         self.values[:, :, self.filled : end] = v
         self.filled = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        first = 0
+        if count == 1 and self.window > 0:
+            first = max(0, end - self.window)
+        return self.keys[:, :, first:end], self.values[:, :, first:end]
 
     def keep(self, rows: list[int]) -> None:
         """Keeps these rows of the batch, in this order, and drops the others."""
@@ -128,7 +136,7 @@ def generate_rows(
     if not places:
         return
     device = model.rope.device
-    caches = [KVCache(max(lengths)) for _ in model.layers]
+    caches = [KVCache(max(lengths), window) for window in model.windows]
     layer_caches: list[LayerCache] = [*caches]
     start = 0
     end = min(len(texts[i]) for i in places)

@@ -135,8 +135,8 @@ class CausalAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Tensor:
         """q (B, H, S, Dh), k and v (B, K, S, Dh) -> (B, H, S, Dh).
 
-        A single query attends to all keys. `mask`: from `document_mask`, if each query attends only
-        to the keys of its document.
+        A single query attends to all keys. `mask`: from `document_mask`, if a query attends only to
+        the keys of its document, or of its window.
         """
         causal = mask is None and q.shape[2] > 1
         return attention(q, k, v, mask, causal)
@@ -242,6 +242,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.seq_len = seq_len
+        self.windows = config.windows(seq_len)  # of the blocks by number, 0 without
         self.positions = torch.arange(seq_len, device="cpu")  # of the rows of the RoPE table
         # A pipeline stage has other modules in place of the ends that other stages have
         self.tok_embeddings: nn.Module = nn.Embedding(config.vocab_size, config.dim)
@@ -268,13 +269,22 @@ class Llama(nn.Module):
         """Logits (B, S, V) of `tokens` (B, S) at positions start, start + 1, ...
 
         With several documents in a row: at `positions` (B, S), and attention only within a
-        document; `documents` (B, S) has the number of each token's document.
+        document; `documents` (B, S) has the number of each token's document. A window needs
+        `documents` too where `tokens` are a part of each sequence: zeros, if it is one document.
         `block_inputs`: what else each block gets, if `parallel/` has changed it to take more.
         """
         rope = self.rope[start:] if positions is None else rope_table(self.config, positions)
-        mask = None if documents is None else self.document_mask(documents)
+        windows = [self.windows[int(name)] for name in self.layers]
+        if documents is None and any(0 < window < tokens.shape[1] for window in windows):
+            documents = torch.zeros_like(tokens)
+        masks: dict[int, Mask | list[Mask]] = {}  # by window
+        if documents is not None:
+            masks = {
+                window: self.document_mask(documents, window=window) for window in set(windows)
+            }
         x = self.tok_embeddings(tokens)  # (B, S, D)
         for i, layer in enumerate(self.layers.values()):
+            mask = masks.get(windows[i])
             x = layer(x, rope, mask, caches[i] if caches else None, **block_inputs)
         return self.output(self.norm(x))
 

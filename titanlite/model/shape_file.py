@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from titanlite.model.flavors import SCALINGS, LlamaConfig, RopeScaling
+from titanlite.model.flavors import SCALINGS, LlamaConfig, RopeScaling, with_one_window
 
 MOST_POSITIONS = 1 << 24  # of a sequence; a RoPE table of more takes gigabytes
 
@@ -74,6 +74,11 @@ def checked(config: LlamaConfig) -> LlamaConfig:
         )
     if config.explicit_head_dim * heads == config.dim:
         config = replace(config, explicit_head_dim=0)  # two configs of one model are equal
+    if type(config.sliding_window) is not int or config.sliding_window != 0:
+        _require_integer("sliding_window", config.sliding_window, 1 << 31)
+    if type(config.window_layers) is not str:
+        raise ValueError(f"window_layers = {config.window_layers!r:.40}: expected a text")
+    config = with_one_window(config)
     for name in ("qkv_bias", "qk_norm"):
         if type(getattr(config, name)) is not bool:
             raise ValueError(f"{name} = {getattr(config, name)!r:.40}: expected true or false")

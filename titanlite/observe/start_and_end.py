@@ -86,8 +86,13 @@ def log_start(
 
 def _attention(config: Config, llama: LlamaConfig, mesh: Mesh, device: torch.device) -> str:
     """How attention is computed, in words."""
+    places = []
     if config.data.document_mask:
-        return "within documents"  # see `block_mask.py`
+        places.append("documents")
+    if any(llama.windows(config.training.seq_len)):
+        places.append(f"a window of {llama.sliding_window}")
+    if places:
+        return f"within {' and '.join(places)}"  # see `block_mask.py`
     if mesh.degrees["cp"] > 1:
         return "over ranks"
     dtype = getattr(torch, config.training.compute_dtype)

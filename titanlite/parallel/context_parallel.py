@@ -98,7 +98,7 @@ def apply_cp(model: Llama, mesh: DeviceMesh, method: str) -> None:
             attend = functools.partial(
                 all_gather_attention, mesh=mesh, masks=chunk_masks(model.seq_len, mesh)
             )
-            build = cast("Callable[[Tensor, int, int], Mask]", model.document_mask)
+            build = cast("Callable[[Tensor, int, int, int], Mask]", model.document_mask)
             model.document_mask = functools.partial(document_masks, mesh=mesh, build=build)
     for block in model.layers.values():
         inner_attention = block.get_submodule("attention.attend")
@@ -147,13 +147,18 @@ def chunk_masks(seq_len: int, mesh: DeviceMesh) -> list[Mask]:
 
 
 def document_masks(
-    documents: Tensor, mesh: DeviceMesh, build: Callable[[Tensor, int, int], Mask]
+    documents: Tensor,
+    mesh: DeviceMesh,
+    build: Callable[[Tensor, int, int, int], Mask],
+    window: int = 0,
 ) -> list[Mask]:
-    """The same for sequences of several documents (B, S), by `build`: each query attends to its
-    document only.
+    """The same for sequences of several documents (B, S), or with a window, by `build`: each query
+    attends to its document only, and to the last `window` positions of it.
     """
     chunk = documents.shape[1] // (2 * mesh.size())
-    return [build(documents, index * chunk, (index + 1) * chunk) for index in own_chunks(mesh)]
+    return [
+        build(documents, index * chunk, (index + 1) * chunk, window) for index in own_chunks(mesh)
+    ]
 
 
 def all_gather_attention(

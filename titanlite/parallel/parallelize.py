@@ -100,7 +100,8 @@ def parallelize(model: Llama, config: Config, mesh: Mesh, compiled: bool) -> Non
     if config.lora.rank > 0:
         apply_lora(model, config.lora)
     freeze(model, training.frozen_patterns)
-    if config.data.document_mask and mesh.device_type == "cuda":
+    masked = config.data.document_mask or any(model.windows)
+    if masked and mesh.device_type == "cuda":
         apply_block_mask(model, missing_for_inductor(mesh.device_type))
     if mesh["cp"].size() > 1:
         apply_cp(model, mesh["cp"], parallel.cp_method)

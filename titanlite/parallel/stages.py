@@ -81,8 +81,9 @@ class Inputs(NamedTuple):
     which every part of the model is given.
 
     `per_token`: with `data.document_mask` the positions of this rank's tokens (B, S/cp), and the
-    number of each token's document in the whole sequences (B, S). In training with `lora.dropout`
-    the keys of this rank's tokens (B, S/cp).
+    number of each token's document in the whole sequences (B, S). These also with a window, which
+    needs the whole length of sequences: without `data.document_mask` each is one document. In
+    training with `lora.dropout` the keys of this rank's tokens (B, S/cp).
     """
 
     tokens: Tensor
@@ -109,6 +110,7 @@ class Stages:
         if mesh["cp"].size() > 1:
             sharder = BatchSharder(model_parts, mesh["cp"], config.parallel.cp_method, device)
             self.shard_batch = sharder.shard_batch
+        self.windowed = any(model_parts[0].windows)  # of all blocks, also those of other stages
         self.loss_scope: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if mesh["tp"].size() > 1:
             # Within it, log-softmax and its gradient work on a sharded vocabulary
@@ -180,6 +182,8 @@ class Stages:
         """The context of a forward and backward."""
         with self.loss_scope(), self.shard_batch(batch) as part:
             per_token: dict[str, Tensor] = {}
+            if self.windowed:
+                per_token["documents"] = torch.zeros_like(batch.tokens)  # (B, S)
             if batch.positions is not None and part.positions is not None:
                 per_token["positions"] = part.positions  # (B, S/cp)
                 per_token["documents"] = (batch.positions == 0).cumsum(dim=1)  # (B, S)

@@ -16,7 +16,7 @@ How it is made: hooks on the blocks see their outputs. The logits do not exist i
 they are computed again from the arguments of each call of `F.scaled_dot_product_attention`, which
 under context parallel has the keys of all ranks. Two kinds of attention call something else and
 have no logits here: `parallel.cp_method = ring`, and FlexAttention, which serves
-`data.document_mask` on CUDA.
+`data.document_mask` and sliding windows on CUDA.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class Activations:
     def has_logits(self, batch: Batch) -> bool:
         """Whether attention calls `F.scaled_dot_product_attention` with all keys."""
         ring = self.stages.mesh["cp"].size() > 1 and self.stages.config.cp_method == "ring"
-        flex = batch.positions is not None and self.metrics.device.type == "cuda"
+        masked = batch.positions is not None or self.stages.windowed
+        flex = masked and self.metrics.device.type == "cuda"
         return not ring and not flex
 
     @contextlib.contextmanager

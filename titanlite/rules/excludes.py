@@ -55,6 +55,12 @@ def ring_attention(config: Config, llama: LlamaConfig, degrees: dict[str, int]) 
             f"lora.dropout = {config.lora.dropout:g}: parallel.cp_method = ring does not cut the "
             "keys of its masks; use all_gather or ulysses, or set lora.dropout to 0"
         )
+    if any(llama.windows(config.training.seq_len)):
+        yield (
+            f"parallel.cp_method = ring supports no masks; with model.sliding_window = "
+            f"{llama.sliding_window} and training.seq_len = {config.training.seq_len} use "
+            "all_gather or ulysses, or sequences that are no longer than the window"
+        )
 
 
 def pipeline_reduction(

@@ -21,6 +21,14 @@ def test_keys_give_the_model_back(tmp_path, flavor):
     assert resolve_flavor(section, 100) == model
 
 
+def test_a_window_in_some_layers(tmp_path):
+    model = dataclasses.replace(
+        FLAVORS["qwen3_0.6b"], sliding_window=4096, window_layers="0-5, 8-27"
+    )
+    section = ModelConfig(flavor="from_checkpoint", **keys_of(model, tmp_path))
+    assert resolve_flavor(section, 100) == model
+
+
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 def test_scalings(tmp_path, kind):
     scaling = RopeScaling(3.0, kind=kind, original_context=2048 if kind == "yarn" else 8192)

@@ -81,6 +81,10 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {  # the run's model -> what 
         {"qkv_bias": True},
         "model.qkv_bias = true, and false in {}; expected model.qkv_bias = false",
     ),
+    "window": (
+        {"sliding_window": 8},
+        "model.sliding_window = 8, and 0 in {}; expected model.sliding_window = 0",
+    ),
     "norms of q and k": ({"qk_norm": True}, "model.qk_norm = true, and false in {}"),
     "dim": ({"dim": 64}, "model.dim = 64, and 32 in {}; expected model.dim = 32"),
     "layers": (
@@ -98,7 +102,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {  # the run's model -> what 
 }
 SAID = [message for _, message in DIFFERENT.values()]
 UNSTATED = ["raw.pt", "raw.safetensors", "raw dcp", "raw folder"]
-NOT_IN_SHAPES = ("theta", "eps", "scaling")
+NOT_IN_SHAPES = ("theta", "eps", "scaling", "window")
 
 
 @pytest.fixture(scope="module")

@@ -190,9 +190,11 @@ def forget_the_documents(*arguments):
     from titanlite.model.llama import Llama
 
     original = Llama.document_mask
-    with mock.patch.object(
-        Llama, "document_mask", staticmethod(lambda d, *ends: original(torch.zeros_like(d), *ends))
-    ):
+
+    def mask(documents, *ends, **window):
+        return original(torch.zeros_like(documents), *ends, **window)
+
+    with mock.patch.object(Llama, "document_mask", staticmethod(mask)):
         return measure(*arguments)
 
 
@@ -217,11 +219,66 @@ def number_documents_of_the_part(*arguments):
 
     original = context_parallel.document_masks
 
-    def masks(documents, mesh, build):
+    def masks(documents, mesh, build, window):
         here = context_parallel.local_positions(documents.shape[1], mesh, "all_gather")
         return original(documents[:, here].repeat_interleave(mesh.size(), dim=1), mesh, build)
 
     with mock.patch.object(context_parallel, "document_masks", masks):
+        return measure(*arguments)
+
+
+def forget_the_window(*arguments):
+    """A causal mask over the whole sequence."""
+    from titanlite.model.llama import Llama
+
+    original = Llama.document_mask
+
+    def mask(documents, start=0, end=None, window=0):
+        return original(documents, start, end)
+
+    with mock.patch.object(Llama, "document_mask", staticmethod(mask)):
+        return measure(*arguments)
+
+
+def forget_the_window_in_context_parallel(*arguments):
+    """The masks of chunks by causality alone."""
+    from titanlite.parallel import context_parallel
+
+    original = context_parallel.document_masks
+
+    def masks(documents, mesh, build, window):
+        return original(documents, mesh, build)
+
+    with mock.patch.object(context_parallel, "document_masks", masks):
+        return measure(*arguments)
+
+
+def see_one_position_more_on_one_rank(*arguments):
+    """Context parallel whose last rank has a window of one position more."""
+    from titanlite.parallel import context_parallel
+
+    original = context_parallel.document_masks
+
+    def masks(documents, mesh, build, window):
+        is_last = mesh.get_local_rank() == mesh.size() - 1
+        return original(documents, mesh, build, window + int(is_last))
+
+    with mock.patch.object(context_parallel, "document_masks", masks):
+        return measure(*arguments)
+
+
+def give_all_blocks_the_window(*arguments):
+    """Pipeline stages in which every block has the window."""
+    from titanlite.parallel import pipeline_parallel
+
+    original = pipeline_parallel._keep_modules
+
+    def keep(model, names):
+        part = original(model, names)
+        part.windows = [7] * len(part.windows)
+        return part
+
+    with mock.patch.object(pipeline_parallel, "_keep_modules", keep):
         return measure(*arguments)
 
 
@@ -333,6 +390,39 @@ def documents_alone(pool, tmp_path_factory) -> Path:
 )
 def test_documents_that_are_not_as_if_alone_fail(pool, documents_alone, function, layout):
     row = run(pool, function, f"{layout},data.document_mask", documents_alone)
+    assert row["passed"] == (function is measure), row
+    assert (row["gradient"] > 1e-4) == (function is not measure), row
+
+
+WINDOW = "model.sliding_window=7,model.window_layers=0-1"
+
+
+@pytest.fixture(scope="module")
+def windowed(pool, tmp_path_factory) -> Path:
+    """The reference with a sliding window in two of four blocks."""
+    path = tmp_path_factory.mktemp("reference") / "windowed.pt"
+    made, llama = case(f"dp_shard=1,{WINDOW}")
+    pool.run(1, reference, made.config, llama, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("function", "layout"),
+    [
+        (measure, "cp=2"),
+        (measure, "pp=2"),
+        (forget_the_window, "dp_shard=1"),
+        (forget_the_window_in_context_parallel, "cp=2"),
+        (see_one_position_more_on_one_rank, "cp=2"),
+        (give_all_blocks_the_window, "pp=2"),
+        *(
+            pytest.param(forget_the_window, layout, marks=pytest.mark.slow)
+            for layout in ("tp=2", "cp=2", "cp=2,cp_method=ulysses", "pp=2")
+        ),
+    ],
+)
+def test_windows_that_are_not_as_in_one_process_fail(pool, windowed, function, layout):
+    row = run(pool, function, f"{layout},{WINDOW}", windowed)
     assert row["passed"] == (function is measure), row
     assert (row["gradient"] > 1e-4) == (function is not measure), row
 

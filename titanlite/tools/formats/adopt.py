@@ -70,6 +70,8 @@ def keys_of(model: LlamaConfig, path: Path) -> dict[str, Any]:
         "norm_eps": model.norm_eps,
         "qkv_bias": str(model.qkv_bias).lower(),
         "qk_norm": str(model.qk_norm).lower(),
+        "sliding_window": model.sliding_window,
+        "window_layers": model.window_layers,
         "embeddings": "tied" if model.tied_embeddings else "untied",
         "vocab_size": model.vocab_size,
         "rope_scaling": "none",

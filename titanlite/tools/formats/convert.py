@@ -217,6 +217,7 @@ def require_plain_llama(model: LlamaConfig, to: str) -> None:
         "biases of q, k and v": model.qkv_bias,
         "norms of q and k": model.qk_norm,
         f"heads of width {model.head_dim}": model.explicit_head_dim != 0,
+        f"a sliding window of {model.sliding_window}": model.sliding_window != 0,
     }
     if model.rope_scaling:
         kind = model.rope_scaling.kind

@@ -156,6 +156,7 @@ def ladder(processes: int, quick: bool, device: str) -> list[str]:
     if not quick:
         names += dtypes()
         names += families(processes)
+        names += windows(processes, compiler)
         names += adapters(processes, compiler)
         names += preferences(processes, compiler)
         names += frozen(processes)
@@ -287,6 +288,24 @@ def families(processes: int) -> list[str]:
     # Muon, whose matrices have no bias; clipping by units; bfloat16
     names += each(["tp=2", "dp_shard=2"], [f"{qwen3},optimizer.name=muon,optimizer.clip=agc"])
     names += each(["tp=2", "dp_shard=2"], [f"{qwen2},training.compute_dtype=bfloat16"])
+    return names
+
+
+def windows(processes: int, compiler: str) -> list[str]:
+    """Layouts with a sliding window, in all blocks or in some, also within documents."""
+    window = "model.sliding_window=7"
+    some = f"{window},model.window_layers=1-2"
+    layouts = [*TWO_RANKS, "cp=2,cp_method=ulysses"]
+    if processes >= 4:
+        layouts += ["dp_replicate=2,dp_shard=2", "cp=4", "cp=2,tp=2", "pp=2,cp=2", "pp=2,tp=2"]
+    names = each(layouts, [window, some])
+    names += each(
+        ["tp=2", "cp=2", "cp=2,cp_method=ulysses", "pp=2"], [f"data.document_mask,{some}"]
+    )
+    compiled = f"compile.enabled,compile.backend={compiler}"
+    for option in (*(f"recompute.mode={mode}" for mode in RECOMPUTE_MODES[:2]), compiled):
+        names += each(TWO_RANKS, [f"{option},{some}"])
+    names += each(["pp=2,pp_schedule=Interleaved1F1B", "pp=2,pp_schedule=ZBVZeroBubble"], [some])
     return names
 
 
