@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from messages import refused
 from torch.nn.utils import parameters_to_vector
 from transformers_models import TOKENS, make
 
+from titanlite.model.attention import document_mask
 from titanlite.model.generate import generate
+from titanlite.tools.formats import check_export, huggingface
 from titanlite.tools.formats.convert import convert
-from titanlite.tools.formats.huggingface import family_of
+from titanlite.tools.formats.detect_format import open_full_state
+from titanlite.tools.formats.huggingface import family_of, to_config
 from titanlite.tools.formats.load_weights import load_model
 
 transformers = pytest.importorskip("transformers")
@@ -21,6 +25,8 @@ transformers.logging.disable_progress_bar()
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
+SLIDING = "sliding_attention"
+WHOLE = "full_attention"
 # config.json's fields beside those of `make`: odd shapes, and what each family adds
 MODELS: dict[str, dict[str, Any]] = {
     "llama, wide heads": {"model_type": "llama", "head_dim": 24},
@@ -47,6 +53,39 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen3, yarn": {"model_type": "qwen3", "head_dim": 16, "rope_parameters": YARN},
+    "mistral, window": {"model_type": "mistral", "sliding_window": 7},
+    "mistral, window of two": {"model_type": "mistral", "sliding_window": 2, "head_dim": 32},
+    "ministral, window in two layers": {
+        "model_type": "ministral",
+        "head_dim": 8,
+        "sliding_window": 7,
+        "layer_types": [SLIDING, WHOLE, SLIDING],
+    },
+    "qwen2, window from a layer on": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+    },
+    "qwen2, window that no layer has": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+    },
+    "qwen3, window in one layer": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "layer_types": [WHOLE, SLIDING, WHOLE],
+    },
+}
+WINDOWS = {  # (sliding_window, window_layers) of ours
+    "mistral, window": (7, "all"),
+    "mistral, window of two": (2, "all"),
+    "ministral, window in two layers": (7, "0, 2"),
+    "qwen2, window from a layer on": (9, "1-2"),
+    "qwen3, window in one layer": (9, "1"),
 }
 
 
@@ -61,6 +100,8 @@ def test_logits_text_and_weights_are_theirs(tmp_path, name):
         difference = (ours(TOKENS) - expected).abs().max()
     assert difference <= 1e-5
     assert ours.config.num_parameters == theirs.num_parameters()
+    window = (ours.config.sliding_window, ours.config.window_layers)
+    assert window == WINDOWS.get(name, (0, "all"))
 
     prompt = TOKENS[0, :5].tolist()
     text = list(generate(ours, prompt, 64, stop=-1, temperature=0.0, top_k=0, seed=0))
@@ -78,14 +119,75 @@ def test_logits_text_and_weights_are_theirs(tmp_path, name):
         assert torch.equal(back.eval()(TOKENS).logits, expected)
 
 
+@pytest.mark.parametrize("name", ["mistral, window", "qwen2, window from a layer on"])
+def test_one_position_more_is_seen(tmp_path, name):
+    """So the test above shows that a window ends where theirs does."""
+    theirs = make(MODELS[name])
+    theirs.save_pretrained(tmp_path / "hf")
+    ours = load_model(open_full_state(tmp_path / "hf"), torch.device("cpu"), 128)
+    for change in (-1, 1):
+        config = dataclasses.replace(
+            ours.config, sliding_window=ours.config.sliding_window + change
+        )
+        ours.windows = config.windows(128)
+        with torch.no_grad():
+            assert (ours(TOKENS) - theirs(TOKENS).logits).abs().max() > 1e-2
+
+
+def test_older_files_say_the_first_layer_with_the_window(tmp_path):
+    """Those of transformers 4 have no layer_types."""
+    make(MODELS["qwen2, window from a layer on"]).save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    fields = json.loads(path.read_text())
+    del fields["layer_types"]
+    path.write_text(json.dumps(fields))
+    model = open_full_state(tmp_path / "hf").model
+    assert (model.sliding_window, model.window_layers) == (9, "1-2")
+    written = to_config(model, 128, "float32", None, None)
+    assert written["max_window_layers"] == 1
+    assert written["layer_types"] == [WHOLE, SLIDING, SLIDING]
+
+
 @pytest.mark.parametrize(
     ("fields", "parts"),
     [
-        ({"model_type": "mistral", "sliding_window": 64}, ("sliding_window = 64",)),
+        ({"model_type": "llama", "sliding_window": 64}, ("sliding_window = 64", "None")),
+        ({"model_type": "mistral", "sliding_window": 0}, ("sliding_window = 0", "None")),
+        ({"model_type": "mistral", "sliding_window": "x"}, ("sliding_window = 'x'",)),
         (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32},
-            ("sliding_window = 32",),
+            {"model_type": "mistral", "layer_types": [SLIDING, WHOLE, SLIDING]},
+            ("layer_types = 'full_attention'", "allowed: 'sliding_attention'"),
         ),
+        (
+            {"model_type": "qwen2", "layer_types": [WHOLE, SLIDING, WHOLE]},
+            ("layer_types = 'sliding_attention'", "allowed: 'full_attention'"),
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "layer_types": [WHOLE, "chunked_attention", SLIDING],
+            },
+            ("layer_types = 'chunked_attention'", "'sliding_attention', 'full_attention'"),
+        ),
+        (
+            {"model_type": "ministral", "layer_types": [WHOLE] * 4},
+            ("layer_types has 4 entries for 3 layers",),
+        ),
+    ],
+    ids=str,
+)
+def test_windows_that_are_not_supported_are_refused_by_name(tmp_path, fields, parts):
+    make({"model_type": "llama"}).save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with refused("config.json", *parts):
+        open_full_state(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
         ({"model_type": "qwen3", "attention_bias": True}, ("attention_bias = True",)),
         ({"model_type": "llama", "attention_bias": True}, ("attention_bias = True",)),
         (
@@ -103,6 +205,29 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, fields, parts):
     config.save_pretrained(tmp_path / "hf")
     with refused("config.json", *parts):
         convert(tmp_path / "hf", tmp_path / "ours", "titanlite", log=lambda text: None)
+
+
+@pytest.mark.parametrize("to", ["llama", "gguf"])
+def test_formats_that_cannot_say_a_window_refuse_it(tmp_path, to):
+    make(MODELS["mistral, window"]).save_pretrained(tmp_path / "hf")
+    with refused(f"--to {to}", "a sliding window of 7", "allowed: titanlite"):
+        convert(tmp_path / "hf", tmp_path / "there", to, log=lambda text: None)
+
+
+def test_a_conversion_compares_the_window(tmp_path, monkeypatch):
+    """Its number, and by a second implementation what it does."""
+    make(MODELS["mistral, window"]).save_pretrained(tmp_path / "hf")
+    with monkeypatch.context() as patched:
+        patched.setattr(huggingface, "_to_window", lambda config, family: {"sliding_window": 8})
+        with refused("sliding_window is 8; expected 7"):
+            convert(tmp_path / "hf", tmp_path / "a", "hf", log=lambda text: None)
+
+    def too_wide(documents, window):
+        return document_mask(documents, window=window + 1)
+
+    monkeypatch.setattr(check_export, "document_mask", too_wide)
+    with refused("logits are", "apart from the source's"):
+        convert(tmp_path / "hf", tmp_path / "b", "hf", log=lambda text: None)
 
 
 def test_a_model_that_transformers_does_not_have_is_refused(tmp_path):

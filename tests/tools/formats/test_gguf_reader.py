@@ -132,6 +132,18 @@ def test_a_tokenizer_of_sentencepiece_is_read_and_converted(tmp_path, capsys, pr
         assert exported.decode(ids) == encoder.decode(ids)
 
 
+def test_a_window(tmp_path):
+    """Of all layers, as the file says no more."""
+    fields = MODELS["qwen2"] | {"use_sliding_window": True, "sliding_window": 9}
+    theirs = make(fields | {"max_window_layers": 0})
+    write(tmp_path / "a.gguf", theirs, "F32", add_sliding_window=9)
+    full = load_full_state(tmp_path / "a.gguf")
+    assert (full.model.sliding_window, full.model.window_layers) == (9, "all")
+    ours = load_model(full, torch.device("cpu"), 128)
+    with torch.no_grad():
+        assert (ours(TOKENS) - theirs(TOKENS).logits).abs().max() <= 1e-5
+
+
 SCALED = dataclasses.replace(
     EXPORTED["untied"], rope_scaling=RopeScaling(8.0), norm_eps=FLAVORS["qwen3_8b"].norm_eps
 )
@@ -163,7 +175,7 @@ def test_own_exports_are_read_back(tmp_path, config, dtype):
     ("changes", "parts"),
     [
         ({"add_expert_count": 8}, ("qwen2.expert_count = 8", "allowed: 0")),
-        ({"add_sliding_window": 4096}, ("sliding_window = 4096",)),
+        ({"add_sliding_window_pattern": 2}, ("qwen2.attention.sliding_window_pattern = 2",)),
         ({"add_rope_dimension_count": 8}, ("rope.dimension_count = 8", "16")),
     ],
     ids=str,

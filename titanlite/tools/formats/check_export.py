@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite.model.flavors import LlamaConfig, RopeScaling
+from titanlite.model.attention import document_mask
+from titanlite.model.flavors import LlamaConfig, RopeScaling, layer_numbers
 from titanlite.model.llama import TransformerBlock, rope_table
 from titanlite.tools.formats import huggingface
 from titanlite.tools.formats.full_state import FullState, FullTensor
@@ -138,9 +139,10 @@ def _model_logits(config: LlamaConfig, read: Weights, tokens: Tensor) -> Tensor:
     x = read.embed(tokens)[None]
     rope = rope_table(config, torch.arange(len(tokens)))
     block = TransformerBlock(config).double()
-    for i in range(config.num_layers):
+    one_document = torch.zeros_like(tokens)[None]
+    for i, window in enumerate(config.windows(len(tokens))):
         block.load_state_dict({name: read(f"layers.{i}.{name}") for name in block.state_dict()})
-        x = block(x, rope)
+        x = block(x, rope, document_mask(one_document, window=window) if window else None)
     x = F.rms_norm(x, (config.dim,), read("norm.weight"), config.norm_eps)[0]
     return read.project(x, config.tied_embeddings)
 
@@ -156,7 +158,7 @@ def _reference_logits(
     heads = config.num_heads
     kv_heads = config.num_kv_heads
     angles = _angles(config, len(tokens))
-    mask = torch.full((len(tokens), len(tokens)), -math.inf, dtype=torch.float64).triu(1)
+    places = range(len(tokens))
 
     def normed(value: Tensor, name: str) -> Tensor:
         return value / (value.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * read(name)
@@ -179,6 +181,15 @@ def _reference_logits(
         plane = torch.complex(first, second) * rotation
         return torch.stack((plane.real, plane.imag), dim).reshape(len(tokens), -1, width)
 
+    def masked(scores: Tensor, layer: int) -> Tensor:  # (heads, S, S)
+        reach = len(tokens)
+        if config.sliding_window and layer in layer_numbers(
+            config.window_layers, config.num_layers
+        ):
+            reach = config.sliding_window
+        seen = [[max(0, i + 1 - reach) <= j <= i for j in places] for i in places]
+        return scores.masked_fill(~torch.tensor(seen), -math.inf)
+
     for i in range(config.num_layers):
         layer = f"layers.{i}."
         h = normed(x, layer + "attention_norm.weight")
@@ -192,7 +203,7 @@ def _reference_logits(
         k = rotated(k).repeat_interleave(heads // kv_heads, 1)
         v = v.repeat_interleave(heads // kv_heads, 1)
         scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(width)
-        attended = torch.einsum("hij,jhd->ihd", (scores + mask).softmax(-1), v)
+        attended = torch.einsum("hij,jhd->ihd", masked(scores, i).softmax(-1), v)
         x = x + attended.flatten(1) @ read(layer + "attention.wo.weight").T
 
         h = normed(x, layer + "ffn_norm.weight")

@@ -225,7 +225,10 @@ def _config(
     scaling = of_family("rope.scaling.type", "none")
     allowed = {
         "expert_count": (of_family("expert_count", 0), (0,)),
-        "attention.sliding_window": (of_family("attention.sliding_window", 0), (0,)),
+        "attention.sliding_window_pattern": (
+            of_family("attention.sliding_window_pattern", None),
+            (None,),
+        ),
         "rope.scaling.type": (scaling, ("none", "linear")),
     }
     problems = [
@@ -256,6 +259,7 @@ def _config(
         explicit_head_dim=head_dim,
         qkv_bias="blk.0.attn_q.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        sliding_window=of_family("attention.sliding_window", 0),
     )
     if scaling == "linear":
         factor = fields[f"{family}.rope.scaling.factor"]

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
-from titanlite.model.flavors import SCALINGS, LlamaConfig, RopeScaling, block_shapes
+from titanlite.model.flavors import (
+    SCALINGS,
+    LlamaConfig,
+    RopeScaling,
+    block_shapes,
+    layer_numbers,
+    layer_ranges,
+)
 from titanlite.model.shape_file import checked, sequence_length
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
@@ -43,13 +50,17 @@ LAYER = {  # ours -> theirs
 # RoPE rotates what these compute
 PERMUTED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 # Families whose blocks are Llama's with the differences that are fields of LlamaConfig
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3")
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+# Entries of `layer_types`: a layer with the window, and one without
+WINDOWED = "sliding_attention"
+FULL = "full_attention"
 
 
 def names(config: LlamaConfig) -> dict[str, str]:
@@ -100,6 +111,7 @@ def to_config(
         "pad_token_id": None,
         "use_cache": True,
         "torch_dtype": dtype,
+        **_to_window(config, family),
     }
 
 
@@ -122,7 +134,55 @@ def family_of(config: LlamaConfig) -> str:
         return "qwen3"
     if config.qkv_bias:
         return "qwen2"
-    return "llama"
+    if not config.sliding_window:
+        return "llama"
+    return "mistral" if config.window_layers == "all" else "ministral"
+
+
+def _to_window(config: LlamaConfig, family: str) -> dict[str, Any]:
+    """The fields of a config.json that give the window."""
+    if not config.sliding_window:
+        return {}
+    fields: dict[str, Any] = {"sliding_window": config.sliding_window}
+    if family == "mistral":
+        return fields
+    numbers = layer_numbers(config.window_layers, config.num_layers)
+    fields["layer_types"] = [
+        WINDOWED if number in numbers else FULL for number in range(config.num_layers)
+    ]
+    if family in ("qwen2", "qwen3"):
+        fields["use_sliding_window"] = True
+        fields["max_window_layers"] = numbers[0]  # of transformers 4, the first with the window
+    return fields
+
+
+def _window_of(family: str, fields: dict[str, Any]) -> Any:
+    """The window of a config.json, None if it has none."""
+    if family in ("mistral", "ministral"):
+        return fields.get("sliding_window", 4096)  # of transformers' MistralConfig
+    if family in ("qwen2", "qwen3"):
+        if not fields.get("use_sliding_window", False):
+            return None  # the width of a window that is not used
+        return fields.get("sliding_window", 4096)  # of Qwen2Config
+    return fields.get("sliding_window")
+
+
+def _window_layers(family: str, fields: dict[str, Any]) -> str:
+    """Which layers of a config.json have the window, as in `LlamaConfig.window_layers`.
+
+    Raises ValueError.
+    """
+    num_layers = fields["num_hidden_layers"]
+    types = fields.get("layer_types")
+    if types is not None:
+        if len(types) != num_layers:
+            raise ValueError(f"layer_types has {len(types)} entries for {num_layers} layers")
+        windowed = [number for number, kind in enumerate(types) if kind == WINDOWED]
+        return layer_ranges(windowed, num_layers)
+    if family not in ("qwen2", "qwen3"):
+        return "all"
+    first = max(0, fields.get("max_window_layers", 28))  # of Qwen2Config
+    return f"{first}-{num_layers - 1}" if first < num_layers else ""
 
 
 def _to_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
@@ -180,11 +240,11 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
     heads = fields["num_attention_heads"]
     dim = fields["hidden_size"]
     kind = rope.get("rope_type", rope.get("type", "default"))
-    window = fields.get("sliding_window")
-    if family == "mistral":
-        window = fields.get("sliding_window", 4096)  # of transformers' MistralConfig
-    if family in ("qwen2", "qwen3") and not fields.get("use_sliding_window", False):
-        window = None  # the width of a window that is not used
+    window = _window_of(family, fields)
+    fitting: tuple[str, ...] = (WINDOWED, FULL) if window else (FULL,)
+    if family == "mistral" and window:
+        fitting = (WINDOWED,)  # transformers' Mistral has the window in all layers
+    layer_types = fields.get("layer_types") or ()
     allowed = {
         "hidden_act": (fields.get("hidden_act", "silu"), ("silu", "swish")),
         # In Llama and Qwen3 it stands for biases of all four layers; Qwen2 has those of q, k, v
@@ -198,7 +258,12 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
             rope.get("partial_rotary_factor", fields.get("partial_rotary_factor") or 1),
             (1,),
         ),
-        "sliding_window": (window, (None,)),
+        # transformers' Llama ignores it; with 0 a query would attend to nothing
+        "sliding_window": (window if family == "llama" or window == 0 else None, (None,)),
+        "layer_types": (
+            next((kind for kind in layer_types if kind not in fitting), fitting[0]),
+            fitting,
+        ),
         "quantization_config": (fields.get("quantization_config"), (None,)),
         "rope_parameters of a kind of layer": (
             next((name for name, value in rope.items() if isinstance(value, dict)), None),
@@ -231,6 +296,8 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
         explicit_head_dim=head_dim,
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
+        sliding_window=0 if window is None else window,
+        window_layers=_window_layers(family, fields),
     )
     return checked(config)
 
