@@ -126,15 +126,15 @@ def test_logits_are_those_of_one_process(pool, parallel, llama, documents, block
     assert (other - right).abs().max() > 1e-3, "one position more is seen"
 
 
-def packing(window: int) -> list[str]:
+def per_token(window: int) -> list[str]:
     """What blocks are given besides tokens."""
     llama = dataclasses.replace(EVEN, sliding_window=window)
     stages = build_stages({"dp_shard": 1}, 0, llama, seq_len=SEQ_LEN)
     with stages.inputs(Batch(TOKENS, LABELS)) as inputs:
-        return list(inputs.packing)
+        return list(inputs.per_token)
 
 
 @pytest.mark.parametrize(("window", "given"), [(23, ["documents"]), (24, []), (30, []), (0, [])])
 def test_a_window_that_holds_the_sequence_has_no_masks(pool, window, given):
     """So the same kernels run as without one."""
-    assert pool.run(1, packing, window) == [given]
+    assert pool.run(1, per_token, window) == [given]

@@ -14,7 +14,7 @@ from model_builder import EVEN, build_stages
 from torch import Tensor, nn
 
 from titanlite.config.schema import MetricsConfig
-from titanlite.data.stream import IGNORED, Batch
+from titanlite.data.stream import IGNORED, Batch, count_targets
 from titanlite.optim.clip import clip_grad_norm
 from titanlite.probes.noise_scale import NoiseScale
 
@@ -29,6 +29,8 @@ class Quadratic:
         self.model = nn.Linear(width, 1, bias=False)
         nn.init.zeros_(self.model.weight)
         self.model_parts = [self.model]
+
+    count_targets = staticmethod(count_targets)
 
     def sum_shared(self) -> None: ...
 
