@@ -157,7 +157,7 @@ def global_batches(order: Samples, world: int, start: int, steps: int) -> torch.
     for _ in range(steps):
         shares = [stream.next_step() for stream in streams]
         found += [
-            torch.stack(tuple(share[i]), dim=1) for i in range(len(shares[0])) for share in shares
+            torch.stack(share[i][:3], dim=1) for i in range(len(shares[0])) for share in shares
         ]
     return torch.cat(found)
 
