@@ -70,8 +70,8 @@ def bare_loop(config: Config) -> dict[int, tuple[float, float]]:
     )
     found, warmup = {}, config.schedule.warmup_steps
     for step in range(training.steps):
-        ((tokens, labels, _),) = stream.next_step()
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        (batch,) = stream.next_step()
+        loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten())
         optimizer.zero_grad()
         loss.backward()
         norm = math.sqrt(sum(float((p.grad.double() ** 2).sum()) for p in model.parameters()))

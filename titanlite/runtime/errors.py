@@ -25,6 +25,8 @@ LONGEST = 2000  # characters of a problem
 
 def printable(text: str) -> str:
     """The text in one line; names from files could otherwise move the cursor or forge a message."""
+    if text.isprintable():  # as most are: without a look at each character
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
