@@ -208,6 +208,7 @@ SETS_ATTRIBUTES = {
     "titanlite/data/bpe_fast.py": {"tokenizer.pre_tokenizer"},
     "titanlite/distributed/torch_private.py": {
         "Stage._inference_mode",
+        "dynamo.recompile_limit",
         "functorch.activation_memory_budget",
         "functorch.unsafe_treat_script_objects_as_zero_size",
     },

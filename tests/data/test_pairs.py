@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import pytest
 import torch
 from messages import refused
 from text_in_memory import Documents
@@ -59,7 +58,8 @@ def test_labels_keep_the_largest_ids():
     assert numbers.tolist() == [[0, 0, 1, 0]]
 
 
-@pytest.mark.parametrize("lengths", [[], [6, 6]])
-def test_a_text_without_a_fitting_pair_is_refused(lengths):
-    with refused("training.seq_len = 10", "pairs of web"):
-        PairRows(Documents(lengths), 10, "pairs of web")
+def test_a_text_without_a_fitting_pair_is_refused():
+    with refused("training.seq_len = 10", "pairs of web", "12 tokens"):
+        PairRows(Documents([6, 6]), 10, "pairs of web")
+    with refused("the pairs of web has no pairs"):
+        PairRows(Documents([]), 10, "pairs of web")

@@ -197,6 +197,7 @@ def test_carriage_returns_and_the_end_of_the_last_line(tmp_path):
 
 DAMAGED: dict[str, tuple[str, bytes | None, tuple[str, ...]]] = {
     "no merges": ("merges.txt", None, ("merges.txt: No such file",)),
+    "nothing merged": ("merges.txt", b"#version\n", ("merges.txt: has no merges",)),
     "a token alone": ("merges.txt", b"#version\na b\nabc\n", ("merges.txt:3: 'abc'", "two tokens")),
     "three tokens": ("merges.txt", b"a b c\n", ("merges.txt:1: ", "two tokens")),
     "a space at the end": ("merges.txt", b"a \n", ("merges.txt:1: ",)),
@@ -208,7 +209,7 @@ DAMAGED: dict[str, tuple[str, bytes | None, tuple[str, ...]]] = {
     "not UTF-8": ("vocab.json", b'{"\xff": 1}', ("vocab.json: not a JSON object",)),
     "an id that is text": ("vocab.json", b'{"a": "1"}', ("vocab.json: 'a': '1'", "token -> id")),
     "a tokenizer.json": ("vocab.json", b'{"model": {}}', ("vocab.json: 'model'", "token -> id")),
-    "equal ids": ("vocab.json", b'{"a": 1, "b": 1}', ("vocab.json", "not different integers")),
+    "equal ids": ("vocab.json", b'{"a": 1, "b": 1}', ("vocab.json", "the same id")),
     "another class": (
         "tokenizer_config.json",
         b'{"tokenizer_class": "CLIPTokenizer"}',

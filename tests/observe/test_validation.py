@@ -69,7 +69,9 @@ def test_the_first_forward_is_timed_for_the_eta(monkeypatch):
         return torch.zeros(())
 
     validator.stages = SimpleNamespace(
-        validation_loss=validation_loss, count_targets=data_stream.count_targets
+        validation_loss=validation_loss,
+        validation_columns=dict,
+        count_targets=data_stream.count_targets,
     )
     first: list[float] = []
     validator.metrics = SimpleNamespace(

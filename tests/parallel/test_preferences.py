@@ -143,6 +143,32 @@ def test_a_run_learns_which_answer_is_chosen(pool, options, data, whole_run, tmp
     assert validated[-1]["validation/a/reward_accuracy"] > 0.8
     assert validated[-1]["validation/a/loss"] < validated[0]["validation/a/loss"]
     assert "validation/a/perplexity" not in validated[0]
+    assert trained[0]["perplexity"] is None
+
+
+def test_an_average_does_not_change_the_rewards_of_validation(
+    pool, options, data, whole_run, tmp_path
+):
+    """Its pass counts by itself."""
+    run = [*pair_arguments(options, data, whole_run(), tmp_path), "--validation.freq=1"]
+    run.append("--training.steps=4")
+    found = []
+    for name, more in (("without", []), ("with", ["--ema.decay=0.9"])):
+        assert pool.run(1, train_run, [*run, f"--run.name={name}", *more]) == [0]
+        found.append(
+            [
+                (
+                    row["step"],
+                    row["validation/a/reward_accuracy"],
+                    row["validation/a/reward_margin"],
+                )
+                for row in rows(tmp_path / name)
+                if "validation/a/loss" in row
+            ]
+        )
+    assert found[0] == found[1]
+    with run_refused("dpo.beta was 0.5", "5"):
+        pool.run(1, train_run, [*run, "--run.name=with", "--training.steps=5", "--dpo.beta=5"])
 
 
 def test_data_and_settings_must_agree(pool, options, arguments, data, whole_run, tmp_path, capsys):

@@ -31,6 +31,7 @@ ACCEPTABLE = (
     "lora.alpha",
     "lora.rslora",
     "lora.dropout",
+    "dpo.beta",
 )
 
 

@@ -121,13 +121,14 @@ class PairRows(PackedRows):
         self.masked = tokens.targets(0, 1) is not None
         self.num_windows = 0
         starts = tokens.document_starts(0, len(tokens))[::2]
+        if not len(starts):
+            raise ConfigError(f"the {description} has no pairs; expected more, or other data")
         lengths = np.diff(starts, append=len(tokens))
         fits = lengths <= seq_len + 1
         if not fits.any():
-            shortest = f"; the shortest has {lengths.min()} tokens" if len(lengths) else ""
             raise ConfigError(
                 f"training.seq_len = {seq_len}: the {description} has no pair of answers that fits "
-                f"into a row{shortest}"
+                f"into a row; the shortest has {lengths.min()} tokens"
             )
         self._pack(starts[fits], lengths[fits])
         padding = 1 - int(lengths[fits].sum()) / (self.count * (seq_len + 1))

@@ -43,6 +43,8 @@ def to_tokenizer_json(folder: Path) -> bytes:
         raise ConfigError(
             f"{folder / VOCAB_FILE}: {wrong[:80]!r}: {vocab[wrong]!r:.40}; expected token -> id"
         )
+    if len(set(vocab.values())) < len(vocab):
+        raise ConfigError(f"{folder / VOCAB_FILE}: two tokens have the same id")
     config = _read_json(folder / JSON_FILES[1], optional=True)
     kind = _class_of(folder, config)
     names = {**DEFAULTS[kind], **config}
@@ -225,6 +227,8 @@ def _read_merges(path: Path) -> list[str]:
         if len(merge.split(" ")) != 2 or merge.startswith(" ") or merge.endswith(" "):
             raise ConfigError(f"{path}:{number}: {merge[:80]!r}: expected two tokens and a space")
         merges.append(merge)
+    if not merges:
+        raise ConfigError(f"{path}: has no merges")
     return merges
 
 

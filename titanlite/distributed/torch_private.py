@@ -163,6 +163,17 @@ def set_activation_memory_budget(budget: float) -> None:
         functorch.unsafe_treat_script_objects_as_zero_size = budget < 1
 
 
+def set_recompile_limit(number: int) -> None:
+    """Sets how many variants of one function the compiler may make; torch's default is 8.
+
+    With `fullgraph` one more is an error. Checked: 2.11, 2.13.
+    """
+    import torch._dynamo.config
+
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = number
+
+
 def count_grouped_attention() -> None:
     """Gives torch formulas for the FLOPs of attention in which query heads share key/value heads.
 

@@ -59,7 +59,9 @@ def block_mask(
     """The mask of `attention.document_mask` with the same arguments, as blocks."""
     documents = documents[:, :end]
     end = documents.shape[1]
-    reach = window if window > 0 else end  # no two positions are so far apart
+    # A tensor: blocks whose masks differ in a Python number would be compiled one by one. Without a
+    # window, no two positions are so far apart as the whole length
+    reach = torch.full((), window if window > 0 else end, device=documents.device)
 
     def attends(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         position = query + start

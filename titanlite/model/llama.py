@@ -274,19 +274,21 @@ class Llama(nn.Module):
         `block_inputs`: what else each block gets, if `parallel/` has changed it to take more.
         """
         rope = self.rope[start:] if positions is None else rope_table(self.config, positions)
-        windows = [self.windows[int(name)] for name in self.layers]
-        if documents is None and any(0 < window < tokens.shape[1] for window in windows):
-            documents = torch.zeros_like(tokens)
-        masks: dict[int, Mask | list[Mask]] = {}  # by window
-        if documents is not None:
-            masks = {
-                window: self.document_mask(documents, window=window) for window in set(windows)
-            }
+        masks = self.masks(tokens, documents)
         x = self.tok_embeddings(tokens)  # (B, S, D)
-        for i, layer in enumerate(self.layers.values()):
-            mask = masks.get(windows[i])
+        for i, (name, layer) in enumerate(self.layers.items()):
+            mask = masks.get(self.windows[int(name)])
             x = layer(x, rope, mask, caches[i] if caches else None, **block_inputs)
         return self.output(self.norm(x))
+
+    def masks(self, tokens: Tensor, documents: Tensor | None) -> dict[int, Mask | list[Mask]]:
+        """The masks of the blocks' windows, by window; none where attention is only causal."""
+        windows = {self.windows[int(name)] for name in self.layers}
+        if documents is None and any(0 < window < tokens.shape[1] for window in windows):
+            documents = torch.zeros_like(tokens)
+        if documents is None:
+            return {}
+        return {window: self.document_mask(documents, window=window) for window in windows}
 
     @torch.no_grad()
     def init_weights(

@@ -141,6 +141,7 @@ class Validator:
 
     def sums(self, windows: Windows | PairRows, requests: Requests) -> Sums | None:
         """The sums over a text; None if a signal has arrived on any rank."""
+        self.stages.validation_columns()  # nothing is left of an earlier pass
         device = self.metrics.device
         loss = torch.zeros((), dtype=sum_dtype(device), device=device)
         counts = torch.zeros(2, dtype=torch.int64)  # targets, and the bytes that they encode

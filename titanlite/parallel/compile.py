@@ -30,12 +30,17 @@ from titanlite.distributed.torch_private import (
     find_vector_instructions,
     has_triton_package,
     set_activation_memory_budget,
+    set_recompile_limit,
 )
 from titanlite.runtime import interpreter
 from titanlite.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from titanlite.model.llama import Llama
+
+# Variants of a block's code, which all blocks share: with and without gradients, dropout and
+# adapters, which only some blocks may have, and a first block whose input needs no gradient
+VARIANTS = 32
 
 
 @functools.cache
@@ -103,6 +108,7 @@ def apply_compile(
 ) -> None:
     """Replaces each block's forward by its compiled version."""
     options = OVERLAP_TENSOR_PARALLEL if async_tp else None  # inductor's
+    set_recompile_limit(VARIANTS)
     set_activation_memory_budget(recompute.budget if recompute.mode == "memory_budget" else 1.0)
     for block in model.layers.values():
         # fullgraph: a graph break is an error

@@ -193,8 +193,8 @@ class Stages:
 
     @contextlib.contextmanager
     def in_place_of_loss(self, function: SummedLoss) -> Iterator[None]:
-        """Within it, `evaluate` calls `function` with logits and labels where it would call the
-        loss.
+        """Within it, `evaluate` and `forward_backward` call `function` with logits and labels where
+        they would call the loss. For gradients it must be a sum over tokens too.
         """
         holder: Runner | ChunkedLoss = self.runner
         if isinstance(holder.loss, ChunkedLoss):

@@ -72,4 +72,12 @@ def test_rows_are_written_as_they_are_with_their_texts(tmp_path, capsys):
 )
 def test_where_no_file_can_be_written_is_refused(tmp_path, name, message):
     with refused(f"--out {tmp_path / name}", message):
-        require_target(tmp_path / name)
+        require_target(tmp_path / name, tmp_path / "prompts.txt")
+
+
+def test_prompts_are_not_overwritten(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("a\n")
+    with refused(str(path), "the file of --prompts"):
+        require_target(path, path)
+    require_target(tmp_path / "other", path)

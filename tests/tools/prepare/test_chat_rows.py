@@ -56,8 +56,8 @@ def test_shapes_of_rows(tmp_path):
     assert packed(found[1]) == TEXT
     assert packed(found[3]) == "<s>[U]one[A]eins</s>"
     assert "no message is the assistant's" in found[4]
-    assert "Expecting value" in found[5]
-    assert "NoneType" in found[6]
+    assert "found a text" in found[5]
+    assert "no field 'messages'" in found[6]
     assert "'nobody'" in found[7]
 
 
@@ -80,6 +80,7 @@ PAIRS = [
     {"chosen": MESSAGES, "rejected": MESSAGES},
     {"chosen": MESSAGES},
     {"chosen": MESSAGES, "rejected": MESSAGES[:1]},
+    {"chosen": MESSAGES, "rejected": MESSAGES[2:]},
 ]
 
 
@@ -96,17 +97,24 @@ def test_pairs_of_answers(tmp_path, kind):
         job = dataclasses.replace(job, chat=dataclasses.replace(job.chat, pairs=True))
         return [text for _, text in read(job, [])]
 
-    pair, same, absent, no_answer = found(PAIRS)
+    pair, same, absent, no_answer, other_prompt = found(PAIRS)
     assert packed(pair) == PAIR
     assert "the same" in same
     assert "'rejected'" in absent
     assert "'rejected': no message is the assistant's" in no_answer
+    assert "another prompt" in other_prompt
     # The prompt in a column of its own, as messages or as text
     rows = [{"q": MESSAGES[:3], "chosen": MESSAGES[3:], "rejected": ANSWERS[3:]}]
     assert [packed(text) for text in found(rows, "q")] == [PAIR]
     rows = [{"q": "one", "chosen": "eins", "rejected": "zwei"}]
     (text,) = found(rows, "q")
     assert packed(text) == "<s>[U]one[A]eins</s><s>[U]one[A]zwei</s>"
+    # Or both there and in the answers
+    rows = [{"q": "one", "chosen": MESSAGES, "rejected": ANSWERS}]
+    assert [packed(text) for text in found(rows, "q")] == [PAIR]
+    if kind == "jsonl":  # a Parquet file without a column is refused as a whole
+        (problem,) = found([{"chosen": "eins", "rejected": "zwei"}], "q")
+        assert "no field 'q'" in problem
 
 
 def test_a_pair_is_two_documents(tmp_path, capsys):

@@ -39,8 +39,10 @@ def messages_of(value: Any) -> list[Message]:
 
     Raises ValueError with the reason.
     """
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list):
         raise ValueError(f"expected a list of messages, found {type(value).__name__}")
+    if not value:
+        raise ValueError("expected a list of messages, found an empty one")
     messages: list[Message] = []
     for number, entry in enumerate(value, 1):
         if not isinstance(entry, dict):

@@ -59,7 +59,9 @@ def run(argv: list[str]) -> int:
     shared = SharedModel(full, device, length)
     if this_rank() == 0:
         print(f"{full.path}: {shared.describe()}", file=sys.stderr)
-    with torch.autocast(device.type, torch.bfloat16, enabled=options.dtype == "bfloat16"):
+    # Without its cache: that would keep the weights which FSDP gathers, and frees
+    low_precision = options.dtype == "bfloat16"
+    with torch.autocast(device.type, torch.bfloat16, low_precision, cache_enabled=False):
         results = _evaluate(options, full, shared, tokenizer, texts)
     if this_rank() == 0:
         _report(options, full, length, results)

@@ -191,5 +191,5 @@ def _options(argv: list[str]) -> argparse.Namespace:
                 raise ConfigError(f"--{name}: is for --prompts FILE")
     options.batch = options.batch or BATCH
     if options.out is not None:
-        require_target(options.out)
+        require_target(options.out, options.prompts)
     return options

@@ -218,7 +218,7 @@ def chat_from(options: argparse.Namespace, tokenizer: Tokenizer) -> ChatConfig:
         raise ConfigError(f"the chat template cannot render a conversation: {error}") from None
     special = tuple(tokenizer.special)
     control = tuple(control_tokens(tokenizer))
-    last_only = options.last_answer or options.pairs  # what comes before it is the same
+    last_only = options.last_answer or options.pairs  # what comes before them must be the same
     return ChatConfig(template, *ends, special, control, last_only, options.pairs)
 
 

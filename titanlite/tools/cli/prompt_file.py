@@ -37,8 +37,10 @@ def _problem_of(values: dict[str, Any]) -> str:
     return text_problem(values, FIELD)
 
 
-def require_target(path: Path) -> None:
+def require_target(path: Path, prompts: Path) -> None:
     """Raises ConfigError unless a file can be written there, as far as is known before."""
+    if path.exists() and prompts.exists() and path.samefile(prompts):
+        raise ConfigError(f"--out {path}: is the file of --prompts; expected another one")
     if path.is_dir():
         raise ConfigError(f"--out {path}: is a folder; expected a file to write")
     if not path.absolute().parent.is_dir():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,44 +74,75 @@ def _conversation(row: int, values: Any, job: Job, split: str) -> Document | Bad
     """The document of a row with messages, or with a prompt and its answer; or with a pair of
     these.
     """
-    fields = [job.field]
-    if job.chat.pairs:
-        fields.append(REJECTED)
-    text = ""
-    found: list[tuple[ChatPiece, ...]] = []
-    for field in fields:
-        try:
-            messages = _messages(values, field, job.prompt_field)
-            pieces = _encoder(job.chat).pieces(messages, last_only=job.chat.last_only)
-            text += "".join(piece.text for piece in pieces)
-            size = len(text.encode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            return BadRow(row, f"field {field!r}: {error}")
-        if size > MAX_DOCUMENT:
-            return BadRow(row, f"a conversation of {size} bytes, more than {MAX_DOCUMENT}")
-        if not any(piece.target for piece in pieces):
-            return BadRow(row, f"field {field!r}: no message is the assistant's")
-        found.append(tuple(pieces))
-    rejected: tuple[ChatPiece, ...] = ()
-    if job.chat.pairs:
-        rejected = found[1]
-        if found[0] == rejected:
-            return BadRow(row, "both answers are the same")
-    return Document(row, split, (text,), pieces=found[0], rejected=rejected, length=len(text))
+    try:
+        pieces = _pieces(values, job.field, job)
+        rejected: tuple[ChatPiece, ...] = ()
+        if job.chat.pairs:
+            rejected = _pieces(values, REJECTED, job)
+            _require_pair(pieces, rejected)
+    except ValueError as error:
+        return BadRow(row, str(error))
+    text = "".join(piece.text for piece in (*pieces, *rejected))
+    return Document(row, split, (text,), pieces=pieces, rejected=rejected, length=len(text))
+
+
+def _pieces(values: dict[str, Any], field: str, job: Job) -> tuple[ChatPiece, ...]:
+    """The parts of the conversation in a row's field. Raises ValueError with the reason."""
+    try:
+        messages = _messages(values, field, job.prompt_field)
+        pieces = _encoder(job.chat).pieces(messages, last_only=job.chat.last_only)
+        size = sum(len(piece.text.encode("utf-8")) for piece in pieces)
+    except (ValueError, RecursionError) as error:
+        prompt = f" with {job.prompt_field!r}" if job.prompt_field else ""
+        raise ValueError(f"field {field!r}{prompt}: {error}") from None
+    if size > MAX_DOCUMENT:
+        raise ValueError(f"a conversation of {size} bytes, more than {MAX_DOCUMENT}")
+    if not any(piece.target for piece in pieces):
+        raise ValueError(f"field {field!r}: no message is the assistant's")
+    return tuple(pieces)
+
+
+def _require_pair(chosen: Sequence[ChatPiece], rejected: Sequence[ChatPiece]) -> None:
+    """Raises ValueError unless these are two answers to one prompt."""
+    if chosen == rejected:
+        raise ValueError("both answers are the same")
+    prompts = []
+    for pieces in (chosen, rejected):
+        before = itertools.takewhile(lambda piece: not piece.target, pieces)
+        prompts.append("".join(piece.text for piece in before))
+    if prompts[0] != prompts[1]:
+        raise ValueError(f"{REJECTED!r} answers another prompt than the chosen answer")
 
 
 def _messages(values: dict[str, Any], field: str, prompt_field: str) -> list[Message]:
     """The messages of a row's field, after those of a prompt field if there is one.
 
-    A prompt and an answer can be messages or text. Raises ValueError with the reason.
+    A prompt and an answer can be messages or text; an answer that begins with its prompt is a whole
+    conversation. Raises ValueError with the reason.
     """
-    value = values.get(field)
+    for name in (prompt_field, field):
+        if name and name not in values:
+            raise ValueError(f"no field {name!r}")
+    value = values[field]
     if not prompt_field:
         if isinstance(value, str):  # a column of Parquet, or text in JSON
-            value = json.loads(value)
+            value = _from_json(value)
         return messages_of(value)
-    prompt = values.get(prompt_field)
-    return [*_as_messages(prompt, "user"), *_as_messages(value, "assistant")]
+    prompt = _as_messages(values[prompt_field], "user")
+    answer = _as_messages(value, "assistant")
+    if answer[: len(prompt)] == prompt:
+        return answer
+    return [*prompt, *answer]
+
+
+def _from_json(text: str) -> Any:
+    """Messages that a text is in JSON. Raises ValueError."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ValueError(
+            "expected messages, found a text; an answer that is a text needs --prompt-field"
+        ) from None
 
 
 def _as_messages(value: Any, role: str) -> list[Message]:
