@@ -114,8 +114,17 @@ def masked_by_hand() -> dict[str, torch.Tensor]:
     return loss_and_gradients(model)
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("compiled", "mode"),
+    [
+        (False, "none"),
+        (False, "full"),
+        (False, "selective"),
+        (True, "full"),
+        pytest.param(True, "none", marks=pytest.mark.slow),
+        pytest.param(True, "selective", marks=pytest.mark.slow),
+    ],
+)
 def test_dropout_multiplies_the_inputs_of_adapters_by_a_mask(mode, compiled):
     """With recomputation the second forward has the mask of the first, also after another one;
     blocks are not compiled one by one.

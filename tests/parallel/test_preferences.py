@@ -76,7 +76,7 @@ def keep_the_adapters(*arguments):
     ("function", "layout", "passes"),
     [
         (measure, "cp=2", True),
-        (measure, "pp=2", True),
+        pytest.param(measure, "pp=2", True, marks=pytest.mark.slow),
         pytest.param(measure, "tp=2", True, marks=pytest.mark.slow),
         (forget_the_sum_over_cp, "cp=2", False),
         (number_answers_of_the_part, "dp_shard=2", False),

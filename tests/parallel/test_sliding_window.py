@@ -95,7 +95,7 @@ FAST = [
     ({"cp": 2}, SOME, True, False, False),
     ({"cp": 2}, SOME, False, True, False),
     (ULYSSES, LLAMA, False, False, False),
-    ({"pp": 2}, SOME, False, False, True),
+    ({"pp": 2}, SOME, False, False, False),
     ({"tp": 2}, LLAMA, False, False, False),
 ]
 SLOW = [
@@ -107,6 +107,7 @@ SLOW = [
     for case in [(parallel, llama, documents, blocks, blocks)]
     if case not in FAST
 ]
+SLOW.append(({"pp": 2}, SOME, False, False, True))
 
 
 @pytest.mark.parametrize(

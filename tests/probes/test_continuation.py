@@ -134,7 +134,7 @@ def sample_and_train(compiled: bool) -> tuple[int, int, bool, bool]:
     return graphs, num_compiled_graphs(), same, losses == (first, evaluated)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_training_goes_on_as_before(pool, compiled):
     """The same graphs, gradients, random state and losses."""
     ((before, after, same, losses),) = pool.run(1, sample_and_train, compiled)

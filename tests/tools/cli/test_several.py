@@ -105,6 +105,7 @@ def test_the_perplexity_of_a_text_is_that_of_one_process(checkpoint, text_file, 
     assert two == pytest.approx(one, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_one_message(checkpoint, tmp_path):
     damaged = tmp_path / "damaged.pt"
     content = bytearray(checkpoint.read_bytes())
@@ -125,6 +126,7 @@ def children_of(process: subprocess.Popen) -> list[int]:
     return sorted(int(pid) for pid, parent in pairs if int(parent) == process.pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "message"),
     [

@@ -341,7 +341,7 @@ def masked(pool, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("function", "layout"),
     [
-        (measure, "cp=2,tp=2"),
+        pytest.param(measure, "cp=2,tp=2", marks=pytest.mark.slow),
         (measure, "pp=2,recompute.mode=full"),
         (forget_the_first_feature, "tp=2"),
         (forget_to_cut_the_keys, "cp=2"),
