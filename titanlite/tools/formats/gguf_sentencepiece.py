@@ -35,9 +35,8 @@ NORMAL = 1  # types of tokens: text,
 UNUSED = 5  # and text that is not used: llama.cpp makes no difference
 NEVER = -math.inf  # the score of a pair that no token joins
 LONGEST = 256  # characters; Llama 2's longest token has 16
-MOST_WORK = (
-    1 << 26
-)  # characters of each token, squared; those of Gemma's 256,000 give less than half
+# Characters of each token, squared; those of Gemma's 256,000 give less than half
+MOST_WORK = 1 << 26
 LONGEST_RUN = 32  # a repeated character that has the score of others
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
