@@ -1,0 +1,100 @@
+"""What a rank of a layout holds, computes and sends in one optimizer step.
+
+What it is: numbers without times. `trace.py` counts them in the real program, `estimate.py` computes
+them by formula; memory, step time and the text of `titanlite plan` are made from them. Imports no
+torch. The ranks of a pipeline differ, the others are equal: there is one `RankCounts` for each rank
+of the pp axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# What a rank sends in an ideal ring of n ranks, as a part of the whole tensor
+RING_PARTS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The calls of one kind along one axis in a step."""
+
+    axis: str  # of the mesh: dp_shard_cp for sharded weights, else pp, dp_replicate, cp, tp
+    kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send or recv
+    size: int  # ranks of the group
+    count: int
+    # Of all calls: of the gathered result, of the tensor that is reduced, of the message
+    whole_bytes: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a rank sends: (n - 1) / n of the whole in an ideal ring, twice that to all-reduce."""
+        if self.kind in RING_PARTS:
+            return RING_PARTS[self.kind] * self.whole_bytes * (self.size - 1) // self.size
+        return 0 if self.kind == "recv" else self.whole_bytes
+
+
+@dataclass(frozen=True)
+class Product:
+    """Equal matrix products of a step: (rows, inner) times (inner, columns)."""
+
+    rows: int
+    inner: int
+    columns: int
+    dtype: str  # of the operands: bfloat16, float32, float8
+    count: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.inner * self.columns * self.count
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on a rank at the moment of the step when it holds most."""
+
+    parameters: int  # as stored: sharded, in param_dtype
+    gradients: int  # as the optimizer reads them
+    optimizer: int  # moments and other states
+    whole_gradients: int  # not yet reduced over the ranks that share the weights
+    gathered: int  # weights of units that compute, in compute_dtype
+    activations: int  # what the backward needs, logits not counted
+    logits: int  # logits, their gradient, and what the loss keeps
+    buffers: int  # of communication
+
+    @property
+    def total(self) -> int:
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.whole_gradients
+            + self.gathered
+            + self.activations
+            + self.logits
+            + self.buffers
+        )
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """One rank in one optimizer step, all local batches together."""
+
+    pp_rank: int
+    stages: tuple[int, ...]  # the pipeline stages that it holds; (0,) without a pipeline
+    num_parameters: int  # stored by this rank: its part of the model's
+    memory: Memory
+    products: tuple[Product, ...]  # recomputed ones too
+    attention_flops: int  # forward and backward, recomputed ones too, without the causal saving
+    pointwise_bytes: int  # read and written by the other operators, in eager mode
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """A step of a layout."""
+
+    source: str  # traced or estimated
+    degrees: dict[str, int]  # axis -> ranks, outermost first
+    local_batches: int  # of one rank in a step
+    tokens: int  # of all ranks in a step
+    ranks: tuple[RankCounts, ...]  # by pp_rank
