@@ -88,6 +88,18 @@ class Mesh:
             + self["dp_shard"].get_local_rank()
         )
 
+    def axes_of_groups(self) -> dict[str, tuple[str, int]]:
+        """The name of each process group -> its axis and number of ranks; the group of all is
+        `world`.
+        """
+        world = dist.group.WORLD
+        assert world is not None
+        axes: dict[str, tuple[str, int]] = {world.group_name: ("world", dist.get_world_size())}
+        for mesh in (self._weights, self._tokens):
+            for axis in mesh.mesh_dim_names or ():
+                axes[mesh[axis].get_group().group_name] = (axis, mesh[axis].size())
+        return axes
+
     def sum_counts(self, count: Tensor) -> Tensor:
         """The sum, in place, of a count that each data parallel rank has for its own sequences."""
         return self._sum(count, DATA_AXES)

@@ -11,9 +11,10 @@ and to mend.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,6 +24,11 @@ import torch.nn.attention.flex_attention  # the same
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed import ProcessGroup, Store
+
+# The result of a functional collective that has not ended
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor as AsyncCollectiveTensor,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 from torch.distributed.tensor import Placement
@@ -293,3 +299,41 @@ def pipeline_stage_class() -> type[PipelineStage]:
     if mode is not None:
         Stage._inference_mode = property(lambda stage: mode.STATIC, lambda stage, outcome: None)  # type: ignore[assignment]
     return Stage
+
+
+def join_pretended_group(rank: int, world_size: int) -> None:
+    """Makes this process one rank of a group whose other ranks do not exist.
+
+    Collectives return at once and leave their results as they are. The backend is for torch's own
+    tests. Checked: 2.13.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group(
+        "fake", rank=rank, world_size=world_size, store=FakeStore()
+    )
+    # In 2.13 a schedule reads the outcome of a vote of its stages, which `pipeline_stage_class`
+    # does not use, and which messages that nobody sends cannot have
+    from torch.distributed.pipelining import schedules
+
+    schedules._PipelineSchedule._warmup_p2p = lambda *arguments: None  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def pretended_tensors() -> Iterator[None]:
+    """Within it, tensors have shapes and dtypes, and no numbers or memory; tensors made outside can
+    be arguments. A number that is read from one is 1. Checked: 2.13.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Ones(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return 1.0 if args[0].is_floating_point() else 1
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode(allow_non_fake_inputs=True), Ones():
+        yield

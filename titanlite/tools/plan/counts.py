@@ -1,9 +1,9 @@
 """What a rank of a layout holds, computes and sends in one optimizer step.
 
-What it is: numbers without times. `trace.py` counts them in the real program, `estimate.py` computes
-them by formula; memory, step time and the text of `titanlite plan` are made from them. Imports no
-torch. The ranks of a pipeline differ, the others are equal: there is one `RankCounts` for each rank
-of the pp axis.
+What it is: numbers without times. `trace.py` counts them in the real program, `estimate.py`
+computes them by formula; memory, step time and the text of `titanlite plan` are made from them.
+Imports no torch. The ranks of a pipeline differ, the others are equal: there is one `RankCounts`
+for each rank of the pp axis.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends: (n - 1) / n of the whole in an ideal ring, twice that to all-reduce."""
+        """What a rank sends in an ideal ring of n: (n - 1) / n of it, twice that to all-reduce."""
         if self.kind in RING_PARTS:
             return RING_PARTS[self.kind] * self.whole_bytes * (self.size - 1) // self.size
         return 0 if self.kind == "recv" else self.whole_bytes

@@ -46,6 +46,7 @@ class Call(NamedTuple):
     rank: int
     world_size: int
     folder: Path  # of the call: the store through which the ranks meet, and the stacks of crashes
+    joins: bool
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
@@ -90,11 +91,13 @@ def _work(connection: Connection, device: str, quiet: bool) -> None:
         if device == "cuda":
             os.environ["LOCAL_RANK"] = str(call.rank)
         use_loopback()
-        store = dist.FileStore(str(call.folder / "store"), call.world_size)
-        join(open_device(device), GROUP_TIMEOUT, call.rank, call.world_size, store)
+        if call.joins:
+            store = dist.FileStore(str(call.folder / "store"), call.world_size)
+            join(open_device(device), GROUP_TIMEOUT, call.rank, call.world_size, store)
         result = call.function(*call.arguments)
         outcome = Outcome(time.monotonic(), "", result)
-        dist.barrier()  # no rank exits while another still communicates with it
+        if call.joins:
+            dist.barrier()  # no rank exits while another still communicates with it
     except BaseException:
         outcome = Outcome(time.monotonic(), f"rank {call.rank}:\n{traceback.format_exc()}")
     # By value: `send` would share the memory of tensors, which ends with this process
@@ -149,8 +152,9 @@ class Pool:
         *arguments: Any,
         timeout: float = 60,
         grace: float = 1.0,
+        joins: bool = True,
     ) -> list[Any]:
-        """The results of all ranks in order.
+        """The results of all ranks in order. `joins`: they are in one process group.
 
         Raises WorkerError, `grace` seconds after the first rank has failed.
         """
@@ -165,7 +169,10 @@ class Pool:
                     )
                     process.start()
                     theirs.close()
-                    ours.send(Call(sys.path, rank, world_size, Path(folder), function, arguments))
+                    call = Call(
+                        sys.path, rank, world_size, Path(folder), joins, function, arguments
+                    )
+                    ours.send(call)
                     workers.append((process, ours))
                 outcomes = _collect(workers, Path(folder), time.monotonic() + timeout, grace)
                 errors = [outcome for outcome in outcomes.values() if outcome.error]

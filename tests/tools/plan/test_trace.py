@@ -1,0 +1,111 @@
+"""A step is counted on pretended processes as it is on real ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from titanlite.config.load import load_config
+from titanlite.config.schema import Config
+from titanlite.distributed.mesh import Mesh
+from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.rules.check import check_layout
+from titanlite.rules.degrees import AXES, num_processes
+from titanlite.tools.plan.trace import Depths, Numbers, count_step, trace_rank
+
+SMALL = [
+    "debug",
+    "--run.device=cpu",
+    "--model.dim=32",
+    "--model.num_layers=4",
+    "--model.num_heads=4",
+    "--model.num_kv_heads=2",
+    "--model.ffn_dim=64",
+    "--model.vocab_size=128",
+    "--training.seq_len=16",
+    "--training.local_batch_size=2",
+    "--training.global_batch_size=16",
+    "--training.compute_dtype=float32",
+    "--compile.enabled=false",
+]
+AS_IT_IS = Depths((), ())
+
+QUICK = [["pp=2", "dp_shard=2", "recompute.mode=selective"]]
+SLOW = [
+    ["dp_shard=2"],
+    ["dp_shard=2", "tp=2", "recompute.mode=selective"],
+    ["pp=2", "dp_shard=2", "tp=2"],
+    ["dp_replicate=2", "cp=2", "loss.num_chunks=2", "recompute.mode=full"],
+    ["dp_replicate=2"],
+    ["dp_replicate=2", "dp_shard=2", "training.local_batch_size=1"],
+    ["tp=2"],
+    ["tp=4", "recompute.mode=full", "model.num_kv_heads=4"],
+    ["cp=2"],
+    ["cp=2", "tp=2", "recompute.mode=selective"],
+    ["pp=2", "parallel.pp_schedule=GPipe"],
+    ["pp=4", "training.local_batch_size=8"],
+    ["pp=2", "parallel.pp_schedule=Interleaved1F1B"],
+    ["pp=2", "parallel.pp_schedule=ZBVZeroBubble"],
+    ["pp=2", "dp_shard=2", "model.embeddings=tied"],
+    ["dp_shard=4", "model.embeddings=tied", "loss.num_chunks=4"],
+    ["dp_shard=2", "parallel.reshard_after_forward=never"],
+    ["dp_shard=4", "parallel.reshard_after_forward=2"],
+    ["dp_shard=2", "parallel.reduce_every_microbatch=false"],
+    ["dp_shard=2", "training.compute_dtype=bfloat16", "training.reduce_dtype=float32"],
+    ["dp_shard=2", "training.param_dtype=bfloat16", "optimizer.state_dtype=bfloat16"],
+    ["dp_shard=2", "lora.rank=4", "recompute.mode=selective"],
+    ["dp_shard=2", "optimizer.name=muon"],
+    ["dp_shard=2", "data.document_mask=true", "ema.decay=0.9"],
+    ["pp=2", "dp_shard=2", "cp=2", "recompute.mode=full"],
+]
+
+
+def config_of(settings: list[str]) -> tuple[Config, LlamaConfig, dict[str, int]]:
+    """Of a small model; a setting without a section is a degree."""
+    options = [f"--{s}" if "." in s else f"--parallel.{s}" for s in settings]
+    config = load_config([*SMALL, "--parallel.dp_shard=1", *options])
+    llama = resolve_flavor(config.model, 0)
+    size = num_processes({axis: getattr(config.parallel, axis) for axis in AXES})
+    return config, llama, check_layout(config, llama, size)
+
+
+def count_really(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Numbers:
+    mesh = Mesh("cpu", degrees, 60)
+    return count_step(config, llama, mesh, pretended=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [*QUICK, *(pytest.param(settings, marks=pytest.mark.slow) for settings in SLOW)],
+    ids=" ".join,
+)
+def test_a_pretended_step_is_counted_as_a_real_one(pool, settings):
+    config, llama, degrees = config_of(settings)
+    real = pool.run(num_processes(degrees), count_really, config, llama, degrees)
+    per_stage = len(real) // degrees["pp"]
+    for pp_rank in range(degrees["pp"]):
+        ((pretended,),) = pool.run(
+            1, trace_rank, config, llama, degrees, pp_rank, AS_IT_IS, joins=False
+        )
+        for numbers in real[pp_rank * per_stage : (pp_rank + 1) * per_stage]:
+            compare(pretended, numbers, degrees["pp"])
+
+
+# What was held also depends on when gloo ends a communication and frees its tensors; the other
+# numbers of bytes depend on how operators are divided
+INEXACT = ("memory", "kept", "pointwise")
+
+
+def compare(pretended: Numbers, real: Numbers, pp: int) -> None:
+    for key in pretended | real:
+        if key[0] not in INEXACT:
+            assert pretended[key] == real[key], key
+    # When the last backward began
+    for category in ("parameters", "gradients", "optimizer", "whole_gradients", "logits"):
+        assert pretended["kept", category] == real["kept", category], category
+    messages = sum(number for key, number in real.items() if key[:3] == ("bytes", "pp", "send"))
+    activations = real["kept", "activations"]
+    assert (
+        -messages - 0.02 * activations
+        <= pretended["kept", "activations"] - activations
+        <= 0.02 * activations
+    )
