@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,41 @@ import pytest
 
 from titanlite.tools.verify.pool import Pool
 
+ROOT = Path(__file__).parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["LOG_RANK"] = "none"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--sample",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run one in N of the selected tests, other ones for each commit",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` has selected
+def pytest_collection_modifyitems(config, items):
+    parts = config.getoption("sample")
+    seed = _commit() if parts > 1 else ""
+    kept = [item for item in items if in_sample(item.nodeid, parts, seed)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
+
+
+def in_sample(name: str, parts: int, seed: str) -> bool:
+    """Whether the test of this name is in the sample of one in `parts` that `seed` draws."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % parts == 0
+
+
+def _commit() -> str:
+    """The commit that is tested; empty outside a repository."""
+    command = ["git", "rev-parse", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 @pytest.fixture(scope="session")
