@@ -26,18 +26,14 @@ What it costs: b B S D / (cp tp) bytes per microbatch and stage boundary in each
 per number; and the bubble. Weights, gradients and moments are 1/pp, but FSDP reduces gradients only
 after the last microbatch and keeps them unsharded until then: r N / (pp tp) bytes.
 
-The split: a block and the output layer count with their number of parameters, which is proportional
-to their compute. The embedding has no matrix product, but it takes memory on the rank that keeps
-most activations, so it counts with half its parameters. The split minimises the largest count of a
-stage. A tied embedding is needed by the first and the last stage: both hold a copy, and the
-gradients of the copies are summed before the update.
+Which layers form a stage is computed by `stage_split.py`. A tied embedding is needed by the first
+and the last stage: both hold a copy, and the gradients of the copies are summed before the update.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
@@ -53,11 +49,12 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from titanlite.config.schema import V_SHAPED, Config, ParallelConfig
+from titanlite.config.schema import Config, ParallelConfig
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import pipeline_stage_class
 from titanlite.optim.loss import SummedLoss
 from titanlite.parallel.deferred_output import WeightHolder
+from titanlite.parallel.stage_split import stage_indices, stage_modules
 from titanlite.runtime.phases import Phase, mark_phase
 
 if TYPE_CHECKING:
@@ -68,66 +65,6 @@ T = TypeVar("T")
 Schedule: TypeAlias = PipelineScheduleSingle | PipelineScheduleMulti
 
 
-def stage_indices(rank: int, size: int, per_rank: int, schedule: str) -> list[int]:
-    """The stages of a rank: rank, rank + pp, ... in a loop, or rank and 2 pp - 1 - rank in a V."""
-    if schedule in V_SHAPED:
-        return [rank, 2 * size - 1 - rank]
-    return list(range(rank, size * per_rank, size))
-
-
-def balanced_split(weights: list[int], num_stages: int) -> list[int]:
-    """Where stages begin, as indices into `weights`, so that the largest sum of weights in a stage
-    is minimal.
-
-    The first weight is the embedding's, the last the output layer's, the others the blocks'; each
-    stage has at least one block. Of equally good splits it takes the one with the lightest last
-    stages, since the last computes the loss.
-    """
-    blocks = len(weights) - 2
-    sums = [0, *itertools.accumulate(weights)]  # of the weights before each index
-
-    def first_index(begin: int) -> int:
-        """Where a stage whose first block is `begin` begins in `weights`: block i is i + 1."""
-        return begin + 1 if begin > 0 else 0
-
-    def cost(begin: int, end: int) -> int:
-        """Of a stage with blocks begin .. end - 1, and with the ends if next to them."""
-        end_index = len(weights) if end == blocks else end + 1
-        return sums[end_index] - sums[first_index(begin)]
-
-    # Dynamic programming. For the blocks before `end`, divided into the stages so far: the cost of
-    # the heaviest stage, and the first block of each
-    best: dict[int, tuple[int, list[int]]] = {}
-    for end in range(1, blocks + 1):
-        best[end] = (cost(0, end), [0])
-    for stage in range(1, num_stages):
-        with_stage: dict[int, tuple[int, list[int]]] = {}
-        for end in range(stage + 1, blocks + 1):
-            choices = []
-            for begin in range(stage, end):  # the blocks begin .. end - 1 are this stage
-                heaviest, starts = best[begin]
-                choices.append((max(heaviest, cost(begin, end)), [*starts, begin]))
-            with_stage[end] = min(choices)
-        best = with_stage
-    return [first_index(begin) for begin in best[blocks][1]]
-
-
-def stage_modules(model: Llama, num_stages: int, explicit: list[str]) -> list[list[str]]:
-    """The names of each stage's modules.
-
-    `explicit`: the first module of each stage but the first; empty: balanced.
-    """
-    layers = [f"layers.{name}" for name in model.layers]
-    order = ["tok_embeddings", *layers, "norm", "output"]
-    if explicit:
-        starts = [0, *(order.index(name) for name in explicit)]
-    else:
-        block = sum(p.numel() for p in next(iter(model.layers.values())).parameters())
-        vocabulary = model.config.vocab_size * model.config.dim
-        starts = balanced_split([vocabulary // 2, *[block] * len(layers), vocabulary], num_stages)
-    return [order[begin:end] for begin, end in zip(starts, [*starts[1:], len(order)], strict=True)]
-
-
 def split_into_stages(model: Llama, config: ParallelConfig, mesh: DeviceMesh) -> list[Llama]:
     """The stages of a model (on meta) that this rank of the pp axis holds, each a Llama with some
     of the modules.
@@ -135,7 +72,7 @@ def split_into_stages(model: Llama, config: ParallelConfig, mesh: DeviceMesh) ->
     rank = mesh.get_local_rank()
     size = mesh.size()
     per_rank = config.stages_per_process
-    stages = stage_modules(model, size * per_rank, config.stage_starts)
+    stages = stage_modules(model.config, size * per_rank, config.stage_starts)
     for i, names in enumerate(stages):
         logger.info(f"stage {i}: {names[0]}" + (f" to {names[-1]}" if names[1:] else ""))
     return [

@@ -1,0 +1,76 @@
+"""Which layers form a pipeline stage, and which stages a rank holds.
+
+What it is: arithmetic on the model's sizes. A block and the output layer count with their number of
+parameters, which is proportional to their compute. The embedding has no matrix product, but it
+takes memory on the rank that keeps most activations, so it counts with half its parameters. The
+split minimises the largest count of a stage.
+Why it is here: imports no torch, so that `tools/plan` can compute the stages of a layout at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from titanlite.config.schema import V_SHAPED
+from titanlite.model.flavors import LlamaConfig, block_shapes
+
+
+def stage_indices(rank: int, size: int, per_rank: int, schedule: str) -> list[int]:
+    """The stages of a rank: rank, rank + pp, ... in a loop, or rank and 2 pp - 1 - rank in a V."""
+    if schedule in V_SHAPED:
+        return [rank, 2 * size - 1 - rank]
+    return list(range(rank, size * per_rank, size))
+
+
+def balanced_split(weights: list[int], num_stages: int) -> list[int]:
+    """Where stages begin, as indices into `weights`, so that the largest sum of weights in a stage
+    is minimal.
+
+    The first weight is the embedding's, the last the output layer's, the others the blocks'; each
+    stage has at least one block. Of equally good splits it takes the one with the lightest last
+    stages, since the last computes the loss.
+    """
+    blocks = len(weights) - 2
+    sums = [0, *itertools.accumulate(weights)]  # of the weights before each index
+
+    def first_index(begin: int) -> int:
+        """Where a stage whose first block is `begin` begins in `weights`: block i is i + 1."""
+        return begin + 1 if begin > 0 else 0
+
+    def cost(begin: int, end: int) -> int:
+        """Of a stage with blocks begin .. end - 1, and with the ends if next to them."""
+        end_index = len(weights) if end == blocks else end + 1
+        return sums[end_index] - sums[first_index(begin)]
+
+    # Dynamic programming. For the blocks before `end`, divided into the stages so far: the cost of
+    # the heaviest stage, and the first block of each
+    best: dict[int, tuple[int, list[int]]] = {}
+    for end in range(1, blocks + 1):
+        best[end] = (cost(0, end), [0])
+    for stage in range(1, num_stages):
+        with_stage: dict[int, tuple[int, list[int]]] = {}
+        for end in range(stage + 1, blocks + 1):
+            choices = []
+            for begin in range(stage, end):  # the blocks begin .. end - 1 are this stage
+                heaviest, starts = best[begin]
+                choices.append((max(heaviest, cost(begin, end)), [*starts, begin]))
+            with_stage[end] = min(choices)
+        best = with_stage
+    return [first_index(begin) for begin in best[blocks][1]]
+
+
+def stage_modules(model: LlamaConfig, num_stages: int, explicit: list[str]) -> list[list[str]]:
+    """The names of each stage's modules.
+
+    `explicit`: the first module of each stage but the first; empty: balanced.
+    """
+    layers = [f"layers.{number}" for number in range(model.num_layers)]
+    order = ["tok_embeddings", *layers, "norm", "output"]
+    if explicit:
+        starts = [0, *(order.index(name) for name in explicit)]
+    else:
+        block = sum(math.prod(shape) for shape in block_shapes(model).values())
+        vocabulary = model.vocab_size * model.dim
+        starts = balanced_split([vocabulary // 2, *[block] * len(layers), vocabulary], num_stages)
+    return [order[begin:end] for begin, end in zip(starts, [*starts[1:], len(order)], strict=True)]
