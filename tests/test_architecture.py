@@ -487,6 +487,10 @@ TESTED_ELSEWHERE = {
     "tools/formats/stock": "tests/tools/formats/test_foreign.py, "
     "tests/tools/formats/test_foreign_hostile.py",
     "tools/formats/targets": "tests/tools/formats/test_convert.py",
+    "tools/plan/estimate_compute": "tests/tools/plan/test_estimate.py",
+    "tools/plan/estimate_memory": "tests/tools/plan/test_estimate.py",
+    "tools/plan/estimate_traffic": "tests/tools/plan/test_estimate.py",
+    "tools/plan/layout": "tests/tools/plan/test_estimate.py",
 }
 
 

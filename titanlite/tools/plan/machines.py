@@ -280,7 +280,7 @@ def read_machine(path: Path) -> Machine:
         if problem:
             problems.append(f"{path}: {key} = {value!r}: {problem}")
             continue
-        values[key] = float(value) if fields[key] == "float" else value  # type: ignore[arg-type]
+        values[key] = value
     missing = [key for key in REQUIRED if key not in values]
     if missing and not problems:
         problems.append(f"{path}: expected {', '.join(missing)}, or base = the name of a GPU")
@@ -317,8 +317,8 @@ def read_prices(path: Path | None) -> dict[str, float]:
     if path is None:
         return prices
     for name, value in _read_toml(path).items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 < value < 1e6:
+        problem = _problem("", value, "float")
+        if problem or not isinstance(value, (int, float)):
             raise ConfigError(f"{path}: {name} = {value!r}: expected dollars per GPU-hour, above 0")
         prices[name] = float(value)
     return prices

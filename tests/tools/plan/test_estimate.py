@@ -1,0 +1,296 @@
+"""Counts of a step by arithmetic, against the guides' numbers, measured memory and known traffic."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.load import load_config
+from titanlite.config.schema import Config
+from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.model.flops import flops_per_token
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.plan.counts import Collective, RankCounts
+from titanlite.tools.plan.estimate import estimate, layout_of
+from titanlite.tools.plan.estimate_memory import logits_bytes, states
+
+ROOT = Path(__file__).parents[3]
+GIB = 2**30
+
+
+def model(*arguments: str) -> tuple[Config, LlamaConfig]:
+    config = load_config(list(arguments))
+    return config, resolve_flavor(config.model, 32000)
+
+
+def rank_of(world_size: int, *arguments: str) -> RankCounts:
+    return estimate(*model(*arguments), world_size).ranks[0]
+
+
+def traffic(world_size: int, *arguments: str) -> dict[tuple[str, str], Collective]:
+    found = rank_of(world_size, "debug", "--model.vocab_size=128256", *arguments).collectives
+    return {(collective.axis, collective.kind): collective for collective in found}
+
+
+@pytest.mark.parametrize(
+    ("flavor", "gib"), [("llama3_8b", 119.7), ("llama3_70b", 1051), ("llama3_405b", 6048)]
+)
+def test_states_of_the_flavors(flavor, gib):
+    """16 N bytes: the guides' numbers; divided over ranks they are the same."""
+    for world_size in (1, 64):
+        batch = ("--training.local_batch_size=1", f"--training.global_batch_size={world_size}")
+        config, llama = model(flavor, *batch, "--parallel.tp=1", "--parallel.pp=1")
+        layout = layout_of(config, llama, world_size)
+        held = states(layout, layout.stages_of(0))
+        total = held.parameters + held.gradients + held.optimizer
+        assert world_size * total / GIB == pytest.approx(gib, rel=5e-4)
+
+
+def test_7b_by_the_guides():
+    """bf16 parameters and gradients with fp32 moments: 14, 14 and 56 GB; 112 GB in fp32."""
+    for dtype, expected in (("bfloat16", (14, 14, 56)), ("float32", (28, 28, 56))):
+        arguments = ("--model.flavor=llama2_7b", f"--training.param_dtype={dtype}")
+        config, llama = model("llama3_8b", *arguments)
+        layout = layout_of(config, llama, 1)
+        held = states(layout, layout.stages_of(0))
+        billions = 7e9 / llama.num_parameters
+        found = (held.parameters, held.gradients, held.optimizer)
+        assert [n * billions / 1e9 for n in found] == pytest.approx(expected, rel=1e-6)
+    assert sum(expected) == 112
+
+
+def test_activations_and_logits_by_the_guides():
+    """34 s b h bytes per layer is a GPT block, 34 D per token. Ours, with two more matrices' width
+    and without dropout, kept in eager mode: 37.5 D; the logits in fp32 are 1.65 GB, three times.
+    """
+    arguments = ["--model.flavor=llama2_7b", "--model.vocab_size=50257", "--training.seq_len=2048"]
+    arguments += ["--training.local_batch_size=4", "--recompute.mode=none", "--loss.num_chunks=1"]
+    config, llama = model("llama3_8b", *arguments, "--compile.enabled=false")
+    kept = estimate(config, llama, 1).ranks[0].memory.activations
+    of_gpt = 34 * 4 * 2048 * 4096 * 32
+    assert of_gpt / 1e9 == pytest.approx(36.5, rel=1e-3)
+    assert kept / of_gpt == pytest.approx(37.6 / 34, rel=0.01)
+    assert logits_bytes(layout_of(config, llama, 1)) / 3e9 == pytest.approx(1.65, rel=2e-3)
+    config, llama = model("llama3_8b", *arguments, "--recompute.mode=full")
+    in_blocks = 2 * 4 * 2048 * 4096 * 32
+    assert in_blocks / 1e9 == pytest.approx(2.15, rel=2e-3)
+    layout = layout_of(config, llama, 1)
+    from_blocks = layout.tokens * layout.compute_bytes * llama.dim * llama.num_layers
+    assert from_blocks == in_blocks
+
+
+def test_zero_2_at_8b_on_4_gpus_and_ours():
+    """ZeRO-2 keeps bf16 weights whole and divides 14 bytes: 44 GB with P = 16 GB. `never` divides
+    16 bytes and keeps bf16 weights gathered: 48.
+    """
+    weights = 16e9
+    assert weights + 7 * weights / 4 == 44e9
+    config, llama = model(
+        "llama3_8b", "--training.global_batch_size=4", "--parallel.reshard_after_forward=never"
+    )
+    held = estimate(config, llama, 4).ranks[0].memory
+    layout = layout_of(config, llama, 4)
+    state = states(layout, layout.stages_of(0))
+    total = state.parameters + state.gradients + state.optimizer + held.gathered
+    assert total / 1e9 == pytest.approx(48 * llama.num_parameters / 8e9, rel=1e-3)
+
+
+def measured_memory() -> list[tuple[str, str, float]]:
+    """Case, options and allocated GiB of benchmarks/results/2026-11-24-pretended_memory.md."""
+    text = (ROOT / "benchmarks/results/2026-11-24-pretended_memory.md").read_text()
+    rows = re.findall(r"^\| (\d.*?) \| [\d,]+ \| ([\d.]+) \|", text, re.M)
+    options = dict(re.findall(r"^- (\d.*?): `(.*?)`$", text, re.M))
+    return [(case, options[case], float(gib)) for case, gib in rows]
+
+
+@pytest.mark.parametrize(("case", "options", "gib"), measured_memory())
+def test_memory_against_the_allocator(case, options, gib):
+    found = rank_of(1, *options.split()).memory.total / GIB
+    if "budget" in case:  # the compiler may keep less than its budget
+        assert gib <= found < 1.06 * gib
+    else:
+        assert found == pytest.approx(gib, rel=0.012)
+
+
+def test_traffic_of_sharded_weights():
+    """As counted in torch on two ranks; local_batches of 4 sequences, twice a step."""
+    found = traffic(2, "--parallel.dp_shard=2")
+    assert found["dp_shard_cp", "all_gather"].count == 2 * 8
+    assert found["dp_shard_cp", "all_gather"].whole_bytes == 2 * 35417856
+    assert found["dp_shard_cp", "reduce_scatter"].count == 2 * 5
+    assert found["dp_shard_cp", "reduce_scatter"].whole_bytes == 2 * 68620800
+    always = traffic(2, "--parallel.dp_shard=2", "--parallel.reshard_after_forward=always")
+    assert always["dp_shard_cp", "all_gather"].count == 2 * 10
+    never = ("--parallel.dp_shard=2", "--parallel.reshard_after_forward=never")
+    assert traffic(2, *never)["dp_shard_cp", "all_gather"].whole_bytes == 2 * 34310400
+    once = traffic(2, *never, "--parallel.reduce_every_microbatch=false")
+    assert once["dp_shard_cp", "reduce_scatter"].count == 5
+    assert once["dp_shard_cp", "all_gather"].count == 2 * 5
+
+
+def test_traffic_of_replicas():
+    found = traffic(4, "--parallel.dp_shard=2", "--parallel.dp_replicate=2")
+    assert found["dp_replicate", "all_reduce"].count == 5
+    assert found["dp_replicate", "all_reduce"].whole_bytes == 34310400
+
+
+def test_traffic_of_an_untied_model_over_cp():
+    found = traffic(4, "--parallel.dp_shard=2", "--parallel.cp=2", "--model.embeddings=untied")
+    assert found["dp_shard_cp", "all_gather"].count == 2 * 11
+    assert found["dp_shard_cp", "all_gather"].whole_bytes == 2 * 101454080
+    assert found["cp", "all_gather"].count == 2 * 4
+    assert found["cp", "all_gather"].whole_bytes == 2 * 2 * 131072  # 131072: of each part
+    assert found["cp", "reduce_scatter"].whole_bytes == 2 * 262144
+
+
+@pytest.mark.parametrize(
+    ("mode", "gathers", "reductions"), [("none", 4, 4), ("selective", 6, 4), ("full", 6, 5)]
+)
+def test_traffic_of_tensor_parallel(mode, gathers, reductions):
+    """As docs/parallelism.md says; the ends add two of each, norms and loss 12 all-reduces."""
+    found = traffic(4, "--parallel.dp_shard=2", "--parallel.tp=2", f"--recompute.mode={mode}")
+    tokens = 256
+    one = 2 * tokens * 128  # bf16
+    layers = 4
+    for kind, times in (("all_gather", gathers), ("reduce_scatter", reductions)):
+        calls = 2 * (times * layers + 2)
+        assert found["tp", kind].count == calls
+        assert found["tp", kind].whole_bytes == calls * one
+    assert found["tp", "all_reduce"].count == 2 * 12
+    assert found["tp", "all_reduce"].whole_bytes == 2 * (9 * 128 * 2 + 3 * 4 * tokens)
+
+
+def test_traffic_of_a_chunked_loss():
+    found = traffic(4, "--parallel.dp_shard=2", "--parallel.tp=2", "--loss.num_chunks=4")
+    assert found["tp", "all_reduce"].count == 2 * 21
+    assert found["tp", "all_gather"].count == 2 * 18
+
+
+def test_messages_of_a_pipeline():
+    found = traffic(2, "--parallel.pp=2", "--model.embeddings=untied")
+    microbatches = 8
+    assert found["pp", "send"].count == microbatches
+    assert found["pp", "send"].whole_bytes == microbatches * 128 * 128 * 2
+    assert found["pp", "recv"].count == microbatches
+
+
+def test_products_are_those_of_the_mfu():
+    """Without recomputation: 6 FLOPs per parameter and token, and attention's."""
+    config, llama = model("llama3_8b", "--recompute.mode=none", "--parallel.tp=4")
+    counts = estimate(config, llama, 4)
+    rank = counts.ranks[0]
+    total = 4 * (sum(product.flops for product in rank.products) + rank.attention_flops)
+    norms = 6 * (2 * llama.num_layers + 1) * llama.dim
+    per_token = flops_per_token(llama, config.training.seq_len) - norms
+    assert total == counts.tokens * per_token
+
+
+@pytest.mark.parametrize(("mode", "more"), [("full", 6 / 7), ("selective", 3 / 7)])
+def test_recomputation_repeats_products(mode, more):
+    none = rank_of(1, "debug", "--recompute.mode=none").products
+    again = rank_of(1, "debug", f"--recompute.mode={mode}").products
+    forward = 4 * 7 * 4  # layers, products, local batches
+    extra = sum(p.count for p in again) - sum(p.count for p in none)
+    assert extra == round(forward * more)
+
+
+def test_stages_of_a_pipeline_hold_less_activations_towards_its_end():
+    config, llama = model(
+        "llama3_70b", "--parallel.pp=8", "--training.local_batch_size=16", "--recompute.mode=full"
+    )
+    layout = layout_of(config, llama, 64)
+    assert [layout.in_flight(rank) for rank in (0, 3, 7)] == [[8], [5], [1]]
+    schedules = {
+        "GPipe": [16],
+        "Interleaved1F1B": [15, 8],
+        "LoopedBFS": [16, 16],
+        "ZBVZeroBubble": [15, 1],
+    }
+    for schedule, expected in schedules.items():
+        config = load_config(
+            [
+                "llama3_70b",
+                "--parallel.pp=8",
+                "--training.local_batch_size=16",
+                f"--parallel.pp_schedule={schedule}",
+                "--compile.enabled=false",
+            ]
+        )
+        assert layout_of(config, llama, 64).in_flight(0) == expected
+    counts = estimate(config, llama, 64)
+    whole = sum(rank.num_parameters for rank in counts.ranks) * 8
+    assert whole == pytest.approx(llama.num_parameters, rel=1e-3)
+
+
+OPTIONS = ("none", "selective", "full")
+
+
+@pytest.mark.parametrize(("flavor", "world_size"), [("llama3_1b", 8), ("llama3_8b", 16)])
+def test_each_measure_against_memory_saves_some(flavor, world_size):
+    batch = ("--training.local_batch_size=4", "--training.global_batch_size=64")
+    by_mode = [
+        rank_of(world_size, flavor, *batch, f"--recompute.mode={mode}").memory.total
+        for mode in OPTIONS
+    ]
+    assert by_mode == sorted(by_mode, reverse=True)
+    plain = rank_of(world_size, flavor, *batch, "--recompute.mode=none", "--loss.num_chunks=1")
+    for measure in (
+        "--parallel.tp=4",
+        "--parallel.cp=4",
+        "--loss.num_chunks=8",
+        "--parallel.cpu_offload=true",
+        "--parallel.optimizer_offload=true",
+        "--optimizer.state_dtype=bfloat16",
+        "--optimizer.name=muon",
+        "--lora.rank=8",
+        "--training.local_batch_size=2",
+        "--recompute.mode=memory_budget",
+    ):
+        arguments = [*batch, "--recompute.mode=none", "--loss.num_chunks=1", measure]
+        assert rank_of(world_size, flavor, *arguments).memory.total < plain.memory.total, measure
+    more = rank_of(
+        world_size,
+        flavor,
+        *batch,
+        "--recompute.mode=none",
+        "--loss.num_chunks=1",
+        "--parallel.reshard_after_forward=never",
+    )
+    assert more.memory.gathered > plain.memory.gathered
+
+
+def test_parts_of_a_layout_add_up():
+    """Over the ranks of pp and tp each parameter is held as often as the layout says."""
+    for pp, tp in itertools.product((1, 2), (1, 2)):
+        world_size = pp * tp * 2
+        counts = estimate(
+            *model(
+                "llama3_8b",
+                f"--parallel.pp={pp}",
+                f"--parallel.tp={tp}",
+                "--training.local_batch_size=2",
+                "--training.global_batch_size=8",
+            ),
+            world_size,
+        )
+        norms = (tp - 1) * 65 * 4096
+        total = sum(rank.num_parameters for rank in counts.ranks) * 2 * tp
+        assert total == 8030261248 + norms
+
+
+def test_a_layout_that_is_not_allowed_is_refused():
+    with pytest.raises(ConfigError, match=r"parallel.tp = 3 does not divide"):
+        rank_of(3, "debug", "--parallel.tp=3")
+
+
+def test_it_loads_no_torch():
+    command = "import sys, titanlite.tools.plan.estimate; print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert result.stdout.strip() == "False"

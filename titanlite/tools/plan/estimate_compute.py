@@ -1,0 +1,129 @@
+"""The work of a step by formula: matrix products, attention, and what the other operators read.
+
+What it is: each linear layer has three products, (T, in) (in, out) in the forward and two of the
+same size in the backward, T being the tokens of a forward on this rank; recomputation repeats some
+of the first. The other operators are counted by the bytes that they read and write, one kernel each
+(eager mode). Imports no torch. Letters: docs/parallelism.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titanlite.tools.plan.counts import Product
+from titanlite.tools.plan.estimate_traffic import recomputed_blocks
+from titanlite.tools.plan.layout import Layout, Parameter, Stage
+
+# Every second product of a block is kept by `selective` and all but the last by none: w2's result
+# is needed by no gradient, so it is never computed again
+ORDER = ("wq", "wk", "wv", "wo", "w1", "w3", "w2")
+REPEATED = {"full": ORDER[:-1], "selective": ("wk", "wo", "w3")}
+
+
+def products(layout: Layout, stages: list[Stage]) -> tuple[Product, ...]:
+    """The matrix products of a step, equal ones together."""
+    counts: dict[tuple[int, int, int, str], int] = {}
+    forwards = layout.local_batches * layout.microbatches
+    for stage in stages:
+        for (rows, inner, columns, dtype), count in _of_forward(layout, stage):
+            key = (rows, inner, columns, dtype)
+            counts[key] = counts.get(key, 0) + count * forwards
+    return tuple(Product(*key, count) for key, count in counts.items() if count)
+
+
+def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, int, str], int]]:
+    """Shape (rows, inner, columns, dtype) and number of the products of one local batch or
+    microbatch.
+    """
+    tokens = layout.tokens
+    recompute = layout.config.recompute
+    blocks = [unit for unit in stage.units if unit.is_block]
+    for number, unit in zip(stage.blocks, blocks, strict=True):
+        # Adapters' first layers have no trained layer before them
+        needs_input = stage.index > 0 or number > 0 or layout.config.lora.rank == 0
+        repeated: tuple[str, ...] = ()
+        if number % recompute.every == 0:
+            repeated = REPEATED.get(recompute.mode, ())
+        for parameter in unit.parameters:
+            if len(parameter.shape) != 2:
+                continue
+            layer = parameter.name.split(".")[3]
+            dtype = _dtype(layout, parameter)
+            columns, inner = parameter.shape
+            yield (tokens, inner, columns, dtype), 2 if layer in repeated else 1
+            if needs_input or layer not in ("wq", "wk", "wv"):
+                yield (tokens, columns, inner, dtype), 1
+            if parameter.trained:
+                yield (columns, tokens, inner, dtype), 1
+    if stage.has_output:
+        chunks = layout.config.loss.num_chunks
+        rows = -(-tokens // chunks)
+        width = layout.llama.vocab_size // layout.tp
+        dim = layout.llama.dim
+        dtype = layout.compute_dtype
+        yield (rows, dim, width, dtype), chunks
+        yield (rows, width, dim, dtype), chunks
+        if layout.config.lora.rank == 0:
+            yield (width, rows, dim, dtype), chunks
+
+
+def _dtype(layout: Layout, parameter: Parameter) -> str:
+    """float8 where the layer is converted."""
+    float8 = layout.config.float8
+    is_layer = "lora" not in parameter.name
+    skipped = any(part in parameter.name for part in float8.skipped)
+    fits = all(side % 16 == 0 for side in parameter.shape)
+    if float8.enabled and is_layer and fits and not skipped:
+        return "float8"
+    return layout.compute_dtype
+
+
+def attention_flops(layout: Layout, stages: list[Stage]) -> int:
+    """12 H Dh per pair of query and key in forward and backward (PaLM), 4 more to repeat it."""
+    llama = layout.llama
+    seq_len = layout.config.training.seq_len
+    windows = llama.windows(seq_len)
+    is_full = layout.config.recompute.mode == "full"
+    total = 0
+    for stage in stages:
+        for number in stage.blocks:
+            times = 12
+            if is_full and number % layout.config.recompute.every == 0:
+                times = 16
+            total += times * (windows[number] or seq_len)
+    queries = layout.tokens * layout.local_batches * layout.microbatches
+    return total * queries * llama.num_heads * llama.head_dim // layout.tp
+
+
+def pointwise_bytes(layout: Layout, stages: list[Stage]) -> int:
+    """What norms, RoPE, residuals, SwiGLU, the loss and the copies of FSDP read and write.
+
+    Bytes per token, by the kernels of eager mode in bfloat16. Forward of a block: two norms and two
+    sums (20 D), the product with silu (10 F), RoPE through fp32 (20 of q and k). Backward: the same
+    of the sums and norms, and the sums of gradients of a shared input (42 D, 18 F).
+    """
+    llama = layout.llama
+    scale = layout.compute_bytes / 2
+    tp = layout.tp
+    dim = llama.dim * (1 / tp + 1) / 2  # half of it between pairs of matrices
+    turned = (llama.q_dim + llama.kv_dim) / tp
+    hidden = llama.ffn_dim / tp
+    forward = 20 * dim + 10 * hidden + 20 * turned
+    backward = 42 * dim + 18 * hidden + 20 * turned
+    per_token = 0.0
+    copied = 0
+    for stage in stages:
+        again = recomputed_blocks(layout, stage)
+        per_token += len(stage.blocks) * (forward + backward) + again * forward
+        if stage.has_output:
+            per_token += 50 * llama.vocab_size / tp
+        if stage.has_embedding:
+            per_token += 12 * llama.dim / tp
+        for unit in stage.units:
+            times = 2 if unit.reshard else 1
+            copied += 4 * unit.numel * times + 6 * unit.trained_numel
+    forwards = layout.local_batches * layout.microbatches
+    total = per_token * scale * layout.tokens * forwards
+    if layout.has_fsdp:
+        total += copied * layout.local_batches
+    return round(total)

@@ -1,0 +1,372 @@
+"""The memory of a rank by formula, at the moment of the step when it holds most.
+
+What it is: bytes per token that a block keeps for its backward, by recomputation mode, eager or
+compiled; what FSDP gathers and reduces; the loss; and from these the four moments that can be the
+highest: in the loss, when everything is kept; at the beginning and at the end of the backward; in
+the update. What a program reserves is more: `reserved_bytes`. Imports no torch. Letters:
+docs/parallelism.md.
+What is kept of a block, per token (b bytes per number):
+
+    input, and input of the second norm    2 b D / tp
+    inputs of wq, wk, wv and of w1, w3     2 b D                   (gathered over tp)
+    q, k, v after RoPE, attention's output (2 b H Dh + 2 b K Dh + 4 H) / tp
+    w1, silu, w3, their product            4 b F / tp              (compiled: silu is repeated, 3)
+
+    full         the input
+    selective    the input, wq, wv, attention's output, w1, and in eager mode w2, which no gradient
+                 needs (arXiv 2205.05198 and the operators of `activation_checkpoint.py`)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from titanlite.tools.plan.counts import Memory
+from titanlite.tools.plan.estimate_traffic import muon_numel
+from titanlite.tools.plan.layout import DTYPE_BYTES, Layout, Stage, Unit
+
+# What the allocator reserves beyond what is allocated: pieces that no tensor fits in
+# (benchmarks/results/2026-11-24-pretended_memory.md: 0.3 to 2 GiB on one GPU), least and most
+RESERVED_FRACTION = (1.0, 1.1)
+RESERVED_BYTES = (0, 1 << 30)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of one block and forward."""
+
+    until_backward: float
+    while_repeated: float  # in the backward, what a recomputation computes again
+
+
+def block_activations(layout: Layout, repeats: bool) -> Kept:
+    """What one block keeps of a forward. `repeats`: it is recomputed, if `recompute.mode` says."""
+    mode = layout.config.recompute.mode
+    whole = _everything(layout)
+    stream = _stream(layout)
+    if mode == "memory_budget":
+        kept = stream + layout.config.recompute.budget * (whole - stream)
+        return Kept(kept, whole - kept)
+    if mode == "none" or not repeats:
+        return Kept(whole, 0.0)
+    if mode == "full":
+        kept = 0.0 if layout.config.recompute.offload else stream
+        return Kept(kept, whole)
+    return Kept(_selected(layout), whole)
+
+
+def _stream(layout: Layout) -> float:
+    """The residual stream between blocks."""
+    return layout.tokens * layout.compute_bytes * layout.llama.dim / layout.tp
+
+
+def _attention_sizes(layout: Layout) -> tuple[float, float, float]:
+    """Bytes of the queries, of the keys, and of the sums of the softmax, as a forward has them."""
+    number = layout.tokens * layout.compute_bytes / layout.tp
+    queries = number * layout.llama.q_dim
+    keys = number * layout.llama.kv_dim
+    sums = 4 * layout.tokens * layout.llama.num_heads / layout.tp
+    return queries, keys, sums
+
+
+def _everything(layout: Layout) -> float:
+    """What a block keeps without recomputation."""
+    llama = layout.llama
+    tokens = layout.tokens
+    compute = layout.compute_bytes
+    operand = compute  # what a matrix product keeps of its input
+    float8 = layout.config.float8
+    if float8.enabled and float8.scaling == "tensorwise":
+        operand = 1
+    queries, keys, sums = _attention_sizes(layout)
+    hidden = tokens * compute * llama.ffn_dim / layout.tp
+
+    total = 2 * _stream(layout) + 2 * 4 * tokens / layout.tp  # and the norms' factors
+    trained = _trained_layers(layout)
+    if trained & {"wq", "wk", "wv"}:
+        total += tokens * operand * llama.dim
+    if trained & {"w1", "w3"}:
+        total += tokens * operand * llama.dim
+    total += 2 * queries + 2 * keys + sums
+    if layout.cp > 1:
+        total += _of_context_parallel(layout)
+    elif operand != compute:
+        total += queries / compute
+    if llama.qk_norm:
+        total += queries + keys
+    total += (2 if layout.compiled else 3) * hidden
+    if "w2" in trained:
+        total += hidden * operand / compute
+    if layout.config.lora.drops:
+        lora = layout.config.lora
+        for name in lora.target_names:
+            width = {"w2": llama.ffn_dim, "wo": llama.q_dim}.get(name, llama.dim)
+            total += tokens * (compute + 1) * width
+    return total
+
+
+def _of_context_parallel(layout: Layout) -> float:
+    """Attention keeps its operands, and wo the output in its own order. Keys and values of others:
+
+    all_gather keeps those up to the end of both chunks, together (2 cp + 1) / 2 cp of the sequence.
+    """
+    queries, keys, _ = _attention_sizes(layout)
+    method = layout.config.parallel.cp_method
+    if method == "all_gather":
+        chunks = (2 * layout.cp + 1) / 2  # in units of a rank's tokens
+        return queries + 2 * keys * (chunks - 1)
+    if method == "ring":
+        return queries + 2 * (queries - keys)  # keys and values of each query head
+    return queries
+
+
+def _trained_layers(layout: Layout) -> set[str]:
+    """The layers of a block that need their input for a gradient."""
+    parameters = layout.block_parameters(0)
+    return {parameter.name.split(".")[3] for parameter in parameters if parameter.trained}
+
+
+def _selected(layout: Layout) -> float:
+    """What `selective` keeps of a block."""
+    queries, keys, sums = _attention_sizes(layout)
+    llama = layout.llama
+    hidden = layout.tokens * layout.compute_bytes * llama.ffn_dim / layout.tp
+    total = _stream(layout) + queries + keys + queries + sums + hidden
+    if layout.cp > 1 and layout.config.parallel.cp_method == "ulysses":
+        total += 2 * queries + 2 * keys
+    if layout.tp > 1:
+        total += _stream(layout)  # of wo, after its reduce-scatter
+    if not layout.compiled:
+        total += layout.tokens * layout.compute_bytes * llama.dim  # of w2, before it
+        if layout.tp > 1:
+            total += _stream(layout)
+    return total
+
+
+def logits_bytes(layout: Layout) -> float:
+    """The loss at its highest: in fp32 the log-softmax, its gradient and that of the logits.
+
+    With chunks also the gradients of the hidden states and of the projection, fp32.
+    """
+    chunks = layout.config.loss.num_chunks
+    width = layout.llama.vocab_size / layout.tp
+    per_logit = 12
+    if layout.config.compile.loss and layout.compiled:
+        per_logit = 8
+    if layout.config.loss.z_loss:
+        per_logit += 4
+    total = per_logit * layout.tokens * width / chunks
+    if chunks > 1:
+        dim = layout.llama.dim
+        total += layout.tokens * dim * layout.compute_bytes
+        if layout.config.lora.rank == 0:
+            total += (4 + layout.compute_bytes) * width * dim
+    return total
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of parameters, gradients and moments on the device, and how many numbers are stored."""
+
+    num_parameters: int
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def states(layout: Layout, stages: list[Stage]) -> States:
+    """What a rank holds between steps, and its gradients."""
+    config = layout.config
+    shards = layout.shards
+    stored = 0
+    trained = 0
+    for stage in stages:
+        for unit in stage.units:
+            stored += unit.part_numel(shards)
+            trained += unit.part_numel(shards, trained_only=True)
+    state_bytes = DTYPE_BYTES[config.optimizer.state_dtype]
+    moments = 2 * trained
+    if config.optimizer.name == "muon":
+        moments -= muon_numel(layout, stages)
+    optimizer = moments * state_bytes
+    if config.ema.decay > 0:
+        optimizer += 4 * trained
+    parameters = stored * layout.param_bytes
+    gradients = trained * layout.param_bytes
+    if config.parallel.cpu_offload:
+        return States(stored, 0, 0, 0)
+    if config.parallel.optimizer_offload:
+        optimizer = 0
+    return States(stored, parameters, gradients, optimizer)
+
+
+def memory(layout: Layout, stages: list[Stage], pp_rank: int) -> Memory:
+    """The highest of the moments of a step."""
+    return max(_moments(layout, stages, pp_rank), key=lambda moment: moment.total)
+
+
+def _moments(layout: Layout, stages: list[Stage], pp_rank: int) -> list[Memory]:
+    held = states(layout, stages)
+    units = [unit for stage in stages for unit in stage.units]
+    kept = _kept_activations(layout, stages, pp_rank)
+    block = block_activations(layout, repeats=True)
+    has_output = any(stage.has_output for stage in stages)
+    logits = round(logits_bytes(layout)) if has_output else 0
+    gathered = _Gathered.of(layout, units)
+    whole = _unreduced(layout, units)
+    messages = _message_buffers(layout, stages)
+    # Gradients of the widest tensors of a block, while they are computed
+    gradients_in_block = 3 * layout.tokens * layout.compute_bytes * layout.llama.ffn_dim / layout.tp
+    from_before = held.gradients if layout.local_batches > 1 else 0
+    unreduced_before = whole.all_units if layout.local_batches > 1 or layout.pp > 1 else 0
+
+    between = Memory(
+        parameters=held.parameters,
+        gradients=0,
+        optimizer=held.optimizer,
+        whole_gradients=0,
+        gathered=0,
+        activations=0,
+        logits=0,
+        buffers=messages,
+    )
+    if not layout.config.parallel.reduce_every_microbatch:
+        from_before = 0
+    in_loss = replace(
+        between,
+        gradients=from_before,
+        whole_gradients=unreduced_before,
+        gathered=gathered.in_loss,
+        activations=round(kept),
+        logits=logits,
+        buffers=messages + gathered.buffers_forward,
+    )
+    begin = replace(
+        between,
+        gradients=max(from_before, whole.last_reduced if layout.has_fsdp else 0),
+        whole_gradients=max(unreduced_before, whole.largest),
+        gathered=gathered.in_backward,
+        activations=round(kept + block.while_repeated + gradients_in_block),
+        buffers=messages + gathered.buffers_backward,
+    )
+    per_block = block.until_backward + block.while_repeated + gradients_in_block
+    end = replace(
+        between,
+        gradients=held.gradients - (0 if from_before else whole.of_first_units),
+        whole_gradients=max(unreduced_before, whole.largest if layout.has_fsdp else 0),
+        gathered=gathered.in_backward,
+        activations=round(per_block),
+        buffers=messages + gathered.buffers_backward,
+    )
+    update = replace(between, gradients=held.gradients)
+    return [in_loss, begin, end, update]
+
+
+def _kept_activations(layout: Layout, stages: list[Stage], pp_rank: int) -> float:
+    """Of all forwards whose backward has not begun, at the most."""
+    every = layout.config.recompute.every
+    total = 0.0
+    for stage, forwards in zip(stages, layout.in_flight(pp_rank), strict=True):
+        repeated = sum(number % every == 0 for number in stage.blocks)
+        kept = repeated * block_activations(layout, repeats=True).until_backward
+        kept += (len(stage.blocks) - repeated) * _everything(layout)
+        if stage.has_output:
+            kept += _stream(layout)
+            if layout.config.loss.num_chunks == 1:
+                kept += layout.tokens * layout.compute_bytes * layout.llama.dim
+        total += forwards * kept
+    return total
+
+
+def _message_buffers(layout: Layout, stages: list[Stage]) -> int:
+    """torch's stages allocate what they receive, for all microbatches of a local batch."""
+    if layout.pp == 1:
+        return 0
+    last = layout.pp * layout.config.parallel.stages_per_process - 1
+    received = sum((stage.index > 0) + (stage.index < last) for stage in stages)
+    return round(received * layout.microbatches * _stream(layout))
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Weights in the compute dtype, and buffers of communication, by moment."""
+
+    in_loss: int
+    in_backward: int
+    buffers_forward: int
+    buffers_backward: int
+
+    @classmethod
+    def of(cls, layout: Layout, units: list[Unit]) -> _Gathered:
+        compute = layout.compute_bytes
+        blocks = [unit.numel for unit in units if unit.is_block]
+        largest = max(unit.numel for unit in units)
+        if not layout.has_fsdp:
+            return cls._casts(layout, units)
+        reduced = max(unit.trained_numel for unit in units)
+        kept = sum(unit.numel for unit in units if not unit.reshard)
+        mode = layout.config.parallel.reshard_after_forward
+        if mode.isdecimal():  # sharded over fewer ranks
+            kept += sum(unit.numel for unit in units if unit.reshard) // int(mode)
+        ahead = (1 + layout.config.parallel.prefetch) * max(blocks, default=0)
+        freed = any(unit.reshard for unit in units)
+        in_backward = kept + (ahead if freed else 0)
+        buffers_backward = 2 * reduced * layout.reduce_bytes
+        if freed:
+            buffers_backward += largest * compute
+        return cls(
+            in_loss=kept * compute,
+            in_backward=in_backward * compute,
+            buffers_forward=largest * compute if freed else 0,
+            buffers_backward=buffers_backward,
+        )
+
+    @classmethod
+    def _casts(cls, layout: Layout, units: list[Unit]) -> _Gathered:
+        """On one rank a weight is cast at its use, and kept until its gradient is computed."""
+        if layout.compute_dtype == layout.config.training.param_dtype:
+            return cls(0, 0, 0, 0)
+        compute = layout.compute_bytes
+        numel = sum(unit.numel for unit in units if not unit.is_block)
+        block = max((unit.numel for unit in units if unit.is_block), default=0)
+        if not layout.llama.tied_embeddings:
+            numel -= layout.llama.vocab_size * layout.llama.dim  # rows of the embedding are cast
+        if layout.config.recompute.mode == "none":
+            numel += sum(unit.numel for unit in units if unit.is_block)
+            block = 0
+        return cls(numel * compute, (numel + block) * compute, 0, 0)
+
+
+@dataclass(frozen=True)
+class _Unreduced:
+    """Gradients before their reduction."""
+
+    all_units: int  # where they wait for the last local batch or microbatch
+    largest: int  # of one unit, as the backward computes it
+    last_reduced: int  # the part of the last unit, after it
+    of_first_units: int  # the parts of the first block and of the embedding before it
+
+
+def _unreduced(layout: Layout, units: list[Unit]) -> _Unreduced:
+    trained = [unit.trained_numel for unit in units]
+    last = [unit for unit in units if not unit.is_block] or units
+    part = last[-1].part_numel(layout.shards, trained_only=True) * layout.param_bytes
+    all_units = 0
+    waits = layout.pp > 1 or not layout.config.parallel.reduce_every_microbatch
+    if layout.has_fsdp and waits:
+        all_units = sum(trained) * layout.reduce_bytes
+    first = next(index for index, unit in enumerate(units) if unit.is_block)
+    of_first = sum(unit.part_numel(layout.shards, trained_only=True) for unit in units[: first + 1])
+    return _Unreduced(
+        all_units=all_units,
+        largest=max(trained) * layout.compute_bytes,
+        last_reduced=part,
+        of_first_units=of_first * layout.param_bytes,
+    )
+
+
+def reserved_bytes(memory: Memory) -> tuple[int, int]:
+    """What the allocator reserves for it, at least and at most."""
+    low = round(memory.total * RESERVED_FRACTION[0]) + RESERVED_BYTES[0]
+    high = round(memory.total * RESERVED_FRACTION[1]) + RESERVED_BYTES[1]
+    return low, high

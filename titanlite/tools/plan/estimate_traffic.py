@@ -1,0 +1,209 @@
+"""The collectives of a step by formula: kinds, counts and bytes along each axis.
+
+What it is: the formulas in the headers of `parallel/*.py`, with the ends of the model, the loss,
+accumulation and recomputation. Left out: sums of single numbers (the loss, the norm of gradients,
+the scales of float8). Imports no torch. Letters: docs/parallelism.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from titanlite.config.schema import V_SHAPED
+from titanlite.tools.plan.counts import Collective
+from titanlite.tools.plan.layout import Layout, Stage, Unit
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of one kind, each of the same size."""
+
+    axis: str
+    kind: str
+    size: int
+    count: int
+    bytes_each: float
+
+
+def collectives(layout: Layout, stages: list[Stage], pp_rank: int) -> tuple[Collective, ...]:
+    """What the rank calls in a step, equal kinds added up; groups of one rank are left out."""
+    counts: dict[tuple[str, str, int], int] = {}
+    sizes: dict[tuple[str, str, int], float] = {}
+    for calls in _all_calls(layout, stages, pp_rank):
+        if calls.size == 1 or calls.count == 0:
+            continue
+        key = (calls.axis, calls.kind, calls.size)
+        counts[key] = counts.get(key, 0) + calls.count
+        sizes[key] = sizes.get(key, 0.0) + calls.count * calls.bytes_each
+    return tuple(
+        Collective(axis, kind, size, counts[axis, kind, size], round(sizes[axis, kind, size]))
+        for axis, kind, size in sorted(counts)
+    )
+
+
+def _all_calls(layout: Layout, stages: list[Stage], pp_rank: int) -> Iterator[Calls]:
+    for stage in stages:
+        if layout.has_fsdp:
+            for unit in stage.units:
+                yield from _sharding(layout, unit)
+        if layout.tp > 1:
+            yield from _tensor_parallel(layout, stage)
+        if layout.cp > 1:
+            yield from _context_parallel(layout, stage)
+    if layout.pp > 1:
+        yield from _messages(layout, stages, pp_rank)
+    if layout.config.optimizer.name == "muon":
+        yield from _muon(layout, stages)
+
+
+def _sharding(layout: Layout, unit: Unit) -> Iterator[Calls]:
+    """All-gathers of the weights, reduce-scatters and all-reduces of their gradients."""
+    n = layout.shards
+    batches = layout.local_batches
+    mode = layout.config.parallel.reshard_after_forward
+    gathered = n * unit.part_numel(n) * layout.compute_bytes
+    gathers = 1
+    if unit.reshard and layout.pp > 1:
+        gathers = 2 * layout.microbatches  # between them a microbatch's forward has freed it
+        if layout.config.parallel.pp_schedule == "GPipe":
+            gathers = layout.microbatches + 1
+    elif unit.reshard and mode.isdecimal():
+        yield Calls("dp_shard_cp", "all_gather", int(mode), batches, gathered)
+    elif unit.reshard:
+        gathers = 2
+    yield Calls("dp_shard_cp", "all_gather", n, batches * gathers, gathered)
+    if unit.trained_numel == 0:
+        return
+    if not layout.config.parallel.reduce_every_microbatch:
+        batches = 1
+    part = unit.part_numel(n, trained_only=True) * layout.reduce_bytes
+    yield Calls("dp_shard_cp", "reduce_scatter", n, batches, n * part)
+    yield Calls("dp_replicate", "all_reduce", layout.degrees["dp_replicate"], batches, part)
+
+
+def _forwards(layout: Layout) -> int:
+    """Of a stage in a step."""
+    return layout.local_batches * layout.microbatches
+
+
+def recomputed_blocks(layout: Layout, stage: Stage) -> int:
+    """How many blocks of a stage are recomputed, by `recompute.mode` full or selective."""
+    recompute = layout.config.recompute
+    if recompute.mode not in ("full", "selective"):
+        return 0
+    return sum(number % recompute.every == 0 for number in stage.blocks)
+
+
+def _tensor_parallel(layout: Layout, stage: Stage) -> Iterator[Calls]:
+    """Gathers before and reduce-scatters after each pair of matrices, and the reverse backward."""
+    tp = layout.tp
+    llama = layout.llama
+    forwards = _forwards(layout)
+    hidden = layout.tokens * llama.dim * layout.compute_bytes
+    blocks = len(stage.blocks)
+    again = recomputed_blocks(layout, stage)
+    is_full = layout.config.recompute.mode == "full"
+    ends = stage.has_embedding + stage.has_output
+    gathers = 4 * blocks + 2 * again + ends
+    reductions = 4 * blocks + again * is_full + ends
+    yield Calls("tp", "all_gather", tp, forwards * gathers, hidden)
+    yield Calls("tp", "reduce_scatter", tp, forwards * reductions, hidden)
+
+    # Gradients of weights that all ranks hold
+    for unit in stage.units:
+        for parameter in unit.parameters:
+            if parameter.replicated and parameter.trained:
+                size = parameter.numel * layout.compute_bytes
+                yield Calls("tp", "all_reduce", tp, forwards, size)
+    if stage.has_output:  # the loss: the maximum, the sum, and the logit of the label
+        chunks = layout.config.loss.num_chunks
+        yield Calls("tp", "all_reduce", tp, 3 * chunks * forwards, 4 * layout.tokens / chunks)
+        if layout.config.loss.z_loss:
+            sums = 4 * layout.tokens * tp / chunks
+            yield Calls("tp", "all_gather", tp, chunks * forwards, sums)
+
+
+def _context_parallel(layout: Layout, stage: Stage) -> Iterator[Calls]:
+    """What attention exchanges; recomputation repeats the forward's, unless it keeps the result."""
+    cp = layout.cp
+    mode = layout.config.recompute.mode
+    number = layout.compute_bytes * layout.tokens / layout.tp
+    keys = number * layout.llama.kv_dim
+    queries = number * layout.llama.q_dim
+    calls = _forwards(layout) * len(stage.blocks)
+    again = _forwards(layout) * recomputed_blocks(layout, stage)
+    method = layout.config.parallel.cp_method
+    if method == "all_gather":
+        yield Calls("cp", "all_gather", cp, calls + again, 2 * keys * cp)
+        yield Calls("cp", "reduce_scatter", cp, calls, 2 * keys * cp)
+        return
+    if mode == "selective" and method == "ulysses":
+        again = 0
+    if method == "ulysses":
+        times = 2 * calls + again
+        yield Calls("cp", "all_to_all", cp, 2 * times, queries)
+        yield Calls("cp", "all_to_all", cp, 2 * times, keys)
+        return
+    # Keys and values of all heads go around, backward with their gradients
+    steps = cp - 1
+    yield Calls("cp", "send", cp, steps * (calls + again), 2 * queries)
+    yield Calls("cp", "send", cp, steps * calls, 4 * queries)
+
+
+def _messages(layout: Layout, stages: list[Stage], pp_rank: int) -> Iterator[Calls]:
+    """Hidden states to the next stage, their gradients back, and those of a tied embedding."""
+    parallel = layout.config.parallel
+    last = layout.pp * parallel.stages_per_process - 1
+    own = {stage.index for stage in stages}
+    forwards = _forwards(layout)
+    hidden = layout.compute_bytes * layout.tokens * layout.llama.dim / layout.tp
+    for stage in stages:
+        for neighbour in (stage.index - 1, stage.index + 1):
+            if 0 <= neighbour <= last and neighbour not in own:
+                yield Calls("pp", "send", layout.pp, forwards, hidden)
+                yield Calls("pp", "recv", layout.pp, forwards, hidden)
+    shares_embedding = layout.llama.tied_embeddings and parallel.pp_schedule not in V_SHAPED
+    if shares_embedding and pp_rank in (0, layout.pp - 1):
+        part = _tied_part(layout, stages)
+        yield Calls("pp", "send", layout.pp, 1, part)
+        yield Calls("pp", "recv", layout.pp, 1, part)
+
+
+def _tied_part(layout: Layout, stages: list[Stage]) -> int:
+    """Bytes of this rank's gradient of the tied embedding."""
+    for stage in stages:
+        for unit in stage.units:
+            for parameter in unit.parameters:
+                if parameter.name == "tok_embeddings.weight" and parameter.trained:
+                    return parameter.part_numel(layout.shards) * layout.param_bytes
+    return 0
+
+
+def muon_numel(layout: Layout, stages: list[Stage]) -> int:
+    """The numbers of this rank's parts of Muon's matrices."""
+    return sum(
+        parameter.part_numel(layout.shards)
+        for stage in stages
+        for unit in stage.units
+        for parameter in unit.parameters
+        if unit.is_block and parameter.trained and len(parameter.shape) == 2
+    )
+
+
+def _muon(layout: Layout, stages: list[Stage]) -> Iterator[Calls]:
+    """An all-to-all over each axis to whole matrices and back; replicas only share the results."""
+    number = 4 if layout.config.optimizer.muon_dtype == "float32" else 2
+    part = muon_numel(layout, stages) * number
+    matrices = sum(
+        len(parameter.shape) == 2
+        for stage in stages
+        for unit in stage.units
+        if unit.is_block
+        for parameter in unit.parameters
+    )
+    replicas = layout.degrees["dp_replicate"]
+    groups = max(1, matrices // max(1, replicas * layout.shards * layout.tp))
+    yield Calls("dp_shard_cp", "all_to_all", layout.shards, 2 * groups, part / groups)
+    yield Calls("tp", "all_to_all", layout.tp, 2 * groups, part / groups)
+    yield Calls("dp_replicate", "all_gather", replicas, groups, part / groups)
