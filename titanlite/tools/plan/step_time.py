@@ -1,0 +1,287 @@
+"""How long a step takes: a model of time from counts and a machine.
+
+What it is: every part of `StepCounts` divided by a rate, and what runs at the same time.
+
+    products        FLOPs / (peak of the dtype x `products` x s / (s + 150)), s the smallest side
+    attention       half of its FLOPs (the causal mask) / (peak x `attention`)
+    other operators bytes / (memory bandwidth x `memory`); compiled 0.45 of the bytes of eager mode
+    optimizer       each state read and written once; Muon's products
+    collectives     bytes in a ring / bandwidth x `links`, and a latency for each call
+
+The bandwidth of a group of ranks inside a node is that of the node's link. Where it spans nodes,
+its rings enter and leave each node through the network ports of all its GPUs there: with k of them
+it is k times that of one port, at most the link's. Ranks are in the order pp, dp_replicate,
+dp_shard, cp, tp, the last ones adjacent, so the inner axes lie inside a node.
+
+What overlaps: FSDP's collectives with the computation of other units; only what is longer than the
+computation is waited for, and the communication slows the computation by SLOWDOWN of its time. tp
+and cp are waited for in full, with `async_tp` the half of tp. In a pipeline the weights' collectives
+come before and after the microbatches. A rank is idle for the schedule's bubble.
+
+What it costs to believe it: at most four rates per GPU (`RATES`), of which
+`benchmarks/plan_rows.py` fits those with enough published rows and prints the errors. Imports no
+torch. References: roofline model (Williams 2009), NCCL's performance notes for rings.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from titanlite.config.schema import PP_SCHEDULES, SPLIT_BACKWARD, Config
+from titanlite.model.flavors import LlamaConfig, block_shapes
+from titanlite.model.flops import flops_per_token
+from titanlite.rules.compiled import reason_not_compiled
+from titanlite.rules.degrees import AXES, num_processes
+from titanlite.tools.plan.counts import Collective, Product, RankCounts, StepCounts
+from titanlite.tools.plan.machines import Machine
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What programs reach of a machine's peaks, as fractions."""
+
+    products: float = 0.75
+    attention: float = 0.5
+    memory: float = 0.8
+    links: float = 0.7
+
+
+# By the name of a machine; fitted where `fitted_on` is not 0, else the default
+RATES: dict[str, Rates] = {}
+HALF_SIDE = 150  # a product with a smallest side of this reaches half of the rate
+FLOAT8_FACTOR = 0.7  # of `products`, for the peak of float8
+COMPILED_BYTES = 0.45
+SLOWDOWN = 0.15
+HOST_BANDWIDTH = 25e9  # bytes per second to CPU memory and back, of PCIe 4 x16
+HOST_UPDATE = 1e9  # parameters per second of AdamW on the CPU
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step on the slowest rank, by part; the parts add up to `total`."""
+
+    products: float
+    attention: float
+    pointwise: float
+    optimizer: float
+    sharding: float  # waiting for dp_shard and dp_replicate, and what they slow down
+    tensor_parallel: float
+    context_parallel: float
+    messages: float  # of the pipeline
+    bubble: float
+    offload: float
+    tokens_per_second: float  # per GPU
+    mfu: float  # a fraction of the bf16 peak, FLOPs as in PaLM
+    warnings: tuple[str, ...]
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Name -> seconds."""
+        names = (
+            "products",
+            "attention",
+            "pointwise",
+            "optimizer",
+            "sharding",
+            "tensor_parallel",
+            "context_parallel",
+            "messages",
+            "bubble",
+            "offload",
+        )
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def step_time(
+    counts: StepCounts,
+    machine: Machine,
+    config: Config,
+    llama: LlamaConfig,
+    rates: Rates | None = None,
+) -> StepTime:
+    """The time of a step of these counts; `rates`: other ones than those of the machine."""
+    used = rates or RATES.get(machine.name, Rates())
+    degrees = counts.degrees
+    compiled = not reason_not_compiled(config, degrees, llama.dim, "cuda")
+    busiest = max(counts.ranks, key=lambda rank: _compute(rank, machine, used, compiled).total)
+    compute = _compute(busiest, machine, used, compiled)
+
+    waits = dict.fromkeys(AXES, 0.0)
+    for collective in busiest.collectives:
+        axis = "dp_shard" if collective.axis == "dp_shard_cp" else collective.axis
+        waits[axis] += collective_seconds(collective, degrees, machine, used)
+    tensor_parallel = waits["tp"] / (2 if config.parallel.async_tp else 1)
+    context_parallel = waits["cp"]
+
+    communication = waits["dp_shard"] + waits["dp_replicate"]
+    hidden = min(communication, compute.total)
+    if degrees["pp"] > 1:
+        hidden = 0.0
+    sharding = communication - hidden + SLOWDOWN * hidden
+
+    schedule = config.parallel.pp_schedule
+    training = config.training
+    microbatches = training.local_batch_size // config.parallel.pp_microbatch_size
+    idle = bubble_fraction(
+        schedule, degrees["pp"], microbatches, config.parallel.stages_per_process
+    )
+    working = compute.total + tensor_parallel + context_parallel
+    bubble = working * idle / (1 - idle)
+    optimizer = _optimizer(busiest, machine, used, config, llama, num_processes(degrees))
+    offload = _offload(busiest, config)
+
+    seconds = (
+        working + bubble + sharding + waits["pp"] + optimizer + offload
+    )
+    per_gpu = counts.tokens / seconds / num_processes(degrees)
+    flops = flops_per_token(llama, training.seq_len, config.lora)
+    return StepTime(
+        products=compute.products,
+        attention=compute.attention,
+        pointwise=compute.pointwise,
+        optimizer=optimizer,
+        sharding=sharding,
+        tensor_parallel=tensor_parallel,
+        context_parallel=context_parallel,
+        messages=waits["pp"],
+        bubble=bubble,
+        offload=offload,
+        tokens_per_second=per_gpu,
+        mfu=per_gpu * flops / (machine.peak_tflops * 1e12),
+        warnings=topology_warnings(degrees, machine),
+    )
+
+
+@dataclass(frozen=True)
+class _Compute:
+    products: float
+    attention: float
+    pointwise: float
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.pointwise
+
+
+def _compute(rank: RankCounts, machine: Machine, rates: Rates, compiled: bool) -> _Compute:
+    products = sum(product_seconds(product, machine, rates) for product in rank.products)
+    peak = machine.peak_tflops * 1e12
+    attention = rank.attention_flops / 2 / (peak * rates.attention)
+    moved = float(rank.pointwise_bytes)
+    if compiled:
+        moved *= COMPILED_BYTES
+    for product in rank.products:
+        if product.dtype == "float8":  # both operands are read and written in 8 bits
+            operands = (product.rows + product.columns) * product.inner
+            moved += 3 * operands * product.count
+    pointwise = moved / (machine.memory_bandwidth * 1e9 * rates.memory)
+    return _Compute(products, attention, pointwise)
+
+
+def product_seconds(product: Product, machine: Machine, rates: Rates) -> float:
+    """Of all these products."""
+    tflops = machine.peak_tflops * rates.products
+    if product.dtype == "float32":
+        tflops = (machine.float32_tflops or machine.peak_tflops / 8) * rates.products
+    elif product.dtype == "float8" and machine.float8_tflops:
+        tflops = machine.float8_tflops * rates.products * FLOAT8_FACTOR
+    side = min(product.rows, product.inner, product.columns)
+    return product.flops / (tflops * 1e12 * side / (side + HALF_SIDE))
+
+
+def ranks_per_node(axis: str, size: int, degrees: dict[str, int], machine: Machine) -> int:
+    """How many ranks of a group along an axis share a node."""
+    name = "dp_shard" if axis == "dp_shard_cp" else axis
+    inner = math.prod(degrees[other] for other in AXES[AXES.index(name) + 1 :])
+    if axis == "dp_shard_cp":
+        inner = degrees["tp"]
+    return min(size, max(1, machine.gpus_per_node // inner))
+
+
+def collective_seconds(
+    collective: Collective, degrees: dict[str, int], machine: Machine, rates: Rates
+) -> float:
+    """Of all these calls of a step."""
+    size = collective.size
+    together = ranks_per_node(collective.axis, size, degrees, machine)
+    nodes = -(-size // together)
+    bandwidth = machine.link_bandwidth
+    latency = machine.link_latency_us * max(1.0, math.log2(max(2, together)))
+    if nodes > 1:
+        bandwidth = min(bandwidth, together * machine.network_bandwidth)
+        latency += machine.network_latency_us * math.log2(nodes)
+    if collective.kind in ("send", "recv"):
+        latency = machine.network_latency_us if nodes > 1 else machine.link_latency_us
+    if collective.kind == "recv":
+        return 0.0  # the same time as the send of the other rank
+    transfer = collective.sent_bytes / (bandwidth * 1e9 * rates.links)
+    return transfer + collective.count * latency * 1e-6
+
+
+def bubble_fraction(schedule: str, pp: int, microbatches: int, stages: int) -> float:
+    """The idle part of a pipeline's time: (pp - 1) / (v M + pp - 1) with v stages per rank.
+
+    Schedules that compute the gradients of weights in the bubble leave a third of it (arXiv
+    2401.10241).
+    """
+    if pp == 1:
+        return 0.0
+    steps = microbatches * (stages if PP_SCHEDULES[schedule] > 1 else 1)
+    idle = float(pp - 1)
+    if schedule in SPLIT_BACKWARD:
+        idle /= 3
+    return idle / (steps + idle)
+
+
+def _optimizer(
+    rank: RankCounts,
+    machine: Machine,
+    rates: Rates,
+    config: Config,
+    llama: LlamaConfig,
+    world_size: int,
+) -> float:
+    """Reads gradients twice (their norm is computed first), reads and writes weights and moments."""
+    held = rank.memory
+    gradients = held.parameters  # also where they are not held at the peak
+    moved = 2 * held.parameters + 2 * held.optimizer + 2 * gradients
+    seconds = moved / (machine.memory_bandwidth * 1e9 * rates.memory)
+    if config.optimizer.name != "muon":
+        return seconds
+    flops = 0
+    for shape in block_shapes(llama).values():
+        if len(shape) == 2:
+            short = min(shape)
+            long = max(shape)
+            flops += 20 * short * short * long + 10 * short**3
+    share = flops * llama.num_layers / world_size
+    return seconds + share / (machine.peak_tflops * 1e12 * rates.products)
+
+
+def _offload(rank: RankCounts, config: Config) -> float:
+    """Copies to CPU memory and back, and the update there."""
+    numbers = rank.num_parameters
+    if config.parallel.cpu_offload:
+        return 12 * numbers / HOST_BANDWIDTH + numbers / HOST_UPDATE
+    if config.parallel.optimizer_offload:
+        moments = 4 if config.optimizer.state_dtype == "bfloat16" else 8
+        return 2 * moments * numbers / HOST_BANDWIDTH
+    return 0.0
+
+
+def topology_warnings(degrees: dict[str, int], machine: Machine) -> tuple[str, ...]:
+    """What of a layout communicates over a slower link than it should."""
+    warnings = []
+    inside = machine.gpus_per_node
+    if degrees["tp"] > inside or inside % degrees["tp"]:
+        warnings.append(
+            f"parallel.tp = {degrees['tp']} crosses nodes of {inside} GPUs ({machine.name}): its "
+            f"collectives, which the computation waits for, go over {machine.network_bandwidth:g} "
+            f"in place of {machine.link_bandwidth:g} GB/s; expected a divisor of {inside}"
+        )
+    return tuple(warnings)
