@@ -27,8 +27,8 @@ from titanlite.tools.plan.layout import DTYPE_BYTES, Layout, Stage, Unit
 
 # What the allocator reserves beyond what is allocated: pieces that no tensor fits in
 # (benchmarks/results/2026-11-24-pretended_memory.md: 0.3 to 2 GiB on one GPU), least and most
-RESERVED_FRACTION = (1.0, 1.1)
-RESERVED_BYTES = (0, 1 << 30)
+RESERVED_FRACTION = (1.0, 1.08)
+RESERVED_OF_LOGITS = (1 / 8, 1 / 4)
 
 
 @dataclass(frozen=True)
@@ -144,15 +144,18 @@ def _selected(layout: Layout) -> float:
 
 
 def logits_bytes(layout: Layout) -> float:
-    """The loss at its highest: in fp32 the log-softmax, its gradient and that of the logits.
+    """The loss at its highest: in fp32 the log-softmax, its gradient and that of the logits. That of
+    a sharded vocabulary is made of single operators and has one more such tensor.
 
     With chunks also the gradients of the hidden states and of the projection, fp32.
     """
     chunks = layout.config.loss.num_chunks
     width = layout.llama.vocab_size / layout.tp
     per_logit = 12
+    if layout.tp > 1:
+        per_logit = 16
     if layout.config.compile.loss and layout.compiled:
-        per_logit = 8
+        per_logit = 6
     if layout.config.loss.z_loss:
         per_logit += 4
     total = per_logit * layout.tokens * width / chunks
@@ -215,8 +218,12 @@ def _moments(layout: Layout, stages: list[Stage], pp_rank: int) -> list[Memory]:
     gathered = _Gathered.of(layout, units)
     whole = _unreduced(layout, units)
     messages = _message_buffers(layout, stages)
-    # Gradients of the widest tensors of a block, while they are computed
-    gradients_in_block = 3 * layout.tokens * layout.compute_bytes * layout.llama.ffn_dim / layout.tp
+    # Gradients of the widest tensors of a block, while they are computed; with tp also those of
+    # the gathered inputs, before their reduce-scatter
+    number = layout.tokens * layout.compute_bytes
+    gradients_in_block = 3 * number * layout.llama.ffn_dim / layout.tp
+    if layout.tp > 1:
+        gradients_in_block += 2 * number * layout.llama.dim
     from_before = held.gradients if layout.local_batches > 1 else 0
     unreduced_before = whole.all_units if layout.local_batches > 1 or layout.pp > 1 else 0
 
@@ -270,6 +277,8 @@ def _kept_activations(layout: Layout, stages: list[Stage], pp_rank: int) -> floa
         repeated = sum(number % every == 0 for number in stage.blocks)
         kept = repeated * block_activations(layout, repeats=True).until_backward
         kept += (len(stage.blocks) - repeated) * _everything(layout)
+        if layout.pp > 1:
+            kept += _stream(layout)  # what is sent, from which the backward begins
         if stage.has_output:
             kept += _stream(layout)
             if layout.config.loss.num_chunks == 1:
@@ -367,6 +376,6 @@ def _unreduced(layout: Layout, units: list[Unit]) -> _Unreduced:
 
 def reserved_bytes(memory: Memory) -> tuple[int, int]:
     """What the allocator reserves for it, at least and at most."""
-    low = round(memory.total * RESERVED_FRACTION[0]) + RESERVED_BYTES[0]
-    high = round(memory.total * RESERVED_FRACTION[1]) + RESERVED_BYTES[1]
-    return low, high
+    low = memory.total * RESERVED_FRACTION[0] + memory.logits * RESERVED_OF_LOGITS[0]
+    high = memory.total * RESERVED_FRACTION[1] + memory.logits * RESERVED_OF_LOGITS[1]
+    return round(low), round(high)

@@ -4,9 +4,11 @@ What it is: every part of `StepCounts` divided by a rate, and what runs at the s
 
     products        FLOPs / (peak of the dtype x `products` x s / (s + 150)), s the smallest side
     attention       half of its FLOPs (the causal mask) / (peak x `attention`)
-    other operators bytes / (memory bandwidth x `memory`); compiled 0.45 of the bytes of eager mode
+    other operators bytes / (0.8 x memory bandwidth); compiled 0.45 of the bytes of eager mode
     optimizer       each state read and written once; Muon's products
     collectives     bytes in a ring / bandwidth x `links`, and a latency for each call
+    host            `host_ms` per block, forward and backward in eager mode, in which the CPU
+                    launches the kernels: what of it is longer than the GPU's own time
 
 The bandwidth of a group of ranks inside a node is that of the node's link. Where it spans nodes,
 its rings enter and leave each node through the network ports of all its GPUs there: with k of them
@@ -39,12 +41,12 @@ from titanlite.tools.plan.machines import Machine
 
 @dataclass(frozen=True)
 class Rates:
-    """What programs reach of a machine's peaks, as fractions."""
+    """What programs reach of a machine's peaks, as fractions, and the time of the host."""
 
-    products: float = 0.75
-    attention: float = 0.5
-    memory: float = 0.8
+    products: float = 0.7
+    attention: float = 0.4
     links: float = 0.7
+    host_ms: float = 1.2  # not a fraction: milliseconds
 
 
 # By the name of a machine; fitted where `fitted_on` is not 0, else the default
@@ -52,6 +54,8 @@ RATES: dict[str, Rates] = {}
 HALF_SIDE = 150  # a product with a smallest side of this reaches half of the rate
 FLOAT8_FACTOR = 0.7  # of `products`, for the peak of float8
 COMPILED_BYTES = 0.45
+COMPILED_HOST = 0.4  # of `host_ms`
+MEMORY = 0.8  # of the memory's bandwidth
 SLOWDOWN = 0.15
 HOST_BANDWIDTH = 25e9  # bytes per second to CPU memory and back, of PCIe 4 x16
 HOST_UPDATE = 1e9  # parameters per second of AdamW on the CPU
@@ -71,6 +75,7 @@ class StepTime:
     messages: float  # of the pipeline
     bubble: float
     offload: float
+    host: float  # waiting for kernels to be launched
     tokens_per_second: float  # per GPU
     mfu: float  # a fraction of the bf16 peak, FLOPs as in PaLM
     warnings: tuple[str, ...]
@@ -89,6 +94,7 @@ class StepTime:
             "messages",
             "bubble",
             "offload",
+            "host",
         )
         return {name: getattr(self, name) for name in names}
 
@@ -130,7 +136,9 @@ def step_time(
     idle = bubble_fraction(
         schedule, degrees["pp"], microbatches, config.parallel.stages_per_process
     )
-    working = compute.total + tensor_parallel + context_parallel
+    on_device = compute.total + tensor_parallel + context_parallel
+    host = max(0.0, _host_seconds(config, llama, counts, used, compiled) - on_device)
+    working = on_device + host
     bubble = working * idle / (1 - idle)
     optimizer = _optimizer(busiest, machine, used, config, llama, num_processes(degrees))
     offload = _offload(busiest, config)
@@ -151,6 +159,7 @@ def step_time(
         messages=waits["pp"],
         bubble=bubble,
         offload=offload,
+        host=host,
         tokens_per_second=per_gpu,
         mfu=per_gpu * flops / (machine.peak_tflops * 1e12),
         warnings=topology_warnings(degrees, machine),
@@ -179,8 +188,24 @@ def _compute(rank: RankCounts, machine: Machine, rates: Rates, compiled: bool) -
         if product.dtype == "float8":  # both operands are read and written in 8 bits
             operands = (product.rows + product.columns) * product.inner
             moved += 3 * operands * product.count
-    pointwise = moved / (machine.memory_bandwidth * 1e9 * rates.memory)
+    pointwise = moved / (machine.memory_bandwidth * 1e9 * MEMORY)
     return _Compute(products, attention, pointwise)
+
+
+def _host_seconds(
+    config: Config, llama: LlamaConfig, counts: StepCounts, rates: Rates, compiled: bool
+) -> float:
+    """The launches of a step; a forward is a third of them, and recomputation repeats it."""
+    pp = counts.degrees["pp"]
+    microbatches = 1
+    if pp > 1:
+        microbatches = config.training.local_batch_size // config.parallel.pp_microbatch_size
+    blocks = llama.num_layers / pp * counts.local_batches * microbatches
+    passes = 1.0
+    if config.recompute.mode in ("full", "selective"):
+        passes += 1 / 3 / config.recompute.every
+    seconds = blocks * passes * rates.host_ms * 1e-3
+    return seconds * COMPILED_HOST if compiled else seconds
 
 
 def product_seconds(product: Product, machine: Machine, rates: Rates) -> float:
@@ -250,7 +275,7 @@ def _optimizer(
     held = rank.memory
     gradients = held.parameters  # also where they are not held at the peak
     moved = 2 * held.parameters + 2 * held.optimizer + 2 * gradients
-    seconds = moved / (machine.memory_bandwidth * 1e9 * rates.memory)
+    seconds = moved / (machine.memory_bandwidth * 1e9 * MEMORY)
     if config.optimizer.name != "muon":
         return seconds
     flops = 0
