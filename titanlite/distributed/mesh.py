@@ -89,15 +89,19 @@ class Mesh:
         )
 
     def axes_of_groups(self) -> dict[str, tuple[str, int]]:
-        """The name of each process group -> its axis and number of ranks; the group of all is
-        `world`.
+        """The name of each process group -> its axis and its number of ranks.
+
+        The group of all ranks, which every axis of that size has, is `world`. Weights are sharded
+        over dp_shard_cp, which is called dp_shard where cp is not used.
         """
-        world = dist.group.WORLD
-        assert world is not None
-        axes: dict[str, tuple[str, int]] = {world.group_name: ("world", dist.get_world_size())}
+        axes: dict[str, tuple[str, int]] = {}
         for mesh in (self._weights, self._tokens):
             for axis in mesh.mesh_dim_names or ():
-                axes[mesh[axis].get_group().group_name] = (axis, mesh[axis].size())
+                name = "dp_shard" if axis == "dp_shard_cp" and self.degrees["cp"] == 1 else axis
+                axes[mesh[axis].get_group().group_name] = (name, mesh[axis].size())
+        world = dist.group.WORLD
+        assert world is not None
+        axes[world.group_name] = ("world", dist.get_world_size())
         return axes
 
     def sum_counts(self, count: Tensor) -> Tensor:

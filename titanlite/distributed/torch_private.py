@@ -337,3 +337,19 @@ def pretended_tensors() -> Iterator[None]:
 
     with FakeTensorMode(allow_non_fake_inputs=True), Ones():
         yield
+
+
+def hide_shape_inference() -> None:
+    """From here on, dispatch modes do not see the operators that a DTensor runs on whole pretended
+    tensors, once for each shape, to learn the shape of a result. Checked: 2.13.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    infer = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def without_modes(propagator: ShardingPropagator, operation: Any) -> Any:
+        with _disable_current_modes():
+            return infer(propagator, operation)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = without_modes  # type: ignore[method-assign]

@@ -70,6 +70,7 @@ class Recorder(TorchDispatchMode):
         """`vocab_size`: the columns of this rank's logits, by which they are recognised."""
         super().__init__()
         self.axes = mesh.axes_of_groups()
+        self.degrees = mesh.degrees
         self.vocab_size = vocab_size
         self.part = "forward"
         self.times = 1  # how often what runs now is counted
@@ -206,7 +207,7 @@ class Recorder(TorchDispatchMode):
         if space == "fsdp":
             self._fsdp(name, inputs, outputs, kwargs)
         elif name in KINDS and space in ("c10d", "_c10d_functional", "_dtensor"):
-            self._collective(KINDS[name], args, inputs)
+            self._collective(space, KINDS[name], args, inputs)
         elif name in PRODUCTS:
             self._product(args[PRODUCTS[name] :])
         elif "scaled_dot_product" in name:
@@ -231,9 +232,27 @@ class Recorder(TorchDispatchMode):
             self.register([kwargs["out"]], "buffers")
         self.counts["pointwise",] += self.times * sum(map(_nbytes, inputs))
 
-    def _collective(self, kind: str, args: tuple[Any, ...], inputs: list[Tensor]) -> None:
+    def _axis(self, group: str, space: str, kind: str) -> tuple[str, int]:
+        """The axis of a group, and its ranks.
+
+        Axes that have all ranks share one group. Of these, FSDP and HSDP do not call functional
+        collectives, and tp and cp do.
+        """
+        axis, size = self.axes.get(group, ("part of dp_shard_cp", 0))
+        if axis != "world":
+            return axis, size
+        wide = [name for name, degree in self.degrees.items() if degree == size]
+        if not wide:
+            return axis, size
+        if wide == ["cp"] and space == "c10d" and kind in ("all_gather", "reduce_scatter"):
+            return "dp_shard_cp", size
+        return wide[0], size
+
+    def _collective(
+        self, space: str, kind: str, args: tuple[Any, ...], inputs: list[Tensor]
+    ) -> None:
         group = next(group for group in map(_group_name, args) if group)
-        axis, size = self.axes.get(group, ("", 0))
+        axis, size = self._axis(group, space, kind)
         whole = sum(map(_nbytes, inputs))
         if kind in ("all_gather", "reduce_scatter"):
             # Into a tensor of the caller: its argument and the result are both among the inputs

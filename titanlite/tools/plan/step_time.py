@@ -143,9 +143,7 @@ def step_time(
     optimizer = _optimizer(busiest, machine, used, config, llama, num_processes(degrees))
     offload = _offload(busiest, config)
 
-    seconds = (
-        working + bubble + sharding + waits["pp"] + optimizer + offload
-    )
+    seconds = working + bubble + sharding + waits["pp"] + optimizer + offload
     per_gpu = counts.tokens / seconds / num_processes(degrees)
     flops = flops_per_token(llama, training.seq_len, config.lora)
     return StepTime(
@@ -221,9 +219,12 @@ def product_seconds(product: Product, machine: Machine, rates: Rates) -> float:
 
 def ranks_per_node(axis: str, size: int, degrees: dict[str, int], machine: Machine) -> int:
     """How many ranks of a group along an axis share a node."""
-    name = "dp_shard" if axis == "dp_shard_cp" else axis
+    if axis == "world":
+        return min(size, machine.gpus_per_node)
+    of_weights = axis.endswith("dp_shard_cp")  # or a part of it
+    name = "dp_shard" if of_weights else axis
     inner = math.prod(degrees[other] for other in AXES[AXES.index(name) + 1 :])
-    if axis == "dp_shard_cp":
+    if of_weights:
         inner = degrees["tp"]
     return min(size, max(1, machine.gpus_per_node // inner))
 

@@ -29,7 +29,11 @@ from titanlite.config.schema import Config
 from titanlite.data.stream import Batch
 from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.torch_private import join_pretended_group, pretended_tensors
+from titanlite.distributed.torch_private import (
+    hide_shape_inference,
+    join_pretended_group,
+    pretended_tensors,
+)
 from titanlite.model.flavors import LlamaConfig
 from titanlite.model.llama import Llama
 from titanlite.optim.clip import clip_gradients
@@ -176,6 +180,7 @@ def count_step(config: Config, llama: LlamaConfig, mesh: Mesh, pretended: bool =
     Not `pretended`: with real tensors, whose values are any, and the second step is counted, since
     in the first one the stages of a pipeline send each other additional messages.
     """
+    hide_shape_inference()
     device = torch.device("cpu")
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, loss=False))
     with torch.device("meta"):

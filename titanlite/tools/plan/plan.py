@@ -1,0 +1,152 @@
+"""A plan: one layout of one config on one kind of GPU, and all that follows from its counts.
+
+What it is: the counts of a step, traced or estimated, and from them the memory that each rank
+needs, the time of a step, and what the communication of each axis takes. The text, the JSON and the
+page show this object and compute nothing.
+Imports torch only for an exact plan, which runs the program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from titanlite.config.schema import Config
+from titanlite.model.flavors import LlamaConfig
+from titanlite.rules.compiled import reason_not_compiled
+from titanlite.tools.plan.advice import Need, advice, zero_stage
+from titanlite.tools.plan.counts import Collective, RankCounts, StepCounts
+from titanlite.tools.plan.estimate import estimate
+from titanlite.tools.plan.estimate_memory import reserved_bytes
+from titanlite.tools.plan.machines import Machine
+from titanlite.tools.plan.step_time import (
+    RATES,
+    Rates,
+    StepTime,
+    bubble_fraction,
+    collective_seconds,
+    ranks_per_node,
+    step_time,
+)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A kind of collective of the busiest rank, in a step."""
+
+    call: Collective
+    link: str  # node or network
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a layout needs."""
+
+    config: Config
+    llama: LlamaConfig
+    machine: Machine
+    gpus: int
+    compiled: bool
+    counts: StepCounts
+    needs: tuple[Need, ...]  # of each rank of the pp axis
+    time: StepTime
+    traffic: tuple[Traffic, ...]
+    bubble: float  # the idle part of a pipeline
+    zero: str
+
+    @property
+    def worst(self) -> Need:
+        """Of the rank that needs most memory."""
+        return max(self.needs, key=lambda need: need.high)
+
+    @property
+    def verdict(self) -> str:
+        return self.worst.verdict(self.machine.memory_bytes)
+
+    @property
+    def advice(self) -> list[str]:
+        """How to need less, if it may not fit."""
+        if self.verdict == "fits":
+            return []
+        return list(advice(self.config, self.counts.degrees, self.worst.memory))
+
+    @property
+    def recomputed(self) -> float:
+        """FLOPs of products and attention over those without recomputation."""
+        rank = max(self.counts.ranks, key=_flops)
+        from_shapes = dataclasses.replace(
+            self.config, recompute=dataclasses.replace(self.config.recompute, mode="none")
+        )
+        plain = estimate(from_shapes, self.llama, self.gpus).ranks[rank.pp_rank]
+        return _flops(rank) / _flops(plain)
+
+
+def _flops(rank: RankCounts) -> int:
+    return sum(product.flops for product in rank.products) + rank.attention_flops
+
+
+def make_plan(
+    config: Config, llama: LlamaConfig, gpus: int, machine: Machine, exact: bool = False
+) -> Plan:
+    """The plan of a config on so many GPUs; `exact`: from a traced step. Raises ConfigError."""
+    config = with_dtype(config, machine)
+    estimated = estimate(config, llama, gpus)
+    degrees = estimated.degrees
+    compiled = not reason_not_compiled(config, degrees, llama.dim, "cuda")
+    counts = estimated
+    if exact:
+        from titanlite.tools.plan.trace import trace  # slow to import, and to run
+
+        counts = trace(config, llama, degrees)
+    needs = []
+    for traced, formula in zip(counts.ranks, estimated.ranks, strict=True):
+        low, high = reserved_bytes(formula.memory)
+        memory = formula.memory
+        if exact and not compiled:
+            memory = traced.memory
+            low = min(low, memory.total)
+            high = max(high, memory.total)
+        needs.append(Need(traced.pp_rank, memory, low, high))
+    rates = RATES.get(machine.name, Rates())
+    busiest = max(counts.ranks, key=_flops)
+    traffic = [
+        Traffic(
+            call,
+            _link(call, degrees, machine),
+            collective_seconds(call, degrees, machine, rates),
+        )
+        for call in busiest.collectives
+        if call.size > 1
+    ]
+    parallel = config.parallel
+    microbatches = config.training.local_batch_size // parallel.pp_microbatch_size
+    return Plan(
+        config=config,
+        llama=llama,
+        machine=machine,
+        gpus=gpus,
+        compiled=compiled,
+        counts=counts,
+        needs=tuple(needs),
+        # The rates of the model of time are fitted to what is read and written by formula
+        time=step_time(estimated, machine, config, llama),
+        traffic=tuple(traffic),
+        bubble=bubble_fraction(
+            parallel.pp_schedule, degrees["pp"], microbatches, parallel.stages_per_process
+        ),
+        zero=zero_stage(config, degrees),
+    )
+
+
+def with_dtype(config: Config, machine: Machine) -> Config:
+    """The config with the dtypes that a run on this machine would have, in place of `auto`."""
+    training = config.training
+    if training.compute_dtype == "auto":
+        training = dataclasses.replace(training, compute_dtype=machine.half_dtype)
+    return dataclasses.replace(config, training=training)
+
+
+def _link(call: Collective, degrees: dict[str, int], machine: Machine) -> str:
+    together = ranks_per_node(call.axis, call.size, degrees, machine)
+    return "node" if together >= call.size else "network"

@@ -1,0 +1,181 @@
+"""A plan as text of at most 80 columns, and as JSON.
+
+What it is: the lines of `titanlite plan`. Bytes are GiB = 2^30 bytes for memory, whose sizes are
+powers of two, and GB = 10^9 bytes for what is sent, as links are rated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from typing import Any
+
+from titanlite.model.flops import flops_per_token
+from titanlite.rules.degrees import AXES
+from titanlite.tools.plan.advice import GIB, NAMES
+from titanlite.tools.plan.plan import Plan
+
+WIDTH = 80
+BAR = 30
+TIMES = {
+    "products": "matrix products",
+    "attention": "attention",
+    "pointwise": "other operators",
+    "tensor_parallel": "tp",
+    "context_parallel": "cp",
+    "sharding": "dp_shard and dp_replicate, not hidden",
+    "messages": "pp, messages",
+    "bubble": "pp, bubble",
+    "host": "waiting for the host",
+    "optimizer": "clipping and update",
+    "offload": "copies to CPU memory",
+}
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """All of the plan but budget and cost."""
+    return [
+        *_title(plan),
+        "",
+        *_memory(plan),
+        "",
+        *_traffic(plan),
+        "",
+        *_flops(plan),
+        "",
+        *_time(plan),
+        *_warnings(plan),
+    ]
+
+
+def _title(plan: Plan) -> list[str]:
+    counts = plan.counts
+    training = plan.config.training
+    used = [f"{axis} {counts.degrees[axis]}" for axis in AXES if counts.degrees[axis] > 1]
+    machine = plan.machine
+    gpus = "1 GPU" if plan.gpus == 1 else f"{plan.gpus:,} GPUs"
+    batches = "1 local batch"
+    if counts.local_batches > 1:
+        batches = f"{counts.local_batches} local batches"
+    how = "compiled" if plan.compiled else "not compiled"
+    return [
+        f"{plan.config.run.name}: {plan.llama.num_parameters:,} parameters",
+        f"{gpus}: {machine.name}, {machine.memory_gib:g} GiB, {machine.gpus_per_node} per node",
+        f"layout: {', '.join(used) or 'one process'}; ZeRO {plan.zero}",
+        f"step: {counts.tokens:,} tokens; per rank {batches} of {training.local_batch_size} x "
+        f"{training.seq_len:,}",
+        f"{training.compute_dtype}, {how}, recompute.mode = {plan.config.recompute.mode}; "
+        f"{counts.source}",
+    ]
+
+
+def _memory(plan: Plan) -> list[str]:
+    worst = plan.worst
+    lines = [f"Memory of rank{_pp(plan, worst.pp_rank)}, in GiB, at its fullest moment"]
+    for name, text in NAMES.items():
+        nbytes = getattr(worst.memory, name)
+        bar = "#" * round(BAR * nbytes / max(plan.machine.memory_bytes, worst.memory.total))
+        lines.append(f"  {text:<33}{nbytes / GIB:>9,.2f}  {bar}".rstrip())
+    total = f"{worst.low / GIB:,.1f} to {worst.high / GIB:,.1f}"
+    lines.append(
+        f"  {'total, with what is reserved':<33}{total:>17} of "
+        f"{plan.machine.memory_gib:,.1f}: {plan.verdict}"
+    )
+    if len(plan.needs) > 1:
+        each = ", ".join(f"{need.high / GIB:,.1f}" for need in plan.needs)
+        lines += _wrapped(f"at most, by rank of pp: {each}")
+    for text in plan.advice:
+        lines += _wrapped(f"to need less: {text}")
+    return lines
+
+
+def _pp(plan: Plan, pp_rank: int) -> str:
+    return f" {pp_rank} of pp" if len(plan.needs) > 1 else "s"
+
+
+def _traffic(plan: Plan) -> list[str]:
+    lines = [
+        "Communication of a rank in a step",
+        "  axis         collective      ranks   calls    GB whole   GB sent  over       time",
+    ]
+    for one in plan.traffic:
+        call = one.call
+        lines.append(
+            f"  {call.axis:<12} {call.kind:<15}{call.size:>6,}{call.count:>8,}"
+            f"{call.whole_bytes / 1e9:>12,.3f}{call.sent_bytes / 1e9:>10,.3f}  {one.link:<8}"
+            f"{_seconds(one.seconds)}"
+        )
+    if not plan.traffic:
+        lines[1:] = ["  none"]
+    return lines
+
+
+def _flops(plan: Plan) -> list[str]:
+    per_token = flops_per_token(plan.llama, plan.config.training.seq_len, plan.config.lora)
+    six_n = 6 * plan.llama.num_parameters
+    step = per_token * plan.counts.tokens
+    return [
+        "FLOPs",
+        f"  per token {per_token:.3e} (PaLM: with attention), {six_n:.3e} by 6 N",
+        f"  per step  {step:.3e}; with recomputation {plan.recomputed:.2f} times as many",
+    ]
+
+
+def _time(plan: Plan) -> list[str]:
+    time = plan.time
+    lines = [f"Time of a step: {_seconds(time.total)}, by the model of docs/plan.md"]
+    for name, seconds in time.parts.items():
+        if seconds > 0:
+            bar = "#" * round(BAR * seconds / time.total)
+            lines.append(f"  {TIMES[name]:<39}{_seconds(seconds):>9}  {bar}".rstrip())
+    if plan.bubble:
+        lines.append(f"  the bubble is {100 * plan.bubble:.1f} % of the pipeline's time")
+    everywhere = time.tokens_per_second * plan.gpus
+    lines.append(
+        f"  {time.tokens_per_second:,.0f} tokens/s per GPU, {everywhere:,.0f} in all; "
+        f"MFU {100 * time.mfu:.1f} %"
+    )
+    return lines
+
+
+def _warnings(plan: Plan) -> list[str]:
+    lines: list[str] = []
+    for text in plan.time.warnings:
+        lines += ["", *_wrapped(f"warning: {text}", "")]
+    return lines
+
+
+def _seconds(value: float) -> str:
+    if value >= 1:
+        return f"{value:,.2f} s"
+    return f"{1000 * value:,.1f} ms"
+
+
+def _wrapped(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
+
+
+def plan_json(plan: Plan, extra: dict[str, Any]) -> str:
+    """The plan, and more sections, as JSON; bytes and seconds as they are."""
+    contents = {
+        "config": plan.config.run.name,
+        "parameters": plan.llama.num_parameters,
+        "gpus": plan.gpus,
+        "gpu": dataclasses.asdict(plan.machine),
+        "compiled": plan.compiled,
+        "verdict": plan.verdict,
+        "advice": plan.advice,
+        "zero": plan.zero,
+        "bubble": plan.bubble,
+        "needs": [dataclasses.asdict(need) for need in plan.needs],
+        "time": dataclasses.asdict(plan.time) | {"total": plan.time.total},
+        "traffic": [
+            dataclasses.asdict(one.call)
+            | {"sent_bytes": one.call.sent_bytes, "link": one.link, "seconds": one.seconds}
+            for one in plan.traffic
+        ],
+        "counts": dataclasses.asdict(plan.counts),
+        **extra,
+    }
+    return json.dumps(contents, indent=1)
