@@ -1,0 +1,292 @@
+"""What a run takes: FLOPs, time, GPU-hours and cost; the size of its checkpoints; when to save.
+
+What it is: arithmetic on what is planned or measured. `run_flops` counts with attention, as MFU is
+counted in metrics.jsonl (model/flops.py), and has 6 N D beside it. `run_budget` needs a speed,
+which is a measured number of tokens per second or an assumed MFU: it predicts none. A price that is
+not known stays unknown. `save_interval` weighs the time of saving against the work that a failure
+loses:
+
+    Young   tau = sqrt(2 d M)
+    Daly    tau = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + d / 18M) - d, or M if d >= 2M
+
+where tau is the training between two saves, d the time for which training waits for a save, and M
+the mean time between failures of the whole run, which is that of a GPU over their number. With
+failures at random (exponential) and R for a restart, a run that would take T without saves and
+failures takes
+
+    M e^(R/M) (e^((tau + d) / M) - 1) T / tau
+
+Young's tau is its minimum to first order, for d much smaller than M; Daly's is within 1 % of it up
+to d = M / 2.
+Reference: PaLM (arXiv 2204.02311, appendix B) for FLOPs; Young 1974 (Communications of the ACM
+17-9), Daly 2006 (Future Generation Computer Systems 22-3). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from titanlite.config.schema import Config, LoraConfig
+from titanlite.model.flavors import LlamaConfig, parameter_shapes
+from titanlite.model.flops import NO_ADAPTERS, flops_per_token, num_adapter_parameters
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.plan.amounts import duration, short
+
+HOUR = 3600.0
+# Llama 3 405B (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days of about
+# 16,384 H100; hours of one GPU between two
+GPU_MTBF_HOURS = 54 * 24 * 16384 / 419
+BYTES = {"float32": 4, "bfloat16": 2}
+LABEL = 16  # columns of a line's name
+
+
+@dataclass(frozen=True)
+class RunFlops:
+    """FLOPs of a run, recomputation not counted."""
+
+    tokens: float
+    six_nd: float
+    total: float  # with attention, and without the embedding's lookup
+    attention_share: float  # FLOPs of attention over 6 N D
+
+    @property
+    def per_token(self) -> float:
+        return self.total / self.tokens
+
+
+def run_flops(
+    model: LlamaConfig, seq_len: int, tokens: float, lora: LoraConfig = NO_ADAPTERS
+) -> RunFlops:
+    """The FLOPs of training on so many tokens in sequences of `seq_len`."""
+    per_token = flops_per_token(model, seq_len, lora)
+    attention = per_token - flops_per_token(model, 0, lora)
+    six_n = 6 * model.num_parameters
+    return RunFlops(tokens, six_n * tokens, per_token * tokens, attention / six_n)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run takes on so many GPUs."""
+
+    tokens: float
+    flops: float
+    gpus: int
+    tokens_per_second: float  # of one GPU
+    mfu: float | None  # a fraction; None if the GPU's peak is not known
+    seconds: float
+    price: float | None  # dollars per GPU-hour; None if it is not known
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.gpus * self.seconds / HOUR
+
+    @property
+    def cost(self) -> float | None:
+        """Dollars; None if the price is not known."""
+        return None if self.price is None else self.price * self.gpu_hours
+
+
+def speed_from_mfu(flops_per_token: float, mfu: float, peak_tflops: float) -> float:
+    """Tokens per second of a GPU of this peak. Raises ConfigError."""
+    if not 0 < mfu <= 1:
+        raise ConfigError(f"mfu = {mfu}: expected a fraction, as in 0.45 for 45 %")
+    _positive(flops_per_token=flops_per_token, peak_tflops=peak_tflops)
+    return mfu * peak_tflops * 1e12 / flops_per_token
+
+
+def run_budget(
+    flops_per_token: float,
+    gpus: int,
+    tokens_per_second: float,
+    *,
+    tokens: float | None = None,
+    flops: float | None = None,
+    seconds: float | None = None,
+    price: float | None = None,
+    peak_tflops: float | None = None,
+) -> Budget:
+    """The budget of a run that is given by its tokens, its FLOPs or its time.
+
+    `tokens_per_second` is that of one GPU. Raises ConfigError.
+    """
+    lengths = {"tokens": tokens, "flops": flops, "seconds": seconds}
+    given = [name for name, value in lengths.items() if value is not None]
+    if len(given) != 1:
+        found = ", ".join(given) or "none"
+        raise ConfigError(f"length of the run: found {found}; expected one of {', '.join(lengths)}")
+    _positive(
+        flops_per_token=flops_per_token, gpus=gpus, tokens_per_second=tokens_per_second, **lengths
+    )
+    if price is not None and not 0 <= price < math.inf:
+        raise ConfigError(f"price = {price}: expected dollars per GPU-hour, at least 0")
+
+    of_all = gpus * tokens_per_second
+    if flops is not None:
+        tokens = flops / flops_per_token
+    elif seconds is not None:
+        tokens = seconds * of_all
+    assert tokens is not None
+    mfu = None
+    if peak_tflops is not None:
+        mfu = tokens_per_second * flops_per_token / (peak_tflops * 1e12)
+    return Budget(
+        tokens=tokens,
+        flops=tokens * flops_per_token,
+        gpus=gpus,
+        tokens_per_second=tokens_per_second,
+        mfu=mfu,
+        seconds=tokens / of_all,
+        price=price,
+    )
+
+
+def gpus_needed(tokens: float, seconds: float, tokens_per_second: float) -> int:
+    """How many GPUs train on so many tokens in this time, if each has this speed."""
+    _positive(tokens=tokens, seconds=seconds, tokens_per_second=tokens_per_second)
+    return math.ceil(tokens / (seconds * tokens_per_second) - 1e-9)
+
+
+def _positive(**numbers: float | None) -> None:
+    """Raises ConfigError unless each number, if it is given, is above 0 and finite."""
+    problems = [
+        f"{name} = {value}: expected a number above 0"
+        for name, value in numbers.items()
+        if value is not None and not 0 < value < math.inf
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def checkpoint_bytes(model: LlamaConfig, config: Config) -> int:
+    """The bytes of the tensors in a checkpoint of this model.
+
+    Parameters in param_dtype, moments in state_dtype (Muon has one for the matrices of the blocks),
+    AdamW's fp32 count of steps for each tensor, and the fp32 average of the weights. With adapters,
+    those of the adapters alone. Not counted: some kilobytes of generators, positions and headers.
+    """
+    optimizer = config.optimizer
+    weight = BYTES[config.training.param_dtype]
+    moment = BYTES[optimizer.state_dtype]
+    average = 4 if config.ema.decay > 0 else 0
+    if config.lora.rank > 0:
+        # Two matrices, a and b, for each adapted layer
+        layers = sum(config.lora.adapts_layer(number) for number in range(model.num_layers))
+        counts = 2 * 4 * layers * len(config.lora.target_names)
+        each = weight + 2 * moment + average
+        return each * num_adapter_parameters(model, config.lora) + counts
+
+    total = 0
+    for name, shape in parameter_shapes(model).items():
+        numbers = math.prod(shape)
+        total += weight * numbers
+        if any(fnmatchcase(name, pattern) for pattern in config.training.frozen_patterns):
+            continue
+        total += average * numbers
+        if optimizer.name == "muon" and len(shape) == 2 and name.startswith("layers."):
+            total += moment * numbers
+        else:
+            total += 2 * moment * numbers + 4
+    return total
+
+
+@dataclass(frozen=True)
+class SaveInterval:
+    """When to save, for a run whose failures are independent and at random."""
+
+    save_seconds: float  # for which training waits
+    restart_seconds: float
+    mtbf_seconds: float  # of the whole run
+    young_seconds: float  # of training between two saves
+    daly_seconds: float
+
+    def lost(self, interval: float) -> float:
+        """Time lost to saves, failures and restarts, as a part of the time that counts."""
+        mtbf = self.mtbf_seconds
+        cycle = (interval + self.save_seconds) / mtbf
+        return math.exp(self.restart_seconds / mtbf) * math.expm1(cycle) * mtbf / interval - 1
+
+    @property
+    def first_order_is_enough(self) -> bool:
+        """Whether Young's interval, for saves much shorter than M, is near Daly's."""
+        return self.save_seconds <= self.mtbf_seconds / 200
+
+
+def save_interval(
+    save_seconds: float,
+    gpus: int,
+    gpu_mtbf_hours: float = GPU_MTBF_HOURS,
+    restart_seconds: float = 0.0,
+) -> SaveInterval:
+    """The best interval between two saves. Raises ConfigError.
+
+    `restart_seconds`, from the failure to the first new step, does not change the interval, only
+    what is lost.
+    """
+    _positive(save_seconds=save_seconds, gpus=gpus, gpu_mtbf_hours=gpu_mtbf_hours)
+    if not 0 <= restart_seconds < math.inf:
+        raise ConfigError(f"restart_seconds = {restart_seconds}: expected at least 0")
+    mtbf = gpu_mtbf_hours * HOUR / gpus
+    young = math.sqrt(2 * save_seconds * mtbf)
+    if save_seconds < 2 * mtbf:
+        ratio = save_seconds / (2 * mtbf)
+        daly = young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
+    else:
+        daly = mtbf
+    return SaveInterval(save_seconds, restart_seconds, mtbf, young, daly)
+
+
+def flops_lines(flops: RunFlops, seq_len: int) -> list[str]:
+    """The FLOPs as text of at most 80 columns."""
+    added = f"{100 * flops.attention_share:.1f} %"
+    return [
+        _line("FLOPs", f"{short(flops.total)} with attention in sequences of {seq_len:,}"),
+        _line("", f"{short(flops.six_nd)} by 6 N D, to which attention adds {added}"),
+        _line("", f"{short(flops.per_token)} per token; recomputation is not counted"),
+    ]
+
+
+def budget_lines(budget: Budget) -> list[str]:
+    """The budget as text of at most 80 columns."""
+    mfu = "n/a" if budget.mfu is None else f"{100 * budget.mfu:.1f} %"
+    cost = "n/a: the price is not known"
+    if budget.cost is not None:
+        cost = f"${budget.cost:,.0f} at ${budget.price:,.2f} per GPU-hour"
+    speed = f"{budget.tokens_per_second:,.0f} tokens/s per GPU, MFU {mfu}"
+    gpus = "GPU" if budget.gpus == 1 else "GPUs"
+    return [
+        _line("tokens", short(budget.tokens)),
+        _line("speed", speed),
+        _line("time", f"{duration(budget.seconds)} on {budget.gpus:,} {gpus}"),
+        _line("GPU-hours", f"{budget.gpu_hours:,.0f}"),
+        _line("cost", cost),
+    ]
+
+
+def save_lines(
+    interval: SaveInterval, checkpoint: int, step_seconds: float | None = None
+) -> list[str]:
+    """The checkpoint and when to save, as text of at most 80 columns.
+
+    `step_seconds`: of a training step, if it is known; then the interval is given in steps too.
+    """
+    best = interval.daly_seconds
+    lost = 100 * interval.lost(best)
+    steps = ""
+    if step_seconds is not None:
+        steps = f" = {max(1, round(best / step_seconds)):,} steps"
+    young = f"Young: {duration(interval.young_seconds)}"
+    if not interval.first_order_is_enough:
+        young += ", too rough here: saves are not much shorter than that time"
+    return [
+        _line("checkpoint", f"{checkpoint / 1e9:,.2f} GB"),
+        _line("save every", f"{duration(best)}{steps} (Daly); {lost:.1f} % of the time is lost"),
+        _line("", f"for saves that stop training for {duration(interval.save_seconds)}, and a"),
+        _line("", f"failure every {duration(interval.mtbf_seconds)} at random"),
+        _line("", young),
+    ]
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<{LABEL}}{value}"
