@@ -64,6 +64,11 @@ def short(value: float) -> str:
         if factor <= rounded < 1e3 * factor:
             digits = 2 - math.floor(math.log10(rounded / factor) + 1e-9)
             return f"{rounded / factor:.{digits}f}{letter}"
+    return exponent(value)
+
+
+def exponent(value: float) -> str:
+    """Three digits and an exponent, as FLOPs are written: 5.76e23."""
     return f"{value:.2e}".replace("e+", "e")
 
 

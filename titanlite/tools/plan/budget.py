@@ -32,7 +32,7 @@ from titanlite.config.schema import Config, LoraConfig
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.model.flops import NO_ADAPTERS, flops_per_token, num_adapter_parameters
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.plan.amounts import duration, short
+from titanlite.tools.plan.amounts import duration, exponent, short
 
 HOUR = 3600.0
 # Llama 3 405B (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days of about
@@ -241,9 +241,9 @@ def flops_lines(flops: RunFlops, seq_len: int) -> list[str]:
     """The FLOPs as text of at most 80 columns."""
     added = f"{100 * flops.attention_share:.1f} %"
     return [
-        _line("FLOPs", f"{short(flops.total)} with attention in sequences of {seq_len:,}"),
-        _line("", f"{short(flops.six_nd)} by 6 N D, to which attention adds {added}"),
-        _line("", f"{short(flops.per_token)} per token; recomputation is not counted"),
+        _line("FLOPs", f"{exponent(flops.total)} with attention in sequences of {seq_len:,}"),
+        _line("", f"{exponent(flops.six_nd)} by 6 N D, to which attention adds {added}"),
+        _line("", f"{exponent(flops.per_token)} per token; recomputation is not counted"),
     ]
 
 
@@ -278,7 +278,7 @@ def save_lines(
         steps = f" = {max(1, round(best / step_seconds)):,} steps"
     young = f"Young: {duration(interval.young_seconds)}"
     if not interval.first_order_is_enough:
-        young += ", too rough here: saves are not much shorter than that time"
+        young += ", too rough for saves as long as these"
     return [
         _line("checkpoint", f"{checkpoint / 1e9:,.2f} GB"),
         _line("save every", f"{duration(best)}{steps} (Daly); {lost:.1f} % of the time is lost"),

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.plan.amounts import short
+from titanlite.tools.plan.amounts import exponent, short
 
 TOKENS_PER_PARAMETER = 20
 PF_DAY = 1e15 * 86400
@@ -248,7 +248,7 @@ def scaling_lines(scaling: Scaling) -> list[str]:
         loss = "n/a" if one.loss is None else f"{one.loss:.3f}"
         ratio = f"{one.tokens / one.parameters:.3g}"
         row = f"  {one.law.name:<26}{short(one.parameters):>11}{short(one.tokens):>9}{ratio:>13}"
-        lines.append(f"{row}{short(one.flops):>10}{loss:>8}")
+        lines.append(f"{row}{exponent(one.flops):>10}{loss:>8}")
     lines += ["", _range(scaling)]
     if scaling.over_training is not None:
         lines += _run_lines(scaling)
@@ -257,7 +257,7 @@ def scaling_lines(scaling: Scaling) -> list[str]:
 
 def _title(scaling: Scaling) -> str:
     if scaling.flops is not None:
-        return f"What {short(scaling.flops)} FLOPs (6 N D) are best spent on, by law:"
+        return f"What {exponent(scaling.flops)} FLOPs (6 N D) are best spent on, by law:"
     if scaling.parameters is not None:
         return f"With how many tokens {short(scaling.parameters)} parameters are best, by law:"
     assert scaling.tokens is not None
