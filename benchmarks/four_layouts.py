@@ -25,6 +25,7 @@ import tempfile
 from pathlib import Path
 
 import report
+from drawing import COLOURS, GREY, begin, curve, line, text
 
 STEPS = 300
 LAYOUTS = {
@@ -55,8 +56,6 @@ RIGHT = 742
 TOP = 44
 BOTTOM = 352
 
-COLOURS = ("#1b1b1b", "#0072b2", "#e69f00", "#009e73")  # told apart by colour-blind readers too
-GREY = "#666666"
 TURN = 3  # steps that one curve draws before the next one does
 
 
@@ -108,19 +107,16 @@ def draw(curves: dict[str, list[float]], control: list[float], caption: str) -> 
         return BOTTOM - (BOTTOM - TOP) * (loss - bottom_tick) / (top_tick - bottom_tick)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'font-family="Helvetica, Arial, sans-serif" font-size="13" role="img">',
-        "<title>The training loss in four layouts</title>",
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        _text(LEFT, 26, "Training loss of one config in four layouts", size=16, weight="bold"),
+        *begin(WIDTH, HEIGHT, "The training loss in four layouts"),
+        text(LEFT, 26, "Training loss of one config in four layouts", size=16, weight="bold"),
     ]
     for tick in range(bottom_tick, top_tick + 1):
-        parts.append(_line(LEFT, y(tick), RIGHT, y(tick), "#dddddd"))
-        parts.append(_text(LEFT - 8, y(tick) + 4, str(tick), anchor="end"))
+        parts.append(line(LEFT, y(tick), RIGHT, y(tick), "#dddddd"))
+        parts.append(text(LEFT - 8, y(tick) + 4, str(tick), anchor="end"))
     for tick in range(0, steps + 1, 50):
-        parts.append(_line(x(tick), BOTTOM, x(tick), BOTTOM + 5, "#777777"))
-        parts.append(_text(x(tick), BOTTOM + 20, str(tick), anchor="middle"))
-    parts.append(_text((LEFT + RIGHT) / 2, BOTTOM + 38, "step", anchor="middle"))
+        parts.append(line(x(tick), BOTTOM, x(tick), BOTTOM + 5, "#777777"))
+        parts.append(text(x(tick), BOTTOM + 20, str(tick), anchor="middle"))
+    parts.append(text((LEFT + RIGHT) / 2, BOTTOM + 38, "step", anchor="middle"))
     parts.append(
         f'<text transform="translate(20 {(TOP + BOTTOM) / 2}) rotate(-90)" text-anchor="middle" '
         'fill="#333333">loss (nats per token)</text>'
@@ -130,49 +126,21 @@ def draw(curves: dict[str, list[float]], control: list[float], caption: str) -> 
         for start in range(i * TURN, steps - 1, len(curves) * TURN):
             stop = min(start + TURN, steps - 1)
             points = [(x(step + 1), y(losses[step])) for step in range(start, stop + 1)]
-            parts.append(_curve(points, colour))
+            parts.append(curve(points, colour))
     legend = TOP + 16
-    parts.append(_text(LEFT + 380, legend, "difference from 1 process, in nats", colour=GREY))
+    parts.append(text(LEFT + 380, legend, "difference from 1 process, in nats", colour=GREY))
     for (name, losses), colour in zip(curves.items(), COLOURS, strict=True):
         legend += 20
-        parts.append(_line(LEFT + 222, legend - 4, LEFT + 258, legend - 4, colour, width=4))
-        parts.append(_text(LEFT + 268, legend, name))
+        parts.append(line(LEFT + 222, legend - 4, LEFT + 258, legend - 4, colour, width=4))
+        parts.append(text(LEFT + 268, legend, name))
         if losses is not reference:
-            parts.append(_text(LEFT + 380, legend, describe(losses, reference)))
+            parts.append(text(LEFT + 380, legend, describe(losses, reference)))
     legend += 24
     remark = f"1 process, sums in another order (not drawn): {describe(control, reference)}"
-    parts.append(_text(LEFT + 222, legend, remark, colour=GREY, size=12))
-    parts.append(_text(LEFT, BOTTOM + 58, caption, colour=GREY, size=12))
+    parts.append(text(LEFT + 222, legend, remark, colour=GREY, size=12))
+    parts.append(text(LEFT, BOTTOM + 58, caption, colour=GREY, size=12))
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
-
-
-def _text(
-    x: float,
-    y: float,
-    content: str,
-    *,
-    anchor: str = "start",
-    size: int = 13,
-    weight: str = "normal",
-    colour: str = "#333333",
-) -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" '
-        f'font-weight="{weight}" fill="{colour}">{content}</text>'
-    )
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 1) -> str:
-    return (
-        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
-        f'stroke="{colour}" stroke-width="{width}"/>'
-    )
-
-
-def _curve(points: list[tuple[float, float]], colour: str) -> str:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.2"/>'
 
 
 def main() -> None:
