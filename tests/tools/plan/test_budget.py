@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from titanlite.tools.plan.budget import (
 A100 = 312.0
 H100 = 989.0
 SIX_N = 6 * 7e9
+PAGE = Path(__file__).parents[3] / "docs/plan.md"
 
 
 def of_7b(gpus, mfu, peak, price=None):
@@ -69,6 +71,11 @@ def test_an_unknown_price_is_not_zero():
     assert "$" not in "\n".join(budget_lines(unknown))
     assert of_7b(256, 0.45, A100, price=0.0).cost == 0  # one's own machine
     assert "$330,722 at $1.99" in budget_lines(of_7b(256, 0.45, A100, 1.99))[-1]
+
+
+def test_the_page_shows_what_is_printed():
+    shown = "\n".join(budget_lines(of_7b(256, 0.45, A100, 1.99)))
+    assert f"```\n{shown}\n```" in PAGE.read_text()
 
 
 def test_tokens_flops_and_time_lead_to_the_same_run():
@@ -194,6 +201,17 @@ def test_the_interval_follows_the_number_of_gpus():
     # 54 days with 419 failures: one in three hours
     assert many.mtbf_seconds / 3600 == pytest.approx(3.09, abs=0.01)
     assert save_interval(10 * 3600.0, 1, 1.0).daly_seconds == 3600
+
+
+def test_the_example_of_the_page():
+    """llama3_8b, and 256 GPUs with saves of 20 s."""
+    size = checkpoint_bytes(FLAVORS["llama3_8b"], load_config(["llama3_8b"]))
+    example = save_interval(20.0, 256)
+    lost = 100 * example.lost(example.daly_seconds)
+    page = PAGE.read_text()
+    assert f"{size / 1e9:.1f} GB for `llama3_8b`" in page
+    assert f"{example.daly_seconds / 60:.0f} minutes, with which {lost:.1f} %" in page
+    assert f"{round(GPU_MTBF_HOURS, -2):,.0f}" in page
 
 
 def test_lines_of_the_interval():

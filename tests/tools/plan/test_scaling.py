@@ -1,6 +1,7 @@
 """Scaling laws against what their papers print, and against each other."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from titanlite.tools.plan.scaling import (
 )
 
 GOPHER = 5.76e23
+PAGE = Path(__file__).parents[3] / "docs/plan.md"
 
 
 def optima(**numbers):
@@ -151,3 +153,8 @@ def test_within_the_runs_of_a_law_nothing_is_extrapolated():
     assert one.extrapolated == pytest.approx(10)
     (one,) = scaling_laws(flops=6e17, laws=chinchilla[:1]).optima
     assert one.extrapolated == pytest.approx(10)
+
+
+def test_the_page_shows_what_is_printed():
+    shown = "\n".join(scaling_lines(scaling_laws(flops=GOPHER)))
+    assert f"```\n{shown}\n```" in PAGE.read_text()
