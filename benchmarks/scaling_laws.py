@@ -31,7 +31,15 @@ import report
 sys.path.insert(0, str(report.ROOT))
 
 from titanlite.tools.plan.amounts import exponent, short
-from titanlite.tools.plan.fit import Estimate, Fit, Point, fit_lines, fit_points, fit_runs
+from titanlite.tools.plan.fit import (
+    Estimate,
+    Fit,
+    Point,
+    fit_lines,
+    fit_points,
+    fit_record,
+    fit_runs,
+)
 
 BATCH = 8
 SEQ_LEN = 128
@@ -230,15 +238,8 @@ def main() -> None:
         "",
         *beyond(fit),
     ]
-    unknowns = ("E", "A", "B", "alpha", "beta")
-    results = {
-        "points": [dataclasses.asdict(point) for point in fit.points],
+    results = fit_record(fit) | {
         "cpu_seconds": cpu_seconds,
-        "measure": fit.measure,
-        "fit": {name: dataclasses.asdict(fit.estimate(name)) for name in unknowns},
-        "growth": dataclasses.asdict(fit.growth),
-        "error": fit.error,
-        "undecided": fit.undecided,
         "left_out": {name: dataclasses.asdict(one) for name, one in predicted.items()},
     }
     report.write("scaling_laws", "A scaling law from four sizes on a CPU", body, results)

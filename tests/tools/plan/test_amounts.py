@@ -25,7 +25,9 @@ def test_amounts(text, value):
     assert amount("--tokens", text) == pytest.approx(value, rel=1e-15)
 
 
-@pytest.mark.parametrize("text", ["", "T", "2X", "2TB", "-1", "nan", "inf", "1e999", "0", "1.2.3"])
+@pytest.mark.parametrize(
+    "text", ["", "T", "2X", "2TB", "-1", "nan", "inf", "1e999", "0", "1.2.3", "1" * 10**6]
+)
 def test_what_is_no_amount_is_refused_with_an_example(text):
     with pytest.raises(ConfigError, match=r"--tokens = .*expected a number above 0"):
         amount("--tokens", text)

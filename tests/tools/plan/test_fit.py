@@ -8,16 +8,17 @@ import pytest
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.fit import (
     DELTA,
+    UNKNOWNS,
     Point,
     fit_lines,
     fit_points,
+    fit_record,
     fit_runs,
     read_points,
 )
 from titanlite.tools.plan.scaling import LAWS, LossLaw, scaling_laws, scaling_lines
 
 TRUE = LossLaw(1.8, 60.0, 300.0, 0.3, 0.35)
-UNKNOWNS = ("E", "A", "B", "alpha", "beta")
 SIZES = (200_000, 500_000, 1_300_000, 3_000_000)
 LENGTHS = (244, 977, 3906, 15625)  # steps of 1,024 tokens
 RESAMPLES = 30
@@ -235,6 +236,9 @@ def test_lines_and_the_fit_beside_published_laws():
     assert all(len(line) <= 80 for line in lines)
     assert "16 runs: 200K to 3.00M parameters" in lines[1]
     assert "alpha" in "\n".join(lines)
+    record = json.loads(json.dumps(fit_record(fit)))
+    assert record["unknowns"]["beta"]["value"] == fit.law.beta
+    assert len(record["points"]) == 16
     scaling = scaling_laws(flops=1e14, laws=[*LAWS, fit.as_law()])
     (own,) = [one for one in scaling.optima if one.law.name == "your runs"]
     assert own.extrapolated == 1

@@ -14,6 +14,7 @@ THOUSANDS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 UNITS = {"h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 NUMBER = r"((?:\d[\d_,]*)?\.?\d+(?:[eE][+-]?\d{1,3})?|\d[\d_,]*\.)"
 AMOUNT = re.compile(rf"\s*{NUMBER}\s*([a-zA-Z]*)\s*")
+LONGEST = 60  # characters: a long row of digits would take the pattern long
 LARGEST = 1e40  # no run of this world has as many FLOPs
 
 
@@ -22,9 +23,9 @@ def amount(name: str, text: str) -> float:
 
     `name` is the option that it is given for. Raises ConfigError.
     """
-    match = AMOUNT.fullmatch(text)
+    match = AMOUNT.fullmatch(text[:LONGEST])
     letter = match[2].upper() if match else ""
-    if match is None or letter not in THOUSANDS:
+    if match is None or letter not in THOUSANDS or len(text) > LONGEST:
         raise _wrong(name, text, "a number above 0, as in 1.4e12, 300B or 2T (K, M, B, T)")
     return _bounded(name, text, _number(match[1]) * THOUSANDS[letter])
 
@@ -34,9 +35,9 @@ def seconds(name: str, text: str) -> float:
 
     Raises ConfigError.
     """
-    match = AMOUNT.fullmatch(text)
+    match = AMOUNT.fullmatch(text[:LONGEST])
     unit = match[2].lower() or "d" if match else ""
-    if match is None or unit not in UNITS:
+    if match is None or unit not in UNITS or len(text) > LONGEST:
         raise _wrong(name, text, "a time above 0, as in 30 or 30d (days), 12h or 2w")
     return _bounded(name, text, _number(match[1]) * UNITS[unit])
 
@@ -52,7 +53,7 @@ def _bounded(name: str, text: str, value: float) -> float:
 
 
 def _wrong(name: str, text: str, expected: str) -> ConfigError:
-    return ConfigError(f"{name} = {text[:60]!r}: expected {expected}")
+    return ConfigError(f"{name} = {text[:LONGEST]!r}: expected {expected}")
 
 
 def short(value: float) -> str:

@@ -30,9 +30,11 @@ of an unknown improves the result.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +43,7 @@ from titanlite.tools.plan.amounts import exponent, short
 from titanlite.tools.plan.scaling import Law, LossLaw, law_of_loss
 from titanlite.tools.report.run_data import Run, read_runs
 
+UNKNOWNS = ("E", "A", "B", "alpha", "beta")
 DELTA = 1e-3  # of the Huber loss, on log L
 RESAMPLES = 300
 INTERVAL = (5.0, 95.0)  # percentiles
@@ -419,6 +422,18 @@ def _step(
     return np.asarray(-np.linalg.solve(normal, gradient)[..., 0])
 
 
+def fit_record(fit: Fit) -> dict[str, Any]:
+    """The fit as plain data, for JSON."""
+    return {
+        "points": [dataclasses.asdict(point) for point in fit.points],
+        "measure": fit.measure,
+        "unknowns": {name: dataclasses.asdict(fit.estimate(name)) for name in UNKNOWNS},
+        "growth": dataclasses.asdict(fit.growth),
+        "error": fit.error,
+        "undecided": list(fit.undecided),
+    }
+
+
 def fit_lines(fit: Fit) -> list[str]:
     """The fit as text of at most 80 columns."""
     sizes = [point.parameters for point in fit.points]
@@ -432,7 +447,7 @@ def fit_lines(fit: Fit) -> list[str]:
         "",
         f"  {'':<8}{'value':>12}{'90 % of resamples':>28}",
     ]
-    for name in ("E", "A", "B", "alpha", "beta"):
+    for name in UNKNOWNS:
         one = fit.estimate(name)
         between = f"{one.low:.4g} to {one.high:.4g}"
         remark = "  not determined" if name in fit.undecided else ""
