@@ -63,6 +63,7 @@ from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
 from titanlite.observe.logging import log_to_file, setup_logging
 from titanlite.observe.metrics import Metrics, Progress
+from titanlite.observe.plan_check import PlanCheck
 from titanlite.observe.profile import Profiler
 from titanlite.observe.start_and_end import log_end, log_start
 from titanlite.observe.validation import Validator
@@ -155,6 +156,7 @@ def main(config: Config) -> int:
 
     # 5. Metrics and validation
     metrics = Metrics(config, llama, folder, device, progress, (scaler, guard, noise_scale, stages))
+    plan_check = PlanCheck(config, llama, device)
     probes = Probes(config.metrics, stages, noise_scale, metrics)
     validator = Validator(config.validation, data, stream, stages, mesh, metrics)
     sampler = Sampler(config.validation, config.run.seed, tokenizer, stages, stream, metrics)
@@ -221,7 +223,8 @@ def main(config: Config) -> int:
                 if outcome.finite:  # then what was saved last was good
                     checkpoint.prove(outcome.loss)
             if logs:
-                metrics.log(loss, grad_norm, num_targets, lr, stream)
+                row = metrics.log(loss, grad_norm, num_targets, lr, stream)
+                plan_check.compare(row)  # with what was predicted, after the first minute
             if agreed.trouble:
                 checkpoint.raise_failure()  # if a save has failed
             if validates or saves:

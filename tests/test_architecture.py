@@ -159,6 +159,8 @@ IMPORTS_IN_FUNCTIONS = {
         "titanlite.tools.formats.load_weights",
         "titanlite.tools.report.page",
     },
+    # Compares a run with its plan, once; without the tools there is no plan
+    "titanlite/observe/plan_check.py": {"titanlite.tools.plan.check"},
     # `titanlite.launch`, by __getattr__: a training process does not need it
     "titanlite/__init__.py": {"titanlite.tools.cli.from_python", "titanlite.runtime.errors"},
     # Each sink imports an optional package

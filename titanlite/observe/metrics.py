@@ -149,9 +149,9 @@ class Metrics:
 
     def log(
         self, loss: Tensor, grad_norm: Tensor, num_targets: Tensor, lr: float, stream: TrainStream
-    ) -> None:
-        """Logs the current step. `loss` is that of all ranks. Reads from the device, so the host
-        waits for it.
+    ) -> dict[str, Any]:
+        """Logs the current step; returns its row. `loss` is that of all ranks. Reads from the
+        device, so the host waits for it.
         """
         values = (loss, grad_norm, num_targets, self._targets)
         scalars = [value.to(sum_dtype(self.device)) for value in values]
@@ -195,6 +195,7 @@ class Metrics:
         row["steps"] = self.num_steps
         row["eta"] = self.eta.remaining(progress.step, remaining_samples * self.seq_len)
         logger.info(step_line(self._position(), row), extra={"row": row})
+        return row
 
     def _speed(self, tokens: int, seconds: float) -> dict[str, Any]:
         """The speed of `tokens` (of all ranks) in `seconds`; `mfu` is None without a known peak."""

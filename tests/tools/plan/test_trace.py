@@ -87,7 +87,7 @@ def test_a_pretended_step_is_counted_as_a_real_one(pool, settings):
             1, trace_rank, config, llama, degrees, pp_rank, AS_IT_IS, joins=False
         )
         for numbers in real[pp_rank * per_stage : (pp_rank + 1) * per_stage]:
-            compare(pretended, numbers, degrees["pp"])
+            compare(pretended, numbers)
 
 
 # What was held also depends on when gloo ends a communication and frees its tensors; the other
@@ -95,17 +95,17 @@ def test_a_pretended_step_is_counted_as_a_real_one(pool, settings):
 INEXACT = ("memory", "kept", "pointwise")
 
 
-def compare(pretended: Numbers, real: Numbers, pp: int) -> None:
+def compare(pretended: Numbers, real: Numbers) -> None:
     for key in pretended | real:
         if key[0] not in INEXACT:
             assert pretended[key] == real[key], key
     # When the last backward began
-    for category in ("parameters", "gradients", "optimizer", "whole_gradients", "logits"):
+    for category in ("parameters", "gradients", "optimizer", "logits"):
         assert pretended["kept", category] == real["kept", category], category
-    messages = sum(number for key, number in real.items() if key[:3] == ("bytes", "pp", "send"))
-    activations = real["kept", "activations"]
-    assert (
-        -messages - 0.02 * activations
-        <= pretended["kept", "activations"] - activations
-        <= 0.02 * activations
-    )
+    message = 0.0  # some may be on their way
+    for key, number in real.items():
+        if key[:3] == ("calls", "pp", "send"):
+            message = real[("bytes", *key[1:])] / number
+    for category in ("activations", "whole_gradients"):
+        held = real["kept", category]
+        assert abs(pretended["kept", category] - held) <= 0.02 * held + 4 * message, category

@@ -21,6 +21,7 @@ COMMANDS = (
     "train",
     "config",
     "schedule",
+    "plan",
     "prepare",
     "verify",
     "generate",
@@ -39,6 +40,7 @@ USAGE = """usage: titanlite COMMAND ...
   train [CONFIG] [--section.key=value ...]       train, as ./run_train.sh; --help lists every key
   config [CONFIG] [--section.key=value ...]      check a configuration, print it as TOML
   schedule [CONFIG] [--key=value ...] [--svg F]  draw the learning rate and batch size of each step
+  plan [CONFIG] [--gpus N] [--gpu NAME] [...]    what a run needs: memory, time, cost, before it
   prepare SOURCE... --out FOLDER                 tokenise text, JSONL, Parquet and more
   prepare --inspect FOLDER                       describe and verify tokenised data
   prepare [CONFIG] [--section.key=value ...]     tokenise a configuration's data into the cache

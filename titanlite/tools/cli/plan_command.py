@@ -18,6 +18,7 @@ from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.flops import flops_per_token
 from titanlite.rules.degrees import AXES
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import replace_file
 from titanlite.tools.cli.options import StrictParser, at_least
 from titanlite.tools.plan.amounts import amount, seconds
 from titanlite.tools.plan.budget import (
@@ -31,7 +32,8 @@ from titanlite.tools.plan.budget import (
     save_interval,
     save_lines,
 )
-from titanlite.tools.plan.machines import Machine, find_machine, price_of, read_prices
+from titanlite.tools.plan.machines import find_machine, price_of, read_prices
+from titanlite.tools.plan.page import page
 from titanlite.tools.plan.plan import Plan, make_plan
 from titanlite.tools.plan.scaling import scaling_laws, scaling_lines
 from titanlite.tools.plan.show import plan_json, plan_lines
@@ -68,8 +70,20 @@ def run(argv: list[str]) -> int:
         return 0
     lines = plan_lines(plan)
     lines += ["", *_budget_text(plan, budget, options)]
+    if options.html:
+        write_file("--html", options.html, page(plan, lines))
     print("\n".join(lines))
     return 0
+
+
+def write_file(option: str, path: Path, text: str) -> None:
+    """Raises ConfigError, naming the option."""
+    try:
+        replace_file(path.absolute(), text.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {path}: {error.strerror or error}; expected a file to write"
+        ) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         "--save-seconds", type=at_least(float, 1e-3), metavar="S", help="that a save takes"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
     parser.add_argument(
         "--fit", nargs="+", type=Path, metavar="RUN", help="fit a scaling law to these runs"
     )
@@ -169,9 +184,7 @@ def _budget_text(plan: Plan, budget: Budget, options: argparse.Namespace) -> lis
     size = checkpoint_bytes(plan.llama, plan.config)
     saving = options.save_seconds or _save_seconds(size, plan)
     interval = save_interval(saving, plan.gpus, options.mtbf_hours)
-    flops = run_flops(
-        plan.llama, plan.config.training.seq_len, budget.tokens, plan.config.lora
-    )
+    flops = run_flops(plan.llama, plan.config.training.seq_len, budget.tokens, plan.config.lora)
     scaling = scaling_laws(parameters=float(plan.llama.num_parameters), tokens=budget.tokens)
     return [
         "The run",
@@ -191,7 +204,6 @@ def _save_seconds(nbytes: int, plan: Plan) -> float:
 
 def _budget_contents(plan: Plan, budget: Budget) -> dict[str, Any]:
     return {
-        "budget": dataclasses.asdict(budget)
-        | {"gpu_hours": budget.gpu_hours, "cost": budget.cost},
+        "budget": dataclasses.asdict(budget) | {"gpu_hours": budget.gpu_hours, "cost": budget.cost},
         "checkpoint_bytes": checkpoint_bytes(plan.llama, plan.config),
     }

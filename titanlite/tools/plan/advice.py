@@ -73,10 +73,15 @@ def _remedy(name: str, config: Config, degrees: Mapping[str, int], nbytes: int) 
             return "parallel.reduce_every_microbatch = true, with more communication"
         if degrees["pp"] > 1:
             return "a pipeline keeps them for the whole step: a smaller stage, or parallel.tp"
-    if name == "gathered" and parallel.reshard_after_forward in ("default", "never"):
-        if parallel.reshard_after_forward == "never" or degrees["pp"] > 1:
-            return "parallel.reshard_after_forward = always gathers them again in the backward"
+    if name == "gathered" and _keeps_weights(config, degrees):
+        return "parallel.reshard_after_forward = always gathers them again in the backward"
     return ""
+
+
+def _keeps_weights(config: Config, degrees: Mapping[str, int]) -> bool:
+    """Whether weights stay gathered from the forward to the backward."""
+    mode = config.parallel.reshard_after_forward
+    return mode == "never" or (mode == "default" and degrees["pp"] > 1)
 
 
 def _less_activations(config: Config, degrees: Mapping[str, int]) -> str:
@@ -100,11 +105,8 @@ def zero_stage(config: Config, degrees: Mapping[str, int]) -> str:
     shards = degrees["dp_shard"] * degrees["cp"]
     if shards == 1:
         return "stage 0: every rank holds all (DDP)"
-    keeps = parallel.reshard_after_forward == "never" or (
-        parallel.reshard_after_forward == "default" and degrees["pp"] > 1
-    )
     unreduced = degrees["pp"] > 1 or not parallel.reduce_every_microbatch
-    if not keeps:
+    if not _keeps_weights(config, degrees):
         return "stage 3: parameters, gradients and states are sharded"
     if unreduced:
         return (

@@ -62,7 +62,8 @@ def _title(plan: Plan) -> list[str]:
     return [
         f"{plan.config.run.name}: {plan.llama.num_parameters:,} parameters",
         f"{gpus}: {machine.name}, {machine.memory_gib:g} GiB, {machine.gpus_per_node} per node",
-        f"layout: {', '.join(used) or 'one process'}; ZeRO {plan.zero}",
+        f"layout: {', '.join(used) or 'one process'}",
+        *_wrapped(f"ZeRO {plan.zero}", ""),
         f"step: {counts.tokens:,} tokens; per rank {batches} of {training.local_batch_size} x "
         f"{training.seq_len:,}",
         f"{training.compute_dtype}, {how}, recompute.mode = {plan.config.recompute.mode}; "
@@ -104,7 +105,7 @@ def _traffic(plan: Plan) -> list[str]:
         lines.append(
             f"  {call.axis:<12} {call.kind:<15}{call.size:>6,}{call.count:>8,}"
             f"{call.whole_bytes / 1e9:>12,.3f}{call.sent_bytes / 1e9:>10,.3f}  {one.link:<8}"
-            f"{_seconds(one.seconds)}"
+            f"{seconds_text(one.seconds)}"
         )
     if not plan.traffic:
         lines[1:] = ["  none"]
@@ -124,11 +125,11 @@ def _flops(plan: Plan) -> list[str]:
 
 def _time(plan: Plan) -> list[str]:
     time = plan.time
-    lines = [f"Time of a step: {_seconds(time.total)}, by the model of docs/plan.md"]
+    lines = [f"Time of a step: {seconds_text(time.total)}, by the model of docs/plan.md"]
     for name, seconds in time.parts.items():
         if seconds > 0:
             bar = "#" * round(BAR * seconds / time.total)
-            lines.append(f"  {TIMES[name]:<39}{_seconds(seconds):>9}  {bar}".rstrip())
+            lines.append(f"  {TIMES[name]:<39}{seconds_text(seconds):>9}  {bar}".rstrip())
     if plan.bubble:
         lines.append(f"  the bubble is {100 * plan.bubble:.1f} % of the pipeline's time")
     everywhere = time.tokens_per_second * plan.gpus
@@ -146,7 +147,8 @@ def _warnings(plan: Plan) -> list[str]:
     return lines
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
+    """A time of a step: in seconds or milliseconds."""
     if value >= 1:
         return f"{value:,.2f} s"
     return f"{1000 * value:,.1f} ms"

@@ -40,8 +40,8 @@ from titanlite.optim.clip import clip_gradients
 from titanlite.optim.ema import WeightEMA
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.parallelize import split_and_parallelize
-from titanlite.parallel.pipeline_parallel import stage_indices, stage_modules
 from titanlite.parallel.preferences import build_stages
+from titanlite.parallel.stage_split import stage_indices, stage_modules
 from titanlite.parallel.stages import Stages
 from titanlite.rules.degrees import data_ranks, num_processes
 from titanlite.tools.plan.counts import Collective, Memory, Product, RankCounts, StepCounts
@@ -116,12 +116,8 @@ def local_batches(config: Config, degrees: Mapping[str, int]) -> int:
 
 
 def _depths(config: Config, llama: LlamaConfig, pp: int) -> Depths:
-    with torch.device("meta"):
-        model = Llama(llama, 2)
-    per_rank = config.parallel.stages_per_process
-    stages = [[f"layers.{name}" for name in model.layers]]
-    if pp > 1:
-        stages = stage_modules(model, pp * per_rank, config.parallel.stage_starts)
+    num_stages = pp * config.parallel.stages_per_process if pp > 1 else 1
+    stages = stage_modules(llama, num_stages, config.parallel.stage_starts)
     sizes = [sum(name.startswith("layers.") for name in names) for names in stages]
     of_ranks = tuple(
         sum(

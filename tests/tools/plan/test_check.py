@@ -1,0 +1,24 @@
+"""Which machine of the table a device is, by its name."""
+
+from __future__ import annotations
+
+import pytest
+
+from titanlite.tools.plan.check import machine_of
+
+
+@pytest.mark.parametrize(
+    ("device", "machine"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A10G", "A10G"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("CPU", None),
+    ],
+)
+def test_a_device_is_found_by_the_words_of_its_name(device, machine):
+    found = machine_of(device)
+    assert (found.name if found else None) == machine

@@ -1,0 +1,46 @@
+"""A run's own numbers beside those of its plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from titanlite.config.schema import Config
+from titanlite.model.flavors import LlamaConfig
+from titanlite.tools.plan.advice import GIB
+from titanlite.tools.plan.machines import MACHINES, Machine
+from titanlite.tools.plan.plan import make_plan
+
+
+def machine_of(device_name: str) -> Machine | None:
+    """The machine of the table whose name has most words in common with a device's.
+
+    All words must be in it: `NVIDIA H100 80GB HBM3` is an H100, and no H100-96GB-500W.
+    """
+    words = set(re.split(r"[^A-Za-z0-9]+", device_name.upper()))
+    fitting = [
+        machine for name, machine in MACHINES.items() if set(name.upper().split("-")) <= words
+    ]
+    return max(fitting, key=lambda machine: len(machine.name), default=None)
+
+
+def comparison(
+    config: Config, llama: LlamaConfig, gpus: int, device_name: str, row: Mapping[str, Any]
+) -> str:
+    """One line: the estimate's memory and speed, and those of a row of metrics.jsonl.
+
+    Empty for a device that is not in the table.
+    """
+    machine = machine_of(device_name)
+    if machine is None:
+        return ""
+    plan = make_plan(config, llama, gpus, machine)
+    need = plan.worst
+    predicted = plan.time.tokens_per_second
+    measured = row["tps"]
+    return (
+        f"plan: predicted {need.low / GIB:.1f} to {need.high / GIB:.1f} GiB and "
+        f"{predicted:,.0f} tokens/s per GPU, measured {row['memory_gib']:.1f} GiB and "
+        f"{measured:,.0f} ({100 * (measured / predicted - 1):+.0f} %)"
+    )
