@@ -29,6 +29,7 @@ from titanlite.tools.plan.layout import DTYPE_BYTES, Layout, Stage, Unit
 # (benchmarks/results/2026-11-24-pretended_memory.md: 0.3 to 2 GiB on one GPU), least and most
 RESERVED_FRACTION = (1.0, 1.08)
 RESERVED_OF_LOGITS = (1 / 8, 1 / 4)
+CONTEXT_BYTES = 3 << 28  # of CUDA and NCCL, which the allocator does not see
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,10 @@ def _selected(layout: Layout) -> float:
 
 
 def logits_bytes(layout: Layout) -> float:
-    """The loss at its highest: in fp32 the log-softmax, its gradient and that of the logits. That of
-    a sharded vocabulary is made of single operators and has one more such tensor.
+    """The loss at its highest: in fp32 the log-softmax, its gradient and that of the logits.
+
+    That of a sharded vocabulary is made of single operators and has one more such tensor; a
+    compiled one needs the half.
 
     With chunks also the gradients of the hidden states and of the projection, fp32.
     """
@@ -372,6 +375,16 @@ def _unreduced(layout: Layout, units: list[Unit]) -> _Unreduced:
         last_reduced=part,
         of_first_units=of_first * layout.param_bytes,
     )
+
+
+def fits(memory: Memory, machine_bytes: int) -> bool | None:
+    """Whether a GPU with so many bytes can hold it; None if that depends on fragmentation."""
+    low, high = reserved_bytes(memory)
+    if high + CONTEXT_BYTES <= machine_bytes:
+        return True
+    if low + CONTEXT_BYTES > machine_bytes:
+        return False
+    return None
 
 
 def reserved_bytes(memory: Memory) -> tuple[int, int]:

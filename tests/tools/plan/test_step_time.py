@@ -1,0 +1,143 @@
+"""The time model: the guides' bubble, and what each of its rules says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from titanlite.config.load import load_config
+from titanlite.model.flavors import resolve_flavor
+from titanlite.model.flops import flops_per_token
+from titanlite.tools.plan.counts import Collective, Product
+from titanlite.tools.plan.estimate import estimate
+from titanlite.tools.plan.machines import MACHINES, Machine
+from titanlite.tools.plan.step_time import (
+    RATES,
+    Rates,
+    StepTime,
+    bubble_fraction,
+    collective_seconds,
+    product_seconds,
+    ranks_per_node,
+    step_time,
+    topology_warnings,
+)
+
+H100 = MACHINES["H100"]
+DEGREES = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
+
+
+def planned(
+    world_size: int, *arguments: str, machine: Machine = H100, rates: Rates | None = None
+) -> StepTime:
+    config = load_config(["llama3_8b", "--training.global_batch_size=512", *arguments])
+    llama = resolve_flavor(config.model, 128256)
+    return step_time(estimate(config, llama, world_size), machine, config, llama, rates)
+
+
+def test_the_bubble_of_the_guides():
+    """175B: pp 16, 384 microbatches: 15/399 = 3.76 %."""
+    assert bubble_fraction("1F1B", 16, 384, 1) == 15 / 399
+    assert round(100 * bubble_fraction("1F1B", 16, 384, 1), 2) == 3.76
+    assert bubble_fraction("Interleaved1F1B", 4, 8, 2) == 3 / 19
+    assert bubble_fraction("InterleavedZeroBubble", 4, 8, 2) < 3 / 19
+    assert bubble_fraction("GPipe", 1, 8, 1) == 0.0
+
+
+def test_parts_add_up_to_the_step():
+    time = planned(64, "--parallel.tp=4", "--parallel.pp=2", "--training.local_batch_size=4")
+    assert time.total == pytest.approx(sum(time.parts.values()))
+    assert all(seconds >= 0 for seconds in time.parts.values())
+    tokens = 512 * 8192
+    assert time.tokens_per_second == pytest.approx(tokens / time.total / 64)
+    llama = resolve_flavor(load_config(["llama3_8b"]).model, 128256)
+    flops = time.tokens_per_second * flops_per_token(llama, 8192)
+    assert time.mfu == pytest.approx(flops / 989e12)
+    assert 0.1 < time.mfu < 0.7
+
+
+def test_larger_products_reach_more_of_the_peak():
+    rates = Rates(products=0.8)
+    peak = 0.8 * 989e12
+    large = Product(8192, 4096, 14336, "bfloat16", 3)
+    assert product_seconds(large, H100, rates) == pytest.approx(large.flops / peak, rel=0.04)
+    small = Product(8192, 4096, 150, "bfloat16", 3)
+    assert product_seconds(small, H100, rates) == pytest.approx(2 * small.flops / peak)
+    for dtype, slower in (("float8", False), ("float32", True)):
+        other = product_seconds(replace(large, dtype=dtype), H100, rates)
+        assert (other > product_seconds(large, H100, rates)) == slower
+
+
+def test_a_ring_inside_a_node_and_over_nodes():
+    """A node's ring of 8 leaves it through 8 ports of 50 GB/s, that of one rank through one."""
+    rates = Rates(links=1.0)
+    gigabytes = Collective("dp_shard_cp", "all_gather", 8, 1, 8 * 10**9)
+    inside = collective_seconds(gigabytes, {**DEGREES, "dp_shard": 8}, H100, rates)
+    assert inside == pytest.approx(7 / 450, rel=0.01)
+    over = replace(gigabytes, size=64)
+    sent = over.sent_bytes / 1e9
+    by_eight = collective_seconds(over, {**DEGREES, "dp_shard": 64}, H100, rates)
+    assert by_eight == pytest.approx(sent / 400, rel=0.02)
+    degrees = {**DEGREES, "dp_shard": 64, "tp": 8}
+    assert ranks_per_node("dp_shard_cp", 64, degrees, H100) == 1
+    assert collective_seconds(over, degrees, H100, rates) == pytest.approx(sent / 50, rel=0.01)
+    assert ranks_per_node("tp", 8, degrees, H100) == 8
+    assert ranks_per_node("pp", 4, {**degrees, "pp": 4}, H100) == 1
+
+
+def test_many_small_calls_cost_their_latency():
+    calls = Collective("tp", "all_reduce", 8, 1000, 1000)
+    seconds = collective_seconds(calls, {**DEGREES, "tp": 8}, H100, Rates())
+    assert seconds == pytest.approx(1000 * 3 * 10e-6, rel=0.01)
+
+
+def test_tp_over_nodes_is_slow_and_warned_of():
+    inside = planned(64, "--parallel.tp=8")
+    assert inside.warnings == ()
+    four = replace(H100, gpus_per_node=4)
+    across = planned(64, "--parallel.tp=8", machine=four)
+    assert "parallel.tp = 8 crosses nodes of 4 GPUs (H100)" in across.warnings[0]
+    assert across.tensor_parallel > 2 * inside.tensor_parallel
+    assert topology_warnings({**DEGREES, "tp": 3}, H100)
+    assert topology_warnings({**DEGREES, "tp": 36}, MACHINES["GB200-NVL72"]) == ()
+
+
+def test_what_overlaps_is_not_waited_for():
+    """FSDP behind the computation of other units; with a slow network it is not hidden."""
+    fast = planned(64, "--training.local_batch_size=4")
+    slow = planned(
+        64, "--training.local_batch_size=4", machine=replace(H100, network_bandwidth=0.5)
+    )
+    assert fast.sharding < 0.1 * fast.total
+    assert slow.sharding > 0.5 * slow.total
+    exposed = planned(64, "--parallel.tp=4", "--parallel.async_tp=false")
+    assert planned(64, "--parallel.tp=4", "--parallel.async_tp=true").tensor_parallel == (
+        pytest.approx(exposed.tensor_parallel / 2)
+    )
+
+
+def test_what_makes_a_step_slower_or_faster():
+    base = planned(8)
+    assert planned(8, "--recompute.mode=full").products > base.products
+    assert planned(8, "--recompute.mode=none").products < base.products
+    assert planned(8, "--compile.enabled=false").pointwise > base.pointwise
+    assert planned(8, "--float8.enabled=true").total < base.total
+    assert planned(8, machine=MACHINES["A100-80GB"]).total > base.total
+    assert planned(8, "--parallel.cpu_offload=true").offload > 0
+    assert planned(8, "--parallel.optimizer_offload=true").offload > 0
+    assert planned(8, "--optimizer.name=muon").optimizer > base.optimizer
+    assert planned(8, "--parallel.cp=2").context_parallel > 0
+
+
+def test_small_layers_wait_for_the_host():
+    tiny = planned(8, "--model.dim=512", "--model.ffn_dim=1024", "--training.seq_len=512")
+    assert tiny.host > 0.3 * tiny.total
+    assert planned(8).host == 0.0
+
+
+def test_rates_are_of_machines_in_the_table():
+    assert RATES.keys() <= MACHINES.keys()
+    for rates in RATES.values():
+        assert min(rates.products, rates.attention, rates.links) > 0.1
+        assert max(rates.products, rates.attention, rates.links) <= 1.0
