@@ -1,0 +1,210 @@
+"""The best layout for a model on a number of GPUs: all that are allowed, tried by arithmetic.
+
+What it is: every product of degrees with tp inside a node, with and without replicas, two pipeline
+schedules, and local batches that divide the global one. A layout is refused if a rule of `rules/`
+excludes it or if it does not fit into the GPU's memory; of the recomputation modes the first that
+fits is taken, since each repeats more than the one before. What is left is ranked by the time of a
+step (`step_time.py`).
+Why it is here: the fastest layout is rarely the one with the least communication: memory decides
+which ones are left, and by how much they must recompute.
+What it costs: about 20 ms per layout. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from titanlite.config.schema import Config, ParallelConfig
+from titanlite.model.flavors import LlamaConfig
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.plan.counts import Memory
+from titanlite.tools.plan.estimate import estimate, layout_of
+from titanlite.tools.plan.estimate_memory import fits, memory
+from titanlite.tools.plan.layout import Layout
+from titanlite.tools.plan.machines import Machine
+from titanlite.tools.plan.step_time import StepTime, step_time
+
+MODES = ("none", "selective", "full")  # each repeats more, and keeps less
+CHUNKS = 8  # of the loss: they cost no time
+LOCAL_BATCHES = (1, 2, 4, 8, 16)
+MAX_PP = 32
+MIN_TOKENS = 2048  # of a sequence on a rank of cp
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that is allowed and fits."""
+
+    config: Config
+    degrees: dict[str, int]
+    memory: Memory  # of the rank that holds most
+    time: StepTime
+
+    @property
+    def keys(self) -> dict[str, str | int]:
+        """Key -> value of what the search has chosen."""
+        parallel = self.config.parallel
+        training = self.config.training
+        chosen: dict[str, str | int] = {}
+        for axis, degree in self.degrees.items():
+            chosen[f"parallel.{axis}"] = degree
+        if self.degrees["pp"] > 1:
+            chosen["parallel.pp_schedule"] = parallel.pp_schedule
+            chosen["parallel.pp_microbatch_size"] = parallel.pp_microbatch_size
+        chosen["training.local_batch_size"] = training.local_batch_size
+        chosen["recompute.mode"] = self.config.recompute.mode
+        chosen["loss.num_chunks"] = self.config.loss.num_chunks
+        return chosen
+
+    @property
+    def name(self) -> str:
+        """The layout in one line, without what is 1."""
+        words = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
+        words.append(f"local batch {self.config.training.local_batch_size}")
+        words.append(f"recompute {self.config.recompute.mode}")
+        if self.degrees["pp"] > 1:
+            words.append(self.config.parallel.pp_schedule)
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search has found."""
+
+    best: tuple[Candidate, ...]  # the fastest first
+    tried: int
+    refused: dict[str, int]  # reason -> layouts
+
+
+def search(
+    config: Config, llama: LlamaConfig, world_size: int, machine: Machine, keep: int = 10
+) -> SearchResult:
+    """The fastest layouts of a config's model and global batch. Raises ConfigError if none fits."""
+    refused: Counter[str] = Counter()
+    found: list[Candidate] = []
+    tried = 0
+    for proposal in proposals(config, llama, world_size, machine):
+        tried += 1
+        candidate = evaluate(proposal, llama, world_size, machine)
+        if isinstance(candidate, Candidate):
+            found.append(candidate)
+        else:
+            refused[candidate] += 1
+    if not found:
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in refused.most_common())
+        raise ConfigError(
+            f"no layout of {world_size} {machine.name} trains this model with "
+            f"training.global_batch_size = {config.training.global_batch_size} ({reasons}); "
+            "expected more GPUs, or ones with more memory"
+        )
+    found.sort(key=lambda candidate: candidate.time.total)
+    return SearchResult(tuple(found[:keep]), tried, dict(refused))
+
+
+def proposals(
+    config: Config, llama: LlamaConfig, world_size: int, machine: Machine
+) -> Iterator[Config]:
+    """The layouts to try, as configs without a mode of recomputation."""
+    batch = config.training.global_batch_size
+    tensor = [n for n in _powers(machine.gpus_per_node) if llama.num_kv_heads % n == 0]
+    context = [n for n in _powers(16) if config.training.seq_len // n >= MIN_TOKENS or n == 1]
+    for tp, pp, cp in itertools.product(tensor, _powers(min(MAX_PP, llama.num_layers)), context):
+        data, rest = divmod(world_size, tp * pp * cp)
+        if rest or data == 0 or batch % data:
+            continue
+        sequences = batch // data
+        for replicas in _replicas(data, tp * cp, machine):
+            layout = replace(
+                config.parallel,
+                tp=tp,
+                pp=pp,
+                cp=cp,
+                dp_replicate=replicas,
+                dp_shard=data // replicas,
+            )
+            for parallel, local in _batches(layout, sequences):
+                training = replace(config.training, local_batch_size=local)
+                loss = replace(config.loss, num_chunks=max(CHUNKS, config.loss.num_chunks))
+                yield replace(config, parallel=parallel, training=training, loss=loss)
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    powers = [1]
+    while 2 * powers[-1] <= most:
+        powers.append(2 * powers[-1])
+    return powers
+
+
+def _replicas(data: int, inner: int, machine: Machine) -> list[int]:
+    """Degrees of dp_replicate: none, one replica per node, and plain data parallel."""
+    per_node = max(1, machine.gpus_per_node // inner)
+    choices = {1, data}
+    if data > per_node and data % per_node == 0:
+        choices.add(data // per_node)
+    return sorted(choices)
+
+
+def _batches(parallel: ParallelConfig, sequences: int) -> Iterator[tuple[ParallelConfig, int]]:
+    """The layout with local batches that divide the sequences of a data-parallel rank."""
+    if parallel.pp == 1:
+        for local in LOCAL_BATCHES:
+            if sequences % local == 0:
+                yield parallel, local
+        return
+    for schedule, micro in itertools.product(("1F1B", "Interleaved1F1B"), (1, 2)):
+        if sequences % micro == 0:
+            yield replace(parallel, pp_schedule=schedule, pp_microbatch_size=micro), sequences
+
+
+def evaluate(
+    config: Config, llama: LlamaConfig, world_size: int, machine: Machine
+) -> Candidate | str:
+    """The layout with the first mode of recomputation that fits, or why there is none."""
+    for mode in MODES:
+        tried = replace(config, recompute=replace(config.recompute, mode=mode))
+        try:
+            layout = layout_of(tried, llama, world_size)
+        except ConfigError:
+            return "a rule excludes it"
+        largest = _most(layout)
+        if fits(largest, machine.memory_bytes) is not True:  # also if memory is fragmented
+            continue
+        counts = estimate(tried, llama, world_size)
+        time = step_time(counts, machine, tried, llama)
+        return Candidate(tried, layout.degrees, largest, time)
+    return "does not fit into the memory"
+
+
+def _most(layout: Layout) -> Memory:
+    """Of the ranks that can hold most: the first two, and the last, which has the loss."""
+    ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
+    held = [memory(layout, layout.stages_of(rank), rank) for rank in sorted(ranks)]
+    return max(held, key=lambda moment: moment.total)
+
+
+def why_slower(second: Candidate, first: Candidate) -> str:
+    """The parts of a step in which the second layout takes longer, the largest first."""
+    differences = {}
+    for part, seconds in second.time.parts.items():
+        differences[part] = seconds - first.time.parts[part]
+    whole = second.time.total - first.time.total
+    words = []
+    for part in sorted(differences, key=lambda name: -differences[name])[:2]:
+        if differences[part] > 0:
+            words.append(f"{part.replace('_', ' ')} +{differences[part]:.3g} s")
+    return f"{whole:.3g} s slower: {', '.join(words)}"
+
+
+def as_toml(candidate: Candidate) -> str:
+    """What the search has chosen, as sections of a config file."""
+    sections: dict[str, list[str]] = {}
+    for name, value in candidate.keys.items():
+        section, key = name.split(".")
+        shown = f'"{value}"' if isinstance(value, str) else str(value)
+        sections.setdefault(section, []).append(f"{key} = {shown}")
+    blocks = ["\n".join([f"[{section}]", *lines]) for section, lines in sections.items()]
+    return "\n\n".join(blocks) + "\n"
