@@ -352,4 +352,4 @@ def hide_shape_inference() -> None:
         with _disable_current_modes():
             return infer(propagator, operation)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = without_modes  # type: ignore[method-assign]
+    ShardingPropagator._propagate_tensor_meta_non_cached = without_modes  # type: ignore[method-assign, assignment]

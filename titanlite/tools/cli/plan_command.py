@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.load import load_config
 from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import Config
+from titanlite.config.to_toml import to_toml
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.flops import flops_per_token
 from titanlite.rules.degrees import AXES
@@ -32,11 +34,12 @@ from titanlite.tools.plan.budget import (
     save_interval,
     save_lines,
 )
-from titanlite.tools.plan.machines import find_machine, price_of, read_prices
+from titanlite.tools.plan.machines import Machine, find_machine, price_of, read_prices
 from titanlite.tools.plan.page import page
-from titanlite.tools.plan.plan import Plan, make_plan
+from titanlite.tools.plan.plan import Plan, make_plan, with_dtype
 from titanlite.tools.plan.scaling import scaling_laws, scaling_lines
-from titanlite.tools.plan.show import plan_json, plan_lines
+from titanlite.tools.plan.search import as_toml, search
+from titanlite.tools.plan.show import plan_json, plan_lines, search_lines
 
 EPILOG = """\
 Nothing is trained, downloaded or sent. Without --estimate the real program runs one step on
@@ -63,6 +66,10 @@ def run(argv: list[str]) -> int:
     if options.nodes_of:
         machine = dataclasses.replace(machine, gpus_per_node=options.nodes_of)
     gpus = options.gpus or _processes(config)
+    if options.out and not options.search:
+        raise ConfigError("--out: only with --search; expected both, or --html")
+    if options.search:
+        return _search(config, llama, gpus, machine, options)
     plan = make_plan(config, llama, gpus, machine, exact=not options.estimate)
     budget = _budget(plan, options)
     if options.json:
@@ -73,6 +80,31 @@ def run(argv: list[str]) -> int:
     if options.html:
         write_file("--html", options.html, page(plan, lines))
     print("\n".join(lines))
+    return 0
+
+
+def _search(
+    config: Config, llama: LlamaConfig, gpus: int, machine: Machine, options: argparse.Namespace
+) -> int:
+    """Prints the best layouts, and writes the first as a config that a run takes."""
+    result = search(with_dtype(config, machine), llama, gpus, machine)
+    best = result.best[0]
+    if options.json:
+        rows = [
+            one.keys | {"seconds": one.time.total, "memory": dataclasses.asdict(one.memory)}
+            for one in result.best
+        ]
+        print(json.dumps({"tried": result.tried, "refused": result.refused, "best": rows}))
+    else:
+        print("\n".join(search_lines(result, machine)))
+        print(f"\nThe first, as TOML:\n\n{as_toml(best)}", end="")
+    if options.out:
+        run = dataclasses.replace(config.run, name=options.out.stem)
+        training = dataclasses.replace(
+            best.config.training, compute_dtype=config.training.compute_dtype
+        )
+        chosen = dataclasses.replace(best.config, run=run, training=training)
+        write_file("--out", options.out, to_toml(chosen))
     return 0
 
 
@@ -107,6 +139,10 @@ def _parser() -> argparse.ArgumentParser:
     length.add_argument("--flops", metavar="C", help="FLOPs of the run, as in 5.76e23")
     length.add_argument("--days", metavar="D", help="time of the run, as in 30 or 12h")
     parser.add_argument("--estimate", action="store_true", help="by arithmetic, without torch")
+    parser.add_argument("--search", action="store_true", help="rank all layouts, by arithmetic")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="of --search: the best layout as a config"
+    )
     parser.add_argument("--prices", type=Path, metavar="FILE", help="TOML: H100 = 2.5")
     parser.add_argument(
         "--mtbf-hours",

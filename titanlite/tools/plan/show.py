@@ -14,7 +14,10 @@ from typing import Any
 from titanlite.model.flops import flops_per_token
 from titanlite.rules.degrees import AXES
 from titanlite.tools.plan.advice import GIB, NAMES
+from titanlite.tools.plan.estimate_memory import reserved_bytes
+from titanlite.tools.plan.machines import Machine
 from titanlite.tools.plan.plan import Plan
+from titanlite.tools.plan.search import SearchResult, why_slower
 
 WIDTH = 80
 BAR = 30
@@ -156,6 +159,32 @@ def seconds_text(value: float) -> str:
 
 def _wrapped(text: str, indent: str = "  ") -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
+
+
+def search_lines(result: SearchResult, machine: Machine) -> list[str]:
+    """The best layouts of a search, and why the second is not the first."""
+    lines = [
+        f"{result.tried:,} layouts tried; {', '.join(_refused(result))}",
+        "",
+        "  step        tokens/s  MFU     GiB   layout",
+    ]
+    for candidate in result.best:
+        time = candidate.time
+        _, high = reserved_bytes(candidate.memory)
+        row = (
+            f"  {seconds_text(time.total):>9}{time.tokens_per_second:>11,.0f}"
+            f"{100 * time.mfu:>5.1f} %{high / GIB:>7.1f}   "
+        )
+        lines += textwrap.wrap(
+            candidate.name, WIDTH, initial_indent=row, subsequent_indent=" " * len(row)
+        )
+    if len(result.best) > 1:
+        lines += ["", *_wrapped(f"the second is {why_slower(result.best[1], result.best[0])}")]
+    return lines
+
+
+def _refused(result: SearchResult) -> list[str]:
+    return [f"{count:,}: {reason}" for reason, count in result.refused.items()] or ["all fit"]
 
 
 def plan_json(plan: Plan, extra: dict[str, Any]) -> str:
