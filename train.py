@@ -117,7 +117,7 @@ def main(config: Config) -> int:
     data = load_sources(config, prepared_folders(config.data, tokenizer), tokenizer)
     require_agreement(PATIENT, data=fingerprint_of(data))  # preparing takes nodes different times
     samples = build_samples(data, config.data, config.training, config.run.seed)
-    config = epochs_in_steps(config, samples)  # as it was, unless `training.epochs` is set
+    config = epochs_in_steps(config, samples)  # as it was, unless a key counts epochs
     training = config.training
     stream = TrainStream(samples, training, mesh, config.data.document_mask, config.lora.drops)
 

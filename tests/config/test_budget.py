@@ -1,4 +1,4 @@
-"""Budgets in tokens."""
+"""Budgets in tokens and epochs, and what is counted in parts of a run."""
 
 from __future__ import annotations
 
@@ -109,4 +109,71 @@ def test_two_budgets_at_once(tmp_path):
 
 def test_without_a_budget_in_epochs_the_config_stays():
     config = load_config(["debug"])
-    assert epochs_in_steps(config, SAMPLES) is config
+    assert epochs_in_steps(config, SAMPLES) == config
+
+
+@pytest.mark.parametrize(
+    ("ratio", "total", "steps"),
+    [("0.1", 100, 10), ("0.1", 110, 11), ("0.101", 100, 11), ("1", 9, 9)],
+)
+def test_a_warmup_as_a_part_of_all_steps_is_rounded_up(ratio, total, steps):
+    """0.1 * 110 is more than 11 in binary fractions."""
+    asked = [f"--schedule.warmup_ratio={ratio}", f"--training.steps={total}"]
+    schedule = load_config(["debug", *asked]).schedule
+    assert (schedule.warmup_steps, schedule.warmup_ratio) == (steps, 0)
+
+
+def test_a_warmup_as_a_part_waits_for_the_number_of_steps(tmp_path):
+    config = load_config(["debug", *SHAPE, "--training.epochs=2", "--schedule.warmup_ratio=0.5"])
+    assert config.schedule.warmup_ratio == 0.5
+    (tmp_path / "debug.toml").write_text(to_toml(config))
+    assert load_config([str(tmp_path / "debug.toml")]) == config
+    config = epochs_in_steps(config, SAMPLES)
+    assert config.training.steps == 25
+    assert (config.schedule.warmup_steps, config.schedule.warmup_ratio) == (13, 0)
+
+
+def test_a_warmup_as_a_part_excludes_one_in_steps_and_replaces_that_of_a_base(tmp_path):
+    (tmp_path / "base.toml").write_text("[schedule]\nwarmup_steps = 7\n")
+    base = str(tmp_path / "base.toml")
+    assert load_config([base, "--schedule.warmup_ratio=0.2"]).schedule.warmup_steps == 200
+    with pytest.raises(ConfigError, match=r"warmup_steps and schedule.warmup_ratio: expected only"):
+        load_config([base, "--schedule.warmup_ratio=0.2", "--schedule.warmup_steps=0"])
+    with pytest.raises(
+        ConfigError, match=r"warmup_tokens and schedule.warmup_ratio: expected only"
+    ):
+        load_config([base, "--schedule.warmup_ratio=0.2", "--schedule.warmup_tokens=9"])
+
+
+def test_a_decay_in_tokens_is_written_and_read_again_before_the_data_is_known(tmp_path):
+    asked = ["--training.epochs=2", "--schedule.name=wsd", "--schedule.decay_tokens=1601"]
+    config = load_config(["debug", *SHAPE, *asked])
+    (tmp_path / "debug.toml").write_text(to_toml(config))
+    assert load_config([str(tmp_path / "debug.toml")]) == config
+
+
+@pytest.mark.parametrize(("epochs", "freq"), [("1", 13), ("0.5", 7), ("0.001", 1), ("2.08", 26)])
+@pytest.mark.parametrize("section", ["checkpoint", "validation"])
+def test_a_frequency_in_epochs_is_rounded_up_to_steps(section, epochs, freq, tmp_path):
+    """100 samples are 12.5 steps of 8. The default of checkpoint.freq does not count beside it."""
+    config = load_config(["debug", *SHAPE, f"--{section}.freq_epochs={epochs}"])
+    (tmp_path / "debug.toml").write_text(to_toml(config))
+    assert load_config([str(tmp_path / "debug.toml")]) == config
+    resolved = getattr(epochs_in_steps(config, SAMPLES), section)
+    assert (resolved.freq, resolved.freq_epochs) == (freq, 0)
+
+
+def test_a_frequency_in_epochs_of_a_file_is_replaced(tmp_path):
+    (tmp_path / "a.toml").write_text("[checkpoint]\nfreq_epochs = 1\n")
+    for freq in (0, 9):
+        section = load_config([str(tmp_path / "a.toml"), f"--checkpoint.freq={freq}"]).checkpoint
+        assert (section.freq, section.freq_epochs) == (freq, 0)
+
+
+@pytest.mark.parametrize("key", ["checkpoint.freq_epochs", "validation.freq_epochs"])
+def test_epochs_need_one_length_and_one_number_of_steps(key, tmp_path):
+    (tmp_path / "a.toml").write_text('[[data.sources]]\npath = "a"\n[[data.sources]]\npath = "b"\n')
+    for asked in ([str(tmp_path / "a.toml")], ["debug", "--training.batch_ramp=32 from step 9"]):
+        with pytest.raises(ConfigError) as caught:
+            load_config([*asked, f"--{key}=1"])
+        assert_mentions(caught.value.problems[0], f"{key} = 1.0", "different", key[:-7])

@@ -1,24 +1,54 @@
 """Budgets in tokens and epochs: replaced by numbers of steps, once.
 
 What it is: when the config is read, `training.tokens` becomes `training.steps`, and the keys of the
-schedule that count tokens become those that count steps; at the start of a run, when the length of
-the text is known, so does `training.epochs`. All are rounded up to whole steps, of the sizes that
-the steps have with `training.batch_ramp`. All other code reads steps only, and a run's config.toml
-contains steps.
+schedule that count tokens or a part of the run become those that count steps; at the start of a
+run, when the length of the text is known, so do `training.epochs` and `freq_epochs` of validation
+and checkpoints. All are rounded up to whole steps, of the sizes that the steps have with
+`training.batch_ramp`. All other code reads steps only, and a run's config.toml contains steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from titanlite.config.batch_sizes import samples_after, steps_for, steps_for_tokens
 from titanlite.config.changes import milestones
-from titanlite.config.schema import Config, ScheduleConfig, TrainingConfig
+from titanlite.config.schema import (
+    CheckpointConfig,
+    Config,
+    ScheduleConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
 from titanlite.runtime.errors import ConfigError
+
+Saved = TypeVar("Saved", CheckpointConfig, ValidationConfig)  # sections with freq and freq_epochs
+
+
+def epoch_problems(config: Config) -> Iterator[str]:
+    """Keys that count epochs of data without one length, or of steps without one size."""
+    num_sources = len(config.data.sources)
+    for section, name, remedy in (
+        ("training", "epochs", "training.tokens or training.steps"),
+        ("checkpoint", "freq_epochs", "checkpoint.freq"),
+        ("validation", "freq_epochs", "validation.freq"),
+    ):
+        value = getattr(getattr(config, section), name)
+        shown = f"{section}.{name} = {value}"
+        if value and num_sources > 1:
+            yield (
+                f"{shown}, with {num_sources} data.sources that have different epochs; "
+                f"expected {remedy}"
+            )
+        elif value and name == "freq_epochs" and config.training.batch_ramp:
+            yield (
+                f"{shown}, with training.batch_ramp, where epochs have different numbers of "
+                f"steps; expected {remedy}"
+            )
 
 
 def in_steps(config: Config) -> Config:
@@ -34,13 +64,18 @@ def in_steps(config: Config) -> Config:
     if schedule.warmup_tokens:
         steps = steps_for_tokens(training, schedule.warmup_tokens)
         schedule = dataclasses.replace(schedule, warmup_steps=steps, warmup_tokens=0)
-    if schedule.decay_steps:
+    if schedule.warmup_ratio and not training.epochs:
+        schedule = _warmup_in_steps(schedule, training)
+    if schedule.decay_steps or schedule.decay_tokens:
         schedule = dataclasses.replace(schedule, decay_fraction=0.0)
     if schedule.decay_tokens and not training.epochs:
         schedule = _decay_in_steps(schedule, training)
     if schedule.name == "step":
         schedule = _milestones_in_steps(schedule, training)
-    return dataclasses.replace(config, training=training, schedule=schedule)
+    checkpoint = config.checkpoint
+    if checkpoint.freq_epochs:  # which counts, not the default of `freq`
+        checkpoint = dataclasses.replace(checkpoint, freq=0)
+    return dataclasses.replace(config, training=training, schedule=schedule, checkpoint=checkpoint)
 
 
 class HasSources(Protocol):
@@ -59,20 +94,47 @@ class Countable(Protocol):
 
 
 def epochs_in_steps(config: Config, samples: HasSources) -> Config:
-    """The config with steps in place of `training.epochs`; as it is if that is 0.
+    """The config with steps in place of epochs; as it is if no key counts epochs.
 
-    `samples` are the run's, which have one source if `training.epochs` is set.
+    `samples` are the run's, which have one source if a key counts epochs.
     """
     training = config.training
     schedule = config.schedule
-    if not training.epochs:
-        return config
+    count = samples.rows[0].count
+    if training.epochs:
+        steps = _steps_for_epochs(training, training.epochs, count)
+        training = dataclasses.replace(training, steps=steps, epochs=0.0)
+        if schedule.warmup_ratio:
+            schedule = _warmup_in_steps(schedule, training)
+        if schedule.decay_tokens:
+            schedule = _decay_in_steps(schedule, training)
+    return dataclasses.replace(
+        config,
+        training=training,
+        schedule=schedule,
+        checkpoint=_freq_in_steps(config.checkpoint, training, count),
+        validation=_freq_in_steps(config.validation, training, count),
+    )
+
+
+def _steps_for_epochs(training: TrainingConfig, epochs: float, count: int) -> int:
+    """The number of steps that use so many passes over `count` samples."""
     # As a decimal fraction: 1.1 * 100 is more than 110 in binary
-    needed = math.ceil(Fraction(str(training.epochs)) * samples.rows[0].count)
-    training = dataclasses.replace(training, steps=steps_for(training, needed), epochs=0.0)
-    if schedule.decay_tokens:
-        schedule = _decay_in_steps(schedule, training)
-    return dataclasses.replace(config, training=training, schedule=schedule)
+    return steps_for(training, math.ceil(Fraction(str(epochs)) * count))
+
+
+def _freq_in_steps(section: Saved, training: TrainingConfig, count: int) -> Saved:
+    """The section with the number of steps in place of `freq_epochs`, if that is set."""
+    if not section.freq_epochs:
+        return section
+    freq = max(1, _steps_for_epochs(training, section.freq_epochs, count))
+    return dataclasses.replace(section, freq=freq, freq_epochs=0.0)
+
+
+def _warmup_in_steps(schedule: ScheduleConfig, training: TrainingConfig) -> ScheduleConfig:
+    """The warmup as a number of steps in place of a part of all."""
+    steps = math.ceil(Fraction(str(schedule.warmup_ratio)) * training.steps)
+    return dataclasses.replace(schedule, warmup_steps=steps, warmup_ratio=0.0)
 
 
 def _decay_in_steps(schedule: ScheduleConfig, training: TrainingConfig) -> ScheduleConfig:

@@ -163,11 +163,6 @@ def data_problems(data: DataConfig, training: TrainingConfig) -> Iterator[str]:
     """What is wrong with the sources and phases of a config, whose sources are resolved."""
     names = [source.name for source in data.sources]
     yield from _source_problems(data)
-    if training.epochs and len(names) > 1:
-        yield (
-            f"training.epochs = {training.epochs}, with {len(names)} data.sources that have "
-            "different epochs; expected training.tokens or training.steps"
-        )
     if data.sources and not any(source.weight for source in data.sources):
         yield "data.sources: all weights are 0; expected one that is more"
     if data.phases and len(names) < 2:

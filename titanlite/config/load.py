@@ -19,7 +19,7 @@ from typing import Any
 
 from titanlite.config.acceptable import accept_problems
 from titanlite.config.batch_sizes import size_problems
-from titanlite.config.budget import in_steps
+from titanlite.config.budget import epoch_problems, in_steps
 from titanlite.config.keys import Key, all_keys, schema_keys
 from titanlite.config.lists import data_problems, read_list, resolve_sources
 from titanlite.config.mistakes import suggestion, unknown_config, unknown_key, where, wrong_value
@@ -51,15 +51,17 @@ FILE_KEYS = (
 # line sets another one
 ALTERNATIVES = (
     ("training.steps", "training.tokens", "training.epochs"),
-    ("schedule.warmup_steps", "schedule.warmup_tokens"),
+    ("schedule.warmup_steps", "schedule.warmup_tokens", "schedule.warmup_ratio"),
     ("schedule.decay_fraction", "schedule.decay_steps", "schedule.decay_tokens"),
     ("data.path", "data.sources"),
     ("data.path", "data.phases"),
+    ("checkpoint.freq", "checkpoint.freq_epochs"),
+    ("validation.freq", "validation.freq_epochs"),
 )
 # Of these, keys that are chosen by 0 or an empty value too: everywhere, and on the command line
 # only, because the config.toml of a run has them beside the alternative that counts
 CHOSEN_BY_ZERO = ("schedule.warmup_steps",)
-CHOSEN_BY_ZERO_IN_COMMAND = ("schedule.decay_fraction",)
+CHOSEN_BY_ZERO_IN_COMMAND = ("schedule.decay_fraction", "checkpoint.freq", "validation.freq")
 MOST_PROBLEMS = 5000  # of a command line, that are reported
 
 
@@ -331,6 +333,7 @@ def contradictions(config: Config) -> list[str]:
             f"profiling.freq = {freq}"
         )
     problems += data_problems(config.data, config.training)
+    problems += epoch_problems(config)
     problems += accept_problems(config.checkpoint)
     name = config.run.name
     if not name or Path(name).name != name or name.startswith(".") or not name.isprintable():

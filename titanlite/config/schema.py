@@ -377,6 +377,9 @@ class ScheduleConfig:
     )
     warmup_steps: int = key(100, "steps of linear warmup", min=0)
     warmup_tokens: int = key(0, "instead of warmup_steps: tokens, rounded up to whole steps", min=0)
+    warmup_ratio: float = key(
+        0.0, "instead of warmup_steps: part of all steps, rounded up to whole steps", min=0, max=1
+    )
     decay: str = key(
         "linear", "wsd: shape of the decay at the end", choices=("linear", "sqrt", "cosine")
     )
@@ -630,6 +633,11 @@ class CheckpointConfig:
     """
 
     freq: int = key(500, "save every this many steps; 0: only at the end", min=0)
+    freq_epochs: float = key(
+        0.0,
+        "instead of freq: passes over a single source, rounded up to whole steps",
+        min=0,
+    )
     freq_minutes: float = key(
         0.0, "save also this many minutes after the last save; 0: by steps only", min=0
     )
@@ -687,6 +695,11 @@ class ValidationConfig:
 
     freq: int = key(
         0, "validate every this many steps, before the first and after the last; 0: never", min=0
+    )
+    freq_epochs: float = key(
+        0.0,
+        "instead of freq: passes over a single source, rounded up to whole steps",
+        min=0,
     )
     samples: int = key(
         0, "sequences of each source to validate on; 0: its whole validation split", min=0

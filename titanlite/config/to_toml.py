@@ -35,8 +35,11 @@ def _blocks(name: str, section: Any) -> list[str]:
     tables: list[str] = []
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
+        # Not known until the data is
         if (name, field.name) == ("training", "steps") and section.epochs:
-            continue  # not known until the data is
+            continue
+        if (name, field.name) == ("schedule", "warmup_steps") and section.warmup_ratio:
+            continue
         if field.metadata["items"] in (None, str):
             lines.append(f"{field.name} = {toml_value(value)}\n")
         else:

@@ -128,11 +128,12 @@ def stability(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> It
             f"optimizer.implementation = {implementation} cannot withhold the update of a bad "
             "step; with [stability] expected auto or fused"
         )
-    saves = config.checkpoint.freq or config.checkpoint.freq_minutes
+    checkpoint = config.checkpoint
+    saves = checkpoint.freq or checkpoint.freq_epochs or checkpoint.freq_minutes
     if section.action == "rollback" and not saves:
         yield (
             "stability.action = rollback, and checkpoint.freq = 0: expected checkpoint.freq or "
-            "checkpoint.freq_minutes above 0, since a run rolls back to a checkpoint"
+            "freq_epochs or freq_minutes above 0, since a run rolls back to a checkpoint"
         )
 
 

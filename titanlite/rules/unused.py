@@ -52,8 +52,9 @@ def _techniques(config: Config, degrees: dict[str, int]) -> list[Technique]:
     prompts = len(config.validation.prompts) > 0
     pp_keys = " ".join(name for name in vars(config.parallel) if name.startswith("pp_"))
     muon_keys = " ".join(name for name in vars(optimizer) if name.startswith("muon_"))
-    # A decay in steps has set the fraction to 0
-    decay_keys = "decay decay_steps" if config.schedule.decay_steps else "decay decay_fraction"
+    decay_keys = "decay decay_fraction"
+    if config.schedule.decay_steps or config.schedule.decay_tokens:
+        decay_keys = "decay decay_steps decay_tokens"  # which have set the fraction to 0
     row = Technique
     return [
         row(degrees["pp"] > 1, "parallel.pp = 1", "parallel", pp_keys),
