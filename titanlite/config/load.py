@@ -22,7 +22,14 @@ from titanlite.config.batch_sizes import size_problems
 from titanlite.config.budget import epoch_problems, in_steps
 from titanlite.config.keys import Key, all_keys, schema_keys
 from titanlite.config.lists import data_problems, read_list, resolve_sources
-from titanlite.config.mistakes import suggestion, unknown_config, unknown_key, where, wrong_value
+from titanlite.config.mistakes import (
+    suggestion,
+    unknown_config,
+    unknown_key,
+    unknown_section,
+    where,
+    wrong_value,
+)
 from titanlite.config.schema import Config, sections
 from titanlite.config.values import Mistake, convert, expected_type, parse
 from titanlite.runtime.errors import ConfigError
@@ -200,9 +207,11 @@ def read_files(path: Path, problems: list[str], derived: tuple[Path, ...] = ()) 
         message = f"base = {base!r}: expected the path of a TOML file{hint}"
         mistakes.append(Mistake("", "base", message))
     for section, entries in table.items():
-        if section not in sections():
-            hint = suggestion(section, list(sections()))
-            mistakes.append(Mistake(section, "", f"unknown section [{section}]{hint}"))
+        if section not in sections() and isinstance(entries, dict):
+            mistakes.append(Mistake(section, "", unknown_section(section)))
+        elif section not in sections():
+            message = unknown_key(section, all_keys(), REMOVED)
+            mistakes.append(Mistake("", section, message))
         elif not isinstance(entries, dict):
             message = f"{section} is a section: write [{section}]"
             mistakes.append(Mistake("", section, message))

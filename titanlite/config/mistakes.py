@@ -10,22 +10,24 @@ import re
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 
+from titanlite.config.foreign import foreign_key, foreign_value
 from titanlite.config.schema import sections
 
 
 def suggestion(word: str, allowed: list[str], cutoff: float = 0.65) -> str:
     """`; did you mean X?` for the most similar allowed words, "" if none is similar.
 
-    `cutoff`: the similarity required, from 0 to 1 for the same word.
+    `cutoff`: the similarity required, from 0 to 1 for the same word. Letters of either case are
+    the same.
     """
-    word = word[:199]  # SequenceMatcher treats longer ones differently
+    word = word[:199].lower()  # SequenceMatcher treats longer ones differently
     similarity = {}
-    for other in get_close_matches(word, allowed, 9, cutoff):
+    for other in get_close_matches(word, [other.lower() for other in allowed], 9, cutoff):
         similarity[other] = SequenceMatcher(None, other, word).ratio()
     if not similarity:
         return ""
     highest = max(similarity.values())
-    best = [other for other in allowed if similarity.get(other) == highest]
+    best = [other for other in allowed if similarity.get(other.lower()) == highest]
     return f"; did you mean {' or '.join(best)}?"
 
 
@@ -67,15 +69,28 @@ def unknown_config(name: str, flavors: list[str]) -> str:
 def wrong_value(name: str, value: object, expected: str, choices: tuple[object, ...]) -> str:
     """The message for the value of a key that is not as `expected`, with the nearest choice."""
     hint = ""
-    if isinstance(value, str):
+    ours = foreign_value(name, value)
+    if ours:
+        hint = f"; here that is {ours}"
+    elif isinstance(value, str):
         hint = suggestion(value, [str(choice) for choice in choices])
     return f"{name} = {json.dumps(value, default=str)[:200]}: expected {expected}{hint}"
+
+
+def unknown_section(name: str) -> str:
+    """The message for a section of a file that does not exist."""
+    here = foreign_key(name)
+    hint = f"; here that is {here}" if here else suggestion(name, list(sections()))
+    return f"unknown section [{name}]{hint}"
 
 
 def unknown_key(name: str, keys: list[str], removed: dict[str, str]) -> str:
     """The message for a key that is not one of `keys`, with the one that was probably meant."""
     if name in removed:
         return f"unknown key {name}; removed: {removed[name]}"
+    here = foreign_key(name)
+    if here and name not in sections():
+        return f"unknown key {name}; here that is {here}"
     return f"unknown key {name}{_probable_key(name, keys)}"
 
 
