@@ -30,6 +30,7 @@ import pyarrow
 import pyarrow.parquet
 import torch
 import zstandard
+from foreign_configs import SAMPLES
 from model_builder import small_model
 from preparing import write_megatron
 from safetensors.torch import save_file
@@ -73,6 +74,8 @@ from titanlite.tools.formats.huggingface_tokenizer import to_files
 from titanlite.tools.formats.load_weights import load_model, tokenizer_of
 from titanlite.tools.formats.safetensors_files import INDEX
 from titanlite.tools.formats.same_model import require_same_model
+from titanlite.tools.import_config.detect import import_config
+from titanlite.tools.import_config.mapping import to_toml as import_to_toml
 from titanlite.tools.prepare.build import Options as BuildOptions
 from titanlite.tools.prepare.build import begin, build, working_folder
 from titanlite.tools.prepare.duplicates import DuplicateConfig
@@ -597,6 +600,14 @@ def _write(name: str, *samples: bytes) -> Callable[[Path], list[bytes]]:
     return lambda folder: list(samples)
 
 
+def _read_foreign(folder: Path, data: bytes) -> None:
+    """What is imported can be loaded."""
+    (folder / "foreign").write_bytes(data)
+    form, draft = import_config(folder / "foreign", processes=64)
+    (folder / "run.toml").write_text(import_to_toml(draft, "foreign", form))
+    _use(load_config([str(folder / "run.toml")]))
+
+
 TOML = b'base = "base.toml"\n' + to_toml(Config(run=RunConfig("x"))).encode()
 SHORT = (
     b'base = "base.toml"\n[training]\nsteps = 10\nseq_len = 64\n[optimizer]\nbetas = [0.9, 0.95]\n'
@@ -792,6 +803,11 @@ READERS = {
     ),
     "report, config": Reader(
         "text", _write("config.toml", TOML), functools.partial(_read_report, "config.toml")
+    ),
+    "config of another trainer": Reader(
+        "text",
+        _write("foreign", *(text.encode() for _, text in SAMPLES.values())),
+        _read_foreign,
     ),
     "prompts, rows": Reader(
         "text",

@@ -473,6 +473,8 @@ TESTED_ELSEWHERE = {
     "data/tokenizer_probe": "tests/data/test_tokenizer_hf.py",
     "tools/cli/convert_command": "tests/tools/formats/test_convert.py, "
     "tests/tools/formats/test_convert_limits.py",
+    "tools/import_config/common": "tests/tools/import_config/test_deepspeed.py, "
+    "tests/tools/import_config/test_accelerate.py",
     "tools/formats/adapters": "tests/parallel/test_lora.py",
     "tools/formats/check_export": "tests/tools/formats/test_convert.py",
     "tools/formats/detect_format": "tests/tools/formats/test_foreign.py, "

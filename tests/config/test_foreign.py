@@ -89,7 +89,7 @@ def test_foreign_tables_and_keys_of_a_file_are_answered_with_their_line(tmp_path
         load_config([str(path)])
     steps, zero, mode = caught.value.problems
     assert_mentions(steps, "a.toml", "unknown key max_steps", "training.steps")
-    assert_mentions(zero, "a.toml:2", "[zero_optimization]", '"never" is ZeRO-2')
+    assert_mentions(zero, "a.toml:2", "[zero_optimization]", '"never" for ZeRO-2')
     assert_mentions(mode, "a.toml:5", "here that is full")
 
 

@@ -70,8 +70,8 @@ KEYS = {
     "parallel.pp_schedule": "pipeline_parallel_schedule pp_engine",
     "parallel.pp_microbatch_size": "pipeline_parallel_microbatch_size",
     "parallel.pp_stages_per_process": "num_virtual_stages_per_pipeline_rank",
-    'parallel.reshard_after_forward: "always" is ZeRO-3, "never" is ZeRO-2; ZeRO-1 and DDP are '
-    "near to parallel.dp_replicate": "zero_stage zero_optimization stage sharding_strategy "
+    'parallel.reshard_after_forward: "always" for ZeRO-3, "never" for ZeRO-2 and ZeRO-1; DDP is '
+    "parallel.dp_replicate": "zero_stage zero_optimization stage sharding_strategy "
     "fsdp_sharding_strategy use_distributed_optimizer zero ddp deepspeed fsdp "
     "fsdp_config fsdp_reshard_after_forward",
     "parallel.cpu_offload, or parallel.optimizer_offload for the moments alone": (

@@ -31,6 +31,7 @@ COMMANDS = (
     "evaluate",
     "report",
     "tokenizer",
+    "import-config",
     "eject",
 )
 # pyproject.toml's
@@ -52,6 +53,7 @@ USAGE = """usage: titanlite COMMAND ...
   evaluate CHECKPOINT [--tasks A,B] [...]        tasks of lm-eval; --perplexity DATA: loss on a text
   report RUN... [--text] [--live] [--out FILE]   charts and findings of a run, or several compared
   tokenizer train|info|encode|decode ...         train, describe or use a byte-pair encoding
+  import-config FILE [--out FILE.toml]           the config of another trainer as one of ours
   eject FOLDER                                   copy train.py and the configs, to change them there
 
 `titanlite COMMAND --help` lists the options."""
@@ -108,7 +110,8 @@ def run_command(name: str, arguments: list[str]) -> int:
         if name not in COMMANDS:
             hint = suggestion(name, list(COMMANDS))
             raise ConfigError([f"unknown command {name!r}{hint}", *USAGE.splitlines()])
-        module = importlib.import_module(f"titanlite.tools.cli.{name}_command")
+        file = name.replace("-", "_") + "_command"
+        module = importlib.import_module(f"titanlite.tools.cli.{file}")
         code: int = module.run(arguments)
         return code
     finally:

@@ -1,0 +1,58 @@
+"""Which trainer a config is of, and what all tables have in common."""
+
+from __future__ import annotations
+
+import pytest
+from foreign_configs import SAMPLES
+from messages import refused
+
+from titanlite.config.foreign import foreign_key
+from titanlite.config.keys import all_keys
+from titanlite.config.load import load_config
+from titanlite.config.to_toml import to_toml
+from titanlite.tools.import_config.detect import FORMATS, NAMES, by_name, detect, import_config
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_sample_is_detected_by_its_content(name, tmp_path):
+    ending, text = SAMPLES[name]
+    (tmp_path / f"a.{ending}").write_text(text)
+    form, draft = import_config(tmp_path / f"a.{ending}")
+    assert form.name == name
+    assert not any("not known to the importer" in text for text in draft.lacks)
+
+
+def test_a_format_can_be_asked_for():
+    assert by_name("olmo").title == "OLMo"
+    with refused("--format olmoe", "deepspeed", "did you mean olmo?"):
+        by_name("olmoe")
+
+
+def test_a_config_of_ours_and_one_of_nobody(tmp_path):
+    (tmp_path / "ours.toml").write_text(to_toml(load_config(["debug"])))
+    with refused("ours.toml", "a config of titanlite"):
+        import_config(tmp_path / "ours.toml")
+    with refused("b.json", "2 keys", "torchtitan", "--format"):
+        detect(tmp_path / "b.json", {"colour": 1, "size": 2})
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=NAMES)
+def test_each_row_of_a_table_names_keys_that_exist_and_is_alone(form):
+    theirs = [name for row in form.rows for name in row.theirs.split()]
+    assert sorted(set(theirs)) == sorted(theirs), "a key has one row"
+    for row in form.rows:
+        assert set(row.ours.split()) <= set(all_keys())
+        assert row.ours or row.note, "a key without an equal has a reason"
+        assert row.apply is not None or len(row.ours.split()) < 2
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=NAMES)
+def test_the_suggestions_for_a_typed_key_agree_with_the_tables(form):
+    """`config/foreign.py` answers one key, by its last word, without knowing the trainer."""
+    for row in form.rows:
+        if row.apply is not None or not row.ours:
+            continue
+        for name in row.theirs.split():
+            here = foreign_key(name)
+            if here:
+                assert row.ours in here, name

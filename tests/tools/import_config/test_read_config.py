@@ -1,0 +1,81 @@
+"""Files of other trainers as flat keys."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from messages import refused
+
+from titanlite.tools.import_config.read_config import is_small, read_arguments, read_entries
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", '{"a": {"b-c": 1}, "d": [1, {"e": 2}], "f": {}}'),
+        ("a.toml", 'd = [1, {e = 2}]\nf = {}\n[a]\nb-c = 1\n'),
+        ("a.yml", "a:\n  b-c: 1\nd: [1, {e: 2}]\nf: {}\n"),
+        ("a", "a:\n  b-c: 1\nd: [1, {e: 2}]\nf: {}\n"),
+        ("a.conf", '{"a": {"b-c": 1}, "d": [1, {"e": 2}], "f": {}}'),
+        ("a.cfg", 'd = [1, {e = 2}]\nf = {}\n[a]\nb-c = 1\n'),
+    ],
+)  # fmt: skip
+def test_three_kinds_of_files_by_ending_and_by_content(name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    assert read_entries(tmp_path / name) == {"a.b_c": 1, "d": [1, {"e": 2}], "f": {}}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("--lr 1e-4 --bf16", {"lr": "1e-4", "bf16": True}),
+        ("--lr=1e-4 --adam-beta1 0.9  # --seed 3", {"lr": "1e-4", "adam_beta1": "0.9"}),
+        ("--data-path 1 a_b 2 c_d \\\n  --min-lr -1", {"data_path": "1 a_b 2 c_d", "min_lr": "-1"}),
+        ("N=8\nexport M=${N}\nrun --a $N --b ${N} --c ${X:-4} --d $Y", {"a": "8", "b": "8", "c": "4", "d": "$Y"}),
+        ('A=(\n  --a 1\n  --b "x"\n)\nB="--c 2 \\\n --d"\nrun $B --e 3 2>&1 | tee log', {
+            "a": "1", "b": "x", "c": "2", "d": True, "e": "3"}),
+        ("--a 1 && rm -rf /; --b $(date)", {"a": "1", "b": "$(date"}),
+        ("--dashes-only --", {"dashes_only": "--"}),
+    ],
+)  # fmt: skip
+def test_arguments_are_read_and_nothing_is_run(text, expected):
+    assert read_arguments(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("a.json", b"{", ["not JSON", "line 1"]),
+        ("a.toml", b"= 3", ["not TOML"]),
+        ("a.yaml", b"a: [1", ["not YAML"]),
+        ("a.yaml", b"a: !!timestamp x", ["not YAML"]),
+        ("a.yaml", b"a: !!python/object/apply:os.system [date]", ["not YAML", "python/object"]),
+        ("a.yaml", b"\xff\xfe", ["not UTF-8"]),
+        ("a.yaml", b"", ["no keys"]),
+        ("a.json", b"[1, 2]", ["no keys"]),
+        ("a.json", b'{"a":' * 20 + b"1" + b"}" * 20, ["tables within each other"]),
+        ("a.json", b'{"a": [' + b"1," * 6000 + b"1]}", ["more than 5000"]),
+        ("a.yaml", b"a: &a [x, x, x]\nb: &b [*a, *a, *a, *a]\n"
+         + b"".join(b"%c: &%c [*%c, *%c, *%c, *%c]\n" % (n, n, *[n - 1] * 4) for n in range(99, 113)),
+         ["more than 5000"]),
+    ],
+)  # fmt: skip
+def test_bad_files_give_one_clear_error(name, content, parts, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with refused(name, *parts):
+        read_entries(tmp_path / name)
+
+
+def test_a_file_that_is_not_there_and_yaml_without_its_package(tmp_path, monkeypatch):
+    with refused("missing.json", "No such file"):
+        read_entries(tmp_path / "missing.json")
+    (tmp_path / "a.yaml").write_text("a: 1")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with refused("YAML needs the package PyYAML", "titanlite[yaml]"):
+        read_entries(tmp_path / "a.yaml")
+
+
+def test_elements_of_lists_and_tables_count():
+    assert is_small([1, {"a": [2]}, (3,)])
+    assert not is_small({"a": [0] * 5000})
