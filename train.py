@@ -13,6 +13,7 @@ every run does, in this order.
 Letters in shapes: B sequences of a local batch, S tokens of a sequence.
 """
 
+import functools
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,6 +84,7 @@ from titanlite.probes.probes import Probes
 from titanlite.probes.samples import Sampler
 from titanlite.probes.scores import Scorer
 from titanlite.rules.check import check_layout
+from titanlite.runtime.device import device_name
 from titanlite.runtime.errors import EXIT_CONFIG, LAUNCHED, ConfigError, JoinError, StorageError
 from titanlite.runtime.failure import report_failure
 from titanlite.runtime.garbage import GarbageCollection
@@ -156,7 +159,7 @@ def main(config: Config) -> int:
 
     # 5. Metrics and validation
     metrics = Metrics(config, llama, folder, device, progress, (scaler, guard, noise_scale, stages))
-    plan_check = PlanCheck(config, llama, device)
+    plan_check = PlanCheck(functools.partial(compare_with_plan, config, llama, device))
     probes = Probes(config.metrics, stages, noise_scale, metrics)
     validator = Validator(config.validation, data, stream, stages, mesh, metrics)
     sampler = Sampler(config.validation, config.run.seed, tokenizer, stages, stream, metrics)
@@ -337,6 +340,20 @@ def load_initial_weights(
 
         loaded = is_frozen if adapters else every_name
         load_weights(config.checkpoint, ModelState(model_parts, loaded), llama, tokenizer)
+
+
+def compare_with_plan(
+    config: Config, llama: LlamaConfig, device: torch.device, row: dict[str, Any]
+) -> str:
+    """Memory and speed as `titanlite plan` predicts them, beside those of a logged row.
+
+    Empty on a device that it does not know.
+    """
+    if not find_spec("titanlite.tools"):
+        return ""
+    from titanlite.tools.plan.check import comparison
+
+    return comparison(config, llama, dist.get_world_size(), device_name(device), row)
 
 
 def write_report(folder: Path) -> None:

@@ -157,10 +157,9 @@ IMPORTS_IN_FUNCTIONS = {
         "titanlite.tools.formats.adopt",
         "titanlite.tools.formats.export_run",
         "titanlite.tools.formats.load_weights",
+        "titanlite.tools.plan.check",
         "titanlite.tools.report.page",
     },
-    # Compares a run with its plan, once; without the tools there is no plan
-    "titanlite/observe/plan_check.py": {"titanlite.tools.plan.check"},
     # `titanlite.launch`, by __getattr__: a training process does not need it
     "titanlite/__init__.py": {"titanlite.tools.cli.from_python", "titanlite.runtime.errors"},
     # Each sink imports an optional package
@@ -209,10 +208,12 @@ SETS_ATTRIBUTES = {
     "titanlite/config/load.py": {"layer.values[name]"},  # what `set_value` is for
     "titanlite/data/bpe_fast.py": {"tokenizer.pre_tokenizer"},
     "titanlite/distributed/torch_private.py": {
+        "ShardingPropagator._propagate_tensor_meta_non_cached",
         "Stage._inference_mode",
         "dynamo.recompile_limit",
         "functorch.activation_memory_budget",
         "functorch.unsafe_treat_script_objects_as_zero_size",
+        "schedules._PipelineSchedule._warmup_p2p",
     },
     "titanlite/distributed/process_group.py": {"os.environ['GLOO_SOCKET_IFNAME']"},
     "titanlite/model/block_mask.py": {"model.document_mask"},

@@ -6,41 +6,35 @@ import logging
 
 import pytest
 
-from titanlite.config.load import load_config
-from titanlite.model.flavors import FLAVORS
 from titanlite.observe import plan_check
 from titanlite.observe.plan_check import PlanCheck
-
-HOUR = {"tps": 5000.0, "memory_gib": 60.0, "seconds": 3600.0}
 
 
 @pytest.fixture
 def build(monkeypatch, caplog):
-    """A function from the name of a device and a rank to a `PlanCheck`."""
+    """A function from a rank and a line to a `PlanCheck` with that comparison."""
     caplog.set_level(logging.INFO, logger="titanlite")
 
-    def check(device: str, rank: int = 0) -> PlanCheck:
-        monkeypatch.setattr(plan_check, "device_name", lambda device_: device)
+    def check(rank: int, line: str) -> PlanCheck:
         monkeypatch.setattr(plan_check.dist, "get_rank", lambda: rank)
-        monkeypatch.setattr(plan_check.dist, "get_world_size", lambda: 8)
-        config = load_config(["llama3_8b", "--training.global_batch_size=8"])
-        return PlanCheck(config, FLAVORS["llama3_8b"], None)
+        return PlanCheck(lambda row: f"{line} {row['tps']}" if line else "")
 
     return check
 
 
-def test_prediction_and_measurement_are_compared_once(build, caplog):
-    check = build("NVIDIA H100 80GB HBM3")
+def run(check: PlanCheck) -> None:
     for seconds in (10.0, 69.0, 71.0, 3600.0):
-        check.compare(HOUR | {"seconds": seconds})
+        check.compare({"tps": seconds, "seconds": seconds})
+
+
+def test_a_run_is_compared_once_a_minute_after_its_first_row(build, caplog):
+    run(build(0, "plan:"))
     (record,) = caplog.records
     assert record.event == "plan"
-    assert "measured 60.0 GiB and 5,000 (" in record.message
+    assert record.message == "plan: 71.0"
 
 
-@pytest.mark.parametrize(("device", "rank"), [("CPU", 0), ("NVIDIA H100 80GB HBM3", 1)])
-def test_nothing_is_said_on_an_unknown_device_and_on_other_ranks(build, caplog, device, rank):
-    check = build(device, rank)
-    check.compare(HOUR | {"seconds": 0.0})
-    check.compare(HOUR)
+@pytest.mark.parametrize(("rank", "line"), [(0, ""), (1, "plan:")])
+def test_nothing_is_said_without_a_plan_and_on_other_ranks(build, caplog, rank, line):
+    run(build(rank, line))
     assert not caplog.records

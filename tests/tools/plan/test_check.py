@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from titanlite.tools.plan.check import machine_of
+from titanlite.config.load import load_config
+from titanlite.model.flavors import FLAVORS
+from titanlite.tools.plan.check import comparison, machine_of
 
 
 @pytest.mark.parametrize(
@@ -22,3 +24,12 @@ from titanlite.tools.plan.check import machine_of
 def test_a_device_is_found_by_the_words_of_its_name(device, machine):
     found = machine_of(device)
     assert (found.name if found else None) == machine
+
+
+def test_prediction_and_measurement_stand_side_by_side():
+    config = load_config(["llama3_8b", "--training.global_batch_size=8"])
+    row = {"tps": 5000.0, "memory_gib": 60.0}
+    line = comparison(config, FLAVORS["llama3_8b"], 8, "NVIDIA H100 80GB HBM3", row)
+    assert line.startswith("plan: predicted ")
+    assert "measured 60.0 GiB and 5,000 (" in line
+    assert comparison(config, FLAVORS["llama3_8b"], 8, "CPU", row) == ""

@@ -120,17 +120,17 @@ def test_memory_against_the_allocator(case, options, gib):
 def test_traffic_of_sharded_weights():
     """As counted in torch on two ranks; local_batches of 4 sequences, twice a step."""
     found = traffic(2, "--parallel.dp_shard=2")
-    assert found["dp_shard_cp", "all_gather"].count == 2 * 8
-    assert found["dp_shard_cp", "all_gather"].whole_bytes == 2 * 35417856
-    assert found["dp_shard_cp", "reduce_scatter"].count == 2 * 5
-    assert found["dp_shard_cp", "reduce_scatter"].whole_bytes == 2 * 68620800
+    assert found["dp_shard", "all_gather"].count == 2 * 8
+    assert found["dp_shard", "all_gather"].whole_bytes == 2 * 35417856
+    assert found["dp_shard", "reduce_scatter"].count == 2 * 5
+    assert found["dp_shard", "reduce_scatter"].whole_bytes == 2 * 68620800
     always = traffic(2, "--parallel.dp_shard=2", "--parallel.reshard_after_forward=always")
-    assert always["dp_shard_cp", "all_gather"].count == 2 * 10
+    assert always["dp_shard", "all_gather"].count == 2 * 10
     never = ("--parallel.dp_shard=2", "--parallel.reshard_after_forward=never")
-    assert traffic(2, *never)["dp_shard_cp", "all_gather"].whole_bytes == 2 * 34310400
+    assert traffic(2, *never)["dp_shard", "all_gather"].whole_bytes == 2 * 34310400
     once = traffic(2, *never, "--parallel.reduce_every_microbatch=false")
-    assert once["dp_shard_cp", "reduce_scatter"].count == 5
-    assert once["dp_shard_cp", "all_gather"].count == 2 * 5
+    assert once["dp_shard", "reduce_scatter"].count == 5
+    assert once["dp_shard", "all_gather"].count == 2 * 5
 
 
 def test_traffic_of_replicas():
@@ -141,8 +141,8 @@ def test_traffic_of_replicas():
 
 def test_traffic_of_an_untied_model_over_cp():
     found = traffic(4, "--parallel.dp_shard=2", "--parallel.cp=2", "--model.embeddings=untied")
-    assert found["dp_shard_cp", "all_gather"].count == 2 * 11
-    assert found["dp_shard_cp", "all_gather"].whole_bytes == 2 * 101454080
+    assert found["dp_shard", "all_gather"].count == 2 * 11
+    assert found["dp_shard", "all_gather"].whole_bytes == 2 * 101454080
     assert found["cp", "all_gather"].count == 2 * 4
     assert found["cp", "all_gather"].whole_bytes == 2 * 2 * 131072  # 131072: of each part
     assert found["cp", "reduce_scatter"].whole_bytes == 2 * 262144

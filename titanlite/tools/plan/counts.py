@@ -18,7 +18,8 @@ RING_PARTS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all
 class Collective:
     """The calls of one kind along one axis in a step."""
 
-    axis: str  # of the mesh: dp_shard_cp for sharded weights, else pp, dp_replicate, cp, tp
+    # pp, dp_replicate, dp_shard, cp or tp; dp_shard_cp: weights, where cp is used; world: all ranks
+    axis: str
     kind: str  # all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send or recv
     size: int  # ranks of the group
     count: int

@@ -1,8 +1,8 @@
 """The collectives of a step by formula: kinds, counts and bytes along each axis.
 
 What it is: the formulas in the headers of `parallel/*.py`, with the ends of the model, the loss,
-accumulation and recomputation. Left out: sums of single numbers (the loss, the norm of gradients,
-the scales of float8). Imports no torch. Letters: docs/parallelism.md.
+accumulation and recomputation. Left out: the scales of float8, and the sums of a logged step.
+Imports no torch. Letters: docs/parallelism.md.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from titanlite.config.schema import V_SHAPED
+from titanlite.rules.degrees import num_processes
 from titanlite.tools.plan.counts import Collective
 from titanlite.tools.plan.layout import Layout, Stage, Unit
 
@@ -33,7 +34,10 @@ def collectives(layout: Layout, stages: list[Stage], pp_rank: int) -> tuple[Coll
     for calls in _all_calls(layout, stages, pp_rank):
         if calls.size == 1 or calls.count == 0:
             continue
-        key = (calls.axis, calls.kind, calls.size)
+        axis = calls.axis
+        if axis == "dp_shard_cp" and layout.cp == 1:
+            axis = "dp_shard"
+        key = (axis, calls.kind, calls.size)
         counts[key] = counts.get(key, 0) + calls.count
         sizes[key] = sizes.get(key, 0.0) + calls.count * calls.bytes_each
     return tuple(
@@ -55,6 +59,17 @@ def _all_calls(layout: Layout, stages: list[Stage], pp_rank: int) -> Iterator[Ca
         yield from _messages(layout, stages, pp_rank)
     if layout.config.optimizer.name == "muon":
         yield from _muon(layout, stages)
+    yield from _single_numbers(layout)
+
+
+def _single_numbers(layout: Layout) -> Iterator[Calls]:
+    """The global number of targets, and the sum of squares of all gradients."""
+    for axis in ("dp_replicate", "dp_shard"):
+        yield Calls(axis, "all_reduce", layout.degrees[axis], 1, 8)
+    world = num_processes(layout.degrees)
+    # The group of all ranks is that of an axis that has all of them
+    axis = next((axis for axis, degree in layout.degrees.items() if degree == world), "world")
+    yield Calls(axis, "all_reduce", world, 1, 8)
 
 
 def _sharding(layout: Layout, unit: Unit) -> Iterator[Calls]:

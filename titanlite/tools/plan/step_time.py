@@ -126,7 +126,7 @@ def step_time(
     busiest = max(counts.ranks, key=lambda rank: _compute(rank, machine, used, compiled).total)
     compute = _compute(busiest, machine, used, compiled)
 
-    waits = dict.fromkeys(AXES, 0.0)
+    waits = dict.fromkeys((*AXES, "world"), 0.0)
     for collective in busiest.collectives:
         axis = "dp_shard" if collective.axis == "dp_shard_cp" else collective.axis
         waits[axis] += collective_seconds(collective, degrees, machine, used)
