@@ -7,8 +7,8 @@ cosine schedule, then `fit_runs` (titanlite/tools/plan/fit.py) as for anyone's r
 in the folder already are not trained again. Larger sizes have fewer runs, because their longest
 would take most of the time. Each run is also predicted from the others. A step has two sequences,
 so that few tokens are many steps: with eight, and a quarter of the steps, 256,000 tokens give the
-widths 32, 64 and 192 losses of 5.60, 5.61 and 5.15 instead of 5.32, 5.16 and 5.09, which are not
-those of a law.
+widths 32, 64 and 192 losses of 5.60, 5.61 and 5.15 instead of 5.32, 5.16 and 5.09, which do not
+fall with the size. Neither batch nor rates were searched for.
 Why it is here: docs/plan.md shows what a fit of small runs determines and what it does not.
 What it costs: 20 minutes of one core.
 """
