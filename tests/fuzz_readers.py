@@ -76,6 +76,9 @@ from titanlite.tools.formats.safetensors_files import INDEX
 from titanlite.tools.formats.same_model import require_same_model
 from titanlite.tools.import_config.detect import import_config
 from titanlite.tools.import_config.mapping import to_toml as import_to_toml
+from titanlite.tools.plan.counts import Collective
+from titanlite.tools.plan.machines import read_machine, read_prices
+from titanlite.tools.plan.step_time import Rates, collective_seconds
 from titanlite.tools.prepare.build import Options as BuildOptions
 from titanlite.tools.prepare.build import begin, build, working_folder
 from titanlite.tools.prepare.duplicates import DuplicateConfig
@@ -508,6 +511,20 @@ def _read_toml(folder: Path, data: bytes) -> None:
     _use(load_config([str(folder / "run.toml")]))
 
 
+def _read_machine(folder: Path, data: bytes) -> None:
+    (folder / "machine.toml").write_bytes(data)
+    machine = read_machine(folder / "machine.toml")
+    assert machine.memory_bytes > 0
+    collective = Collective("tp", "all_reduce", 2, 1, 10)
+    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 2}
+    assert collective_seconds(collective, degrees, machine, Rates()) >= 0
+
+
+def _read_prices(folder: Path, data: bytes) -> None:
+    (folder / "prices.toml").write_bytes(data)
+    assert all(price > 0 for price in read_prices(folder / "prices.toml").values())
+
+
 def _read_arguments(folder: Path, data: bytes) -> None:
     # As the system gives them
     _use(load_config(data.decode("utf-8", "surrogateescape").split("\n")))
@@ -608,6 +625,7 @@ def _read_foreign(folder: Path, data: bytes) -> None:
     _use(load_config([str(folder / "run.toml")]))
 
 
+MACHINE = b'base = "H100"\ngpus_per_node = 4\nnetwork_bandwidth = 12.5\nhalf_dtype = "float16"\n'
 TOML = b'base = "base.toml"\n' + to_toml(Config(run=RunConfig("x"))).encode()
 SHORT = (
     b'base = "base.toml"\n[training]\nsteps = 10\nseq_len = 64\n[optimizer]\nbetas = [0.9, 0.95]\n'
@@ -779,6 +797,8 @@ READERS = {
         functools.partial(_read_source, "ids.idx"),
     ),
     "TOML": Reader("text", _write("run.toml", TOML, SHORT), _read_toml),
+    "machine": Reader("text", _write("machine.toml", MACHINE), _read_machine),
+    "prices": Reader("text", _write("prices.toml", b"H100 = 2.5\nlab = 1\n"), _read_prices),
     "command line": Reader("text", _write("", ARGUMENTS), _read_arguments),
     "metrics.jsonl": Reader("text", _write("metrics.jsonl", ROWS), _read_metrics),
     "report, metrics": Reader(

@@ -171,6 +171,21 @@ def test_traffic_of_a_chunked_loss():
     assert found["tp", "all_gather"].count == 2 * 18
 
 
+def test_traffic_of_adapters_under_tensor_parallel():
+    """The frozen embedding and the first block's input have no gradients: one less of each."""
+    found = traffic(2, "--parallel.tp=2", "--lora.rank=8")
+    assert found["tp", "all_gather"].count == 4 * (4 * 4 + 2 - 1)
+    assert found["tp", "reduce_scatter"].count == 4 * (4 * 4 + 2 - 1)
+
+
+def test_attention_over_cp_computes_what_its_chunks_have():
+    one = rank_of(4, "debug").attention_flops
+    gathered = rank_of(4, "debug", "--parallel.cp=2").attention_flops
+    exchanged = rank_of(4, "debug", "--parallel.cp=2", "--parallel.cp_method=ulysses")
+    assert gathered == exchanged.attention_flops * 5 / 8
+    assert exchanged.attention_flops == one
+
+
 def test_messages_of_a_pipeline():
     found = traffic(2, "--parallel.pp=2", "--model.embeddings=untied")
     microbatches = 8

@@ -79,7 +79,11 @@ def _dtype(layout: Layout, parameter: Parameter) -> str:
 
 
 def attention_flops(layout: Layout, stages: list[Stage]) -> int:
-    """12 H Dh per pair of query and key in forward and backward (PaLM), 4 more to repeat it."""
+    """12 H Dh per pair of query and key in forward and backward (PaLM), 4 more to repeat it.
+
+    With `cp_method = all_gather` a rank's queries have the keys up to the ends of its two chunks:
+    (2 cp + 1) / 4 cp of the sequence.
+    """
     llama = layout.llama
     seq_len = layout.config.training.seq_len
     windows = llama.windows(seq_len)
@@ -92,7 +96,10 @@ def attention_flops(layout: Layout, stages: list[Stage]) -> int:
                 times = 16
             total += times * (windows[number] or seq_len)
     queries = layout.tokens * layout.local_batches * layout.microbatches
-    return total * queries * llama.num_heads * llama.head_dim // layout.tp
+    flops = total * queries * llama.num_heads * llama.head_dim // layout.tp
+    if layout.cp > 1 and layout.config.parallel.cp_method == "all_gather":
+        return flops * (2 * layout.cp + 1) // (4 * layout.cp)
+    return flops
 
 
 def pointwise_bytes(layout: Layout, stages: list[Stage]) -> int:

@@ -161,6 +161,8 @@ def logits_bytes(layout: Layout) -> float:
         per_logit = 6
     if layout.config.loss.z_loss:
         per_logit += 4
+    if layout.pp > 1 and chunks == 1:
+        per_logit += layout.compute_bytes  # a stage keeps its output
     total = per_logit * layout.tokens * width / chunks
     if chunks > 1:
         dim = layout.llama.dim
@@ -251,23 +253,31 @@ def _moments(layout: Layout, stages: list[Stage], pp_rank: int) -> list[Memory]:
         logits=logits,
         buffers=messages + gathered.buffers_forward,
     )
+    reduces_now = layout.has_fsdp and not whole.all_units
     begin = replace(
         between,
-        gradients=max(from_before, whole.last_reduced if layout.has_fsdp else 0),
-        whole_gradients=max(unreduced_before, whole.largest),
+        gradients=max(from_before, whole.last_reduced if reduces_now else 0),
+        whole_gradients=unreduced_before + whole.largest,
         gathered=gathered.in_backward,
         activations=round(kept + block.while_repeated + gradients_in_block),
-        buffers=messages + gathered.buffers_backward,
+        buffers=messages + (gathered.buffers_backward if reduces_now else 0),
     )
     per_block = block.until_backward + block.while_repeated + gradients_in_block
     end = replace(
         between,
         gradients=held.gradients - (0 if from_before else whole.of_first_units),
-        whole_gradients=max(unreduced_before, whole.largest if layout.has_fsdp else 0),
+        whole_gradients=unreduced_before + (whole.largest if layout.has_fsdp else 0),
         gathered=gathered.in_backward,
         activations=round(per_block),
         buffers=messages + gathered.buffers_backward,
     )
+    if layout.pp > 1:  # after the last microbatch, one unit after the other
+        end = replace(
+            end,
+            gathered=0,
+            activations=0,
+            buffers=messages + gathered.buffers_backward // 2,
+        )
     update = replace(between, gradients=held.gradients)
     return [in_loss, begin, end, update]
 

@@ -120,8 +120,10 @@ def _tensor_parallel(layout: Layout, stage: Stage) -> Iterator[Calls]:
     again = recomputed_blocks(layout, stage)
     is_full = layout.config.recompute.mode == "full"
     ends = stage.has_embedding + stage.has_output
-    gathers = 4 * blocks + 2 * again + ends
-    reductions = 4 * blocks + again * is_full + ends
+    # A frozen embedding has no gradient to gather; with adapters nor has the first block's input
+    unneeded = stage.has_embedding and layout.config.lora.rank > 0
+    gathers = 4 * blocks + 2 * again + ends - unneeded
+    reductions = 4 * blocks + again * is_full + ends - unneeded
     yield Calls("tp", "all_gather", tp, forwards * gathers, hidden)
     yield Calls("tp", "reduce_scatter", tp, forwards * reductions, hidden)
 

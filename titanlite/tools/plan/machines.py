@@ -15,7 +15,6 @@ connect: 72 of an NVL72.
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -302,7 +301,7 @@ def _problem(key: str, value: object, kind: object) -> str:
     if kind == "int" and not isinstance(value, int):
         return "expected a whole number"
     may_be_zero = key.endswith(("_us", "float8_tflops", "float32_tflops"))
-    if not math.isfinite(value) or value > 1e9 or value < 0 or (value == 0 and not may_be_zero):
+    if not 0 <= value <= 1e9 or (value == 0 and not may_be_zero):  # also not NaN
         return "expected a number above 0"
     return ""
 

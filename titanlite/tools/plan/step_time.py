@@ -3,7 +3,7 @@
 What it is: every part of `StepCounts` divided by a rate, and what runs at the same time.
 
     products        FLOPs / (peak of the dtype x `products` x s / (s + 150)), s the smallest side
-    attention       half of its FLOPs (the causal mask) / (peak x `attention`)
+    attention       FLOPs below the diagonal (half of S^2) / (peak x `attention`)
     other operators bytes / (0.8 x memory bandwidth); compiled 0.45 of the bytes of eager mode
     optimizer       each state read and written once; Muon's products
     collectives     bytes in a ring / bandwidth x `links`, and a latency for each call
@@ -123,12 +123,14 @@ def step_time(
     used = rates or RATES.get(machine.name, Rates())
     degrees = counts.degrees
     compiled = not reason_not_compiled(config, degrees, llama.dim, "cuda")
-    busiest = max(counts.ranks, key=lambda rank: _compute(rank, machine, used, compiled).total)
-    compute = _compute(busiest, machine, used, compiled)
+    causal = _causal_part(config, degrees["cp"])
+    computed = [_compute(rank, machine, used, compiled, causal) for rank in counts.ranks]
+    compute = max(computed, key=lambda of_rank: of_rank.total)
+    busiest = counts.ranks[computed.index(compute)]
 
     waits = dict.fromkeys((*AXES, "world"), 0.0)
     for collective in busiest.collectives:
-        axis = "dp_shard" if collective.axis == "dp_shard_cp" else collective.axis
+        axis = collective.axis if collective.axis in AXES else "dp_shard"
         waits[axis] += collective_seconds(collective, degrees, machine, used)
     tensor_parallel = waits["tp"] / (2 if config.parallel.async_tp else 1)
     context_parallel = waits["cp"]
@@ -184,10 +186,19 @@ class _Compute:
         return self.products + self.attention + self.pointwise
 
 
-def _compute(rank: RankCounts, machine: Machine, rates: Rates, compiled: bool) -> _Compute:
+def _causal_part(config: Config, cp: int) -> float:
+    """The part of the counted pairs of query and key that the causal mask leaves: S^2 / 2."""
+    if cp > 1 and config.parallel.cp_method == "all_gather":
+        return 2 * cp / (2 * cp + 1)
+    return 0.5
+
+
+def _compute(
+    rank: RankCounts, machine: Machine, rates: Rates, compiled: bool, causal: float
+) -> _Compute:
     products = sum(product_seconds(product, machine, rates) for product in rank.products)
     peak = machine.peak_tflops * 1e12
-    attention = rank.attention_flops / 2 / (peak * rates.attention)
+    attention = rank.attention_flops * causal / (peak * rates.attention)
     moved = float(rank.pointwise_bytes)
     if compiled:
         moved *= COMPILED_BYTES
