@@ -127,12 +127,16 @@ def _tensor_parallel(layout: Layout, stage: Stage) -> Iterator[Calls]:
     yield Calls("tp", "all_gather", tp, forwards * gathers, hidden)
     yield Calls("tp", "reduce_scatter", tp, forwards * reductions, hidden)
 
-    # Gradients of weights that all ranks hold
+    # Gradients of weights that all ranks hold, summed where FSDP reduces them
+    times = forwards
+    number = layout.compute_bytes
+    if layout.pp > 1:  # accumulated before
+        times = layout.local_batches
+        number = layout.reduce_bytes
     for unit in stage.units:
         for parameter in unit.parameters:
             if parameter.replicated and parameter.trained:
-                size = parameter.numel * layout.compute_bytes
-                yield Calls("tp", "all_reduce", tp, forwards, size)
+                yield Calls("tp", "all_reduce", tp, times, parameter.numel * number)
     if stage.has_output:  # the loss: the maximum, the sum, and the logit of the label
         chunks = layout.config.loss.num_chunks
         yield Calls("tp", "all_reduce", tp, 3 * chunks * forwards, 4 * layout.tokens / chunks)
