@@ -135,14 +135,14 @@ def test_traffic_of_sharded_weights():
 
 def test_traffic_of_replicas():
     found = traffic(4, "--parallel.dp_shard=2", "--parallel.dp_replicate=2")
-    assert found["dp_replicate", "all_reduce"].count == 5
-    assert found["dp_replicate", "all_reduce"].whole_bytes == 34310400
+    assert found["dp_replicate", "all_reduce"].count == 5 + 1  # the number of targets: 8 bytes
+    assert found["dp_replicate", "all_reduce"].whole_bytes == 34310400 + 8
 
 
 def test_traffic_of_an_untied_model_over_cp():
     found = traffic(4, "--parallel.dp_shard=2", "--parallel.cp=2", "--model.embeddings=untied")
-    assert found["dp_shard", "all_gather"].count == 2 * 11
-    assert found["dp_shard", "all_gather"].whole_bytes == 2 * 101454080
+    assert found["dp_shard_cp", "all_gather"].count == 2 * 11
+    assert found["dp_shard_cp", "all_gather"].whole_bytes == 2 * 101454080
     assert found["cp", "all_gather"].count == 2 * 4
     assert found["cp", "all_gather"].whole_bytes == 2 * 2 * 131072  # 131072: of each part
     assert found["cp", "reduce_scatter"].whole_bytes == 2 * 262144
