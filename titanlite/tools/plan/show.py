@@ -101,14 +101,14 @@ def _pp(plan: Plan, pp_rank: int) -> str:
 def _traffic(plan: Plan) -> list[str]:
     lines = [
         "Communication of a rank in a step",
-        "  axis         collective      ranks   calls    GB whole   GB sent  over       time",
+        "  axis         collective      ranks   calls     whole      sent  over         time",
     ]
     for one in plan.traffic:
         call = one.call
         lines.append(
             f"  {call.axis:<12} {call.kind:<15}{call.size:>6,}{call.count:>8,}"
-            f"{call.whole_bytes / 1e9:>12,.3f}{call.sent_bytes / 1e9:>10,.3f}  {one.link:<8}"
-            f"{seconds_text(one.seconds)}"
+            f"{bytes_text(call.whole_bytes):>10}{bytes_text(call.sent_bytes):>10}  {one.link:<8}"
+            f"{seconds_text(one.seconds):>9}"
         )
     if not plan.traffic:
         lines[1:] = ["  none"]
@@ -155,6 +155,14 @@ def seconds_text(value: float) -> str:
     if value >= 1:
         return f"{value:,.2f} s"
     return f"{1000 * value:,.1f} ms"
+
+
+def bytes_text(number: int) -> str:
+    """What is sent, in units of 1,000."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= factor:
+            return f"{number / factor:,.1f} {unit}"
+    return f"{number} B"
 
 
 def _wrapped(text: str, indent: str = "  ") -> list[str]:
