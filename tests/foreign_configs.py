@@ -98,7 +98,7 @@ enable = true
 components = ["model", "loss"]
 [quantize.linear.float8]
 enable_fsdp_float8_all_gather = true
-filter_fqns = ["output"]
+filter_fqns = ["attention.wk", "output"]
 [metrics]
 log_freq = 10
 enable_tensorboard = true

@@ -622,7 +622,7 @@ def _read_foreign(folder: Path, data: bytes) -> None:
     (folder / "foreign").write_bytes(data)
     form, draft = import_config(folder / "foreign", processes=64)
     (folder / "run.toml").write_text(import_to_toml(draft, "foreign", form))
-    _use(load_config([str(folder / "run.toml")]))
+    load_config([str(folder / "run.toml")])
 
 
 MACHINE = b'base = "H100"\ngpus_per_node = 4\nnetwork_bandwidth = 12.5\nhalf_dtype = "float16"\n'

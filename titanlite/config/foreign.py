@@ -147,7 +147,7 @@ KEYS = {
 VALUES = {
     "optimizer.name": {
         "adamw": "adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused fusedadam adam_w "
-        "deepspeedcpuadam cpuadam cpu_adam skipstepadamw onebitadam 8-bit-adam",
+        "deepspeedcpuadam cpuadam cpu_adam",
     },
     "optimizer.state_dtype": {"bfloat16": "bf16", "float32": "fp32"},
     "schedule.name": {
@@ -163,7 +163,7 @@ VALUES = {
     "training.compute_dtype": {
         "bfloat16": "bf16 bf16-mixed bf16-true amp_bf16 torch.bfloat16",
         "float16": "fp16 half 16-mixed amp_fp16 torch.float16",
-        "float32": "fp32 no float torch.float32",
+        "float32": "fp32 no false float torch.float32",
     },
     "training.param_dtype": {"float32": "fp32", "bfloat16": "bf16"},
     "training.reduce_dtype": {"float32": "fp32", "bfloat16": "bf16"},

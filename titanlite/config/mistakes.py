@@ -21,13 +21,16 @@ def suggestion(word: str, allowed: list[str], cutoff: float = 0.65) -> str:
     the same.
     """
     word = word[:199].lower()  # SequenceMatcher treats longer ones differently
+    lower = list(map(str.lower, allowed))
     similarity = {}
-    for other in get_close_matches(word, [other.lower() for other in allowed], 9, cutoff):
+    for other in get_close_matches(word, lower, 9, cutoff):
         similarity[other] = SequenceMatcher(None, other, word).ratio()
     if not similarity:
         return ""
     highest = max(similarity.values())
-    best = [other for other in allowed if similarity.get(other.lower()) == highest]
+    best = [
+        name for name, low in zip(allowed, lower, strict=True) if similarity.get(low) == highest
+    ]
     return f"; did you mean {' or '.join(best)}?"
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
-from foreign_configs import SAMPLES
+from foreign_configs import SAMPLES, imported
 from messages import refused
 
 from titanlite.config.foreign import foreign_key
 from titanlite.config.keys import all_keys
 from titanlite.config.load import load_config
 from titanlite.config.to_toml import to_toml
+from titanlite.model.flavors import resolve_flavor
+from titanlite.rules.check import check_layout
 from titanlite.tools.import_config.detect import FORMATS, NAMES, by_name, detect, import_config
 
 
@@ -56,3 +60,20 @@ def test_the_suggestions_for_a_typed_key_agree_with_the_tables(form):
             here = foreign_key(name)
             if here:
                 assert row.ours in here, name
+
+
+PROCESSES = {
+    "deepspeed": 4,
+    "megatron": 512,
+    "torchtitan": 16,
+    "olmo": 64,
+    "neox": 16,
+    "nanotron": 16,
+}
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_the_layout_of_each_sample_is_allowed_for_its_processes(name, tmp_path):
+    config, _ = imported(tmp_path, name, processes=PROCESSES[name])
+    degrees = check_layout(config, resolve_flavor(config.model, 4096), PROCESSES[name])
+    assert math.prod(degrees.values()) == PROCESSES[name]

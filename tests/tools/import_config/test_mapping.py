@@ -82,6 +82,17 @@ def test_only_what_differs_from_our_defaults_is_written(tmp_path):
     assert "lr = 0.5  # rate\n" in text
 
 
+def test_a_default_of_the_trainer_counts_where_the_config_is_silent_or_null():
+    rows = (Row("rate", "optimizer.lr"), Row("folder", "run.folder"), Row("seed", "run.seed"))
+    silent = Format("x", "X", rows, lambda entries: {"rate": 0.5, "seed": 7})
+    draft = translate({"rate": None, "folder": "007", "seed": 8}, silent)
+    assert [(s.key, s.value, s.origin) for s in draft.changed()] == [
+        ("run.folder", "007", "folder"),
+        ("run.seed", 8, "seed"),
+        ("optimizer.lr", 0.5, "default of rate"),
+    ]
+
+
 def test_numbers_in_text():
     assert [as_number(text) for text in ("7", "1e-5", "x", True)] == [7, 1e-5, "x", True]
     draft = Draft({"a": "2.5", "b": True, "c": "no"})

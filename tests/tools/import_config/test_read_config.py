@@ -18,6 +18,7 @@ from titanlite.tools.import_config.read_config import is_small, read_arguments, 
         ("a.yml", "a:\n  b-c: 1\nd: [1, {e: 2}]\nf: {}\n"),
         ("a", "a:\n  b-c: 1\nd: [1, {e: 2}]\nf: {}\n"),
         ("a.conf", '{"a": {"b-c": 1}, "d": [1, {"e": 2}], "f": {}}'),
+        ("a.neox", '{"a": {"b-c": 1}, "d": [1, {"e": 2}], "f": {},}'),
         ("a.cfg", 'd = [1, {e = 2}]\nf = {}\n[a]\nb-c = 1\n'),
     ],
 )  # fmt: skip

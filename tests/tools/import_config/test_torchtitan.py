@@ -9,7 +9,7 @@ from foreign_configs import TORCHTITAN, imported, values
 def test_llama3_8b_with_every_parallelism_but_pp(tmp_path):
     config, draft = imported(tmp_path, "torchtitan", processes=16)
     names = "model.flavor parallel.tp parallel.cp parallel.cp_method float8.enabled float8.skip"
-    assert values(config, names) == ["llama3_8b", 2, 2, "ring", True, "output"]
+    assert values(config, names) == ["llama3_8b", 2, 2, "ring", True, "attention.wk"]
     names = "training.local_batch_size training.global_batch_size training.seq_len"
     assert values(config, names) == [1, 4, 8192]
     names = "schedule.name schedule.decay schedule.decay_fraction schedule.min_ratio"

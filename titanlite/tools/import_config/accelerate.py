@@ -22,6 +22,9 @@ DEGREES = "parallelism_config.parallelism_config_"
 def _processes(draft: Draft) -> None:
     if not draft.processes:
         draft.processes = whole(draft.number("num_processes"))
+    draft.decide(
+        "training.local_batch_size, training.global_batch_size: the script has the batch size"
+    )
 
 
 def _kind(draft: Draft) -> None:

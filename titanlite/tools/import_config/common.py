@@ -118,8 +118,8 @@ def min_ratio(draft: Draft, lowest: str, peak: str) -> None:
         draft.lack(lowest, draft.value(lowest), f"schedule.min_ratio is a fraction of {peak}")
 
 
-def model_names(draft: Draft) -> None:
-    """What a shape without a flavor still needs from the user."""
+def decide_flavor(draft: Draft) -> None:
+    """Says what a shape that is given by keys leaves open."""
     draft.decide(
         "model: the shape is given by keys; a flavor (model.flavor) of the same model also sets "
         "RoPE and norms"

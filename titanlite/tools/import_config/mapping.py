@@ -98,7 +98,8 @@ class Draft:
         given = [name for name in names.split() if self.entries.get(name) not in MISSING]
         if given:
             return ", ".join(given)
-        return f"default of {', '.join(name for name in names.split() if name in self.defaults)}"
+        silent = [name for name in names.split() if name in self.defaults]
+        return f"default of {', '.join(silent)}" if silent else "not said there"
 
     def set(self, key: str, value: object, names: str) -> None:
         """Gives our key a value that comes from these foreign keys; a wrong one is noted."""
@@ -113,6 +114,13 @@ class Draft:
             self.lack(origin, value, f"{key} = {fitted!r}: expected {expected}")
         else:
             self.settings[key] = Setting(key, converted, origin)
+
+    def copy(self, name: str, key: str) -> None:
+        """Gives our key the value of a foreign one; text that is a number stays text in text."""
+        value = self.value(name)
+        if schema_keys()[key].kind is str and isinstance(self.entries.get(name), str):
+            value = self.entries[name]
+        self.set(key, value, name)
 
     def get(self, key: str) -> Any:
         """The value of our key so far."""
@@ -195,17 +203,17 @@ def translate(entries: Mapping[str, object], form: Format, processes: int = 0) -
     for row in form.rows:
         names = [name for name in names_of(row, known) if name not in read]
         read.update(names)
-        given = [name for name in names if known[name] not in MISSING]
+        given = [name for name in names if draft.has(name)]
         if not given:
             continue
         if row.apply is not None:
             row.apply(draft)
         elif row.ours:
-            draft.set(row.ours, draft.value(given[0]), given[0])
+            draft.copy(given[0], row.ours)
         else:
             for name in given:
                 if draft.on(name):
-                    draft.lack(name, known[name], row.note)
+                    draft.lack(name, draft.value(name), row.note)
     for name, value in draft.entries.items():
         if name not in read and value not in OFF:
             draft.lack(name, value, "not known to the importer")

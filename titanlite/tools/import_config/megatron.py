@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from titanlite.tools.import_config.common import (
     batch_sizes,
     data_ranks,
+    decide_flavor,
     min_ratio,
-    model_names,
     whole,
 )
 from titanlite.tools.import_config.mapping import Draft, Format, Row, nothing
@@ -25,7 +25,7 @@ def _processes(draft: Draft) -> None:
 def _shape(draft: Draft) -> None:
     if not draft.has("hidden_size"):
         return
-    model_names(draft)
+    decide_flavor(draft)
     draft.set("model.dim", draft.value("hidden_size"), "hidden_size")
     heads = draft.value("num_attention_heads")
     if heads is not None:

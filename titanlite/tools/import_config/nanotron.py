@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from titanlite.tools.import_config.common import (
     batch_sizes,
     data_parallel,
+    decide_flavor,
     min_ratio,
-    model_names,
     whole,
 )
 from titanlite.tools.import_config.mapping import Draft, Format, Row, nothing
@@ -41,7 +41,7 @@ def _tying(draft: Draft) -> None:
 
 
 def _width(draft: Draft) -> None:
-    model_names(draft)
+    decide_flavor(draft)
     draft.set("model.dim", draft.value(f"{SHAPE}.hidden_size"), f"{SHAPE}.hidden_size")
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from titanlite.tools.import_config import deepspeed
-from titanlite.tools.import_config.common import batch_sizes, min_ratio, model_names, whole
+from titanlite.tools.import_config.common import batch_sizes, decide_flavor, min_ratio, whole
 from titanlite.tools.import_config.mapping import Draft, Format, Row, nothing
 
 
 def _shape(draft: Draft) -> None:
-    model_names(draft)
+    decide_flavor(draft)
     heads = draft.value("num_attention_heads")
     draft.set("model.num_heads", heads, "num_attention_heads")
     groups = draft.value("num_kv_heads") or heads

@@ -70,10 +70,18 @@ def kind_of(path: Path, text: str) -> str:
     if OPTION.search(text):
         return "arguments"
     if text.lstrip().startswith("{"):
-        return "JSON"
+        return "JSON" if _is_json(text) else "YAML"  # GPT-NeoX's YAML looks like JSON
     if re.search(r"^\s*\[[\w.]+\]\s*$", text, re.MULTILINE):
         return "TOML"
     return "YAML"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def read_yaml(text: str) -> Any:

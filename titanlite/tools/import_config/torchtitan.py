@@ -46,9 +46,11 @@ def words(value: object) -> list[str]:
 
 
 def _float8_skip(draft: Draft) -> None:
+    """The output layer, which is usually named there, is never converted here."""
     for name in ("float8.filter_fqns", "quantize.linear.float8.filter_fqns"):
-        if draft.on(name):
-            draft.set("float8.skip", ", ".join(words(draft.value(name))), name)
+        skipped = [word for word in words(draft.value(name, [])) if word != "output"]
+        if skipped:
+            draft.set("float8.skip", ", ".join(skipped), name)
 
 
 def _betas(draft: Draft) -> None:
@@ -241,7 +243,12 @@ ROWS = (
     ),
     Row("compile.backend", "compile.backend"),
     Row("quantize.linear.float8.recipe_name float8.recipe_name", "float8.scaling"),
-    Row("quantize.linear.float8.filter_fqns float8.filter_fqns", "float8.skip", "", _float8_skip),
+    Row(
+        "quantize.linear.float8.filter_fqns float8.filter_fqns",
+        "float8.skip",
+        "`output` is never converted",
+        _float8_skip,
+    ),
     Row("quantize.linear.float8.emulate float8.emulate", "float8.emulate"),
     Row("quantize.linear.float8.* float8.*", "", "weights are gathered in the compute dtype"),
     Row(
