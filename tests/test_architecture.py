@@ -492,6 +492,11 @@ TESTED_ELSEWHERE = {
     "tools/formats/stock": "tests/tools/formats/test_foreign.py, "
     "tests/tools/formats/test_foreign_hostile.py",
     "tools/formats/targets": "tests/tools/formats/test_convert.py",
+    "tools/plan/counts": "tests/tools/plan/test_estimate.py",
+    "tools/plan/plan": "tests/tools/cli/test_plan_command.py",
+    "tools/plan/show": "tests/tools/cli/test_plan_command.py",
+    "tools/plan/page": "tests/tools/cli/test_plan_command.py",
+    "tools/plan/recorder": "tests/tools/plan/test_trace.py",
     "tools/plan/estimate_compute": "tests/tools/plan/test_estimate.py",
     "tools/plan/estimate_memory": "tests/tools/plan/test_estimate.py",
     "tools/plan/estimate_traffic": "tests/tools/plan/test_estimate.py",

@@ -14,7 +14,7 @@ from typing import Any
 
 from titanlite.config.load import load_config
 from titanlite.config.mistakes import suggestion
-from titanlite.config.schema import Config
+from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.config.to_toml import to_toml
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.flops import flops_per_token
@@ -61,6 +61,11 @@ def run(argv: list[str]) -> int:
     if options.fit:
         return _fit(options.fit, rest)
     config = load_config(rest)
+    if config.model.flavor == FROM_CHECKPOINT:
+        # Imports torch, which reads the checkpoint's shape
+        from titanlite.tools.formats.adopt import adopt_checkpoint
+
+        config = adopt_checkpoint(config)
     llama = model_of(config)
     machine = find_machine(options.gpu)
     if options.nodes_of:

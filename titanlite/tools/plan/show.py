@@ -20,7 +20,7 @@ from titanlite.tools.plan.plan import Plan
 from titanlite.tools.plan.search import SearchResult, why_slower
 
 WIDTH = 80
-BAR = 30
+BAR = 27  # columns of a whole
 TIMES = {
     "products": "matrix products",
     "attention": "attention",
@@ -101,13 +101,13 @@ def _pp(plan: Plan, pp_rank: int) -> str:
 def _traffic(plan: Plan) -> list[str]:
     lines = [
         "Communication of a rank in a step",
-        "  axis         collective      ranks   calls     whole      sent  over         time",
+        "  axis         collective     ranks  calls    whole     sent  over         time",
     ]
     for one in plan.traffic:
         call = one.call
         lines.append(
-            f"  {call.axis:<12} {call.kind:<15}{call.size:>6,}{call.count:>8,}"
-            f"{bytes_text(call.whole_bytes):>10}{bytes_text(call.sent_bytes):>10}  {one.link:<8}"
+            f"  {call.axis:<12} {call.kind:<14}{call.size:>6,}{call.count:>7,}"
+            f"{bytes_text(call.whole_bytes):>9}{bytes_text(call.sent_bytes):>9}  {one.link:<8}"
             f"{seconds_text(one.seconds):>9}"
         )
     if not plan.traffic:
@@ -161,7 +161,7 @@ def bytes_text(number: int) -> str:
     """What is sent, in units of 1,000."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= factor:
-            return f"{number / factor:,.1f} {unit}"
+            return f"{number / factor:.4g} {unit}"
     return f"{number} B"
 
 

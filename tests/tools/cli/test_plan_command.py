@@ -1,0 +1,137 @@
+"""`titanlite plan` as a user calls it. Estimates only: tests/tools/plan/test_trace.py traces."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.load import load_config
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.cli import plan_command
+from titanlite.tools.plan.plan import make_plan
+
+ROOT = Path(__file__).parents[3]
+
+
+def printed(capsys, *arguments: str) -> str:
+    assert plan_command.run([*arguments, "--estimate"]) == 0
+    return str(capsys.readouterr().out)
+
+
+def test_the_output_in_the_documentation_is_that_of_the_command(capsys):
+    page = (ROOT / "docs/plan.md").read_text()
+    command, shown = re.findall(r"```\n\$ titanlite plan ([^\n]*)\n(.*?)\n```", page, re.DOTALL)[0]
+    assert printed(capsys, *command.split()).startswith(shown.rstrip())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["debug"],
+        ["llama3_405b", "--gpus=512", "--parallel.pp=8", "--training.local_batch_size=8"],
+        ["llama3_8b", "--gpus=1", "--days=30"],
+        ["llama3_1b", "--lora.rank=8", "--gpus=2", "--gpu=A10G", "--flops=1e20"],
+    ],
+    ids=" ".join,
+)
+def test_lines_have_at_most_80_columns(capsys, arguments):
+    assert max(map(len, printed(capsys, *arguments).splitlines())) <= 80
+
+
+def test_json_has_all_that_the_text_has(capsys):
+    contents = json.loads(printed(capsys, "llama3_8b", "--gpus=8", "--tokens=2T", "--json"))
+    assert contents["verdict"] == "fits"
+    assert contents["counts"]["degrees"]["dp_shard"] == 8
+    assert contents["time"]["total"] == pytest.approx(
+        sum(contents["time"][part] for part in ("products", "attention", "pointwise"))
+        + sum(contents["time"][part] for part in ("optimizer", "sharding", "host"))
+    )
+    assert contents["budget"]["tokens"] == 2e12
+    assert contents["budget"]["cost"] == pytest.approx(3.29 * contents["budget"]["gpu_hours"])
+
+
+def test_an_unknown_price_is_no_price(capsys):
+    text = printed(capsys, "llama3_8b", "--gpus=8", "--gpu=H200")
+    assert "n/a: the price is not known" in text
+
+
+def test_a_machine_and_prices_of_the_user(capsys, tmp_path):
+    machine = tmp_path / "mine.toml"
+    machine.write_text('base = "H100"\nmemory_gib = 40\n')
+    prices = tmp_path / "prices.toml"
+    prices.write_text("mine = 1.5\n")
+    text = printed(capsys, "llama3_8b", "--gpus=2", f"--gpu={machine}", f"--prices={prices}")
+    assert "mine, 40 GiB" in text
+    assert "does not fit" in text
+    assert "at $1.50 per GPU-hour" in text
+
+
+def test_following_the_advice_needs_less(capsys):
+    """Where it does not fit, each key that is named makes the total smaller."""
+    base = ["llama3_8b", "--recompute.mode=none", "--training.local_batch_size=4"]
+    base += ["--loss.num_chunks=1"]
+
+    def high(*more: str) -> int:
+        config = load_config([*base, *more])
+        machine = plan_command.find_machine("H100")
+        return make_plan(config, plan_command.model_of(config), 8, machine).worst.high
+
+    text = printed(capsys, *base, "--gpus=8")
+    assert "does not fit" in text
+    remedies = re.findall(r"to need less: [\w ]*[\d.]+ GiB: ([\w.]+) = (\w+)", text)
+    assert [key for key, _ in remedies] == ["recompute.mode", "loss.num_chunks"]
+    for key, value in remedies:
+        assert high(f"--{key}={value}") < high()
+
+
+def test_the_best_layout_is_a_config_that_fits(capsys, tmp_path):
+    out = tmp_path / "best.toml"
+    options = ["llama3_8b", "--gpus=8", "--search", f"--out={out}"]
+    text = printed(capsys, *options, "--training.global_batch_size=8")
+    assert "the second is" in text
+    assert "fits" in printed(capsys, str(out), "--gpus=8")
+    config = load_config([str(out)])
+    assert config.run.name == "best"
+    assert config.training.compute_dtype == "auto"
+
+
+def test_a_page_is_one_file_without_requests(capsys, tmp_path):
+    out = tmp_path / "plan.html"
+    printed(capsys, "llama3_8b", "--gpus=8", f"--html={out}")
+    page = out.read_text()
+    assert page.count('class="bar"') == 2
+    assert "fits" in page
+    assert not re.search(r"(src|href)=|url\(|<script", page)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpu=H1000"], "unknown GPU 'H1000'; did you mean"),
+        (["--tokens=many"], "--tokens"),
+        (["--gpuss=8"], "unknown option --gpuss=8; did you mean"),
+        (["--gpus=3", "--parallel.tp=2"], "does not divide the 3 processes"),
+        (["--out=best.toml"], "--out: only with --search"),
+        (["--prices=nothing.toml"], "nothing.toml"),
+        (["--html=/nowhere/plan.html"], "--html /nowhere/plan.html"),
+    ],
+    ids=" ".join,
+)
+def test_mistakes_are_one_error(arguments, message):
+    with pytest.raises(ConfigError) as caught:
+        plan_command.run(["llama3_8b", "--estimate", *arguments])
+    assert message in "\n".join(caught.value.problems)
+
+
+def test_an_estimate_imports_no_torch():
+    program = (
+        "import sys; from titanlite.tools.cli.plan_command import run; "
+        "run(['llama3_8b', '--gpus=8', '--estimate']); assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
