@@ -290,14 +290,17 @@ class Fuzzed:
             except BaseException:
                 (self.folder / "stack").write_text(traceback.format_exc())
             os._exit(1)
-        count, since = -1, started
+        count, since, used = -1, started, 0.0
         hung = False
         while (done := os.waitpid(process, os.WNOHANG))[0] == 0:
             time.sleep(0.01)
             now = struct.unpack("<Q", self.shared[:8])[0]
             if now != count:
-                count, since = now, time.monotonic()
-            elif time.monotonic() > since + SECONDS:
+                count, since, used = now, time.monotonic(), _cpu_seconds(process)
+            elif (
+                _cpu_seconds(process) > used + SECONDS  # others may use the cores too
+                or time.monotonic() > since + 10 * SECONDS
+            ):
                 os.kill(process, signal.SIGUSR1)  # writes the stack
                 time.sleep(0.3)
                 os.kill(process, signal.SIGKILL)
@@ -326,6 +329,12 @@ class Fuzzed:
 
     def _add(self, what: str, data: bytes) -> None:
         self.findings.setdefault(what, Finding(self.name, what, data))
+
+
+def _cpu_seconds(process: int) -> float:
+    """That the process has computed so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def fuzz(names: list[str], seconds: float, seed: int, folder: Path) -> list[Fuzzed]:

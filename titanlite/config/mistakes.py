@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from difflib import SequenceMatcher, get_close_matches
@@ -20,18 +21,22 @@ def suggestion(word: str, allowed: list[str], cutoff: float = 0.65) -> str:
     `cutoff`: the similarity required, from 0 to 1 for the same word. Letters of either case are
     the same.
     """
-    word = word[:199].lower()  # SequenceMatcher treats longer ones differently
-    lower = list(map(str.lower, allowed))
+    best = _most_similar(word[:199], tuple(allowed), cutoff)
+    return f"; did you mean {' or '.join(best)}?" if best else ""
+
+
+@functools.lru_cache(maxsize=1000)  # a command line may have the same mistake thousands of times
+def _most_similar(word: str, allowed: tuple[str, ...], cutoff: float) -> list[str]:
+    """`word` has less than 200 letters: SequenceMatcher treats longer ones differently."""
+    word = word.lower()
+    lower = [name.lower() for name in allowed]
     similarity = {}
     for other in get_close_matches(word, lower, 9, cutoff):
         similarity[other] = SequenceMatcher(None, other, word).ratio()
-    if not similarity:
-        return ""
-    highest = max(similarity.values())
-    best = [
+    highest = max(similarity.values(), default=0.0)
+    return [
         name for name, low in zip(allowed, lower, strict=True) if similarity.get(low) == highest
     ]
-    return f"; did you mean {' or '.join(best)}?"
 
 
 def where(path: Path, text: str, section: str, name: str) -> str:
