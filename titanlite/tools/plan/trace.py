@@ -197,9 +197,10 @@ def count_step(config: Config, llama: LlamaConfig, mesh: Mesh, pretended: bool =
         for part in parts:
             _mark_middle(part, recorder)
         if not pretended:
-            _step(config, stages, optimizer, ema)
+            take_step(config, stages, optimizer, device)
         with recorder:
-            _step(config, stages, optimizer, ema, recorder)
+            take_step(config, stages, optimizer, device, recorder)
+            ema.update()
         numbers = recorder.numbers()
         for part in parts:
             for parameter in part.parameters():
@@ -207,19 +208,19 @@ def count_step(config: Config, llama: LlamaConfig, mesh: Mesh, pretended: bool =
     return numbers
 
 
-def _step(
+def take_step(
     config: Config,
     stages: Stages,
     optimizer: torch.optim.Optimizer,
-    ema: WeightEMA,
+    device: torch.device,
     recorder: Recorder | None = None,
 ) -> None:
-    """An optimizer step, as in train.py. With a recorder, the second of three local batches stands
-    for all between the first and the last.
+    """An optimizer step on local batches of zeros, as in train.py: all of them, or with a recorder
+    at most three, of which the second stands for all between the first and the last.
     """
     mesh = stages.mesh
     number = local_batches(config, mesh.degrees)
-    batches = [_batch(config) for _ in range(min(number, 3))]
+    batches = [_batch(config, device) for _ in range(min(number, 3) if recorder else number)]
     num_targets = mesh.sum_counts(stages.count_targets(batches))
     for i, batch in enumerate(batches):
         last = i == len(batches) - 1
@@ -232,11 +233,10 @@ def _step(
         stages.model_parts,
         config.training.max_norm,
         config.optimizer,
-        torch.device("cpu"),
+        device,
         stages.shared_params,
     )
     optimizer.step()
-    ema.update()
     optimizer.zero_grad()
 
 
@@ -257,10 +257,11 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
                 yield value
 
 
-def _batch(config: Config) -> Batch:
+def _batch(config: Config, device: torch.device) -> Batch:
     """A local batch of zeros, with what this config's batches have."""
     training = config.training
-    zeros = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+    shape = (training.local_batch_size, training.seq_len)
+    zeros = torch.zeros(shape, dtype=torch.int64, device=device)
     batch = Batch(zeros, zeros)
     if config.data.document_mask:
         batch = batch._replace(positions=torch.zeros_like(zeros))
