@@ -347,9 +347,9 @@ def compare_with_plan(
 ) -> str:
     """Memory and speed as `titanlite plan` predicts them, beside those of a logged row.
 
-    Empty on a device that it does not know.
+    Empty on a device that it does not know, and where the batch grows: a plan has one size.
     """
-    if not find_spec("titanlite.tools"):
+    if config.training.batch_ramp or not find_spec("titanlite.tools"):
         return ""
     from titanlite.tools.plan.check import comparison
 

@@ -32,9 +32,14 @@ def pytest_addoption(parser):
 @pytest.hookimpl(trylast=True)  # after `-m` has selected
 def pytest_collection_modifyitems(config, items):
     parts = config.getoption("sample")
+    if parts < 1:
+        raise pytest.UsageError(f"--sample {parts}: expected 1, which runs all, or more")
     seed = _commit() if parts > 1 else ""
-    kept = [item for item in items if in_sample(item.nodeid, parts, seed)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    kept = []
+    others = []
+    for item in items:
+        (kept if in_sample(item.nodeid, parts, seed) else others).append(item)
+    config.hook.pytest_deselected(items=others)
     items[:] = kept
 
 

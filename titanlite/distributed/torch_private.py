@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._triton import has_triton_package as has_triton_package
 
 if TYPE_CHECKING:
@@ -325,7 +326,6 @@ def pretended_tensors() -> Iterator[None]:
     be arguments. A number that is read from one is 1. Checked: 2.13.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Ones(TorchDispatchMode):
         def __torch_dispatch__(
@@ -353,3 +353,34 @@ def hide_shape_inference() -> None:
             return infer(propagator, operation)
 
     ShardingPropagator._propagate_tensor_meta_non_cached = without_modes  # type: ignore[method-assign, assignment]
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """By which a storage is known while it exists.
+
+    A pretended one has no `data_ptr`. Checked: 2.13.
+    """
+    return storage._cdata
+
+
+def returns_a_view(operator: OpOverload) -> bool:
+    """Whether an operator returns a view of an argument. Checked: 2.13."""
+    return any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in operator._schema.returns
+    )
+
+
+def group_name(argument: object) -> str:
+    """The name of the process group that an argument of an operator is; empty if it is none.
+
+    Operators of process groups are given the group, functional collectives its name, a number.
+    Checked: 2.13.
+    """
+    if isinstance(argument, torch.ScriptObject):
+        if "ProcessGroup" not in argument._type().qualified_name():
+            return ""
+        return str(ProcessGroup.unbox(argument).group_name)
+    if isinstance(argument, ProcessGroup):
+        return str(argument.group_name)
+    return argument if isinstance(argument, str) and argument.isdecimal() else ""

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.batch_sizes import samples_after
 from titanlite.config.load import load_config
 from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import FROM_CHECKPOINT, Config
@@ -26,6 +27,7 @@ from titanlite.tools.plan.amounts import amount, seconds
 from titanlite.tools.plan.budget import (
     GPU_MTBF_HOURS,
     Budget,
+    SaveInterval,
     budget_lines,
     checkpoint_bytes,
     flops_lines,
@@ -43,7 +45,9 @@ from titanlite.tools.plan.show import plan_json, plan_lines, search_lines
 
 EPILOG = """\
 Nothing is trained, downloaded or sent. Without --estimate the real program runs one step on
-tensors without numbers, in at most a minute. docs/plan.md says what the numbers are."""
+tensors without numbers, which takes half a minute or more; then the communication, the states and,
+where blocks are not compiled, the activations are counted, and only times are estimated.
+docs/plan.md says what the numbers are."""
 MAX_GPUS = 2**20
 SAVE_BANDWIDTH = 1e9  # bytes per second and node, that --save-seconds replaces
 
@@ -59,7 +63,8 @@ def run(argv: list[str]) -> int:
             [f"unknown option {word}{suggestion(word, names)}; see --help" for word in unknown]
         )
     if options.fit:
-        return _fit(options.fit, rest)
+        _require_alone("--fit", options, rest)
+        return _fit(options.fit)
     config = load_config(rest)
     if config.model.flavor == FROM_CHECKPOINT:
         # Imports torch, which reads the checkpoint's shape
@@ -74,17 +79,19 @@ def run(argv: list[str]) -> int:
     if options.out and not options.search:
         raise ConfigError("--out: only with --search; expected both, or --html")
     if options.search:
+        for name in ("html", "tokens", "flops", "days"):
+            if getattr(options, name):
+                raise ConfigError(f"--{name}: not with --search; plan the layout that it finds")
         return _search(config, llama, gpus, machine, options)
     plan = make_plan(config, llama, gpus, machine, exact=not options.estimate)
     budget = _budget(plan, options)
-    if options.json:
-        print(plan_json(plan, _budget_contents(plan, budget)))
-        return 0
-    lines = plan_lines(plan)
-    lines += ["", *_budget_text(plan, budget, options)]
+    lines = [*plan_lines(plan), "", *_run_lines(plan, budget, options)]
     if options.html:
         write_file("--html", options.html, page(plan, lines))
-    print("\n".join(lines))
+    if options.json:
+        print(plan_json(plan, _run_contents(plan, budget, options)))
+    else:
+        print("\n".join(lines))
     return 0
 
 
@@ -141,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--tokens", metavar="T", help="tokens of the run, as in 300B or 2T")
-    length.add_argument("--flops", metavar="C", help="FLOPs of the run, as in 5.76e23")
+    length.add_argument("--flops", metavar="C", help="with attention, as in 5.76e23")
     length.add_argument("--days", metavar="D", help="time of the run, as in 30 or 12h")
     parser.add_argument("--estimate", action="store_true", help="by arithmetic, without torch")
     parser.add_argument("--search", action="store_true", help="rank all layouts, by arithmetic")
@@ -167,12 +174,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _fit(folders: list[Path], rest: list[str]) -> int:
+def _require_alone(option: str, options: argparse.Namespace, rest: list[str]) -> None:
+    """Raises ConfigError for options that would have no effect beside this one."""
+    given = [*rest]
+    for name in ("html", "json", "tokens", "flops", "days", "search", "gpus", "estimate"):
+        if getattr(options, name) and f"--{name}" != option:
+            given.append(f"--{name}")
+    if given:
+        raise ConfigError(f"{option}: found {' '.join(given)} too, which has no effect there")
+
+
+def _fit(folders: list[Path]) -> int:
     """Fits the loss of the user's own runs."""
     from titanlite.tools.plan.fit import fit_lines, fit_runs  # imports numpy
 
-    if rest:
-        raise ConfigError(f"--fit: found {' '.join(rest)} too; expected only folders of runs")
     print("\n".join(fit_lines(fit_runs(folders))))
     return 0
 
@@ -195,56 +210,83 @@ def _processes(config: Config) -> int:
     return gpus
 
 
-def _budget(plan: Plan, options: argparse.Namespace) -> Budget:
-    """Of the run that the options describe; else of the config's."""
+def _budget(plan: Plan, options: argparse.Namespace) -> Budget | None:
+    """Of the run that the options describe, else of the config's; None if only the data says how
+    long that is.
+    """
+    config = plan.config
+    training = config.training
     tokens: float | None = None
     flops: float | None = None
     time: float | None = None
-    if options.flops:
+    if options.flops is not None:
         flops = amount("--flops", options.flops)
-    elif options.days:
+    elif options.days is not None:
         time = seconds("--days", options.days)
-    elif options.tokens:
+    elif options.tokens is not None:
         tokens = amount("--tokens", options.tokens)
+    elif training.epochs:
+        return None
     else:
-        tokens = float(plan.config.training.steps * plan.counts.tokens)
-    per_token = flops_per_token(plan.llama, plan.config.training.seq_len, plan.config.lora)
+        tokens = float(samples_after(training, 0, training.steps) * training.seq_len)
     return run_budget(
-        per_token,
+        flops_per_token(plan.llama, training.seq_len, config.lora),
         plan.gpus,
         plan.time.tokens_per_second,
         tokens=tokens,
         flops=flops,
         seconds=time,
-        price=price_of(plan.machine, read_prices(options.prices)),
+        price=price_of(plan.machine, read_prices(options.prices, plan.machine)),
         peak_tflops=plan.machine.peak_tflops,
     )
 
 
-def _budget_text(plan: Plan, budget: Budget, options: argparse.Namespace) -> list[str]:
+def _interval(plan: Plan, options: argparse.Namespace) -> SaveInterval:
+    """When to save, if each node writes at SAVE_BANDWIDTH."""
+    nodes = -(-plan.gpus // plan.machine.gpus_per_node)
     size = checkpoint_bytes(plan.llama, plan.config)
-    saving = options.save_seconds or _save_seconds(size, plan)
-    interval = save_interval(saving, plan.gpus, options.mtbf_hours)
-    flops = run_flops(plan.llama, plan.config.training.seq_len, budget.tokens, plan.config.lora)
-    scaling = scaling_laws(parameters=float(plan.llama.num_parameters), tokens=budget.tokens)
+    saving = options.save_seconds or size / (SAVE_BANDWIDTH * nodes)
+    return save_interval(saving, plan.gpus, options.mtbf_hours)
+
+
+def _run_lines(plan: Plan, budget: Budget | None, options: argparse.Namespace) -> list[str]:
+    """The run as a whole: its length, cost, checkpoints, and what scaling laws say of it."""
+    if budget is None:
+        epochs = plan.config.training.epochs
+        return [f"The run: training.epochs = {epochs:g} of data that is not read; give --tokens"]
+    config = plan.config
+    flops = run_flops(plan.llama, config.training.seq_len, budget.tokens, config.lora)
+    size = checkpoint_bytes(plan.llama, config)
+    parameters = float(plan.llama.num_parameters)
+    lines = ["The run"]
+    if plan.verdict == "does not fit":
+        lines = ["The run, if it did fit"]
+    if config.training.batch_ramp and options.days is None:
+        lines.append("  (by the speed of the first batch size)")
     return [
-        "The run",
+        *lines,
         *budget_lines(budget),
-        *flops_lines(flops, plan.config.training.seq_len),
-        *save_lines(interval, size, plan.time.total),
+        *flops_lines(flops, config.training.seq_len),
+        *save_lines(_interval(plan, options), size, plan.time.total, budget.seconds),
         "",
-        *scaling_lines(scaling),
+        *scaling_lines(scaling_laws(parameters=parameters, tokens=budget.tokens)),
     ]
 
 
-def _save_seconds(nbytes: int, plan: Plan) -> float:
-    """A save in which each node writes at SAVE_BANDWIDTH."""
-    nodes = -(-plan.gpus // plan.machine.gpus_per_node)
-    return nbytes / (SAVE_BANDWIDTH * nodes)
-
-
-def _budget_contents(plan: Plan, budget: Budget) -> dict[str, Any]:
-    return {
-        "budget": dataclasses.asdict(budget) | {"gpu_hours": budget.gpu_hours, "cost": budget.cost},
+def _run_contents(plan: Plan, budget: Budget | None, options: argparse.Namespace) -> dict[str, Any]:
+    """The same as plain data."""
+    interval = _interval(plan, options)
+    contents: dict[str, Any] = {
+        "flops_per_token": flops_per_token(
+            plan.llama, plan.config.training.seq_len, plan.config.lora
+        ),
         "checkpoint_bytes": checkpoint_bytes(plan.llama, plan.config),
+        "save_interval": dataclasses.asdict(interval),
+        "budget": None,
     }
+    if budget is not None:
+        contents["budget"] = dataclasses.asdict(budget) | {
+            "gpu_hours": budget.gpu_hours,
+            "cost": budget.cost,
+        }
+    return contents

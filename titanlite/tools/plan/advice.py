@@ -1,19 +1,23 @@
 """Whether a step fits into the memory of a GPU, and which keys would help if it does not.
 
-What it is: the sum of what a rank holds, as a range, against what the GPU has. The lower end is
-what the program holds with no gap between its tensors; the upper end has what allocators have been
-seen to reserve beside it. Between the two the verdict is "may fit".
-Why it is here: a number of bytes is no answer. The advice names the largest part that a key can
-make smaller, with the key and the size that would remain. Imports no torch.
+What it is: what the allocator reserves on a rank, as a range, and the CUDA context, against what
+the GPU has. Within the range the verdict is "may fit". Keys that help are found by trying them: one
+change at a time is estimated, and those that make the total smaller are named with what they leave.
+Why it is here: a number of bytes is no answer.
+What it costs: about 20 ms for each change. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titanlite.config.schema import Config
+from titanlite.model.flavors import LlamaConfig
+from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.counts import Memory
+from titanlite.tools.plan.estimate import estimate
+from titanlite.tools.plan.estimate_memory import CONTEXT_BYTES, reserved_bytes
 
 GIB = 2**30
 NAMES = {
@@ -26,6 +30,8 @@ NAMES = {
     "logits": "logits and loss",
     "buffers": "communication buffers",
 }
+MOST_REMEDIES = 5
+HELPS = 0.97  # a change is named if it leaves less than this part
 
 
 @dataclass(frozen=True)
@@ -34,82 +40,102 @@ class Need:
 
     pp_rank: int
     memory: Memory
-    low: int
-    high: int
+    low: int  # what the allocator reserves, at least
+    high: int  # at most
 
     def verdict(self, available: int) -> str:
-        """`fits`, `may fit` or `does not fit`."""
-        if self.high <= available:
+        """`fits`, `may fit` or `does not fit`; the CUDA context needs some memory too."""
+        if self.high + CONTEXT_BYTES <= available:
             return "fits"
-        return "may fit" if self.low <= available else "does not fit"
+        return "may fit" if self.low + CONTEXT_BYTES <= available else "does not fit"
 
 
-def advice(config: Config, degrees: Mapping[str, int], memory: Memory) -> Iterator[str]:
-    """What would make the largest parts smaller, the largest first."""
-    parts = {name: getattr(memory, name) for name in NAMES}
-    for name in sorted(parts, key=lambda name: -parts[name]):
-        remedy = _remedy(name, config, degrees, parts[name])
-        if remedy and parts[name] > memory.total / 20:
-            yield f"{NAMES[name]} {parts[name] / GIB:,.1f} GiB: {remedy}"
+@dataclass(frozen=True)
+class Remedy:
+    """A change of one key, and what the fullest rank then needs."""
+
+    change: str  # as in a config: section.key = value
+    need: Need
 
 
-def _remedy(name: str, config: Config, degrees: Mapping[str, int], nbytes: int) -> str:
-    """The key that makes a part smaller, with what it costs; empty if there is none."""
+def estimated_needs(config: Config, llama: LlamaConfig, gpus: int) -> list[Need]:
+    """Of each rank of the pp axis. Raises ConfigError."""
+    needs = []
+    for rank in estimate(config, llama, gpus).ranks:
+        low, high = reserved_bytes(rank.memory)
+        needs.append(Need(rank.pp_rank, rank.memory, low, high))
+    return needs
+
+
+def remedies(config: Config, llama: LlamaConfig, gpus: int) -> list[Remedy]:
+    """The changes that make the fullest rank's memory smaller, those that leave least first."""
+    present = max(need.high for need in estimated_needs(config, llama, gpus))
+    found = []
+    for change, changed in _changes(config):
+        try:
+            needs = estimated_needs(changed, llama, gpus)
+        except ConfigError:  # it does not go together with the rest of the config
+            continue
+        worst = max(needs, key=lambda need: need.high)
+        if worst.high < HELPS * present:
+            found.append(Remedy(change, worst))
+    found.sort(key=lambda remedy: remedy.need.high)
+    return found[:MOST_REMEDIES]
+
+
+def _changes(config: Config) -> Iterator[tuple[str, Config]]:
+    """Changes of one key each that may need less memory."""
     parallel = config.parallel
-    if name == "logits" and config.loss.num_chunks == 1:
-        return f"loss.num_chunks = 8 leaves about {nbytes / 8 / GIB:,.1f}"
-    if name == "activations":
-        return _less_activations(config, degrees)
-    if name in ("parameters", "gradients", "optimizer"):
-        if degrees["dp_replicate"] > 1:
-            return "parallel.dp_shard in place of dp_replicate, which repeats them"
-        if name == "optimizer" and not (parallel.optimizer_offload or parallel.cpu_offload):
-            if config.optimizer.state_dtype == "float32":
-                return f"optimizer.state_dtype = bfloat16 leaves {nbytes / 2 / GIB:,.1f}"
-            return "parallel.optimizer_offload = true keeps them in CPU memory"
-        return "more GPUs: parallel.dp_shard divides them"
-    if name == "whole_gradients":
-        if not parallel.reduce_every_microbatch:
-            return "parallel.reduce_every_microbatch = true, with more communication"
-        if degrees["pp"] > 1:
-            return "a pipeline keeps them for the whole step: a smaller stage, or parallel.tp"
-    if name == "gathered" and _keeps_weights(config, degrees):
-        return "parallel.reshard_after_forward = always gathers them again in the backward"
-    return ""
+    training = config.training
+    for mode in ("selective", "full"):
+        recompute = replace(config.recompute, mode=mode)
+        yield f'recompute.mode = "{mode}"', replace(config, recompute=recompute)
+    if config.loss.num_chunks < 8:
+        loss = replace(config.loss, num_chunks=8)
+        yield "loss.num_chunks = 8", replace(config, loss=loss)
+    for size in (training.local_batch_size // 2, 1):
+        if 0 < size < training.local_batch_size:
+            smaller = replace(training, local_batch_size=size)
+            yield f"training.local_batch_size = {size}", replace(config, training=smaller)
+    keys: dict[str, object] = {"pp_microbatch_size": max(1, parallel.pp_microbatch_size // 2)}
+    keys["reshard_after_forward"] = "always"
+    keys["reduce_every_microbatch"] = True
+    keys["optimizer_offload"] = True
+    keys["cpu_offload"] = True
+    for key, value in keys.items():
+        if getattr(parallel, key) != value:
+            changed = replace(parallel, **{key: value})  # type: ignore[arg-type]
+            text = str(value).lower() if isinstance(value, bool) else value
+            yield f"parallel.{key} = {text}", replace(config, parallel=changed)
+    for axis in ("tp", "cp", "pp"):
+        degree = 2 * getattr(parallel, axis)
+        changed = replace(parallel, **{axis: degree, "dp_shard": -1})
+        yield f"parallel.{axis} = {degree}", replace(config, parallel=changed)
+    if parallel.dp_replicate > 1:
+        changed = replace(parallel, dp_replicate=1, dp_shard=-1)
+        yield "parallel.dp_replicate = 1", replace(config, parallel=changed)
+    optimizer = replace(config.optimizer, state_dtype="bfloat16")
+    yield 'optimizer.state_dtype = "bfloat16"', replace(config, optimizer=optimizer)
 
 
-def _keeps_weights(config: Config, degrees: Mapping[str, int]) -> bool:
-    """Whether weights stay gathered from the forward to the backward."""
-    mode = config.parallel.reshard_after_forward
-    return mode == "never" or (mode == "default" and degrees["pp"] > 1)
-
-
-def _less_activations(config: Config, degrees: Mapping[str, int]) -> str:
-    if config.recompute.mode == "none":
-        return "recompute.mode = selective keeps about half, full a tenth, and computes them again"
-    if config.recompute.mode == "selective":
-        return "recompute.mode = full keeps each block's input alone"
-    if config.training.local_batch_size > 1 and degrees["pp"] == 1:
-        return (
-            f"training.local_batch_size = {config.training.local_batch_size // 2} halves them, "
-            "with more local batches per step"
-        )
-    if config.training.seq_len >= 8192:
-        return "parallel.cp divides each sequence"
-    return ""
-
-
-def zero_stage(config: Config, degrees: Mapping[str, int]) -> str:
+def zero_stage(config: Config, degrees: Mapping[str, int], local_batches: int) -> str:
     """What the layout of weights, gradients and states is called in ZeRO (arXiv 1910.02054)."""
     parallel = config.parallel
     shards = degrees["dp_shard"] * degrees["cp"]
+    replicas = degrees["dp_replicate"]
     if shards == 1:
-        return "stage 0: every rank holds all (DDP)"
-    unreduced = degrees["pp"] > 1 or not parallel.reduce_every_microbatch
-    if not _keeps_weights(config, degrees):
-        return "stage 3: parameters, gradients and states are sharded"
-    if unreduced:
-        return (
-            "stage 1 within a step (whole weights and gradients), with sharded parameters between"
-        )
-    return "stage 2 within a step (whole weights), with sharded parameters between steps"
+        return "stage 0: nothing is sharded" if replicas > 1 else "none: one data-parallel rank"
+    text = "stage 3: weights, gradients and states are sharded"
+    waits = degrees["pp"] > 1 or not parallel.reduce_every_microbatch
+    whole_gradients = waits and (degrees["pp"] > 1 or local_batches > 1)
+    mode = parallel.reshard_after_forward
+    keeps_weights = mode == "never" or (mode == "default" and degrees["pp"] > 1)
+    if keeps_weights and whole_gradients:
+        text = "stage 1 within a step: weights and gradients are whole, states sharded"
+    elif keeps_weights:
+        text = "stage 2 within a step: weights are whole, gradients and states sharded"
+    elif whole_gradients:
+        text = "stage 3, but gradients are whole until the last local batch"
+    if replicas > 1:
+        text += f"; repeated in {replicas} replicas"
+    return text

@@ -66,9 +66,8 @@ def _memory(plan: Plan) -> list[str]:
     scale = max(available, *(need.memory.total for need in plan.needs))
     lines = [f"<h2>Memory, of {plan.machine.memory_gib:,.1f} GiB</h2>"]
     for need in plan.needs:
-        name = f"rank {need.pp_rank} of pp" if len(plan.needs) > 1 else "each rank"
         parts = [(text, getattr(need.memory, key) / scale) for key, text in NAMES.items()]
-        label = f"{name}: {need.low / GIB:,.1f} to {need.high / GIB:,.1f} GiB"
+        label = f"{plan.name_of(need)}: {need.low / GIB:,.1f} to {need.high / GIB:,.1f} GiB"
         lines += [f"<div>{label}, {need.verdict(available)}</div>", _bar(parts, label)]
     memory = plan.worst.memory
     rows = [(text, f"{getattr(memory, key) / GIB:,.2f} GiB") for key, text in NAMES.items()]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from titanlite.config.schema import Config
 from titanlite.model.flavors import LlamaConfig
 from titanlite.rules.compiled import reason_not_compiled
-from titanlite.tools.plan.advice import Need, advice, zero_stage
+from titanlite.tools.plan.advice import Need, Remedy, estimated_needs, remedies, zero_stage
 from titanlite.tools.plan.counts import Collective, RankCounts, StepCounts
 from titanlite.tools.plan.estimate import estimate
 from titanlite.tools.plan.estimate_memory import reserved_bytes
@@ -65,21 +65,32 @@ class Plan:
         return self.worst.verdict(self.machine.memory_bytes)
 
     @property
-    def advice(self) -> list[str]:
-        """How to need less, if it may not fit."""
+    def remedies(self) -> list[Remedy]:
+        """What would need less, if it may not fit."""
         if self.verdict == "fits":
             return []
-        return list(advice(self.config, self.counts.degrees, self.worst.memory))
+        return remedies(self.config, self.llama, self.gpus)
 
     @property
-    def recomputed(self) -> float:
+    def recompute_factor(self) -> float:
         """FLOPs of products and attention over those without recomputation."""
         rank = max(self.counts.ranks, key=_flops)
-        from_shapes = dataclasses.replace(
-            self.config, recompute=dataclasses.replace(self.config.recompute, mode="none")
-        )
-        plain = estimate(from_shapes, self.llama, self.gpus).ranks[rank.pp_rank]
-        return _flops(rank) / _flops(plain)
+        recompute = dataclasses.replace(self.config.recompute, mode="none", offload=False)
+        without = dataclasses.replace(self.config, recompute=recompute)
+        return _flops(rank) / _flops(estimate(without, self.llama, self.gpus).ranks[rank.pp_rank])
+
+    def name_of(self, need: Need) -> str:
+        """The rank that has this need."""
+        return f"rank {need.pp_rank} of pp" if len(self.needs) > 1 else "each rank"
+
+    @property
+    def source(self) -> str:
+        """Where the numbers come from."""
+        if self.counts.source == "estimated":
+            return "estimated"
+        if self.compiled:
+            return "traced; memory of compiled blocks, and times, estimated"
+        return "traced; times estimated"
 
 
 def _flops(rank: RankCounts) -> int:
@@ -99,15 +110,12 @@ def make_plan(
         from titanlite.tools.plan.trace import trace  # slow to import, and to run
 
         counts = trace(config, llama, degrees)
-    needs = []
-    for traced, formula in zip(counts.ranks, estimated.ranks, strict=True):
-        low, high = reserved_bytes(formula.memory)
-        memory = formula.memory
-        if exact and not compiled:
-            memory = traced.memory
-            low = min(low, memory.total)
-            high = max(high, memory.total)
-        needs.append(Need(traced.pp_rank, memory, low, high))
+    needs = estimated_needs(config, llama, gpus)
+    if exact and not compiled:
+        # Traced tensors; at most, with the buffers that NCCL keeps and a traced step does not have
+        for i, rank in enumerate(counts.ranks):
+            low, high = reserved_bytes(rank.memory)
+            needs[i] = Need(rank.pp_rank, rank.memory, low, max(high, needs[i].high))
     rates = RATES.get(machine.name, Rates())
     busiest = max(counts.ranks, key=_flops)
     traffic = [
@@ -135,7 +143,7 @@ def make_plan(
         bubble=bubble_fraction(
             parallel.pp_schedule, degrees["pp"], microbatches, parallel.stages_per_process
         ),
-        zero=zero_stage(config, degrees),
+        zero=zero_stage(config, degrees, counts.local_batches),
     )
 
 

@@ -23,11 +23,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.torch_private import AsyncCollectiveTensor
+from titanlite.distributed.torch_private import (
+    AsyncCollectiveTensor,
+    TorchDispatchMode,
+    group_name,
+    returns_a_view,
+    storage_address,
+)
 from titanlite.runtime.phases import Phase, add_listener, remove_listener
 from titanlite.tools.plan.counts import Memory
 
@@ -110,7 +115,7 @@ class Recorder(TorchDispatchMode):
     def _register(self, tensor: Tensor, category: str) -> None:
         """Counts the tensor's storage, in this category from here on."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
+        address = storage_address(storage)
         known = self.live.get(address)
         if known is not None:
             self._add(known.category, -known.nbytes)
@@ -127,9 +132,10 @@ class Recorder(TorchDispatchMode):
             self._add(gone.category, -gone.nbytes)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        known = self.live.get(storage._cdata)
+        address = storage_address(storage)
+        known = self.live.get(address)
         if known is not None:
-            self.live[storage._cdata] = known._replace(nbytes=storage.nbytes())
+            self.live[address] = known._replace(nbytes=storage.nbytes())
             self._add(known.category, storage.nbytes() - known.nbytes)
 
     def _add(self, category: str, nbytes: int) -> None:
@@ -140,17 +146,22 @@ class Recorder(TorchDispatchMode):
 
     def category(self, tensor: Tensor) -> str:
         """Of a tensor's storage; empty if it was never seen."""
-        known = self.live.get(tensor.untyped_storage()._cdata)
+        known = self.live.get(storage_address(tensor.untyped_storage()))
         return known.category if known else ""
 
-    def _category_of_result(self, inputs: list[Tensor], result: Tensor) -> str:
+    def _category_of_result(self, name: str, inputs: list[Tensor], result: Tensor) -> str:
         sources = {self.category(tensor) for tensor in inputs}
-        if sources & {"parameters", "gathered"} and len(inputs) == 1:
+        of_weights = bool(sources & {"parameters", "gathered"})
+        if of_weights and len(inputs) == 1:
             return "gathered"  # a cast
         if sources == {"gradients"}:
             return "gradients"
         if tuple(result.shape) in self.weight_shapes and result.ndim > 1:
-            return "whole_gradients"
+            # A sequence may be as long as the model is wide: the product that makes a gradient has
+            # no weight among its operands, and what is made of one stays one
+            made = name in PRODUCTS and not of_weights
+            if made or "embedding" in name or "whole_gradients" in sources:
+                return "whole_gradients"
         if result.ndim > 1 and result.shape[-1] == self.vocab_size:
             return "logits"
         return "activations"
@@ -216,8 +227,8 @@ class Recorder(TorchDispatchMode):
             moved = sum(map(_nbytes, inputs)) + sum(map(_nbytes, outputs))
             self.counts["pointwise",] += self.times * moved
         for output in outputs:
-            if output.untyped_storage()._cdata not in self.live:
-                self._register(output, self._category_of_result(inputs, output))
+            if storage_address(output.untyped_storage()) not in self.live:
+                self._register(output, self._category_of_result(name, inputs, output))
         return result
 
     def _fsdp(
@@ -241,17 +252,16 @@ class Recorder(TorchDispatchMode):
         axis, size = self.axes.get(group, ("part of dp_shard_cp", 0))
         if axis != "world":
             return axis, size
+        of_weights = space == "c10d" and kind in ("all_gather", "reduce_scatter")
+        if of_weights and self.degrees["dp_shard"] * self.degrees["cp"] == size:
+            return ("dp_shard" if self.degrees["cp"] == 1 else "dp_shard_cp"), size
         wide = [name for name, degree in self.degrees.items() if degree == size]
-        if not wide:
-            return axis, size
-        if wide == ["cp"] and space == "c10d" and kind in ("all_gather", "reduce_scatter"):
-            return "dp_shard_cp", size
-        return wide[0], size
+        return (wide[0] if wide else axis), size
 
     def _collective(
         self, space: str, kind: str, args: tuple[Any, ...], inputs: list[Tensor]
     ) -> None:
-        group = next(group for group in map(_group_name, args) if group)
+        group = next(group for group in map(group_name, args) if group)
         axis, size = self._axis(group, space, kind)
         whole = sum(map(_nbytes, inputs))
         if kind in ("all_gather", "reduce_scatter"):
@@ -301,17 +311,6 @@ def _gathered_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _group_name(argument: Any) -> str:
-    """The name of the process group that an argument of an operator is; empty if it is none."""
-    if isinstance(argument, torch.ScriptObject):
-        if "ProcessGroup" not in argument._type().qualified_name():
-            return ""
-        return str(torch.distributed.ProcessGroup.unbox(argument).group_name)
-    if isinstance(argument, torch.distributed.ProcessGroup):
-        return str(argument.group_name)
-    return argument if isinstance(argument, str) and argument.isdecimal() else ""
-
-
 def _tensors(value: Any) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -327,9 +326,5 @@ def _nbytes(tensor: Tensor) -> int:
 @functools.cache
 def _only_shapes(func: Any) -> bool:
     """Whether an operator moves no data: it returns a view, memory without values, or a device."""
-    views = any(
-        result.alias_info is not None and not result.alias_info.is_write
-        for result in func._schema.returns
-    )
     names = ("empty", "wait_tensor", "prim::")
-    return views or any(name in func.name() for name in names)
+    return returns_a_view(func) or any(name in func.name() for name in names)

@@ -18,6 +18,7 @@ from titanlite.tools.plan.estimate_memory import reserved_bytes
 from titanlite.tools.plan.machines import Machine
 from titanlite.tools.plan.plan import Plan
 from titanlite.tools.plan.search import SearchResult, why_slower
+from titanlite.tools.plan.step_time import RATES
 
 WIDTH = 80
 BAR = 27  # columns of a whole
@@ -69,14 +70,14 @@ def _title(plan: Plan) -> list[str]:
         *_wrapped(f"ZeRO {plan.zero}", ""),
         f"step: {counts.tokens:,} tokens; per rank {batches} of {training.local_batch_size} x "
         f"{training.seq_len:,}",
-        f"{training.compute_dtype}, {how}, recompute.mode = {plan.config.recompute.mode}; "
-        f"{counts.source}",
+        f"{training.compute_dtype}, {how}, recompute.mode = {plan.config.recompute.mode}",
+        plan.source,
     ]
 
 
 def _memory(plan: Plan) -> list[str]:
     worst = plan.worst
-    lines = [f"Memory of rank{_pp(plan, worst.pp_rank)}, in GiB, at its fullest moment"]
+    lines = [f"Memory of {plan.name_of(worst)} at its fullest moment, in GiB"]
     for name, text in NAMES.items():
         nbytes = getattr(worst.memory, name)
         bar = "#" * round(BAR * nbytes / max(plan.machine.memory_bytes, worst.memory.total))
@@ -89,13 +90,14 @@ def _memory(plan: Plan) -> list[str]:
     if len(plan.needs) > 1:
         each = ", ".join(f"{need.high / GIB:,.1f}" for need in plan.needs)
         lines += _wrapped(f"at most, by rank of pp: {each}")
-    for text in plan.advice:
-        lines += _wrapped(f"to need less: {text}")
+    for remedy in plan.remedies:
+        need = remedy.need
+        verdict = need.verdict(plan.machine.memory_bytes)
+        leaves = f"{need.low / GIB:,.1f} to {need.high / GIB:,.1f}, {verdict}"
+        lines.append(f"  with {remedy.change}: {leaves}")
+    if plan.verdict != "fits":
+        lines.append("  --search tries several keys at once; more GPUs hold less each")
     return lines
-
-
-def _pp(plan: Plan, pp_rank: int) -> str:
-    return f" {pp_rank} of pp" if len(plan.needs) > 1 else "s"
 
 
 def _traffic(plan: Plan) -> list[str]:
@@ -122,7 +124,7 @@ def _flops(plan: Plan) -> list[str]:
     return [
         "FLOPs",
         f"  per token {per_token:.3e} (PaLM: with attention), {six_n:.3e} by 6 N",
-        f"  per step  {step:.3e}; with recomputation {plan.recomputed:.2f} times as many",
+        f"  per step  {step:.3e}; with recomputation {plan.recompute_factor:.2f} times as many",
     ]
 
 
@@ -133,6 +135,10 @@ def _time(plan: Plan) -> list[str]:
         if seconds > 0:
             bar = "#" * round(BAR * seconds / time.total)
             lines.append(f"  {TIMES[name]:<39}{seconds_text(seconds):>9}  {bar}".rstrip())
+    fitted = "typically within 15 %"
+    if plan.machine.base not in RATES:
+        fitted = "not fitted to measurements of this GPU"
+    lines.append(f"  {fitted}: smaller differences between plans mean nothing")
     if plan.bubble:
         lines.append(f"  the bubble is {100 * plan.bubble:.1f} % of the pipeline's time")
     everywhere = time.tokens_per_second * plan.gpus
@@ -204,7 +210,8 @@ def plan_json(plan: Plan, extra: dict[str, Any]) -> str:
         "gpu": dataclasses.asdict(plan.machine),
         "compiled": plan.compiled,
         "verdict": plan.verdict,
-        "advice": plan.advice,
+        "source": plan.source,
+        "remedies": [dataclasses.asdict(remedy) for remedy in plan.remedies],
         "zero": plan.zero,
         "bubble": plan.bubble,
         "needs": [dataclasses.asdict(need) for need in plan.needs],

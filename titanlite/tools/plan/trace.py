@@ -11,6 +11,7 @@ What it costs: about 0.3 s for each traced block and local batch on one core, an
 process.
 What it does not see: what the compiler changes, since blocks run eagerly; kernels' workspaces; and
 what differs between CPU and GPU, such as a document mask, which on a GPU is a list of blocks.
+Float8 and ring attention need a GPU, and are not traced.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
@@ -44,6 +45,7 @@ from titanlite.parallel.preferences import build_stages
 from titanlite.parallel.stage_split import stage_indices, stage_modules
 from titanlite.parallel.stages import Stages
 from titanlite.rules.degrees import data_ranks, num_processes
+from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.counts import Collective, Memory, Product, RankCounts, StepCounts
 from titanlite.tools.plan.recorder import CATEGORIES, Recorder
 from titanlite.tools.verify.pool import Pool
@@ -70,7 +72,11 @@ def trace(config: Config, llama: LlamaConfig, degrees: Mapping[str, int]) -> Ste
     """Counts a step on each rank of the pp axis.
 
     `config` is a valid one for these degrees, with a `training.compute_dtype` that is not `auto`.
+    Raises ConfigError for what cannot be traced without a GPU.
     """
+    problems = list(_untraceable(config))
+    if problems:
+        raise ConfigError(problems)
     pp = degrees["pp"]
     depths = _depths(config, llama, pp)
     traced = sorted({0, min(1, pp - 1), max(0, pp - 2), pp - 1})
@@ -107,6 +113,14 @@ def trace(config: Config, llama: LlamaConfig, degrees: Mapping[str, int]) -> Ste
     training = config.training
     tokens = training.global_batch_size * training.seq_len
     return StepCounts("traced", dict(degrees), local_batches(config, degrees), tokens, tuple(ranks))
+
+
+def _untraceable(config: Config) -> Iterator[str]:
+    """What needs a GPU even without numbers."""
+    if config.float8.enabled and not config.float8.emulate:
+        yield "float8.enabled = true: its products are traced on a GPU only; expected --estimate"
+    if config.parallel.cp_method == "ring" and config.parallel.cp > 1:
+        yield 'parallel.cp_method = "ring" is traced on a GPU only; expected --estimate'
 
 
 def local_batches(config: Config, degrees: Mapping[str, int]) -> int:
