@@ -298,6 +298,14 @@ def test_parts_of_a_layout_add_up():
         assert total == 8030261248 + norms
 
 
+@pytest.mark.parametrize(("split", "without"), [("layers.0", 0), ("norm", 1)])
+def test_a_stage_may_have_no_block(split, without):
+    ranks = estimate(*model("debug", "--parallel.pp=2", f"--parallel.pp_split={split}"), 4).ranks
+    assert min(rank.memory.total for rank in ranks) > 0
+    numbers = [sum(product.count for product in rank.products) for rank in ranks]
+    assert numbers[without] < numbers[1 - without]
+
+
 def test_a_layout_that_is_not_allowed_is_refused():
     with pytest.raises(ConfigError, match=r"parallel.tp = 3 does not divide"):
         rank_of(3, "debug", "--parallel.tp=3")

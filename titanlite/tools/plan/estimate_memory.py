@@ -366,7 +366,7 @@ class _Unreduced:
     all_units: int  # where they wait for the last local batch or microbatch
     largest: int  # of one unit, as the backward computes it
     last_reduced: int  # the part of the last unit, after it
-    of_first_units: int  # the parts of the first block and of the embedding before it
+    of_first_units: int  # the parts of the first block and of the embedding before it; 0: no block
 
 
 def _unreduced(layout: Layout, units: list[Unit]) -> _Unreduced:
@@ -377,7 +377,7 @@ def _unreduced(layout: Layout, units: list[Unit]) -> _Unreduced:
     waits = layout.pp > 1 or not layout.config.parallel.reduce_every_microbatch
     if layout.has_fsdp and waits:
         all_units = sum(trained) * layout.reduce_bytes
-    first = next(index for index, unit in enumerate(units) if unit.is_block)
+    first = next((index for index, unit in enumerate(units) if unit.is_block), -1)  # -1: no block
     of_first = sum(unit.part_numel(layout.shards, trained_only=True) for unit in units[: first + 1])
     return _Unreduced(
         all_units=all_units,
