@@ -18,6 +18,12 @@ from titanlite.tools.plan.check import comparison, machine_of
         ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
         ("NVIDIA A10G", "A10G"),
         ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("NVIDIA GB200", "GB200-NVL72"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 80GB HBM2e", None),  # the PCIe card
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("CPU", None),
     ],
 )

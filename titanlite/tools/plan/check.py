@@ -13,14 +13,24 @@ from titanlite.tools.plan.machines import MACHINES, Machine
 from titanlite.tools.plan.plan import make_plan
 
 
+# Words of other parts with the same number: slower cards, and slices of a GPU
+OTHER_PARTS = {"PCIE", "NVL", "HBM2E", "MIG", "LAPTOP", "D"}
+OF_NODES = {"NVL72"}  # words of the table that say how many are in a node, which no device does
+
+
 def machine_of(device_name: str) -> Machine | None:
     """The machine of the table whose name has most words in common with a device's.
 
-    All words must be in it: `NVIDIA H100 80GB HBM3` is an H100, and no H100-96GB-500W.
+    All words must be in it: `NVIDIA H100 80GB HBM3` is an H100, and no H100-96GB-500W. None for
+    other parts, as `NVIDIA H100 PCIe`.
     """
     words = set(re.split(r"[^A-Za-z0-9]+", device_name.upper()))
+    if words & OTHER_PARTS:
+        return None
     fitting = [
-        machine for name, machine in MACHINES.items() if set(name.upper().split("-")) <= words
+        machine
+        for name, machine in MACHINES.items()
+        if set(name.upper().split("-")) - OF_NODES <= words
     ]
     return max(fitting, key=lambda machine: len(machine.name), default=None)
 
