@@ -227,6 +227,28 @@ def test_lines_of_the_interval():
     assert "steps" not in "\n".join(rough)
 
 
+def test_failures_may_come_faster_than_saves():
+    """Saves of an hour on 8 GPUs that fail every 3 minutes each: e to the power of 161."""
+    hopeless = save_interval(3600.0, 8, 0.05)
+    assert hopeless.lost(hopeless.daly_seconds) > 1e50
+    assert save_interval(3600.0, 64, 0.05).lost(3600.0) == math.inf
+    assert save_interval(3600.0, 1, restart_seconds=1e12).lost(3600.0) == math.inf
+    lines = save_lines(hopeless, 10**12, step_seconds=1.0, run_seconds=10.0)
+    assert all(len(line) <= 80 for line in lines)
+    assert "failures come faster than saves" in lines[1]
+    assert "(Daly)" not in "\n".join(lines)
+
+
+def test_a_short_run_is_saved_at_its_end():
+    interval = save_interval(30.0, 8)
+    run = interval.daly_seconds
+    short = save_lines(interval, 10**9, step_seconds=1.0, run_seconds=0.9 * run)
+    assert "longer than the run: save at its end" in short[1]
+    assert all(len(line) <= 80 for line in short)
+    long = save_lines(interval, 10**9, step_seconds=1.0, run_seconds=1.1 * run)
+    assert long == save_lines(interval, 10**9, step_seconds=1.0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -40,6 +40,7 @@ HOUR = 3600.0
 GPU_MTBF_HOURS = 54 * 24 * 16384 / 419
 BYTES = {"float32": 4, "bfloat16": 2}
 LABEL = 16  # columns of a line's name
+LARGEST_EXPONENT = 700  # e to the power of 710 is larger than a double
 
 
 @dataclass(frozen=True)
@@ -202,9 +203,14 @@ class SaveInterval:
     daly_seconds: float
 
     def lost(self, interval: float) -> float:
-        """Time lost to saves, failures and restarts, as a part of the time that counts."""
+        """Time lost to saves, failures and restarts, as a part of the time that counts.
+
+        Infinite where a run would not end in this world's time.
+        """
         mtbf = self.mtbf_seconds
         cycle = (interval + self.save_seconds) / mtbf
+        if cycle + self.restart_seconds / mtbf > LARGEST_EXPONENT:
+            return math.inf
         return math.exp(self.restart_seconds / mtbf) * math.expm1(cycle) * mtbf / interval - 1
 
     @property
@@ -265,25 +271,42 @@ def budget_lines(budget: Budget) -> list[str]:
 
 
 def save_lines(
-    interval: SaveInterval, checkpoint: int, step_seconds: float | None = None
+    interval: SaveInterval,
+    checkpoint: int,
+    step_seconds: float | None = None,
+    run_seconds: float | None = None,
 ) -> list[str]:
     """The checkpoint and when to save, as text of at most 80 columns.
 
     `step_seconds`: of a training step, if it is known; then the interval is given in steps too.
+    `run_seconds`: of the whole run, if it is known.
     """
     best = interval.daly_seconds
-    lost = 100 * interval.lost(best)
-    steps = ""
-    if step_seconds is not None:
-        steps = f" = {max(1, round(best / step_seconds)):,} steps"
+    size = _line("checkpoint", f"{checkpoint / 1e9:,.2f} GB")
+    saving = duration(interval.save_seconds)
+    failing = f"failure every {duration(interval.mtbf_seconds)} at random"
+    if interval.save_seconds > interval.mtbf_seconds:
+        return [
+            size,
+            _line("save every", "n/a: failures come faster than saves, which stop"),
+            _line("", f"training for {saving}, with a {failing}"),
+        ]
+    if run_seconds is not None and best > run_seconds:
+        every = f"{duration(best)} (Daly), longer than the run: save at its end"
+    else:
+        steps = ""
+        if step_seconds is not None:
+            steps = f" = {max(1, round(best / step_seconds)):,} steps"
+        lost = 100 * interval.lost(best)
+        every = f"{duration(best)}{steps} (Daly); {lost:.1f} % of the time is lost"
     young = f"Young: {duration(interval.young_seconds)}"
     if not interval.first_order_is_enough:
         young += ", too rough for saves as long as these"
     return [
-        _line("checkpoint", f"{checkpoint / 1e9:,.2f} GB"),
-        _line("save every", f"{duration(best)}{steps} (Daly); {lost:.1f} % of the time is lost"),
-        _line("", f"for saves that stop training for {duration(interval.save_seconds)}, and a"),
-        _line("", f"failure every {duration(interval.mtbf_seconds)} at random"),
+        size,
+        _line("save every", every),
+        _line("", f"for saves that stop training for {saving}, and a"),
+        _line("", failing),
         _line("", young),
     ]
 
