@@ -145,6 +145,18 @@ def test_lines_fit_and_say_where_they_extrapolate(numbers):
     assert ("predicted loss" in text) == (len(numbers) == 2)
 
 
+def test_far_outside_of_the_runs_no_loss_is_shown():
+    """A run of a debug model: 6 x 1M x 10M = 6e13 FLOPs, 100,000 times below the smallest run."""
+    lines = scaling_lines(scaling_laws(parameters=1e6, tokens=1e7))
+    assert all(len(line) <= 80 for line in lines)
+    text = "\n".join(lines)
+    assert "  no predicted loss: the run is 100K times outside the runs of the laws" in lines
+    assert "predicted loss: 1" not in text
+    rows = [line for line in lines if "approach 3" in line]
+    assert len(rows) == 3
+    assert all(row.endswith(" n/a") for row in rows)
+
+
 def test_within_the_runs_of_a_law_nothing_is_extrapolated():
     chinchilla = [law for law in LAWS if law is not KAPLAN]
     lines = scaling_lines(scaling_laws(flops=1e20, laws=chinchilla))

@@ -34,6 +34,7 @@ from titanlite.tools.plan.amounts import exponent, short
 TOKENS_PER_PARAMETER = 20
 PF_DAY = 1e15 * 86400
 WIDTH = 80
+TOO_FAR = 1000  # times outside a law's runs: its loss would be a number without meaning
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ class Law:
     points: tuple[tuple[float, float], ...]  # (C, N), ascending; at least two
     fitted: tuple[float, float]  # the smallest and largest C of the runs behind it
     loss_law: LossLaw | None = None  # if the source has one
+
+    def extrapolates(self, flops: float) -> float:
+        """How far so many FLOPs are outside the law's runs, as a factor; 1 within them."""
+        low, high = self.fitted
+        return max(1.0, flops / high, low / flops)
 
 
 def law_of_loss(name: str, source: str, loss: LossLaw, fitted: tuple[float, float]) -> Law:
@@ -215,9 +221,7 @@ def _optimum(law: Law, flops: float) -> Optimum:
     parameters = _interpolate(flops, law.points)
     tokens = flops / (6 * parameters)
     loss = law.loss_law.loss(parameters, tokens) if law.loss_law else None
-    low, high = law.fitted
-    outside = max(1.0, flops / high, low / flops)
-    return Optimum(law, flops, parameters, tokens, loss, outside)
+    return Optimum(law, flops, parameters, tokens, loss, law.extrapolates(flops))
 
 
 def _flops_of_parameters(law: Law, parameters: float) -> float:
@@ -245,7 +249,8 @@ def scaling_lines(scaling: Scaling) -> list[str]:
     head = f"  {'law':<26}{'parameters':>11}{'tokens':>9}{'tokens/par.':>13}{'FLOPs':>10}"
     lines.append(f"{head}{'loss':>8}")
     for one in scaling.optima:
-        loss = "n/a" if one.loss is None else f"{one.loss:.3f}"
+        known = one.loss is not None and one.extrapolated <= TOO_FAR
+        loss = f"{one.loss:.3f}" if known else "n/a"
         ratio = f"{one.tokens / one.parameters:.3g}"
         row = f"  {one.law.name:<26}{short(one.parameters):>11}{short(one.tokens):>9}{ratio:>13}"
         lines.append(f"{row}{exponent(one.flops):>10}{loss:>8}")
@@ -283,7 +288,13 @@ def _run_lines(scaling: Scaling) -> list[str]:
         f"  this run: {parameters} parameters, {tokens} tokens: {scaling.over_training:.3g} times "
         f"{TOKENS_PER_PARAMETER} per parameter"
     ]
-    if scaling.predictions:
+    assert scaling.flops is not None
+    furthest = max((one.law.extrapolates(scaling.flops) for one in scaling.predictions), default=1)
+    if furthest > TOO_FAR:
+        lines.append(
+            f"  no predicted loss: the run is {short(furthest)} times outside the runs of the laws"
+        )
+    elif scaling.predictions:
         losses = [one.loss for one in scaling.predictions]
         lines.append(
             f"  predicted loss: {min(losses):.3f} to {max(losses):.3f} nats per token, on the text "
