@@ -45,8 +45,11 @@ def test_an_unknown_name_gets_the_nearest():
 
 def test_a_machine_of_the_user(tmp_path):
     file = tmp_path / "lab.toml"
-    file.write_text('base = "H100"\ngpus_per_node = 4\nnetwork_bandwidth = 12\n')
+    file.write_text('base = "h100"\ngpus_per_node = 4\nnetwork_bandwidth = 12\n')
     machine = find_machine(str(file))
+    assert machine.base == "H100"
+    assert price_of(machine, {"h100": 2.0}) == 2.0
+    assert price_of(machine, {"h100": 2.0, "lab": 1.0}) == 1.0
     assert machine.name == "lab"
     assert machine.gpus_per_node == 4
     assert machine.network_bandwidth == 12.0

@@ -20,6 +20,7 @@ from titanlite.tools.plan.step_time import (
     collective_seconds,
     product_seconds,
     ranks_per_node,
+    rates_of,
     step_time,
     topology_warnings,
 )
@@ -86,6 +87,17 @@ def test_a_ring_inside_a_node_and_over_nodes():
     assert ranks_per_node("pp", 4, {**degrees, "pp": 4}, H100) == 1
 
 
+def test_a_message_between_nodes_goes_through_one_port():
+    """Ranks of cp = 16 are 8 to a node, but each sends to one other."""
+    rates = Rates(links=1.0)
+    message = Collective("cp", "send", 16, 1, 10**9)
+    degrees = {**DEGREES, "cp": 16}
+    assert ranks_per_node("cp", 16, degrees, H100) == 8
+    assert collective_seconds(message, degrees, H100, rates) == pytest.approx(1 / 50, rel=0.01)
+    inside = collective_seconds(replace(message, size=8), {**DEGREES, "cp": 8}, H100, rates)
+    assert inside == pytest.approx(1 / 450, rel=0.01)
+
+
 def test_many_small_calls_cost_their_latency():
     calls = Collective("tp", "all_reduce", 8, 1000, 1000)
     seconds = collective_seconds(calls, {**DEGREES, "tp": 8}, H100, Rates())
@@ -134,6 +146,12 @@ def test_small_layers_wait_for_the_host():
     tiny = planned(8, "--model.dim=512", "--model.ffn_dim=1024", "--training.seq_len=512")
     assert tiny.host > 0.3 * tiny.total
     assert planned(8).host == 0.0
+
+
+def test_a_machine_of_the_user_has_the_rates_of_its_base():
+    lab = replace(H100, name="lab")
+    assert rates_of(lab) == Rates()
+    assert rates_of(replace(lab, base="H200")) == RATES["H200"] != Rates()
 
 
 def test_rates_are_of_machines_in_the_table():

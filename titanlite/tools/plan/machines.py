@@ -49,6 +49,7 @@ class Machine:
     network_latency_us: float = 25.0
     half_dtype: str = "bfloat16"
     source: str = ""
+    base: str = ""  # of a user's: the machine of the table whose rates and price it has
 
     @property
     def memory_bytes(self) -> int:
@@ -259,7 +260,8 @@ def find_machine(name: str) -> Machine:
 def read_machine(path: Path) -> Machine:
     """A machine of the user's: the fields of `Machine` as keys of a TOML file.
 
-    `base = "H100"` takes what is not given from a machine of the table. Raises ConfigError.
+    `base = "H100"` takes what is not given from a machine of the table, its rates and price too.
+    Raises ConfigError.
     """
     table = _read_toml(path)
     values: dict[str, object] = {"name": path.stem, "float32_tflops": 0.0, "float8_tflops": 0.0}
@@ -267,7 +269,8 @@ def read_machine(path: Path) -> Machine:
     if base is not None:
         if not isinstance(base, str) or base.endswith(".toml"):
             raise ConfigError(f"{path}: base = {base!r}: expected one of {', '.join(MACHINES)}")
-        values = dataclasses.asdict(find_machine(base)) | {"name": path.stem}
+        known = find_machine(base)
+        values = dataclasses.asdict(known) | {"name": path.stem, "base": known.name}
     fields = {field.name: field.type for field in dataclasses.fields(Machine)}
     problems = []
     for key, value in table.items():
@@ -324,11 +327,10 @@ def read_prices(path: Path | None) -> dict[str, float]:
 
 
 def price_of(machine: Machine, prices: dict[str, float]) -> float | None:
-    """Dollars per GPU-hour; None where no price is known."""
-    for name, price in prices.items():
-        if name.lower() == machine.name.lower():
-            return price
-    return None
+    """Dollars per GPU-hour: its own, else that of its base; None where no price is known."""
+    by_lower = {name.lower(): price for name, price in prices.items()}
+    own = by_lower.get(machine.name.lower())
+    return by_lower.get(machine.base.lower()) if own is None else own
 
 
 def _read_toml(path: Path) -> dict[str, object]:

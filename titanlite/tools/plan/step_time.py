@@ -7,22 +7,24 @@ What it is: every part of `StepCounts` divided by a rate, and what runs at the s
     other operators bytes / (0.8 x memory bandwidth); compiled 0.45 of the bytes of eager mode
     optimizer       each state read and written once; Muon's products
     collectives     bytes in a ring / bandwidth x `links`, and a latency for each call
-    host            `host_ms` per block, forward and backward in eager mode, in which the CPU
-                    launches the kernels: what of it is longer than the GPU's own time
+    host            the time in which the GPU waits for the CPU: launching the kernels of a block
+                    takes the CPU `host_ms` (forward and backward, eager mode), and what is longer
+                    than the GPU's own time is waited for
 
 The bandwidth of a group of ranks inside a node is that of the node's link. Where it spans nodes,
 its rings enter and leave each node through the network ports of all its GPUs there: with k of them
-it is k times that of one port, at most the link's. Ranks are in the order pp, dp_replicate,
-dp_shard, cp, tp, the last ones adjacent, so the inner axes lie inside a node.
+it is k times that of one port, at most the link's. A message of two ranks goes through one port.
+Ranks are in the order pp, dp_replicate, dp_shard, cp, tp, the last ones adjacent, so the inner axes
+lie inside a node.
 
 What overlaps: FSDP's collectives with the computation of other units; only what is longer than the
 computation is waited for, and the communication slows the computation by SLOWDOWN of its time. tp
 and cp are waited for in full, with `async_tp` the half of tp. In a pipeline the collectives of
 weights come before and after the microbatches. A rank is idle for the schedule's bubble.
 
-What it costs to believe it: at most four rates per GPU (`RATES`), of which
-`benchmarks/plan_rows.py` fits those with enough published rows and prints the errors. Imports no
-torch. References: roofline model (Williams 2009), NCCL's performance notes for rings.
+What is fitted: four rates per GPU (`RATES`), where there are enough published rows;
+`benchmarks/plan_rows.py` fits them and prints the errors. Imports no torch.
+References: roofline model (Williams 2009), NCCL's performance notes for rings.
 """
 
 from __future__ import annotations
@@ -68,6 +70,11 @@ MEMORY = 0.8  # of the memory's bandwidth
 SLOWDOWN = 0.15
 HOST_BANDWIDTH = 25e9  # bytes per second to CPU memory and back, of PCIe 4 x16
 HOST_UPDATE = 1e9  # parameters per second of AdamW on the CPU
+
+
+def rates_of(machine: Machine) -> Rates:
+    """The fitted rates of a machine, or of the one that a user's is based on; else the default."""
+    return RATES.get(machine.base or machine.name, Rates())
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ def step_time(
     rates: Rates | None = None,
 ) -> StepTime:
     """The time of a step of these counts; `rates`: other ones than those of the machine."""
-    used = rates or RATES.get(machine.name, Rates())
+    used = rates or rates_of(machine)
     degrees = counts.degrees
     compiled = not reason_not_compiled(config, degrees, llama.dim, "cuda")
     causal = _causal_part(config, degrees["cp"])
@@ -261,8 +268,11 @@ def collective_seconds(
     if nodes > 1:
         bandwidth = min(bandwidth, together * machine.network_bandwidth)
         latency += machine.network_latency_us * math.log2(nodes)
-    if collective.kind in ("send", "recv"):
-        latency = machine.network_latency_us if nodes > 1 else machine.link_latency_us
+    if collective.kind in ("send", "recv"):  # from one GPU to one other
+        latency = machine.link_latency_us
+        if nodes > 1:
+            bandwidth = min(machine.link_bandwidth, machine.network_bandwidth)
+            latency = machine.network_latency_us
     if collective.kind == "recv":
         return 0.0  # the same time as the send of the other rank
     transfer = collective.sent_bytes / (bandwidth * 1e9 * rates.links)
