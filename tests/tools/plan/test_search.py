@@ -52,7 +52,7 @@ def test_the_layouts_that_the_guides_pick_for_175b_are_refused(tp):
     assert llama.num_parameters / 1e9 == pytest.approx(175, rel=0.005)
     parallel = replace(config.parallel, pp=1, tp=tp, cp=1, dp_shard=1, dp_replicate=512 // tp)
     refused = evaluate(replace(config, parallel=parallel), llama, 512, A100)
-    assert refused == "does not fit into the memory"
+    assert refused == "does not surely fit into the memory"
 
 
 def test_the_best_layouts_are_allowed_fit_and_are_in_order():
@@ -97,6 +97,38 @@ def test_less_recomputation_is_taken_where_it_fits():
     assert roomy.config.recompute.mode == "none"
     assert tight.config.recompute.mode != "none"
     assert tight.time.total > roomy.time.total
+
+
+def test_a_mode_that_a_rule_excludes_leaves_the_others():
+    """`recompute.offload` needs mode full."""
+    config, llama = model("llama3_1b", "--training.global_batch_size=8")
+    recompute = replace(config.recompute, mode="full", offload=True)
+    found = evaluate(replace(config, recompute=recompute), llama, 8, A100)
+    assert isinstance(found, Candidate)
+    assert found.config.recompute.mode == "full"
+    three = replace(config, parallel=replace(config.parallel, tp=3))
+    assert evaluate(three, llama, 3, A100).startswith("a rule of ")
+
+
+def test_what_belongs_to_another_layout_is_reset():
+    config, llama = model("llama3_1b", "--training.global_batch_size=4")
+    parallel = replace(
+        config.parallel, pp_split="layers.3", async_tp=True, reshard_after_forward="2"
+    )
+    plain = search(config, llama, 4, A100)
+    result = search(replace(config, parallel=parallel), llama, 4, A100)
+    assert [one.keys for one in result.best] == [one.keys for one in plain.best]
+    assert "async_tp = false" in as_toml(result.best[0])
+
+
+def test_moments_go_to_cpu_memory_where_nothing_fits():
+    """1.2B parameters: 20 GB of states, of which half are moments."""
+    config, llama = model("llama3_1b", "--training.global_batch_size=1")
+    small = replace(A100, memory_gib=19)
+    result = search(config, llama, 1, small)
+    assert all(one.config.parallel.optimizer_offload for one in result.best)
+    assert "moments in CPU memory" in result.best[0].name
+    assert result.refused["does not surely fit into the memory"] >= 1
 
 
 def test_a_model_that_no_layout_holds_is_refused():

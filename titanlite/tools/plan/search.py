@@ -1,10 +1,14 @@
 """The best layout for a model on a number of GPUs: all that are allowed, tried by arithmetic.
 
-What it is: every product of degrees with tp inside a node, with and without replicas, two pipeline
-schedules, and local batches that divide the global one. A layout is refused if a rule of `rules/`
-excludes it or if it does not fit into the GPU's memory; of the recomputation modes the first that
-fits is taken, since each repeats more than the one before. What is left is ranked by the time of a
-step (`step_time.py`).
+What it is: the products of degrees that are powers of two (dp_shard and dp_replicate have the
+rest), with tp inside a node, pp <= 32 and cp <= 16, with and without replicas, two pipeline
+schedules, and local batches of 1 to 16 that divide the global one. A layout is refused if a rule of
+`rules/` excludes it or if it does not surely fit into the GPU's memory; of the recomputation modes
+the first that fits is taken, since each repeats more than the one before. If nothing fits, all are
+tried with the moments in CPU memory. What is left is ranked by the time of a step (`step_time.py`).
+Not searched: `pp_split`, `async_tp` and numbers of `reshard_after_forward`, which are reset to
+their defaults, since most layouts exclude those of another one; other schedules, `cp_method`,
+`memory_budget`, `recompute.offload` and `cpu_offload`, dtypes and float8, which stay as they are.
 Why it is here: the fastest layout is rarely the one with the least communication: memory decides
 which ones are left, and by how much they must recompute.
 What it costs: about 20 ms per layout. Imports no torch.
@@ -13,6 +17,7 @@ What it costs: about 20 ms per layout. Imports no torch.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -32,6 +37,7 @@ CHUNKS = 8  # of the loss: they cost no time
 LOCAL_BATCHES = (1, 2, 4, 8, 16)
 MAX_PP = 32
 MIN_TOKENS = 2048  # of a sequence on a rank of cp
+DOES_NOT_FIT = "does not surely fit into the memory"
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Candidate:
 
     @property
     def keys(self) -> dict[str, str | int]:
-        """Key -> value of what the search has chosen."""
+        """Key -> value of what the search has chosen, or reset."""
         parallel = self.config.parallel
         training = self.config.training
         chosen: dict[str, str | int] = {}
@@ -54,6 +60,10 @@ class Candidate:
         if self.degrees["pp"] > 1:
             chosen["parallel.pp_schedule"] = parallel.pp_schedule
             chosen["parallel.pp_microbatch_size"] = parallel.pp_microbatch_size
+        chosen["parallel.pp_split"] = parallel.pp_split
+        chosen["parallel.async_tp"] = parallel.async_tp
+        chosen["parallel.reshard_after_forward"] = parallel.reshard_after_forward
+        chosen["parallel.optimizer_offload"] = parallel.optimizer_offload
         chosen["training.local_batch_size"] = training.local_batch_size
         chosen["recompute.mode"] = self.config.recompute.mode
         chosen["loss.num_chunks"] = self.config.loss.num_chunks
@@ -67,6 +77,8 @@ class Candidate:
         words.append(f"recompute {self.config.recompute.mode}")
         if self.degrees["pp"] > 1:
             words.append(self.config.parallel.pp_schedule)
+        if self.config.parallel.optimizer_offload:
+            words.append("moments in CPU memory")
         return ", ".join(words)
 
 
@@ -83,6 +95,34 @@ def search(
     config: Config, llama: LlamaConfig, world_size: int, machine: Machine, keep: int = 10
 ) -> SearchResult:
     """The fastest layouts of a config's model and global batch. Raises ConfigError if none fits."""
+    config = _reset(config)
+    result = _try_all(config, llama, world_size, machine)
+    parallel = config.parallel
+    on_gpu = not parallel.cpu_offload and not parallel.optimizer_offload
+    if not result.best and on_gpu and config.optimizer.name != "muon":  # a rule excludes Muon's
+        offloaded = replace(config, parallel=replace(parallel, optimizer_offload=True))
+        more = _try_all(offloaded, llama, world_size, machine)
+        refused = Counter(result.refused) + Counter(more.refused)
+        result = SearchResult(more.best, result.tried + more.tried, dict(refused))
+    if not result.best:
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in result.refused.items())
+        raise ConfigError(
+            f"no layout of {world_size} {machine.name} trains this model with "
+            f"training.global_batch_size = {config.training.global_batch_size} ({reasons}); "
+            "expected more GPUs, or ones with more memory"
+        )
+    return replace(result, best=result.best[:keep])
+
+
+def _reset(config: Config) -> Config:
+    """The config without what belongs to one layout, and would exclude most others."""
+    parallel = replace(config.parallel, pp_split="", async_tp=False)
+    if parallel.reshard_after_forward.isdecimal():
+        parallel = replace(parallel, reshard_after_forward="default")
+    return replace(config, parallel=parallel)
+
+
+def _try_all(config: Config, llama: LlamaConfig, world_size: int, machine: Machine) -> SearchResult:
     refused: Counter[str] = Counter()
     found: list[Candidate] = []
     tried = 0
@@ -93,15 +133,8 @@ def search(
             found.append(candidate)
         else:
             refused[candidate] += 1
-    if not found:
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in refused.most_common())
-        raise ConfigError(
-            f"no layout of {world_size} {machine.name} trains this model with "
-            f"training.global_batch_size = {config.training.global_batch_size} ({reasons}); "
-            "expected more GPUs, or ones with more memory"
-        )
     found.sort(key=lambda candidate: candidate.time.total)
-    return SearchResult(tuple(found[:keep]), tried, dict(refused))
+    return SearchResult(tuple(found), tried, dict(refused.most_common()))
 
 
 def proposals(
@@ -164,19 +197,28 @@ def evaluate(
     config: Config, llama: LlamaConfig, world_size: int, machine: Machine
 ) -> Candidate | str:
     """The layout with the first mode of recomputation that fits, or why there is none."""
+    reason = ""
     for mode in MODES:
         tried = replace(config, recompute=replace(config.recompute, mode=mode))
         try:
             layout = layout_of(tried, llama, world_size)
-        except ConfigError:
-            return "a rule excludes it"
+        except ConfigError as error:
+            reason = reason or _of_rule(error)
+            continue
         largest = _most(layout)
         if fits(largest, machine.memory_bytes) is not True:  # also if memory is fragmented
+            reason = DOES_NOT_FIT
             continue
         counts = estimate(tried, llama, world_size)
         time = step_time(counts, machine, tried, llama)
         return Candidate(tried, layout.degrees, largest, time)
-    return "does not fit into the memory"
+    return reason
+
+
+def _of_rule(error: ConfigError) -> str:
+    """The key that the rule's message begins with: its values differ from layout to layout."""
+    key = re.match(r"[a-z0-9_]+\.[a-z0-9_]+", str(error))
+    return f"a rule of {key[0]} excludes it" if key else "a rule excludes it"
 
 
 def _most(layout: Layout) -> Memory:
@@ -204,7 +246,7 @@ def as_toml(candidate: Candidate) -> str:
     sections: dict[str, list[str]] = {}
     for name, value in candidate.keys.items():
         section, key = name.split(".")
-        shown = f'"{value}"' if isinstance(value, str) else str(value)
+        shown = f'"{value}"' if isinstance(value, str) else str(value).lower()
         sections.setdefault(section, []).append(f"{key} = {shown}")
     blocks = ["\n".join([f"[{section}]", *lines]) for section, lines in sections.items()]
     return "\n\n".join(blocks) + "\n"
