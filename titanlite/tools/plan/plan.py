@@ -20,12 +20,11 @@ from titanlite.tools.plan.estimate import estimate
 from titanlite.tools.plan.estimate_memory import reserved_bytes
 from titanlite.tools.plan.machines import Machine
 from titanlite.tools.plan.step_time import (
-    RATES,
-    Rates,
     StepTime,
     bubble_fraction,
     collective_seconds,
     ranks_per_node,
+    rates_of,
     step_time,
 )
 
@@ -116,7 +115,7 @@ def make_plan(
         for i, rank in enumerate(counts.ranks):
             low, high = reserved_bytes(rank.memory)
             needs[i] = Need(rank.pp_rank, rank.memory, low, max(high, needs[i].high))
-    rates = RATES.get(machine.name, Rates())
+    rates = rates_of(machine)
     busiest = max(counts.ranks, key=_flops)
     traffic = [
         Traffic(

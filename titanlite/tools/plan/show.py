@@ -135,10 +135,10 @@ def _time(plan: Plan) -> list[str]:
         if seconds > 0:
             bar = "#" * round(BAR * seconds / time.total)
             lines.append(f"  {TIMES[name]:<39}{seconds_text(seconds):>9}  {bar}".rstrip())
-    fitted = "typically within 15 %"
-    if plan.machine.base not in RATES:
-        fitted = "not fitted to measurements of this GPU"
-    lines.append(f"  {fitted}: smaller differences between plans mean nothing")
+    if (plan.machine.base or plan.machine.name) in RATES:
+        lines.append("  typically off by up to 15 %: smaller differences mean nothing")
+    else:
+        lines.append("  not fitted to measurements of this GPU")
     if plan.bubble:
         lines.append(f"  the bubble is {100 * plan.bubble:.1f} % of the pipeline's time")
     everywhere = time.tokens_per_second * plan.gpus
