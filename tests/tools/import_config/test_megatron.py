@@ -60,6 +60,31 @@ def test_arguments_in_a_line(arguments, names, expected, tmp_path):
     assert values(config, names) == expected
 
 
+@pytest.mark.parametrize(
+    ("torchrun", "processes", "local", "said"),
+    [
+        ("", 0, 4, "128 / data-parallel processes; give --processes N"),
+        ("--nproc_per_node 8 --nnodes $NNODES", 0, 4, "give --processes N"),
+        ("--nproc_per_node 8", 0, 128, "for the 8 processes of one node"),
+        ("--nproc_per_node 8 --nnodes $NNODES", 32, 32, ""),
+    ],
+)
+def test_a_pipeline_of_unknown_width_leaves_the_local_batch_to_decide(
+    torchrun, processes, local, said, tmp_path
+):
+    text = (
+        f"torchrun {torchrun} pretrain_gpt.py --pipeline-model-parallel-size 2 "
+        "--tensor-model-parallel-size 4 --global-batch-size 128 --micro-batch-size 1"
+    )
+    config, draft = imported(tmp_path, "megatron", text, processes=processes)
+    names = "training.global_batch_size training.local_batch_size parallel.pp_microbatch_size"
+    assert values(config, names) == [128, local, 1]
+    assert ("training.local_batch_size" in draft.settings) == (local != 4)
+    lines = [line for line in draft.decisions if line.startswith("training.local_batch_size")]
+    assert len(lines) == bool(said)
+    assert said in "".join(lines)
+
+
 def test_what_differs_is_said(tmp_path):
     text = (
         "--lr 1e-3 --lr-decay-iters 5 --train-iters 9 --position-embedding-type learned_absolute "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from titanlite.config.keys import schema_keys
 from titanlite.tools.import_config.common import (
     batch_sizes,
     data_ranks,
@@ -11,15 +12,28 @@ from titanlite.tools.import_config.common import (
     min_ratio,
     whole,
 )
-from titanlite.tools.import_config.mapping import Draft, Format, Row, nothing
+from titanlite.tools.import_config.mapping import Draft, Format, Row, as_number, nothing
+
+
+def _first_word(draft: Draft, name: str) -> int:
+    """The number that follows the name; 0 if it is none. The script's name may follow it."""
+    words = str(draft.value(name)).split()
+    number = as_number(words[0]) if words else 0
+    return whole(number) if isinstance(number, (int, float)) else 0
 
 
 def _processes(draft: Draft) -> None:
     """The number of processes, if the script starts torchrun with numbers."""
-    per_node = whole(draft.number("nproc_per_node"))
-    nodes = whole(draft.number("nnodes")) or 1
-    if per_node and not draft.processes:
-        draft.processes = per_node * nodes
+    per_node = _first_word(draft, "nproc_per_node")
+    nodes = _first_word(draft, "nnodes") if draft.has("nnodes") else 1  # torchrun's default
+    if draft.processes or not per_node:
+        return
+    draft.processes = per_node * nodes  # 0, not known, if nnodes is a variable from elsewhere
+    if not draft.has("nnodes"):
+        draft.decide(
+            f"training.local_batch_size, training.global_batch_size: for the {per_node} processes "
+            "of one node (nproc_per_node, without nnodes); give --processes N for others"
+        )
 
 
 def _shape(draft: Draft) -> None:
@@ -157,9 +171,11 @@ def _batch(draft: Draft) -> None:
         names = "global_batch_size micro_batch_size"
         draft.set("training.local_batch_size", total // ranks, names)
     else:
+        if total % schema_keys()["training.local_batch_size"].default == 0:  # which then loads
+            draft.settings.pop("training.local_batch_size", None)
         draft.decide(
             "training.local_batch_size: with pp it has all microbatches of a step, which is "
-            "training.global_batch_size / data-parallel processes; --processes N computes it"
+            f"{total} / data-parallel processes; give --processes N, which computes it"
         )
 
 
