@@ -52,6 +52,28 @@ def test_arguments(arguments, names, expected, tmp_path):
     assert values(config, names) == expected
 
 
+@pytest.mark.parametrize(
+    ("arguments", "names", "expected", "lacks"),
+    [
+        ({"fsdp": "full_shard auto_wrap"}, "parallel.reshard_after_forward", ["always"], []),
+        ({"fsdp": "some_shard"}, "parallel.reshard_after_forward", ["default"], ["fsdp = some_shard"]),
+        ({"optim": "paged_adamw_8bit"}, "optimizer.name optimizer.state_dtype", ["adamw", "bfloat16"],
+         ["optim = paged_adamw_8bit: moments of 8 bits"]),
+        ({"report_to": ["wandb", "comet_ml"]}, "metrics.sinks", [("wandb",)],
+         ["report_to = comet_ml: metrics.sinks has tensorboard"]),
+        ({"lr_scheduler_type": "cosine_with_restarts"}, "schedule.name", ["cosine"],
+         ["lr_scheduler_type = cosine_with_restarts: cosine was taken"]),
+    ],
+)  # fmt: skip
+def test_what_is_near_is_taken_and_said(arguments, names, expected, lacks, tmp_path):
+    text = json.dumps({"output_dir": "o", **arguments})
+    config, draft = imported(tmp_path, "trainer", text, "json")
+    assert values(config, names) == expected
+    assert len(draft.lacks) == len(lacks)
+    for line, start in zip(draft.lacks, lacks, strict=True):
+        assert line.lower().startswith(start.lower())
+
+
 def test_what_is_decided_elsewhere(tmp_path):
     text = json.dumps({"deepspeed": "ds.json", "optim": "adafactor", "report_to": "all",
                        "lora_target_modules": "q_proj,lm_head", "dataset_name": "c4"})  # fmt: skip

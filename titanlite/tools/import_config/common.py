@@ -81,9 +81,9 @@ STRATEGIES = {
 }
 
 
-def sharding_strategy(draft: Draft, name: str) -> None:
-    """FSDP1's strategy, by name or number."""
-    word = str(draft.value(name)).upper()
+def sharding_strategy(draft: Draft, name: str, given: str = "") -> None:
+    """FSDP1's strategy, by name or number; `given` if the key's value has more words."""
+    word = (given or str(draft.value(name))).upper()
     strategy = STRATEGIES.get(word, word).lstrip("_")
     if strategy in ("FULL_SHARD", "HYBRID_SHARD"):
         draft.set("parallel.reshard_after_forward", "always", name)

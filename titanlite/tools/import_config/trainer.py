@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from titanlite.config.keys import schema_keys
 from titanlite.tools.import_config.common import batch_sizes, sharding_strategy
 from titanlite.tools.import_config.mapping import OFF, Draft, Format, Row, nothing
 
@@ -25,7 +26,13 @@ def _betas(draft: Draft) -> None:
 
 
 def _optimizer(draft: Draft) -> None:
-    draft.set("optimizer.name", draft.value("optim"), "optim")
+    name = str(draft.value("optim")).lower()
+    if "adamw" in name and name.endswith("_8bit"):
+        draft.set("optimizer.name", "adamw", "optim")
+        draft.set("optimizer.state_dtype", "bfloat16", "optim")
+        draft.lack("optim", name, "moments of 8 bits are not built: bfloat16 was taken")
+    else:
+        draft.set("optimizer.name", draft.value("optim"), "optim")
 
 
 def _schedule(draft: Draft) -> None:
@@ -47,7 +54,7 @@ def _schedule(draft: Draft) -> None:
         decay = f"{KWARGS}.num_decay_steps"
         draft.set("schedule.decay_steps", draft.value(decay), decay)
     if name == "cosine_with_restarts":
-        draft.lack("lr_scheduler_type", name, "there are no restarts: one cosine")
+        draft.lack("lr_scheduler_type", name, "cosine was taken: there are no restarts")
 
 
 def _warmup(draft: Draft) -> None:
@@ -106,8 +113,17 @@ def _sinks(draft: Draft) -> None:
     names = asked if isinstance(asked, list) else [asked]
     if "all" in names:
         draft.lack("report_to", "all", "name them in metrics.sinks: tensorboard, wandb, mlflow")
-    elif names[0] not in OFF:
-        draft.set("metrics.sinks", names, "report_to")
+        return
+    allowed = schema_keys()["metrics.sinks"].choices
+    names = [name for name in names if name not in OFF]
+    kept = [name for name in names if name in allowed]
+    for name in names:
+        if name not in allowed:
+            draft.lack(
+                "report_to", name, f"metrics.sinks has {', '.join(str(sink) for sink in allowed)}"
+            )
+    if kept:
+        draft.set("metrics.sinks", kept, "report_to")
 
 
 def _compile(draft: Draft) -> None:
@@ -123,8 +139,7 @@ def _fsdp(draft: Draft) -> None:
         draft.set("parallel.cpu_offload", True, "fsdp")
     strategies = [str(word) for word in words if word not in ("offload", "auto_wrap", "True")]
     if strategies:
-        draft.entries["fsdp.strategy"] = strategies[0]
-        sharding_strategy(draft, "fsdp.strategy")
+        sharding_strategy(draft, "fsdp", strategies[0])
 
 
 def _fsdp_options(draft: Draft) -> None:
@@ -217,7 +232,12 @@ ROWS = (
         _batch,
     ),
     Row("learning_rate", "optimizer.lr", "the default there is 5e-5"),
-    Row("optim", "optimizer.name", "every AdamW is `adamw`", _optimizer),
+    Row(
+        "optim",
+        "optimizer.name optimizer.state_dtype",
+        "every AdamW is `adamw`, with bfloat16 moments if there they have 8 bits",
+        _optimizer,
+    ),
     Row("adam_beta1 adam_beta2", "optimizer.betas", "the default there is 0.9 and 0.999", _betas),
     Row("adam_epsilon", "optimizer.eps"),
     Row("weight_decay", "optimizer.weight_decay", "the default there is 0"),
