@@ -18,6 +18,10 @@ def test_wsd_on_16_processes(tmp_path):
     names = "model.dim model.num_kv_heads model.embeddings optimizer.weight_decay run.seed"
     assert values(config, names) == [2048, 8, "tied", 0.01, 7]
     assert draft.lacks == []
+    assert config.run.name == "tiny"
+    _, draft = imported(tmp_path, "nanotron", NANOTRON.replace("run: tiny", "run: a_%date_%jobid"))
+    assert "run.name" not in draft.settings
+    assert any(line.startswith("run.name: there it is 'a_%date") for line in draft.decisions)
 
 
 def test_stage_0_a_decay_from_the_warmup_on_and_validation(tmp_path):

@@ -35,6 +35,8 @@ def test_defaults_of_the_trainer_are_kept(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "names", "expected"),
     [
+        (("[compile]\nenable = true", "[compile]\nenable = false"),
+         "compile.enabled compile.loss", ["false", False]),
         (('selective_ac_option = "2"', 'selective_ac_option = "op"'),
          "recompute.mode recompute.every", ["selective", 1]),
         (("decay_ratio = 0.2\n", ""), "schedule.name schedule.decay_fraction", ["wsd", 1.0]),

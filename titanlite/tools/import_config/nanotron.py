@@ -102,6 +102,15 @@ def _interval(draft: Draft) -> None:
         draft.set("validation.freq", draft.value(name), name)
 
 
+def _name(draft: Draft) -> None:
+    """The name, without nanotron's placeholders for the date and the job."""
+    name = str(draft.entries["general.run"])
+    if "%" in name:
+        draft.decide(f"run.name: there it is {name!r}; %date and %jobid are not replaced here")
+    else:
+        draft.set("run.name", name, "general.run")
+
+
 def _data(draft: Draft) -> None:
     draft.decide(
         "data.path: data_stages there; give files, folders or hf:NAME, as [[data.sources]] with "
@@ -199,9 +208,7 @@ ROWS = (
     Row("checkpoints.checkpoints_path", "run.folder"),
     Row("checkpoints.resume_checkpoint_path", "", "a run resumes from its own folder"),
     Row("checkpoints.*", "", "nothing to set", nothing),
-    Row(
-        "general.run", "run.name", "a folder's name: `%date` and `%jobid` are not replaced", nothing
-    ),
+    Row("general.run", "run.name", "a folder's name: `%date` and `%jobid` are not replaced", _name),
     Row("general.project", "metrics.project"),
     Row("general.seed", "run.seed"),
     Row("general.*", "", "nothing to set", nothing),

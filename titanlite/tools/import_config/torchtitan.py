@@ -101,8 +101,8 @@ def _checkpointing(draft: Draft) -> None:
 
 def _compile(draft: Draft) -> None:
     for name in ("training.compile", "compile.enable"):
-        if draft.on(name):
-            draft.set("compile.enabled", "true", name)
+        if draft.has(name):
+            draft.set("compile.enabled", "true" if draft.on(name) else "false", name)
     names = "compile.components"
     if draft.on("compile.enable") and "loss" in words(draft.value(names, [])):
         draft.set("compile.loss", True, names)
