@@ -19,6 +19,7 @@ def test_zero_2_of_an_8b(tmp_path):
     assert draft.lacks == []
     assert [text.partition(":")[0] for text in draft.decisions] == [
         "model.flavor",
+        "training.seq_len",
         "data.path",
         "data.tokenizer",
     ]

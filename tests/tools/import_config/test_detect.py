@@ -15,6 +15,7 @@ from titanlite.config.to_toml import to_toml
 from titanlite.model.flavors import resolve_flavor
 from titanlite.rules.check import check_layout
 from titanlite.tools.import_config.detect import FORMATS, NAMES, by_name, detect, import_config
+from titanlite.tools.import_config.mapping import translate
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -38,6 +39,36 @@ def test_a_config_of_ours_and_one_of_nobody(tmp_path):
         import_config(tmp_path / "ours.toml")
     with refused("b.json", "2 keys", "torchtitan", "--format"):
         detect(tmp_path / "b.json", {"colour": 1, "size": 2})
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"base_model": "m", "adapter": "lora", "sequence_len": 64, "micro_batch_size": 2,
+         "optimizer": "adamw", "num_epochs": 3, "lr_scheduler": "cosine"},
+        {"model.type": "llama"},
+        {"model.type": "llama", "model.size": "7b"},
+    ],
+)  # fmt: skip
+def test_a_config_of_which_little_is_known_is_refused(entries, tmp_path):
+    path = tmp_path / "a.yaml"
+    with refused("a.yaml", f"{len(entries)} keys", "TrainingArguments", "--format", "megatron"):
+        detect(path, entries)
+
+
+def test_keys_that_are_off_do_not_make_a_config_unknown(tmp_path):
+    silent = {f"other_{number}": None for number in range(30)}
+    entries = {"output_dir": "o", "per_device_train_batch_size": 2, **silent}
+    assert detect(tmp_path / "a.json", entries).name == "trainer"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_length_is_to_be_decided_where_a_config_has_none(name):
+    said = "\n".join(translate({"seed": 1}, by_name(name)).decisions)
+    has_default = name == "torchtitan"
+    assert (
+        "training.seq_len: the config does not say it; the default is 256" in said
+    ) != has_default
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=NAMES)

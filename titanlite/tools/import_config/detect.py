@@ -10,7 +10,7 @@ from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.import_config.accelerate import ACCELERATE
 from titanlite.tools.import_config.deepspeed import DEEPSPEED
-from titanlite.tools.import_config.mapping import Draft, Format, translate
+from titanlite.tools.import_config.mapping import OFF, Draft, Format, translate
 from titanlite.tools.import_config.megatron import MEGATRON
 from titanlite.tools.import_config.nanotron import NANOTRON
 from titanlite.tools.import_config.neox import NEOX
@@ -28,12 +28,20 @@ def detect(path: Path, entries: Mapping[str, object]) -> Format:
     """The format of a config. Raises ConfigError if it is like none of them."""
     if set(entries) - {"base"} <= set(all_keys()):
         raise ConfigError(f"{path}: this is a config of titanlite; titanlite config checks it")
-    best = max(FORMATS, key=lambda form: form.knows(entries))
+    best = max(FORMATS, key=lambda form: (len(form.names(entries)), len(form.knows(entries))))
+    named = best.names(entries)
     known = best.knows(entries)
-    if known < 2 and known < len(entries):
+    # A dump of all arguments has many keys that are off, of which nothing would be said
+    given = [name for name, value in entries.items() if value not in OFF]
+    unknown = [name for name in given if name not in known]
+    few = len(named) < min(2, len(entries))
+    if few or 2 * len(unknown) > len(given):
+        told = f" ({best.title} does not have {', '.join(unknown[:3])})" if unknown else ""
         raise ConfigError(
-            f"{path}: its {len(entries)} keys are those of no trainer that is known; expected a "
-            f"config of {', '.join(form.title for form in FORMATS)}, or --format"
+            f"{path}: its {len(entries)} keys are those of no trainer that is known{told}; "
+            "expected a config of "
+            f"{', '.join(form.title for form in FORMATS)}, or --format with one of "
+            f"{', '.join(NAMES)}"
         )
     return best
 

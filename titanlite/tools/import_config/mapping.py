@@ -46,9 +46,13 @@ class Format:
     # What the trainer does where the config is silent, and titanlite would do something else
     defaults: Callable[[Mapping[str, object]], dict[str, object]]
 
-    def knows(self, entries: Mapping[str, object]) -> int:
-        """How many of these keys have a row."""
-        return len({name for row in self.rows for name in names_of(row, entries)})
+    def knows(self, entries: Mapping[str, object]) -> set[str]:
+        """Which of these keys have a row."""
+        return {name for row in self.rows for name in names_of(row, entries)}
+
+    def names(self, entries: Mapping[str, object]) -> set[str]:
+        """Which of these keys a row names in full, without a `*`."""
+        return {name for row in self.rows for name in row.theirs.split() if name in entries}
 
 
 @dataclass(frozen=True)
@@ -227,6 +231,9 @@ def _decide_the_rest(draft: Draft) -> None:
     decided = " ".join(draft.decisions)
     if not any(name.startswith("model.") for name in draft.settings) and "model:" not in decided:
         draft.decide("model.flavor: the config does not say which model; the default is debug")
+    if "training.seq_len" not in draft.settings:
+        silent = schema_keys()["training.seq_len"].default
+        draft.decide(f"training.seq_len: the config does not say it; the default is {silent}")
     needed = ["data.path", "data.tokenizer"]
     if draft.get("model.flavor") == FROM_CHECKPOINT:  # with its tokenizer
         needed.remove("data.tokenizer")

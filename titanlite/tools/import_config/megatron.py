@@ -15,7 +15,7 @@ from titanlite.tools.import_config.common import (
 from titanlite.tools.import_config.mapping import Draft, Format, Row, as_number, nothing
 
 
-def _first_word(draft: Draft, name: str) -> int:
+def _first_number(draft: Draft, name: str) -> int:
     """The number that follows the name; 0 if it is none. The script's name may follow it."""
     words = str(draft.value(name)).split()
     number = as_number(words[0]) if words else 0
@@ -24,8 +24,8 @@ def _first_word(draft: Draft, name: str) -> int:
 
 def _processes(draft: Draft) -> None:
     """The number of processes, if the script starts torchrun with numbers."""
-    per_node = _first_word(draft, "nproc_per_node")
-    nodes = _first_word(draft, "nnodes") if draft.has("nnodes") else 1  # torchrun's default
+    per_node = _first_number(draft, "nproc_per_node")
+    nodes = _first_number(draft, "nnodes") if draft.has("nnodes") else 1  # torchrun's default
     if draft.processes or not per_node:
         return
     draft.processes = per_node * nodes  # 0, not known, if nnodes is a variable from elsewhere
