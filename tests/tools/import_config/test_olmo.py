@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from foreign_configs import OLMO, imported, values
+from messages import assert_mentions
 
 
 def test_a_7b_on_1258_billion_tokens(tmp_path):
@@ -23,6 +24,28 @@ def test_a_7b_on_1258_billion_tokens(tmp_path):
     assert values(config, names) == [2, 9, ("wandb",), "olmo", "OLMo-7B"]
     assert [text.partition(" ")[0] for text in draft.lacks] == ["save_interval_unsharded"]
     assert [text.partition(":")[0] for text in draft.decisions] == ["data.path", "data.tokenizer"]
+
+
+def test_what_is_not_resolved_or_not_llamas_is_said(tmp_path):
+    text = OLMO.replace("save_folder: workspace", "save_folder: ${path.choose:a,b}/x")
+    text = text.replace(
+        "  rope: true\n", "  rope: true\n  layer_norm_type: default\n  activation_type: gelu\n"
+    )
+    config, draft = imported(tmp_path, "olmo", text)
+    assert "run.folder" not in draft.settings
+    decided = "\n".join(draft.decisions)
+    assert_mentions(decided, "run.folder: save_folder = ${path.choose:a,b}/x", "50280 ids")
+    lacks = "\n".join(draft.lacks)
+    assert_mentions(lacks, "model.layer_norm_type = default", "model.activation_type = gelu")
+    assert config.model.vocab_size == 50304
+
+
+def test_the_vocabulary_without_padding_or_a_tokenizer(tmp_path):
+    text = OLMO.replace("  embedding_size: 50304\n", "").replace("tokenizer:", "other:")
+    config, draft = imported(tmp_path, "olmo", text)
+    assert config.model.vocab_size == 50280
+    (said,) = [line for line in draft.decisions if line.startswith("data.tokenizer:")]
+    assert "50280 ids" in said
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ Why it is here: a file of each format is then its table, and what is particular 
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from titanlite.config.schema import FROM_CHECKPOINT
 from titanlite.config.to_toml import toml_value
 from titanlite.config.values import convert, parse
 
+UNRESOLVED = re.compile(r"\$\{|\$\w")  # a variable of a script, or an interpolation of OmegaConf
 MISSING = (None, "", "null", "None")
 OFF: tuple[object, ...] = (*MISSING, False, 0, "no", "NO", "none", "off", "false", "False", [], {})
 
@@ -107,6 +109,9 @@ class Draft:
 
     def set(self, key: str, value: object, names: str) -> None:
         """Gives our key a value that comes from these foreign keys; a wrong one is noted."""
+        if isinstance(value, str) and UNRESOLVED.search(value):
+            self.decide(f"{key}: {self.origin(names)} = {value[:80]} there, which is not resolved")
+            return
         declared = schema_keys()[key]
         fitted = fit(value, declared)
         converted, expected = convert(fitted, declared)
@@ -231,7 +236,7 @@ def _decide_the_rest(draft: Draft) -> None:
     decided = " ".join(draft.decisions)
     if not any(name.startswith("model.") for name in draft.settings) and "model:" not in decided:
         draft.decide("model.flavor: the config does not say which model; the default is debug")
-    if "training.seq_len" not in draft.settings:
+    if "training.seq_len" not in draft.settings and "training.seq_len:" not in decided:
         silent = schema_keys()["training.seq_len"].default
         draft.decide(f"training.seq_len: the config does not say it; the default is {silent}")
     needed = ["data.path", "data.tokenizer"]

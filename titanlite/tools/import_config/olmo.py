@@ -117,7 +117,33 @@ def _data(draft: Draft) -> None:
 
 def _tokenizer(draft: Draft) -> None:
     found = draft.value("tokenizer.identifier")
-    draft.decide(f"data.tokenizer: there it is {found!r}; give its tokenizer.json")
+    draft.decide(f"data.tokenizer: there it is {found!r}; give its tokenizer.json{_ids(draft)}")
+
+
+def _ids(draft: Draft) -> str:
+    """How many ids the tokenizer has there, if the config says it."""
+    ids = draft.value("model.vocab_size")
+    return f" (model.vocab_size there: {ids} ids)" if ids else ""
+
+
+def _vocabulary(draft: Draft) -> None:
+    """The size of the embedding, which is the tokenizer's unless it is padded."""
+    names = "model.embedding_size" if draft.on("model.embedding_size") else "model.vocab_size"
+    draft.set("model.vocab_size", draft.value(names), names)
+    if not any(name.startswith("tokenizer.") for name in draft.entries):
+        draft.decide(f"data.tokenizer: the config does not say it{_ids(draft)}")
+
+
+def _norm(draft: Draft) -> None:
+    kind = draft.value("model.layer_norm_type")
+    if kind != "rms":
+        draft.lack("model.layer_norm_type", kind, "norms are RMSNorm; there it is LayerNorm")
+
+
+def _activation(draft: Draft) -> None:
+    kind = draft.value("model.activation_type")
+    if kind != "swiglu":
+        draft.lack("model.activation_type", kind, "the feed-forward is SwiGLU")
 
 
 ROWS = (
@@ -136,7 +162,14 @@ ROWS = (
     Row("model.weight_tying", "model.embeddings", "", _tying),
     Row("model.rope_theta", "model.rope_theta"),
     Row("model.layer_norm_eps", "model.norm_eps"),
-    Row("model.embedding_size", "model.vocab_size", "padded, as there"),
+    Row(
+        "model.embedding_size model.vocab_size",
+        "model.vocab_size",
+        "`embedding_size`, which is padded, if it is given",
+        _vocabulary,
+    ),
+    Row("model.layer_norm_type", "", "RMSNorm (`rms`) is the one kind", _norm),
+    Row("model.activation_type", "", "SwiGLU is the one kind", _activation),
     Row("model.max_sequence_length", "training.seq_len"),
     Row(
         "model.attention_dropout model.residual_dropout model.embedding_dropout",
