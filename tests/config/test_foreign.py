@@ -7,7 +7,7 @@ import re
 import pytest
 from messages import assert_mentions
 
-from titanlite.config.foreign import KEYS, VALUES, foreign_key, foreign_value
+from titanlite.config.foreign import FULL_NAMES, KEYS, VALUES, foreign_key, foreign_value
 from titanlite.config.keys import all_keys, schema_keys
 from titanlite.config.load import load_config
 from titanlite.config.values import convert
@@ -68,9 +68,19 @@ def test_a_foreign_key_is_answered_with_ours(typed, here):
     assert_mentions(problem(f"--{typed}=1"), f"unknown key {typed}", here)
 
 
+@pytest.mark.parametrize("typed", ["model.name", "model.Model-Type", "model.size"])
+def test_a_name_whose_last_word_is_ours_counts_with_its_section(typed):
+    assert_mentions(problem(f"--{typed}=llama3"), f"unknown key {typed}", "model.flavor")
+    assert foreign_key(typed.partition(".")[2]) == foreign_key("optimizer.name") == ""
+    names = [name for words in FULL_NAMES.values() for name in words.split()]
+    assert not set(names) & set(all_keys())
+
+
 @pytest.mark.parametrize(
     ("key", "value", "here"),
     [
+        ("model.flavor", "8B", "did you mean llama3_8b or qwen3_8b?"),
+        ("model.flavor", "405b", "did you mean llama3_405b?"),
         ("optimizer.name", "AdamW", "did you mean adamw"),
         ("optimizer.name", "FusedAdam", "here that is adamw"),
         ("schedule.name", "WarmupDecayLR", "here that is linear"),

@@ -63,5 +63,10 @@ def test_a_wrong_value_and_a_wrong_config_say_what_is_allowed():
     assert wrong_value("a.b", "ture", "true or false", ("true", "false")).endswith(
         "did you mean true?"
     )
+    sizes = ("alpha_8b", "beta_8b_v1", "alpha_70b")
+    assert wrong_value("a.b", "8B", "a size", sizes).endswith(
+        "did you mean alpha_8b or beta_8b_v1?"
+    )
+    assert wrong_value("a.b", "0b", "a size", sizes).endswith("expected a size")
     assert wrong_value("a.b", 3, "a string", ()) == "a.b = 3: expected a string"
     assert "did you mean debug?" in unknown_config("debu", ["debug", "other"])

@@ -143,6 +143,11 @@ KEYS = {
     "torchrun's arguments, or NGPU": "num_processes nproc_per_node num_gpus",
 }
 
+# As KEYS, of names whose last word is also one of ours: they count with their section
+FULL_NAMES = {
+    "model.flavor, as llama3_8b": "model.name model.type model.model_type model.arch model.size",
+}
+
 # Key -> our value -> the words of others for it, in lower case, with spaces between them
 VALUES = {
     "optimizer.name": {
@@ -189,7 +194,8 @@ VALUES = {
 @functools.cache
 def _by_name() -> dict[str, str]:
     """Name elsewhere -> what it is here."""
-    return {name: here for here, names in KEYS.items() for name in names.split()}
+    tables = {**KEYS, **FULL_NAMES}
+    return {name: here for here, names in tables.items() for name in names.split()}
 
 
 def foreign_key(name: str) -> str:
@@ -197,8 +203,9 @@ def foreign_key(name: str) -> str:
 
     `name` may have a section before it, as in `training.max_steps`, and hyphens.
     """
-    last = name.rpartition(".")[2]
-    return _by_name().get(last.lower().replace("-", "_"), "")
+    full = name.lower().replace("-", "_")
+    last = full.rpartition(".")[2]
+    return _by_name().get(full) or _by_name().get(last, "")
 
 
 def foreign_value(key: str, value: object) -> str:

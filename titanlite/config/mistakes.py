@@ -81,8 +81,16 @@ def wrong_value(name: str, value: object, expected: str, choices: tuple[object, 
     if ours:
         hint = f"; here that is {ours}"
     elif isinstance(value, str):
-        hint = suggestion(value, [str(choice) for choice in choices])
+        names = [str(choice) for choice in choices]
+        hint = suggestion(value, names) or _with_part(value, names)
     return f"{name} = {json.dumps(value, default=str)[:200]}: expected {expected}{hint}"
+
+
+def _with_part(word: str, names: list[str]) -> str:
+    """`; did you mean X?` for the names of which the word is a part, as 8B of llama3_8b."""
+    part = f"_{word[:199].lower().replace('-', '_')}_"
+    having = [name for name in names if part in f"_{name.lower()}_"]
+    return f"; did you mean {' or '.join(having)}?" if having else ""
 
 
 def unknown_section(name: str) -> str:
