@@ -13,7 +13,6 @@ import pytest
 from titanlite.config.load import load_config
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.cli import plan_command
-from titanlite.tools.plan.plan import make_plan
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,7 +12,6 @@ from titanlite.tools.plan.advice import GIB
 from titanlite.tools.plan.machines import MACHINES, Machine
 from titanlite.tools.plan.plan import make_plan
 
-
 # Words of other parts with the same number: slower cards, and slices of a GPU
 OTHER_PARTS = {"PCIE", "NVL", "HBM2E", "MIG", "LAPTOP", "D"}
 OF_NODES = {"NVL72"}  # words of the table that say how many are in a node, which no device does
