@@ -82,18 +82,18 @@ def _memory(plan: Plan) -> list[str]:
         nbytes = getattr(worst.memory, name)
         bar = "#" * round(BAR * nbytes / max(plan.machine.memory_bytes, worst.memory.total))
         lines.append(f"  {text:<33}{nbytes / GIB:>9,.2f}  {bar}".rstrip())
-    total = f"{worst.low / GIB:,.1f} to {worst.high / GIB:,.1f}"
+    total = f"{gib_text(worst.low)} to {gib_text(worst.high)}"
     lines.append(
         f"  {'total, with what is reserved':<33}{total:>17} of "
         f"{plan.machine.memory_gib:,.1f}: {plan.verdict}"
     )
     if len(plan.needs) > 1:
-        each = ", ".join(f"{need.high / GIB:,.1f}" for need in plan.needs)
+        each = ", ".join(gib_text(need.high) for need in plan.needs)
         lines += _wrapped(f"at most, by rank of pp: {each}")
     for remedy in plan.remedies:
         need = remedy.need
         verdict = need.verdict(plan.machine.memory_bytes)
-        leaves = f"{need.low / GIB:,.1f} to {need.high / GIB:,.1f}, {verdict}"
+        leaves = f"{gib_text(need.low)} to {gib_text(need.high)}, {verdict}"
         lines.append(f"  with {remedy.change}: {leaves}")
     if plan.verdict != "fits":
         lines.append("  --search tries several keys at once; more GPUs hold less each")
@@ -161,6 +161,12 @@ def seconds_text(value: float) -> str:
     if value >= 1:
         return f"{value:,.2f} s"
     return f"{1000 * value:,.1f} ms"
+
+
+def gib_text(nbytes: int) -> str:
+    """A total of memory, in GiB."""
+    gib = nbytes / GIB
+    return f"{gib:,.1f}" if gib >= 1 else f"{gib:.3f}"
 
 
 def bytes_text(number: int) -> str:
