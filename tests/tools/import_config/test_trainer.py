@@ -57,6 +57,8 @@ def test_arguments(arguments, names, expected, tmp_path):
     [
         ({"fsdp": "full_shard auto_wrap"}, "parallel.reshard_after_forward", ["always"], []),
         ({"fsdp": "some_shard"}, "parallel.reshard_after_forward", ["default"], ["fsdp = some_shard"]),
+        ({"lora_target_modules": ["q_proj", ["v_proj"]]}, "lora.targets", ["wq"],
+         ["lora_target_modules = ['v_proj']: expected some of q_proj"]),
         ({"optim": "paged_adamw_8bit"}, "optimizer.name optimizer.state_dtype", ["adamw", "bfloat16"],
          ["optim = paged_adamw_8bit: moments of 8 bits"]),
         ({"report_to": ["wandb", "comet_ml"]}, "metrics.sinks", [("wandb",)],

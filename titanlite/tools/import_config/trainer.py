@@ -180,6 +180,7 @@ def _targets(draft: Draft) -> None:
     name = "lora_target_modules"
     asked = draft.value(name)
     modules = asked if isinstance(asked, list) else str(asked).replace(",", " ").split()
+    modules = [str(module) for module in modules]
     if modules == ["all-linear"]:
         modules = list(PROJECTIONS)
     ours = [PROJECTIONS[module] for module in modules if module in PROJECTIONS]
