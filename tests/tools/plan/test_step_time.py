@@ -142,6 +142,41 @@ def test_what_makes_a_step_slower_or_faster():
     assert planned(8, "--parallel.cp=2").context_parallel > 0
 
 
+def test_offloaded_weights_are_copied_for_each_local_batch():
+    """8B numbers on 8 GPUs, two copies up and one down of 4 bytes, and one update."""
+    batches = ("--parallel.cpu_offload=true", "--training.global_batch_size=32")
+    numbers = 8030261248 / 8
+    for local in (1, 2, 4):
+        offload = planned(8, *batches, f"--training.local_batch_size={local}").offload
+        copies = 12 * numbers * (4 / local) / 25e9
+        assert offload == pytest.approx(copies + numbers / 1e9, rel=1e-3)
+    once = planned(8, *batches, "--parallel.reduce_every_microbatch=false").offload
+    assert once < planned(8, *batches, "--training.local_batch_size=1").offload
+
+
+def test_preferences_take_two_forwards_more():
+    """Forward and backward of frozen layers are 4 FLOPs per number; DPO has 4 more."""
+    adapters = ("--lora.rank=8", "--data.document_mask=true", "--recompute.mode=none")
+    for layout in ((), ("--parallel.tp=2",), ("--parallel.pp=2", "--training.local_batch_size=8")):
+        plain = planned(8, *adapters, *layout)
+        pairs = planned(8, *adapters, *layout, "--dpo.beta=0.1")
+        assert pairs.products == pytest.approx(2 * plain.products, rel=0.05)
+        assert 1.5 < pairs.attention / plain.attention < 1.7  # 20 of 12
+        assert pairs.pointwise > plain.pointwise
+        assert pairs.tensor_parallel >= plain.tensor_parallel
+        assert pairs.messages >= plain.messages
+
+
+def test_a_budget_of_memory_is_between_none_and_full():
+    none = planned(8, "--recompute.mode=none")
+    full = planned(8, "--recompute.mode=full")
+    for budget in (1.0, 0.5, 0.0):
+        some = planned(8, "--recompute.mode=memory_budget", f"--recompute.budget={budget}")
+        for part in ("products", "attention", "pointwise"):
+            expected = budget * none.parts[part] + (1 - budget) * full.parts[part]
+            assert some.parts[part] == pytest.approx(expected, rel=1e-3)
+
+
 def test_small_layers_wait_for_the_host():
     tiny = planned(8, "--model.dim=512", "--model.ffn_dim=1024", "--training.seq_len=512")
     assert tiny.host > 0.3 * tiny.total

@@ -2,8 +2,10 @@
 
 What it is: each linear layer has three products, (T, in) (in, out) in the forward and two of the
 same size in the backward, T being the tokens of a forward on this rank; recomputation repeats some
-of the first. The other operators are counted by the bytes that they read and write, one kernel each
-(eager mode). Imports no torch. Letters: docs/parallelism.md.
+of the first. What `memory_budget` repeats is the compiler's choice: between nothing and what `full`
+does, by 1 - budget, is an upper bound, since it repeats first what is cheap. DPO has two forwards
+more. The other operators are counted by the bytes that they read and write, one kernel each (eager
+mode). Imports no torch. Letters: docs/parallelism.md.
 """
 
 from __future__ import annotations
@@ -11,46 +13,59 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titanlite.tools.plan.counts import Product
-from titanlite.tools.plan.estimate_traffic import recomputed_blocks
 from titanlite.tools.plan.layout import Layout, Parameter, Stage
 
 # Every second product of a block is kept by `selective` and all but the last by none: w2's result
 # is needed by no gradient, so it is never computed again
 ORDER = ("wq", "wk", "wv", "wo", "w1", "w3", "w2")
-REPEATED = {"full": ORDER[:-1], "selective": ("wk", "wo", "w3")}
+REPEATED = {
+    "full": ORDER[:-1],
+    "selective": ("wk", "wo", "w3"),
+    "memory_budget": ORDER[:-1],
+}
 
 
 def products(layout: Layout, stages: list[Stage]) -> tuple[Product, ...]:
     """The matrix products of a step, equal ones together."""
-    counts: dict[tuple[int, int, int, str], int] = {}
+    counts: dict[tuple[int, int, int, str], float] = {}
     forwards = layout.local_batches * layout.microbatches
     for stage in stages:
         for (rows, inner, columns, dtype), count in _of_forward(layout, stage):
             key = (rows, inner, columns, dtype)
             counts[key] = counts.get(key, 0) + count * forwards
-    return tuple(Product(*key, count) for key, count in counts.items() if count)
+    return tuple(Product(*key, round(count)) for key, count in counts.items() if count)
 
 
-def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, int, str], int]]:
+def _repeated(layout: Layout, number: int) -> float:
+    """The part of a block's forward that is computed again, if its mode repeats all it can."""
+    recompute = layout.config.recompute
+    if recompute.mode == "memory_budget":
+        return 1 - recompute.budget
+    return float(recompute.mode in REPEATED and number % recompute.every == 0)
+
+
+def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, int, str], float]]:
     """Shape (rows, inner, columns, dtype) and number of the products of one local batch or
     microbatch.
     """
     tokens = layout.tokens
-    recompute = layout.config.recompute
+    more = layout.more_forwards
+    layers = REPEATED.get(layout.config.recompute.mode, ())
     blocks = [unit for unit in stage.units if unit.is_block]
     for number, unit in zip(stage.blocks, blocks, strict=True):
         # Adapters' first layers have no trained layer before them
         needs_input = stage.index > 0 or number > 0 or layout.config.lora.rank == 0
-        repeated: tuple[str, ...] = ()
-        if number % recompute.every == 0:
-            repeated = REPEATED.get(recompute.mode, ())
+        again = _repeated(layout, number)
         for parameter in unit.parameters:
             if len(parameter.shape) != 2:
                 continue
             layer = parameter.name.split(".")[3]
             dtype = _dtype(layout, parameter)
             columns, inner = parameter.shape
-            yield (tokens, inner, columns, dtype), 2 if layer in repeated else 1
+            forwards = 1 + more
+            if more and parameter.is_adapter:  # the reference has none
+                forwards -= 1
+            yield (tokens, inner, columns, dtype), forwards + (again if layer in layers else 0)
             if needs_input or layer not in ("wq", "wk", "wv"):
                 yield (tokens, columns, inner, dtype), 1
             if parameter.trained:
@@ -61,7 +76,7 @@ def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, 
         width = layout.llama.vocab_size // layout.tp
         dim = layout.llama.dim
         dtype = layout.compute_dtype
-        yield (rows, dim, width, dtype), chunks
+        yield (rows, dim, width, dtype), chunks * (1 + more)
         yield (rows, width, dim, dtype), chunks
         if layout.config.lora.rank == 0:
             yield (width, rows, dim, dtype), chunks
@@ -70,16 +85,15 @@ def _of_forward(layout: Layout, stage: Stage) -> Iterator[tuple[tuple[int, int, 
 def _dtype(layout: Layout, parameter: Parameter) -> str:
     """float8 where the layer is converted."""
     float8 = layout.config.float8
-    is_layer = "lora" not in parameter.name
     skipped = any(part in parameter.name for part in float8.skipped)
     fits = all(side % 16 == 0 for side in parameter.shape)
-    if float8.enabled and is_layer and fits and not skipped:
+    if float8.enabled and not parameter.is_adapter and fits and not skipped:
         return "float8"
     return layout.compute_dtype
 
 
 def attention_flops(layout: Layout, stages: list[Stage]) -> int:
-    """12 H Dh per pair of query and key in forward and backward (PaLM), 4 more to repeat it.
+    """12 H Dh per pair of query and key in forward and backward (PaLM), 4 for a forward more.
 
     With `cp_method = all_gather` a rank's queries have the keys up to the ends of its two chunks:
     (2 cp + 1) / 4 cp of the sequence.
@@ -87,16 +101,15 @@ def attention_flops(layout: Layout, stages: list[Stage]) -> int:
     llama = layout.llama
     seq_len = layout.config.training.seq_len
     windows = llama.windows(seq_len)
-    is_full = layout.config.recompute.mode == "full"
-    total = 0
+    repeats = layout.config.recompute.mode != "selective"
+    total = 0.0
     for stage in stages:
         for number in stage.blocks:
-            times = 12
-            if is_full and number % layout.config.recompute.every == 0:
-                times = 16
+            again = _repeated(layout, number) if repeats else 0.0
+            times = 12 + 4 * (again + layout.more_forwards)
             total += times * (windows[number] or seq_len)
     queries = layout.tokens * layout.local_batches * layout.microbatches
-    flops = total * queries * llama.num_heads * llama.head_dim // layout.tp
+    flops = round(total) * queries * llama.num_heads * llama.head_dim // layout.tp
     if layout.cp > 1 and layout.config.parallel.cp_method == "all_gather":
         return flops * (2 * layout.cp + 1) // (4 * layout.cp)
     return flops
@@ -119,15 +132,16 @@ def pointwise_bytes(layout: Layout, stages: list[Stage]) -> int:
     backward = 42 * dim + 18 * hidden + 20 * turned
     per_token = 0.0
     copied = 0
+    more = layout.more_forwards
     for stage in stages:
-        again = recomputed_blocks(layout, stage)
-        per_token += len(stage.blocks) * (forward + backward) + again * forward
-        if stage.has_output:
-            per_token += 50 * llama.vocab_size / tp
+        again = sum(_repeated(layout, number) for number in stage.blocks)
+        per_token += len(stage.blocks) * ((1 + more) * forward + backward) + again * forward
+        if stage.has_output:  # a third of it in the forward
+            per_token += 50 * (1 + more / 3) * llama.vocab_size / tp
         if stage.has_embedding:
             per_token += 12 * llama.dim / tp
         for unit in stage.units:
-            times = 2 if unit.reshard else 1
+            times = 2 + more if unit.reshard else 1
             copied += 4 * unit.numel * times + 6 * unit.trained_numel
     forwards = layout.local_batches * layout.microbatches
     total = per_token * scale * layout.tokens * forwards

@@ -36,6 +36,10 @@ class Parameter:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_adapter(self) -> bool:
+        return ".lora_" in self.name
+
     def part_numel(self, ranks: int) -> int:
         """Of the first of the ranks that FSDP divides dimension 0 over."""
         return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
@@ -146,6 +150,11 @@ class Layout:
     def microbatches(self) -> int:
         """Forwards of a local batch."""
         return self.config.training.local_batch_size // self.sequences
+
+    @property
+    def more_forwards(self) -> int:
+        """Without gradients: DPO computes log-probabilities of the model and of the reference."""
+        return 2 if self.config.dpo.beta > 0 else 0
 
     @property
     def tokens(self) -> int:

@@ -159,7 +159,7 @@ def step_time(
     working = on_device + host
     bubble = working * idle / (1 - idle)
     optimizer = _optimizer(busiest, machine, used, config, llama, num_processes(degrees))
-    offload = _offload(busiest, config)
+    offload = _offload(busiest, config, counts.local_batches, degrees["pp"])
 
     seconds = working + bubble + sharding + waits["pp"] + optimizer + offload
     per_gpu = counts.tokens / seconds / num_processes(degrees)
@@ -220,7 +220,10 @@ def _compute(
 def _host_seconds(
     config: Config, llama: LlamaConfig, counts: StepCounts, rates: Rates, compiled: bool
 ) -> float:
-    """The launches of a step; a forward is a third of them, and recomputation repeats it."""
+    """The launches of a step; a forward is a third of them, which recomputation repeats.
+
+    DPO has two forwards more.
+    """
     pp = counts.degrees["pp"]
     microbatches = 1
     if pp > 1:
@@ -229,6 +232,10 @@ def _host_seconds(
     passes = 1.0
     if config.recompute.mode in ("full", "selective"):
         passes += 1 / 3 / config.recompute.every
+    elif config.recompute.mode == "memory_budget":
+        passes += (1 - config.recompute.budget) / 3
+    if config.dpo.beta > 0:
+        passes += 2 / 3
     seconds = blocks * passes * rates.host_ms * 1e-3
     return seconds * COMPILED_HOST if compiled else seconds
 
@@ -319,12 +326,24 @@ def _optimizer(
     return seconds + share / (machine.peak_tflops * 1e12 * rates.products)
 
 
-def _offload(rank: RankCounts, config: Config) -> float:
-    """Copies to CPU memory and back, and the update there."""
+def _offload(rank: RankCounts, config: Config, local_batches: int, pp: int) -> float:
+    """Copies to CPU memory and back, and the update there.
+
+    `cpu_offload` copies a shard up at each all-gather, before forward and backward of each local
+    batch (with DPO two more), and its gradient down at each reduction.
+    """
     numbers = rank.num_parameters
-    if config.parallel.cpu_offload:
-        return 12 * numbers / HOST_BANDWIDTH + numbers / HOST_UPDATE
-    if config.parallel.optimizer_offload:
+    parallel = config.parallel
+    if parallel.cpu_offload:
+        mode = parallel.reshard_after_forward
+        up = 1
+        if mode != "never" and not (mode == "default" and pp > 1):
+            up = 4 if config.dpo.beta > 0 else 2
+        down = local_batches if parallel.reduce_every_microbatch else 1
+        copied = (up * local_batches + down) * numbers
+        number = 4 if config.training.param_dtype == "float32" else 2
+        return copied * number / HOST_BANDWIDTH + numbers / HOST_UPDATE
+    if parallel.optimizer_offload:
         moments = 4 if config.optimizer.state_dtype == "bfloat16" else 8
         return 2 * moments * numbers / HOST_BANDWIDTH
     return 0.0
