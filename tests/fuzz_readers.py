@@ -77,7 +77,7 @@ from titanlite.tools.formats.same_model import require_same_model
 from titanlite.tools.import_config.detect import import_config
 from titanlite.tools.import_config.mapping import to_toml as import_to_toml
 from titanlite.tools.plan.counts import Collective
-from titanlite.tools.plan.machines import read_machine, read_prices
+from titanlite.tools.plan.machines import MACHINES, read_machine, read_prices
 from titanlite.tools.plan.step_time import Rates, collective_seconds
 from titanlite.tools.prepare.build import Options as BuildOptions
 from titanlite.tools.prepare.build import begin, build, working_folder
@@ -522,7 +522,8 @@ def _read_machine(folder: Path, data: bytes) -> None:
 
 def _read_prices(folder: Path, data: bytes) -> None:
     (folder / "prices.toml").write_bytes(data)
-    assert all(price > 0 for price in read_prices(folder / "prices.toml").values())
+    lab = dataclasses.replace(MACHINES["H100"], name="lab")
+    assert all(price > 0 for price in read_prices(folder / "prices.toml", lab).values())
 
 
 def _read_arguments(folder: Path, data: bytes) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from titanlite.model.flops import PEAK_TFLOPS, peak_tflops
@@ -79,14 +81,27 @@ def test_a_wrong_machine_is_refused(tmp_path, text, message):
 
 
 def test_a_price_that_is_not_known_is_none(tmp_path):
-    prices = read_prices(None)
+    h100 = MACHINES["H100"]
+    prices = read_prices(None, h100)
     assert price_of(MACHINES["A100-80GB"], prices) == 1.99
     assert price_of(MACHINES["MI300X"], prices) is None
     file = tmp_path / "prices.toml"
-    file.write_text("mi300x = 2\nH100 = 1.5\n")
-    prices = read_prices(file)
+    file.write_text("mi300x = 2\nh100 = 1.5\n")
+    prices = read_prices(file, h100)
     assert price_of(MACHINES["MI300X"], prices) == 2.0
-    assert price_of(MACHINES["H100"], prices) == 1.5
+    assert price_of(h100, prices) == 1.5
     file.write_text("H100 = 0\n")
     with pytest.raises(ConfigError, match="H100 = 0: expected dollars"):
-        read_prices(file)
+        read_prices(file, h100)
+
+
+def test_prices_are_of_known_machines(tmp_path):
+    file = tmp_path / "prices.toml"
+    file.write_text("lab = 1\n")
+    lab = replace(MACHINES["H100"], name="lab", base="H100")
+    assert price_of(lab, read_prices(file, lab)) == 1.0
+    with pytest.raises(ConfigError, match=r"unknown GPU lab; allowed: H100, A100-40GB"):
+        read_prices(file, MACHINES["H100"])
+    file.write_text("H10 = 1\n")
+    with pytest.raises(ConfigError, match=r"unknown GPU H10; did you mean H100\?; allowed: lab,"):
+        read_prices(file, lab)

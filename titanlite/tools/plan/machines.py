@@ -309,20 +309,27 @@ def _problem(key: str, value: object, kind: object) -> str:
     return ""
 
 
-def read_prices(path: Path | None) -> dict[str, float]:
+def read_prices(path: Path | None, machine: Machine) -> dict[str, float]:
     """Dollars per GPU-hour by the name of a machine: the built-in ones, and those of a TOML file.
 
-    The file has lines as `H100 = 2.5`. A machine without a price has none, which is not 0. Raises
-    ConfigError.
+    The file has lines as `H100 = 2.5`, for machines of the table and for `machine`, the chosen one.
+    A machine without a price has none, which is not 0. Raises ConfigError.
     """
     prices = dict(PRICES)
     if path is None:
         return prices
+    names = list(dict.fromkeys([machine.name, *MACHINES]))
+    by_lower = {name.lower(): name for name in reversed(names)}
     for name, value in _read_toml(path).items():
+        if name.lower() not in by_lower:
+            raise ConfigError(
+                f"{path}: unknown GPU {name[:60]}{suggestion(name, names, cutoff=0.5)}; allowed: "
+                f"{', '.join(names)}"
+            )
         problem = _problem("", value, "float")
         if problem or not isinstance(value, (int, float)):
             raise ConfigError(f"{path}: {name} = {value!r}: expected dollars per GPU-hour, above 0")
-        prices[name] = float(value)
+        prices[by_lower[name.lower()]] = float(value)
     return prices
 
 
