@@ -306,6 +306,19 @@ def test_a_stage_may_have_no_block(split, without):
     assert numbers[without] < numbers[1 - without]
 
 
+def test_preferences_send_what_the_program_does():
+    """Traced: 16 backward and 48 forward messages, twice 8 microbatches; none of a frozen tie."""
+    pairs = ("--lora.rank=4", "--data.document_mask=true", "--dpo.beta=0.1")
+    batches = ("--training.local_batch_size=2", "--training.global_batch_size=16")
+    config, llama = model(
+        "debug", *pairs, *batches, "--parallel.pp=2", "--parallel.pp_microbatch_size=1"
+    )
+    calls = estimate(config, llama, 2).ranks[0].collectives
+    counts = {call.kind: call.count for call in calls if call.axis == "pp"}
+    assert counts["send"] == 48
+    assert counts["recv"] == 16
+
+
 def test_a_layout_that_is_not_allowed_is_refused():
     with pytest.raises(ConfigError, match=r"parallel.tp = 3 does not divide"):
         rank_of(3, "debug", "--parallel.tp=3")

@@ -199,12 +199,13 @@ def _messages(layout: Layout, stages: list[Stage], pp_rank: int) -> Iterator[Cal
     shares_embedding = layout.llama.tied_embeddings and parallel.pp_schedule not in V_SHAPED
     if shares_embedding and pp_rank in (0, layout.pp - 1):
         part = _tied_part(layout, stages)
-        yield Calls("pp", "send", layout.pp, 1, part)
-        yield Calls("pp", "recv", layout.pp, 1, part)
+        trained = 1 if part else 0
+        yield Calls("pp", "send", layout.pp, trained, part)
+        yield Calls("pp", "recv", layout.pp, trained, part)
 
 
 def _tied_part(layout: Layout, stages: list[Stage]) -> int:
-    """Bytes of this rank's gradient of the tied embedding."""
+    """Bytes of this rank's gradient of the tied embedding; 0 if it is not trained."""
     for stage in stages:
         for unit in stage.units:
             for parameter in unit.parameters:
