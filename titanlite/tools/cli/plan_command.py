@@ -236,7 +236,7 @@ def _budget(plan: Plan, options: argparse.Namespace) -> Budget | None:
         tokens=tokens,
         flops=flops,
         seconds=time,
-        price=price_of(plan.machine, read_prices(options.prices)),
+        price=price_of(plan.machine, read_prices(options.prices, plan.machine)),
         peak_tflops=plan.machine.peak_tflops,
     )
 
