@@ -60,7 +60,7 @@ RATES: dict[str, Rates] = {
     "H100": Rates(products=0.6, attention=0.35, links=0.9, host_ms=1.0),
     "H100-96GB-500W": Rates(products=0.45, attention=0.2, links=0.7, host_ms=1.0),
     "H200": Rates(products=0.5, attention=0.35, links=0.55, host_ms=1.0),
-    "GB200-NVL72": Rates(products=0.65, attention=0.35, links=0.7, host_ms=1.0),
+    "GB200-NVL72": Rates(products=0.65, attention=0.35, links=0.9, host_ms=1.0),
 }
 HALF_SIDE = 150  # a product with a smallest side of this reaches half of the rate
 FLOAT8_FACTOR = 0.9  # of `products`, for the peak of float8
