@@ -92,6 +92,7 @@ def test_the_best_layout_is_a_config_that_fits(capsys, tmp_path):
     options = ["llama3_8b", "--gpus=8", "--search", f"--out={out}"]
     text = printed(capsys, *options, "--training.global_batch_size=8")
     assert "the second is" in text
+    assert max(map(len, text.splitlines())) <= 80
     assert "fits" in printed(capsys, str(out), "--gpus=8")
     config = load_config([str(out)])
     assert config.run.name == "best"

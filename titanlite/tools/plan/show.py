@@ -184,7 +184,7 @@ def _wrapped(text: str, indent: str = "  ") -> list[str]:
 def search_lines(result: SearchResult, machine: Machine) -> list[str]:
     """The best layouts of a search, and why the second is not the first."""
     lines = [
-        f"{result.tried:,} layouts tried; {', '.join(_refused(result))}",
+        *_wrapped(f"{result.tried:,} layouts tried; {', '.join(_refused(result))}", ""),
         "",
         "  step        tokens/s  MFU     GiB   layout",
     ]
