@@ -11,7 +11,7 @@ from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.rules.check import check_layout
 from titanlite.rules.degrees import AXES, num_processes
 from titanlite.tools.plan.estimate import estimate
-from titanlite.tools.plan.trace import Depths, Numbers, count_step, trace_rank
+from titanlite.tools.plan.trace import Depths, Numbers, count_step, trace, trace_rank
 
 SMALL = [
     "debug",
@@ -139,3 +139,39 @@ def compare(pretended: Numbers, real: Numbers) -> None:
     activations = real["kept", "activations"]
     difference = activations - pretended["kept", "activations"]
     assert abs(difference) <= 0.002 * activations + 8 * message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "num_layers", "pp"),
+    [
+        (["dp_shard=2", "recompute.mode=selective"], 9, 1),
+        (["tp=2", "recompute.mode=full", "recompute.every=2"], 9, 1),
+        (["pp=6", "training.local_batch_size=8"], 13, 6),
+    ],
+    ids=str,
+)
+def test_short_models_stand_for_a_deep_one(pool, settings, num_layers, pp):
+    """What `trace` continues from short models, and between ranks, is what the whole model has."""
+    config, llama, degrees = config_of([*settings, f"model.num_layers={num_layers}"])
+    counts = trace(config, llama, degrees)
+    for pp_rank in range(pp):
+        ((whole,),) = pool.run(
+            1, trace_rank, config, llama, degrees, pp_rank, AS_IT_IS, joins=False
+        )
+        rank = counts.ranks[pp_rank]
+        assert {
+            (call.axis, call.kind, call.size): (call.count, call.whole_bytes)
+            for call in rank.collectives
+            if call.size != 1
+        } == collectives(whole)
+        assert rank.num_parameters == whole["parameters",]
+        assert rank.attention_flops == whole["attention",]
+        assert {(p.rows, p.inner, p.columns, p.dtype): p.count for p in rank.products} == {
+            key[1:]: count for key, count in whole.items() if key[0] == "product"
+        }
+        fullest = max(
+            sum(number for key, number in whole.items() if key[:2] == ("memory", part))
+            for part in ("forward", "backward", "late backward", "update")
+        )
+        assert rank.memory.total == pytest.approx(fullest, rel=0.03)

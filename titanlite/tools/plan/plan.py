@@ -87,8 +87,8 @@ class Plan:
         """Where the numbers come from."""
         if self.counts.source == "estimated":
             return "estimated"
-        if self.compiled:
-            return "traced; memory of compiled blocks, and times, estimated"
+        if self.compiled or offloads(self.config):
+            return "traced; memory and times estimated"
         return "traced; times estimated"
 
 
@@ -110,7 +110,7 @@ def make_plan(
 
         counts = trace(config, llama, degrees)
     needs = estimated_needs(config, llama, gpus)
-    if exact and not compiled:
+    if exact and not compiled and not offloads(config):
         # Traced tensors; at most, with the buffers that NCCL keeps and a traced step does not have
         for i, rank in enumerate(counts.ranks):
             low, high = reserved_bytes(rank.memory)
@@ -144,6 +144,12 @@ def make_plan(
         ),
         zero=zero_stage(config, degrees, counts.local_batches),
     )
+
+
+def offloads(config: Config) -> bool:
+    """Whether some tensors are in CPU memory, which a traced step, on a CPU, cannot tell apart."""
+    parallel = config.parallel
+    return parallel.cpu_offload or parallel.optimizer_offload or config.recompute.offload
 
 
 def with_dtype(config: Config, machine: Machine) -> Config:
