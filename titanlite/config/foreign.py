@@ -1,6 +1,6 @@
 """Names that other trainers use, and what they are called here.
 
-What it is: two tables, of keys and of values, by which `mistakes.py` answers somebody who types a
+What it is: two tables, of keys and of values, by which `mistakes.py` answers a user who types a
 key of DeepSpeed, Megatron-LM, torchtitan, OLMo, GPT-NeoX, nanotron or Hugging Face's Trainer.
 Why it is here: `warmup_ratio` resembles none of our keys, so a search for similar names would
 suggest nothing, or a key that means something else. `titanlite import-config` reads whole files,

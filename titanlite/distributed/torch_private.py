@@ -314,7 +314,7 @@ def join_pretended_group(rank: int, world_size: int) -> None:
         "fake", rank=rank, world_size=world_size, store=FakeStore()
     )
     # In 2.13 a schedule reads the outcome of a vote of its stages, which `pipeline_stage_class`
-    # does not use, and which messages that nobody sends cannot have
+    # does not use; here no messages arrive that could carry one
     from torch.distributed.pipelining import schedules
 
     schedules._PipelineSchedule._warmup_p2p = lambda *arguments: None  # type: ignore[method-assign]

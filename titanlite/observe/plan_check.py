@@ -3,7 +3,7 @@
 What it is: memory and speed of the last logged steps, next to those that the planner estimates for
 this config, this number of processes and this GPU, as a line of the log and an event, which the
 report shows.
-Why it is here: a planner whose error nobody sees is believed too much, or not at all.
+Why it is here: with its error beside it, a prediction is believed as much as it deserves.
 What it costs: a tenth of a second on rank 0, once. On a device that is not in the planner's table,
 as on a CPU, nothing is said.
 """

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 
-from titanlite.config.schema import ParallelConfig
+from titanlite.config.schema import ParallelConfig, TrainingConfig
 from titanlite.runtime.errors import ConfigError
 
 # Outermost first: inner axes communicate most
@@ -94,6 +94,11 @@ def num_processes(degrees: Mapping[str, int]) -> int:
 def data_ranks(degrees: Mapping[str, int]) -> int:
     """The number of ranks that read different batches."""
     return degrees["dp_replicate"] * degrees["dp_shard"]
+
+
+def local_batches(training: TrainingConfig, degrees: Mapping[str, int]) -> int:
+    """How many local batches a rank has in a step of the first batch size."""
+    return training.global_batch_size // (training.local_batch_size * data_ranks(degrees))
 
 
 def nearest(wanted: int, fits: Callable[[int], bool], limit: int) -> str:

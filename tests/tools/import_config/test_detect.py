@@ -33,7 +33,7 @@ def test_a_format_can_be_asked_for():
         by_name("olmoe")
 
 
-def test_a_config_of_ours_and_one_of_nobody(tmp_path):
+def test_a_config_of_ours_and_one_of_an_unknown_trainer(tmp_path):
     (tmp_path / "ours.toml").write_text(to_toml(load_config(["debug"])))
     with refused("ours.toml", "a config of titanlite"):
         import_config(tmp_path / "ours.toml")

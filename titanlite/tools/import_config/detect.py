@@ -36,9 +36,9 @@ def detect(path: Path, entries: Mapping[str, object]) -> Format:
     unknown = [name for name in given if name not in known]
     few = len(named) < min(2, len(entries))
     if few or 2 * len(unknown) > len(given):
-        told = f" ({best.title} does not have {', '.join(unknown[:3])})" if unknown else ""
+        missing = f" ({best.title} does not have {', '.join(unknown[:3])})" if unknown else ""
         raise ConfigError(
-            f"{path}: its {len(entries)} keys are those of no trainer that is known{told}; "
+            f"{path}: its {len(entries)} keys are those of no trainer that is known{missing}; "
             "expected a config of "
             f"{', '.join(form.title for form in FORMATS)}, or --format with one of "
             f"{', '.join(NAMES)}"

@@ -2,7 +2,7 @@
 
 What it is: a `Row` says which of our keys a foreign key becomes. Most rows copy a value; the others
 name a function, which reads the foreign values from the `Draft` and sets ours. What has no equal is
-noted with the reason, and so is what nobody but the user can decide. docs/coming_from.md is made
+noted with the reason, and so is what the user must decide. docs/coming_from.md is made
 from the same rows.
 Why it is here: a file of each format is then its table, and what is particular to it.
 """

@@ -17,7 +17,7 @@ from titanlite.model.flavors import LlamaConfig
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.counts import Memory
 from titanlite.tools.plan.estimate import estimate
-from titanlite.tools.plan.estimate_memory import CONTEXT_BYTES, reserved_bytes
+from titanlite.tools.plan.estimate_memory import range_fits, reserved_bytes
 
 GIB = 2**30
 NAMES = {
@@ -30,6 +30,7 @@ NAMES = {
     "logits": "logits and loss",
     "buffers": "communication buffers",
 }
+VERDICTS = {True: "fits", None: "may fit", False: "does not fit"}
 MOST_REMEDIES = 5
 HELPS = 0.97  # a change is named if it leaves less than this part
 
@@ -45,9 +46,7 @@ class Need:
 
     def verdict(self, available: int) -> str:
         """`fits`, `may fit` or `does not fit`; the CUDA context needs some memory too."""
-        if self.high + CONTEXT_BYTES <= available:
-            return "fits"
-        return "may fit" if self.low + CONTEXT_BYTES <= available else "does not fit"
+        return VERDICTS[range_fits(self.low, self.high, available)]
 
 
 @dataclass(frozen=True)

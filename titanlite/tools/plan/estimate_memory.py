@@ -389,7 +389,11 @@ def _unreduced(layout: Layout, units: list[Unit]) -> _Unreduced:
 
 def fits(memory: Memory, machine_bytes: int) -> bool | None:
     """Whether a GPU with so many bytes can hold it; None if that depends on fragmentation."""
-    low, high = reserved_bytes(memory)
+    return range_fits(*reserved_bytes(memory), machine_bytes)
+
+
+def range_fits(low: int, high: int, machine_bytes: int) -> bool | None:
+    """The same for what the allocator reserves, at least and at most."""
     if high + CONTEXT_BYTES <= machine_bytes:
         return True
     if low + CONTEXT_BYTES > machine_bytes:

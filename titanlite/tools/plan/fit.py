@@ -54,7 +54,7 @@ FEWEST_SIZES = 3
 FEWEST_LENGTHS = 3
 LEAST_RANGE = 2.0  # largest over smallest N, and D
 MOST_ALIKE = 0.99  # correlation of log N and log D
-NOTHING = 0.01  # an E below this part of the lowest loss is not told apart from 0
+NOTHING = 0.01  # an E below this part of the lowest loss counts as 0
 
 EXPONENTS = np.geomspace(0.05, 2.0, 14)  # of the grid
 NUM_STARTS = 6
@@ -203,7 +203,7 @@ def read_points(folders: Sequence[Path]) -> tuple[list[Point], str]:
 
 
 def _unusable(run: Run) -> str:
-    """Why a run is no point of the law; empty if it is one."""
+    """Why a run cannot be used for the fit; empty if it can."""
     if not len(run.column("loss").steps) or not len(run.column("tokens").steps):
         return "found no loss in metrics.jsonl; expected the folder of a run"
     planned = run.config.get("training.steps")
@@ -295,7 +295,7 @@ def undetermined(points: Sequence[Point]) -> list[str]:
     if abs(float(np.corrcoef(n, d)[0, 1])) > MOST_ALIKE:
         return [
             "the tokens of the runs follow from their parameters, so the effects of the two cannot "
-            "be told apart: expected several numbers of tokens for each size"
+            "be separated: expected several numbers of tokens for each size"
         ]
     return []
 

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from titanlite.config.schema import Config, ParallelConfig
 from titanlite.model.flavors import LlamaConfig, block_shapes
 from titanlite.parallel.stage_split import stage_indices, stage_modules
-from titanlite.rules.degrees import data_ranks, needs_fsdp, num_processes
+from titanlite.rules.degrees import local_batches, needs_fsdp, num_processes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CUT_BY_COLUMNS = ("wo", "w2")  # over tp; the other matrices by rows
@@ -136,8 +136,7 @@ class Layout:
     @property
     def local_batches(self) -> int:
         """Of a rank in a step."""
-        training = self.config.training
-        return training.global_batch_size // (training.local_batch_size * data_ranks(self.degrees))
+        return local_batches(self.config.training, self.degrees)
 
     @property
     def sequences(self) -> int:

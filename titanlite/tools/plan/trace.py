@@ -2,12 +2,12 @@
 
 What it is: the training program's own model, techniques, loss, clipping and optimizer, on tensors
 that have only shapes, in a process group whose other ranks do not exist. A `Recorder` counts. The
-first and the last two ranks of the pp axis are traced, each in a process of its own, because torch
+first and the last two ranks of the pp axis are traced, each in a new process, because torch
 remembers meshes; what lies between them is linear in the rank. If a model is deep and its blocks
 are equal, two short models are traced, and what a block adds is taken once for each further one.
 Why it is here: formulas beside a program grow wrong when it changes. `estimate.py` has formulas,
 and is compared with this.
-What it costs: about 0.3 s for each traced block and local batch on one core, and 0.5 GB per
+What it costs: about 0.3 s for each traced block and local batch on one core, and 0.3 GB per
 process.
 What it does not see: what the compiler changes, since blocks run eagerly; kernels' workspaces; and
 what differs between CPU and GPU, such as a document mask, which on a GPU is a list of blocks.
@@ -44,7 +44,7 @@ from titanlite.parallel.parallelize import split_and_parallelize
 from titanlite.parallel.preferences import build_stages
 from titanlite.parallel.stage_split import stage_indices, stage_modules
 from titanlite.parallel.stages import Stages
-from titanlite.rules.degrees import data_ranks, num_processes
+from titanlite.rules.degrees import local_batches, num_processes
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.counts import Collective, Memory, Product, RankCounts, StepCounts
 from titanlite.tools.plan.recorder import CATEGORIES, Recorder
@@ -93,26 +93,27 @@ def trace(config: Config, llama: LlamaConfig, degrees: Mapping[str, int]) -> Ste
     stages = config.parallel.stages_per_process
     ranks = []
     for pp_rank in range(pp):
-        near = found.get(pp_rank)
-        if near is None:
+        by_depth = found.get(pp_rank)
+        if by_depth is None:
             part = (pp_rank - 1) / (pp - 3)
-            near = [
+            by_depth = [
                 _on_line(first, last, part)
                 for first, last in zip(found[1], found[pp - 2], strict=True)
             ]
-        numbers = near[0]
-        if len(near) == 2:
+        numbers = by_depth[0]
+        if len(by_depth) == 2:
             per_rank = stages if pp > 1 else 1
             first, second = (blocks * per_rank for blocks in depths.blocks)
-            further = (depths.of_ranks[pp_rank] - first) / (second - first)
-            numbers = _on_line(near[0], near[1], further)
-        held: tuple[int, ...] = (0,)
+            added = (depths.of_ranks[pp_rank] - first) / (second - first)
+            numbers = _on_line(by_depth[0], by_depth[1], added)
+        own_stages: tuple[int, ...] = (0,)
         if pp > 1:
-            held = tuple(stage_indices(pp_rank, pp, stages, config.parallel.pp_schedule))
-        ranks.append(_rank_counts(pp_rank, held, numbers))
+            own_stages = tuple(stage_indices(pp_rank, pp, stages, config.parallel.pp_schedule))
+        ranks.append(_rank_counts(pp_rank, own_stages, numbers))
     training = config.training
     tokens = training.global_batch_size * training.seq_len
-    return StepCounts("traced", dict(degrees), local_batches(config, degrees), tokens, tuple(ranks))
+    number = local_batches(training, degrees)
+    return StepCounts("traced", dict(degrees), number, tokens, tuple(ranks))
 
 
 def _untraceable(config: Config) -> Iterator[str]:
@@ -121,12 +122,6 @@ def _untraceable(config: Config) -> Iterator[str]:
         yield "float8.enabled = true: its products are traced on a GPU only; expected --estimate"
     if config.parallel.cp_method == "ring" and config.parallel.cp > 1:
         yield 'parallel.cp_method = "ring" is traced on a GPU only; expected --estimate'
-
-
-def local_batches(config: Config, degrees: Mapping[str, int]) -> int:
-    """How many local batches a rank has in a step, at the initial batch size."""
-    training = config.training
-    return training.global_batch_size // (training.local_batch_size * data_ranks(degrees))
 
 
 def _depths(config: Config, llama: LlamaConfig, pp: int) -> Depths:
@@ -157,7 +152,7 @@ def _on_line(first: Numbers, second: Numbers, part: float) -> Numbers:
     return Counter({key: round(first[key] + part * (second[key] - first[key])) for key in keys})
 
 
-# In a process of its own
+# What a worker runs
 
 
 def trace_rank(
@@ -233,7 +228,7 @@ def take_step(
     at most three, of which the second stands for all between the first and the last.
     """
     mesh = stages.mesh
-    number = local_batches(config, mesh.degrees)
+    number = local_batches(config.training, mesh.degrees)
     batches = [_batch(config, device) for _ in range(min(number, 3) if recorder else number)]
     num_targets = mesh.sum_counts(stages.count_targets(batches))
     for i, batch in enumerate(batches):
