@@ -6,7 +6,7 @@ resuming.
 The checks run one after the other, each in separate processes: the versions of what torch uses; a
 run by `python train.py` that saves in the background and is stopped by SIGTERM; its continuation
 under torchrun; a run by `./run_train.sh` on all GPUs (on one, if their number is not a power of
-two). The results are written after each check, with the end of the output of one that fails.
+two); a run with compiled blocks and loss; one with masked documents. The results are written after each check, with the end of the output of one that fails.
 Takes half a minute on two CPU cores (`--device cpu`).
 """
 
@@ -67,7 +67,7 @@ def run(command: list[str], expected: int = 0, **environment: str) -> str:
     )
     if done.returncode != expected:
         raise RuntimeError(
-            f"exit code {done.returncode}, expected {expected}\n{done.stdout[-3000:]}"
+            f"exit code {done.returncode}, expected {expected}\n{done.stdout[-report.OUTPUT_KEPT :]}"
         )
     return done.stdout
 
@@ -104,7 +104,7 @@ def stopped(folder: Path, device: str) -> dict[str, Any]:
     finally:
         process.kill()
     if code != 75:
-        raise RuntimeError(f"exit code {code}, expected 75\n{Path(log.name).read_text()[-3000:]}")
+        raise RuntimeError(f"exit code {code}, expected 75\n{Path(log.name).read_text()[-report.OUTPUT_KEPT :]}")
     return {
         "checkpoints": sorted(path.name for path in (folder / "debug/checkpoints").glob("step-*"))
     }
@@ -123,7 +123,7 @@ def resumed(folder: Path, device: str) -> dict[str, Any]:
     ]
     output = run([*launcher, *OPTIONS, *SAVES, f"--run.device={device}", f"--run.folder={folder}"])
     if "resumed from" not in output:
-        raise RuntimeError(f"it did not resume\n{output[-3000:]}")
+        raise RuntimeError(f"it did not resume\n{output[-report.OUTPUT_KEPT :]}")
     rows = [json.loads(line) for line in (folder / "debug/metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
     if sorted(losses) != list(range(1, 61)) or losses[60] > losses[1] - 0.5:
@@ -144,7 +144,33 @@ def all_devices(folder: Path, device: str) -> dict[str, Any]:
     return {"processes": count}
 
 
-CHECKS: list[Callable[[Path, str], dict[str, Any]]] = [versions, stopped, resumed, all_devices]
+def trained(folder: Path, device: str, name: str, *options: str) -> dict[str, Any]:
+    """A run of `python train.py`: its first and last loss."""
+    where = [f"--run.device={device}", f"--run.folder={folder}", f"--run.name={name}"]
+    run([sys.executable, "train.py", *OPTIONS, "--training.steps=40", *where, *options])
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    losses = [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+    if losses[-1] > losses[0] - 0.5:
+        raise RuntimeError(f"nothing was learnt: losses {losses}")
+    return {"first loss": losses[0], "last loss": losses[-1]}
+
+
+def compiled(folder: Path, device: str) -> dict[str, Any]:
+    return trained(folder, device, "compiled", "--compile.enabled", "--compile.loss")
+
+
+def documents(folder: Path, device: str) -> dict[str, Any]:
+    return trained(folder, device, "documents", "--data.document_mask", "--model.dim=64")
+
+
+CHECKS: list[Callable[[Path, str], dict[str, Any]]] = [
+    versions,
+    stopped,
+    resumed,
+    all_devices,
+    compiled,
+    documents,
+]
 
 
 def main() -> None:
@@ -161,7 +187,7 @@ def main() -> None:
             except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
                 # Of a time-out; the others' messages have it
                 output = getattr(error, "output", None) or b""
-                error = RuntimeError(f"{error}\n{output[-3000:]!r}" if output else str(error))
+                error = RuntimeError(f"{error}\n{output[-report.OUTPUT_KEPT :]!r}" if output else str(error))
                 results[check.__name__] = {"failed": str(error)}
                 result = f"FAILED: {str(error).splitlines()[0]}"
                 print(error, file=sys.stderr)

@@ -3,7 +3,8 @@
 # runs some, `benchmarks/gpu.sh all` all that have not been finished with these sources: a finished part is recorded in $MARKS
 # (default: benchmarks/.done), so the same command continues where the last one was stopped. The measurement of a part is
 # ended after $PART_SECONDS (default: 540); installing packages is not counted.
-# Results go to benchmarks/results/; if $OUT is set, those of this call are also in $OUT/results.tgz, a few seconds old at most.
+# Results go to benchmarks/results/; if $OUT is set, those of this call are also in $OUT/results.tgz, with the marks, a few
+# seconds old at most: unpacked here, they let the next machine continue.
 # A part that was cut off leaves the results it had, and an output, <date>-gpu_PART.txt, without the last line "ended: ...".
 # Missing packages are installed from the folder of wheels $WHEELS if that is set, otherwise from pip's index.
 set -euo pipefail
@@ -31,20 +32,18 @@ run() {
     local size pair
     case $1 in
         first) python benchmarks/first_checks.py ;;
-        tests) need pytest pytest-xdist psutil && python -m pytest -v -m gpu --durations=10 ;;
-        1b) python benchmarks/throughput.py --steps 20 --cases 1b ;;
-        trace) rm -rf outputs/gpu_trace &&
-               python train.py llama3_1b --run.name=gpu_trace --training.steps=30 --checkpoint.freq=0 --validation.freq=0 \
-                   --profiling.enabled --profiling.freq=20 &&
-               if [[ -n ${OUT:-} ]]; then cp outputs/gpu_trace/traces/*rank-0.json.gz "$OUT/"; fi ;;
+        tests) need pytest pytest-xdist psutil &&
+               python -m pytest -v -m gpu -n 6 --durations=0 --deselect tests/e2e/test_gpu.py::test_verify_on_one_gpu \
+                   --ignore tests/tools/plan ;;
+        plan) need pytest psutil && python -m pytest -v -m gpu --durations=0 tests/tools/plan ;;
+        1b|loss|fsdp|recompute|3b|8b|8b-bfloat16) python benchmarks/throughput.py --steps 20 --cases "$1" ;;
+        profile) python benchmarks/throughput.py --steps 5 --cases "1b; 1b, bfloat16 states" --profile --name throughput_profiled ;;
         torchtitan-*) IFS=- read -r _ size pair <<< "$1"
                       need --no-deps torchtitan==0.2.2 && need torchdata tyro tokenizers fsspec einops pillow tensorboard &&
                       python benchmarks/vs_torchtitan.py --pairs "$pair" --config "llama3_$size" --flavor "llama3_$size" \
                           --batch "$([[ $size == 1b ]] && echo 2 || echo 1)" --steps 20 ;;
-        8b) python benchmarks/throughput.py --steps 20 --cases 8b ;;
         8b-fixed-segments) PYTORCH_ALLOC_CONF=expandable_segments:False \
                                python benchmarks/throughput.py --steps 20 --cases 8b --name throughput_8b_fixed_segments ;;
-        levers|3b) python benchmarks/throughput.py --steps 20 --cases "$1" ;;
         transformers) need transformers && python benchmarks/vs_transformers.py --sizes 1B ;;
         verify) python -m titanlite verify --quick ;;
         checkpoint) python benchmarks/checkpoint.py --gb 2 ;;
@@ -54,12 +53,13 @@ run() {
 collect() {    # the results that are newer than this call, as one file
     [[ -n ${OUT:-} ]] || return 0
     local archive="$OUT/.results.$BASHPID.tgz"    # of this process: the loop below also collects
-    find benchmarks/results -type f -newer "$started" -print0 | tar -czf "$archive" --null -T - 2> /dev/null || true
+    find benchmarks/results "$marks" -type f -newer "$started" -print0 | tar -czf "$archive" --null -T - 2> /dev/null || true
     mv "$archive" "$OUT/results.tgz" || true
 }
 
-parts="first tests 1b trace torchtitan-1b-fsdp torchtitan-1b-autocast 8b 8b-fixed-segments levers 3b torchtitan-3b-fsdp
-    torchtitan-3b-autocast transformers verify checkpoint"
+# Parts of one model stand together: they share what the compiler has in its cache
+parts="first 1b profile loss 8b tests torchtitan-1b-fsdp verify plan fsdp recompute 3b torchtitan-3b-fsdp 8b-bfloat16
+    8b-fixed-segments torchtitan-1b-autocast torchtitan-3b-autocast transformers checkpoint"
 if (($# == 0)); then
     echo "usage: benchmarks/gpu.sh all | PART ...    parts:" $parts
     exit 0

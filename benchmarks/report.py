@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 NO_MEMORY = "out of memory"
+OUTPUT_KEPT = 6000  # characters of the output of a process that failed
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -41,8 +42,8 @@ def p99(seconds: list[float]) -> float:
 
 
 def child(command: list[str]) -> dict[str, Any]:
-    """The last line that a process prints, as JSON; {"failed": reason} if it fails, so that other
-    cases continue.
+    """The last line that a process prints, as JSON; {"failed": reason, "output": its end} if it
+    fails, so that other cases continue.
     """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -53,7 +54,8 @@ def child(command: list[str]) -> dict[str, Any]:
     return {
         "failed": NO_MEMORY
         if "OutOfMemory" in done.stderr
-        else f"exit code {done.returncode}: {last[:200]}"
+        else f"exit code {done.returncode}: {last[:200]}",
+        "output": done.stderr[-OUTPUT_KEPT:],
     }
 
 

@@ -1,19 +1,21 @@
 """Training throughput and memory of each flavor on this device.
 
-    python benchmarks/throughput.py [--cases "SET or NAME;NAME"] [--steps 20] [--list]
+    python benchmarks/throughput.py [--cases "SET or NAME;NAME"] [--steps 20] [--profile] [--list]
 
 Each case is a configuration in a separate process, built from the parts that train.py is built
 from: up to 20 steps that are not measured, then those that are, on text. Reported are tokens per
 second by the median step; MFU by the formula of `titanlite/model/flops.py`; the median step, and
 the 99th percentile (of fewer than 100 steps the slowest) relative to it; peak memory; how often the
 host waited for the device in a step, which should be 0 (CUDA only); the dtype, and whether blocks
-were compiled, or why not. A case that runs out of memory is reported as such, and the others
+were compiled, or why not. With `--profile`, two more steps are recorded: the kernels that took most
+of their time are written to the results, as a text file per case. A case that runs out of memory is reported as such, and the others
 continue.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import statistics
@@ -46,6 +48,7 @@ EIGHT_B = [
     "--training.local_batch_size=1",
     "--recompute.mode=full",
 ]
+LOW_PRECISION = ["--training.param_dtype=bfloat16", "--optimizer.state_dtype=bfloat16"]
 WIDTH_256 = [
     "cpu_25m",
     "--compile.enabled=false",
@@ -61,6 +64,11 @@ CASES: dict[str, list[str]] = {
     "1b, whole loss": [*ONE_B, "--loss.num_chunks=1"],
     "1b, not compiled": [*ONE_B, "--compile.enabled=false"],
     "1b, compiled loss": [*ONE_B, "--compile.loss"],
+    "1b, 2 chunks": [*ONE_B, "--loss.num_chunks=2"],
+    "1b, compiled loss, 2 chunks": [*ONE_B, "--compile.loss", "--loss.num_chunks=2"],
+    "1b, batch 4": [*ONE_B, "--training.local_batch_size=4"],
+    "1b, batch 8": [*ONE_B, "--training.local_batch_size=8"],
+    "1b, bfloat16 states": [*ONE_B, *LOW_PRECISION],
     "1b, selective": [*ONE_B, "--recompute.mode=selective"],
     "1b, full": [*ONE_B, "--recompute.mode=full"],
     "1b, memory budget 0.5": [*ONE_B, "--recompute.mode=memory_budget"],
@@ -73,6 +81,13 @@ CASES: dict[str, list[str]] = {
     "3b, float8": [*THREE_B, "--float8.enabled"],
     "8b": EIGHT_B,
     "8b, float8": [*EIGHT_B, "--float8.enabled"],
+    "8b, selective": [*EIGHT_B, "--recompute.mode=selective"],
+    "8b, selective, batch 2": [
+        *EIGHT_B,
+        "--recompute.mode=selective",
+        "--training.local_batch_size=2",
+    ],
+    "8b, bfloat16 states": [*EIGHT_B, *LOW_PRECISION, "--recompute.mode=selective"],
     "debug": ["debug", "--training.local_batch_size=8"],
     "debug, compiled": ["debug", "--training.local_batch_size=8", "--compile.enabled"],
     "debug, documents": ["debug", "--training.local_batch_size=8", "--data.document_mask"],
@@ -124,20 +139,21 @@ CASES: dict[str, list[str]] = {
 }
 SETS = {
     "gpu": [name for name, arguments in CASES.items() if arguments[0].startswith("llama3")],
-    "1b": ["1b", "1b, by FSDP", "1b, by FSDP, kept"],
-    "levers": [
-        "1b, whole loss",
+    "1b": ["1b", "1b, compiled loss, 2 chunks", "1b, batch 8", "1b, float8"],
+    "loss": ["1b, whole loss", "1b, 2 chunks", "1b, compiled loss", "1b, batch 4"],
+    "fsdp": ["1b, by FSDP", "1b, by FSDP, kept", "1b, bfloat16 states"],
+    "recompute": [
         "1b, not compiled",
-        "1b, compiled loss",
         "1b, selective",
         "1b, full",
         "1b, memory budget 0.5",
-        "1b, float8",
         "1b, documents",
         "1b, 8192",
     ],
     "3b": ["3b", "3b, float8"],
-    "8b": ["8b", "8b, float8"],
+    # Parameters, gradients and moments in fp32 take 120 GiB, more than an H100 has
+    "8b": ["8b", "8b, selective, batch 2", "8b, float8"],
+    "8b-bfloat16": ["8b, bfloat16 states"],
     "cpu": [name for name, arguments in CASES.items() if not arguments[0].startswith("llama3")],
 }
 
@@ -153,7 +169,19 @@ def named(names: list[str]) -> list[str]:
     return names
 
 
-def child(arguments: list[str], steps: int) -> dict[str, Any]:
+def hottest(subject: Any, batches: list[Any]) -> str:
+    """The kernels of two steps, by the time they took."""
+    from torch.profiler import profile
+
+    from titanlite.observe.hottest import summary
+
+    with profile(record_shapes=True) as trace:
+        for batch in batches[:2]:
+            subject.step(*batch)
+    return summary(trace.events(), 2)
+
+
+def child(arguments: list[str], steps: int, profiled: bool) -> dict[str, Any]:
     """Measures one case in this process."""
     import torch
     from contestants import Titanlite, make_batch, timed
@@ -193,12 +221,23 @@ def child(arguments: list[str], steps: int) -> dict[str, Any]:
         "compute": config.training.compute_dtype,
         "not compiled": subject.not_compiled,
         "seconds": seconds,
+        "profile": hottest(subject, batches) if profiled else "",
     }
 
 
-def measure(name: str, steps: int) -> dict[str, Any]:
+def measure(name: str, steps: int, profiled: bool) -> dict[str, Any]:
     """Measures one case in a separate process."""
-    return report.child([sys.executable, __file__, "--child", name, "--steps", str(steps)])
+    command = [sys.executable, __file__, "--child", name, "--steps", str(steps)]
+    if profiled:
+        command.append("--profile")
+    return report.child(command)
+
+
+def write_profile(name: str, found: dict[str, Any]) -> None:
+    """Writes the table of kernels of a case into the results."""
+    words = name.replace(",", "").replace(" ", "_")
+    target = f"{datetime.date.today().isoformat()}-profile_{words}.txt"
+    (report.ROOT / "benchmarks/results" / target).write_text(found.pop("profile"))
 
 
 def row(name: str, found: dict[str, Any]) -> str:
@@ -216,10 +255,13 @@ def row(name: str, found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--cases", default="", help="a set (cpu, gpu, 1b, levers, 3b, 8b), or names"
+        "--cases", default="", help=f"a set ({', '.join(SETS)}), or names"
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--name", default="", help="of the results; default: throughput_SET")
+    parser.add_argument(
+        "--profile", action="store_true", help="also write which kernels took most time"
+    )
     parser.add_argument("--list", action="store_true", help="print the cases and what they are")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -229,7 +271,7 @@ def main() -> None:
         print("\n".join(f"{name}: {' '.join(arguments)}" for name, arguments in CASES.items()))
         return
     if options.child:
-        print(json.dumps(child(CASES[options.child], options.steps)), flush=True)
+        print(json.dumps(child(CASES[options.child], options.steps, options.profile)), flush=True)
         os._exit(0)  # gloo's threads can abort an orderly end
     import torch
 
@@ -241,7 +283,9 @@ def main() -> None:
     body += ["|---|---|---|---|---|---|---|---|---|"]
     results = {}
     for name in names:
-        results[name] = measure(name, options.steps)
+        results[name] = measure(name, options.steps, options.profile)
+        if options.profile and "profile" in results[name]:
+            write_profile(name, results[name])
         body.append(row(name, results[name]))
         print(body[-1], flush=True)
         lines = [*body, "", *(f"- {one}: `{' '.join(CASES[one])}`" for one in results)]

@@ -19,7 +19,7 @@ echo "$*" >> "$CALLS"
 case "$*" in
     *"pip list"*) echo "pytest==1" ;;
     *first_checks*) echo begun > benchmarks/results/first.md; if [[ -n $SLOW ]]; then sleep 60; fi ;;
-    *train.py*) mkdir -p outputs/gpu_trace/traces && echo trace > outputs/gpu_trace/traces/step-20-rank-0.json.gz ;;
+
     *"-m gpu"*) echo "one test failed"; exit 1 ;;
 esac
 """
