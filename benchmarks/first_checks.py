@@ -104,7 +104,9 @@ def stopped(folder: Path, device: str) -> dict[str, Any]:
     finally:
         process.kill()
     if code != 75:
-        raise RuntimeError(f"exit code {code}, expected 75\n{Path(log.name).read_text()[-report.OUTPUT_KEPT :]}")
+        raise RuntimeError(
+            f"exit code {code}, expected 75\n{Path(log.name).read_text()[-report.OUTPUT_KEPT :]}"
+        )
     return {
         "checkpoints": sorted(path.name for path in (folder / "debug/checkpoints").glob("step-*"))
     }
@@ -187,7 +189,9 @@ def main() -> None:
             except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
                 # Of a time-out; the others' messages have it
                 output = getattr(error, "output", None) or b""
-                error = RuntimeError(f"{error}\n{output[-report.OUTPUT_KEPT :]!r}" if output else str(error))
+                error = RuntimeError(
+                    f"{error}\n{output[-report.OUTPUT_KEPT :]!r}" if output else str(error)
+                )
                 results[check.__name__] = {"failed": str(error)}
                 result = f"FAILED: {str(error).splitlines()[0]}"
                 print(error, file=sys.stderr)

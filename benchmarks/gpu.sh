@@ -39,7 +39,7 @@ run() {
         1b|loss|fsdp|recompute|3b|8b|8b-bfloat16) python benchmarks/throughput.py --steps 20 --cases "$1" ;;
         profile) python benchmarks/throughput.py --steps 5 --cases "1b; 1b, bfloat16 states" --profile --name throughput_profiled ;;
         torchtitan-*) IFS=- read -r _ size pair <<< "$1"
-                      need --no-deps torchtitan==0.2.2 && need torchdata tyro tokenizers fsspec einops pillow tensorboard &&
+                      need --no-deps torchtitan==0.2.2 tyro torchdata docstring-parser shtab typeguard && need tokenizers fsspec einops pillow tensorboard &&
                       python benchmarks/vs_torchtitan.py --pairs "$pair" --config "llama3_$size" --flavor "llama3_$size" \
                           --batch "$([[ $size == 1b ]] && echo 2 || echo 1)" --steps 20 ;;
         8b-fixed-segments) PYTORCH_ALLOC_CONF=expandable_segments:False \

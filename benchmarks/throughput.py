@@ -68,6 +68,11 @@ CASES: dict[str, list[str]] = {
     "1b, compiled loss, 2 chunks": [*ONE_B, "--compile.loss", "--loss.num_chunks=2"],
     "1b, batch 4": [*ONE_B, "--training.local_batch_size=4"],
     "1b, batch 8": [*ONE_B, "--training.local_batch_size=8"],
+    "1b, batch 8, compiled loss": [
+        *ONE_B,
+        "--training.local_batch_size=8",
+        "--compile.loss",
+    ],
     "1b, bfloat16 states": [*ONE_B, *LOW_PRECISION],
     "1b, selective": [*ONE_B, "--recompute.mode=selective"],
     "1b, full": [*ONE_B, "--recompute.mode=full"],
@@ -139,7 +144,7 @@ CASES: dict[str, list[str]] = {
 }
 SETS = {
     "gpu": [name for name, arguments in CASES.items() if arguments[0].startswith("llama3")],
-    "1b": ["1b", "1b, compiled loss, 2 chunks", "1b, batch 8", "1b, float8"],
+    "1b": ["1b", "1b, compiled loss, 2 chunks", "1b, batch 8, compiled loss", "1b, float8"],
     "loss": ["1b, whole loss", "1b, 2 chunks", "1b, compiled loss", "1b, batch 4"],
     "fsdp": ["1b, by FSDP", "1b, by FSDP, kept", "1b, bfloat16 states"],
     "recompute": [
@@ -254,9 +259,7 @@ def row(name: str, found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--cases", default="", help=f"a set ({', '.join(SETS)}), or names"
-    )
+    parser.add_argument("--cases", default="", help=f"a set ({', '.join(SETS)}), or names")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--name", default="", help="of the results; default: throughput_SET")
     parser.add_argument(

@@ -340,10 +340,10 @@ def test_batches_that_are_copied_ahead_arrive_whole():
         batches = (
             Batch(torch.full((side, side), i), torch.full((side, side), -i)) for i in range(20)
         )
-        for tokens, labels, _ in prefetch(batches, device):
+        for batch in prefetch(batches, device):
             for _ in range(products):
                 work = work @ work / 64
-            sums.append(torch.stack([tokens.sum(), labels.sum()]))
+            sums.append(torch.stack([batch.tokens.sum(), batch.labels.sum()]))
         assert torch.stack(sums).tolist() == [[i * side**2, -i * side**2] for i in range(20)]
     assert list(prefetch([], device)) == []
 

@@ -11,14 +11,27 @@ from titanlite.optim.chunked_loss import chunked_cross_entropy_sum
 from titanlite.optim.loss import cross_entropy_sum
 
 
+GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_chunks", [1, 3, 8, 1000])
-def test_chunked_loss_equals_the_plain_one(num_chunks, dtype):
+def test_chunked_loss_equals_the_plain_one(num_chunks, dtype, device):
     """Loss and gradients; some labels are no targets, and the chunks are not all of one size."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*shape, generator=generator) for shape in ((3, 37, 16), (53, 16)))
     labels = torch.randint(53, (3, 37), generator=generator)
     labels[1, 5:] = -100
+    hidden = hidden.to(device, dtype)
+    weight = weight.to(device, dtype)
+    labels = labels.to(device)
 
     def gradients(loss, *inputs):
         leaves = [x.detach().requires_grad_() for x in inputs]
@@ -31,9 +44,9 @@ def test_chunked_loss_equals_the_plain_one(num_chunks, dtype):
     def by_chunks(x, w):
         return chunked_cross_entropy_sum(x, w, labels, num_chunks, cross_entropy_sum)
 
-    exact = gradients(plain, hidden.to(dtype).double(), weight.to(dtype).double())
-    wanted = gradients(plain, hidden.to(dtype), weight.to(dtype))
-    found = gradients(by_chunks, hidden.to(dtype), weight.to(dtype))
+    exact = gradients(plain, hidden.double(), weight.double())
+    wanted = gradients(plain, hidden, weight)
+    found = gradients(by_chunks, hidden, weight)
     for a, b, true in zip(wanted, found, exact, strict=True):
         assert a.dtype == b.dtype
         if dtype == torch.float32:
@@ -41,9 +54,7 @@ def test_chunked_loss_equals_the_plain_one(num_chunks, dtype):
         else:  # as near to the truth as the plain loss, but for the rounding of the factor
             assert (b - true).norm() <= (a - true).norm() + 2**-9 * true.norm()
     with torch.no_grad():
-        value = chunked_cross_entropy_sum(
-            hidden.to(dtype), weight.to(dtype), labels, num_chunks, cross_entropy_sum
-        )
+        value = by_chunks(hidden, weight)
     torch.testing.assert_close(value / 70, wanted[0])
 
 

@@ -51,6 +51,20 @@ def test_adamw_in_low_precision_is_adamw_where_all_is_fp32(monkeypatch):
             )
 
 
+def test_with_all_in_bfloat16_torchs_fused_adamw_computes_the_same_bits():
+    models = [regression(torch.bfloat16), regression(torch.bfloat16)]
+    config = OptimizerConfig(lr=1e-2, state_dtype="bfloat16")
+    theirs = build_optimizer([models[0]], config)
+    groups = [{"params": list(models[1].parameters()), "weight_decay": config.weight_decay}]
+    ours = LowPrecisionAdamW(groups, config.lr, config.betas, config.eps, torch.bfloat16)
+    assert isinstance(theirs, torch.optim.AdamW)
+    assert train(theirs, models[0], 20) == train(ours, models[1], 20)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(theirs.state[a][name], ours.state[b][name])
+
+
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
 def test_low_precision_learns_too(weights, moments):
@@ -59,7 +73,7 @@ def test_low_precision_learns_too(weights, moments):
         lr=1e-2, weight_decay=0.0, state_dtype=str(moments).removeprefix("torch.")
     )
     optimizer = build_optimizer([model], config)
-    assert isinstance(optimizer, LowPrecisionAdamW) == (torch.bfloat16 in (weights, moments))
+    assert isinstance(optimizer, LowPrecisionAdamW) == (weights != moments)
     losses = train(optimizer, model, 200)
     assert losses[-1] < 0.1 * losses[0]
     for parameter in model.parameters():

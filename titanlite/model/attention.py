@@ -41,6 +41,13 @@ def attention(
         return block_attention(q, k, v, mask)
     k = share_heads(q, k, mask)
     v = share_heads(q, v, mask)
+    if q.is_cuda and q.dtype == torch.float32 and mask is not None and mask.dtype != torch.bool:
+        # For torch's causal bias in fp32. Its backward returns gradients that are contiguous as
+        # (B, S, H, Dh), while the compiler is told that they are laid out as the inputs, and
+        # compiled code stops there (torch 2.11).
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+        k = k.transpose(1, 2).contiguous().transpose(1, 2)
+        v = v.transpose(1, 2).contiguous().transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
 

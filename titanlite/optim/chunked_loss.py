@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -88,10 +89,9 @@ class _Chunked(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         to_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)  # gradients
-        trained = ctx.needs_input_grad[1]  # not if it is frozen
-        projection = weight.detach().requires_grad_(trained)
+        projection = weight.detach()
         to_weight = None
-        if trained:
+        if ctx.needs_input_grad[1]:  # not if it is frozen
             to_weight = torch.zeros_like(weight, dtype=torch.float32)  # bfloat16 rounds each sum
         chunks = zip(
             token_chunks(hidden.detach(), num_chunks),
@@ -100,15 +100,7 @@ class _Chunked(torch.autograd.Function):
             strict=True,
         )
         for x, y, gradient in chunks:
-            with torch.enable_grad():
-                x.requires_grad_()
-                value = loss(F.linear(x, projection), y)
-                inputs = (x, projection) if trained else (x,)
-                gradients = torch.autograd.grad(value, inputs)
-            total += value.detach()
-            gradient.copy_(gradients[0])
-            if to_weight is not None:
-                to_weight += gradients[1]
+            total += _one_chunk(x, projection, y, loss, gradient[0], to_weight)
         # In float16 its sum is not scaled yet, and could overflow
         if to_weight is not None and weight.dtype != torch.float16:
             to_weight = to_weight.to(weight.dtype)
@@ -121,3 +113,32 @@ class _Chunked(torch.autograd.Function):
         if to_weight is not None:
             to_weight = to_weight * factor
         return to_hidden * factor, to_weight, None, None, None
+
+
+def _one_chunk(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss: SummedLoss,
+    to_x: Tensor,
+    to_weight: Tensor | None,
+) -> Tensor:
+    """The loss of x (1, n, D) and labels (1, n). Writes the gradient of `x` to `to_x` (n, D), and
+    adds that of `weight` (V, D) to `to_weight`, in fp32.
+
+    A function, so that the logits are freed before those of the next chunk are computed.
+    """
+    with torch.enable_grad():
+        logits = F.linear(x.requires_grad_(), weight)
+        of_logits = get_gradient_edge(logits)
+        value = loss(logits, labels)
+    del logits  # the loss keeps what its backward reads
+    (to_logits,) = torch.autograd.grad(value, of_logits)
+    to_logits = to_logits[0]  # (n, V)
+    torch.mm(to_logits, weight, out=to_x)
+    if to_weight is not None and x.is_cuda and x.dtype != torch.float32:
+        # Added before it is rounded, without a tensor for the product
+        torch.addmm(to_weight, to_logits.T, x[0], out_dtype=torch.float32, out=to_weight)
+    elif to_weight is not None:
+        to_weight += to_logits.T @ x[0]
+    return value.detach()

@@ -1,8 +1,10 @@
-"""AdamW with moments or parameters in bfloat16.
+"""AdamW whose moments have another dtype than the parameters: bfloat16 on one side, fp32 on the
+other.
 
 What it is: the update of torch.optim.AdamW (arXiv 1711.05101), computed in fp32. Between steps,
 moments and parameters are stored in their own dtypes.
-Why it is here: torch.optim.AdamW requires one dtype for parameters and moments.
+Why it is here: torch.optim.AdamW requires one dtype for parameters and moments. With both in
+bfloat16 its fused implementation computes the same bits in one kernel (`optimizer.py`).
 What it costs: bfloat16 moments save 4 bytes per parameter, and bfloat16 parameters (and so
 gradients) another 4. Every step rounds. A moment changes by several per cent in a step, so rounding
 it to 8 significant bits matters little; with beta2 above 0.99 the change of the second moment would

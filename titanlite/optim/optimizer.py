@@ -1,11 +1,11 @@
 """The optimizer over the model's parameters: AdamW, or Muon with AdamW.
 
 What it is: torch.optim.AdamW (arXiv 1711.05101), fused by default; the AdamW of `low_precision.py`
-if moments or parameters are not fp32. With `optimizer.name = "muon"` the matrices of the blocks
-belong to `muon.py`.
+if parameters and moments have different dtypes. With `optimizer.name = "muon"` the matrices of the
+blocks belong to `muon.py`.
 What it costs: two fp32 numbers per parameter (the moments); with fp32 parameters and gradients 16
-bytes per parameter in all, divided by the ranks that shard them. The fused implementation reads and
-writes them in one pass. Weight decay acts on all parameters by default, as in torchtitan;
+bytes per parameter in all, with all of them in bfloat16 8, divided by the ranks that shard them.
+The fused implementation reads and writes them in one pass, and computes in fp32. Weight decay acts on all parameters by default, as in torchtitan;
 `optimizer.decayed = "linear"` excludes norms and embeddings, as GPT-2 and nanoGPT do.
 `optimizer.groups` changes rate and decay by the names of parameters.
 """
@@ -91,13 +91,15 @@ def _build_adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimiz
         implementation = "fused"
     state_dtype = getattr(torch, config.state_dtype)
     parameters = [parameter for group in groups for parameter in group["params"]]
-    fp32 = {state_dtype, *(parameter.dtype for parameter in parameters)} == {torch.float32}
+    dtypes = {state_dtype, *(parameter.dtype for parameter in parameters)}
+    # Its moments have the dtype of the parameter. Only the fused one computes in fp32 all the same.
+    stock = dtypes == {torch.float32} or (len(dtypes) == 1 and implementation == "fused")
 
     decayed = sum(len(group["params"]) for group in groups if group["weight_decay"] > 0)
-    variant = implementation if fp32 else f"moments {config.state_dtype}"
+    variant = implementation if stock else f"moments {config.state_dtype}"
     spared = len(parameters) - decayed
     logger.debug("AdamW (%s): %d tensors decay, %d do not", variant, decayed, spared)
-    if not fp32:
+    if not stock:
         return LowPrecisionAdamW(groups, config.lr, config.betas, config.eps, state_dtype)
     return torch.optim.AdamW(
         groups,
