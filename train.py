@@ -38,6 +38,7 @@ from titanlite.checkpoint.state import (
     every_name,
 )
 from titanlite.checkpoint.storage import SaveError
+from titanlite.config.batch_sizes import first_steps
 from titanlite.config.budget import epochs_in_steps
 from titanlite.config.help import help_text
 from titanlite.config.load import load_config
@@ -113,7 +114,8 @@ def main(config: Config) -> int:
     compiled = decide_compile(config, llama, degrees, device)
     mesh = Mesh(device.type, degrees, config.comm.group_timeout_seconds)
     progress = Progress()
-    watchdog = Watchdog(config.comm, folder, progress, device)  # ends the run if a rank hangs
+    # Ends the run if a rank hangs
+    watchdog = Watchdog(config.comm, folder, progress, device, first_steps(config.training))
     requests = Requests(folder)  # from here on a signal makes the run save and end
 
     # 2. Data: text is tokenised once; sample i of the stream is a function of (seed, i)
@@ -129,7 +131,8 @@ def main(config: Config) -> int:
         model = Llama(llama, training.seq_len)
     # The model, or the pipeline stages of this rank
     model_parts = build_model_parts(model, config, mesh, device, compiled)
-    stages = build_stages(model_parts, config, mesh, device)  # `Stages`, or for pairs of answers
+    # `Stages`, or for pairs of answers
+    stages = build_stages(model_parts, config, mesh, device, compiled)
 
     # 4. Training state: everything that a step changes. A checkpoint holds exactly these
     optimizer = build_optimizer(model_parts, config.optimizer, config.parallel.optimizer_offload)

@@ -98,7 +98,7 @@ class Titanlite:
         with torch.device("meta"):
             model = Llama(self.llama, self.config.training.seq_len)
         self.parts = build_model_parts(model, self.config, mesh, self.device, compiled)
-        self.stages = Stages(self.parts, self.config, mesh, self.device)
+        self.stages = Stages(self.parts, self.config, mesh, self.device, compiled)
         self.optimizer = build_optimizer(self.parts, self.config.optimizer)
         self.schedule = Schedule(
             self.optimizer, constant, self.config.optimizer.lr, self.config.training.steps

@@ -50,7 +50,8 @@ PAIRS = {
     "gpu": [
         f"{name}/1b"
         for name in CASES
-        if name.startswith("1b, ") and not name.endswith(("8192", "budget 0.5"))
+        if name.startswith("1b, ")
+        and not name.endswith(("8192", "budget 0.5", "batch 4", "batch 8"))
     ],
 }
 UNCOUNTED = 3

@@ -217,6 +217,7 @@ def case_of(row: dict[str, str]) -> Case:
     keys: dict[str, Any] = {
         "training.seq_len": number(r"(\d+)", row["seq"]),
         "training.compute_dtype": "bfloat16",
+        "compile.loss": "false",
     }
     if not keys["training.seq_len"] or "?" in row["seq"]:
         raise NotExpressed("length of sequences")
@@ -293,6 +294,7 @@ def torchtitan(row: dict[str, str]) -> dict[str, Any]:
     interleaved = "Interleaved" in layout
     # Its number of microbatches is that of stages
     stages = pp * (2 if interleaved else 1)
+    in_2025 = "2025" in row["source"] + row["notes"]  # when it came
     return {
         "parallel.cp": number(r"cp=(\d+)", layout, 1),
         "parallel.tp": number(r"tp=(\d+)", layout, 1),
@@ -302,7 +304,7 @@ def torchtitan(row: dict[str, str]) -> dict[str, Any]:
         "parallel.async_tp": "async" in layout or "async" in row["precision"],
         "training.local_batch_size": local,
         "compile.enabled": "true" if compiled else "false",
-        "compile.loss": compiled and "2025" in row["source"] + row["notes"],  # it came in 2025
+        "compile.loss": "true" if compiled and in_2025 else "false",
     }
 
 

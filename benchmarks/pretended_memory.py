@@ -35,6 +35,7 @@ COMMON = [
     "--training.seq_len=4096",
     "--training.local_batch_size=2",
     "--training.global_batch_size=2",
+    "--compile.loss=false",
 ]
 OPTIONS = {
     "compiled, 8 chunks": ["--compile.enabled=true", "--loss.num_chunks=8"],

@@ -34,6 +34,7 @@ ONE_B = [
     "llama3_1b",
     "--training.seq_len=4096",
     "--training.local_batch_size=2",
+    "--loss.num_chunks=2",
     "--recompute.mode=none",
 ]
 THREE_B = [
@@ -63,16 +64,15 @@ CASES: dict[str, list[str]] = {
     "1b": ONE_B,
     "1b, whole loss": [*ONE_B, "--loss.num_chunks=1"],
     "1b, not compiled": [*ONE_B, "--compile.enabled=false"],
-    "1b, compiled loss": [*ONE_B, "--compile.loss"],
-    "1b, 2 chunks": [*ONE_B, "--loss.num_chunks=2"],
-    "1b, compiled loss, 2 chunks": [*ONE_B, "--compile.loss", "--loss.num_chunks=2"],
-    "1b, batch 4": [*ONE_B, "--training.local_batch_size=4"],
-    "1b, batch 8": [*ONE_B, "--training.local_batch_size=8"],
-    "1b, batch 8, compiled loss": [
+    "1b, loss not compiled": [*ONE_B, "--compile.loss=false"],
+    "1b, 8 chunks": [*ONE_B, "--loss.num_chunks=8"],
+    "1b, 8 chunks, loss not compiled": [
         *ONE_B,
-        "--training.local_batch_size=8",
-        "--compile.loss",
+        "--loss.num_chunks=8",
+        "--compile.loss=false",
     ],
+    "1b, batch 4": [*ONE_B, "--training.local_batch_size=4", "--loss.num_chunks=4"],
+    "1b, batch 8": [*ONE_B, "--training.local_batch_size=8", "--loss.num_chunks=8"],
     "1b, bfloat16 states": [*ONE_B, *LOW_PRECISION],
     "1b, selective": [*ONE_B, "--recompute.mode=selective"],
     "1b, full": [*ONE_B, "--recompute.mode=full"],
@@ -91,6 +91,7 @@ CASES: dict[str, list[str]] = {
         *EIGHT_B,
         "--recompute.mode=selective",
         "--training.local_batch_size=2",
+        "--loss.num_chunks=4",
     ],
     "8b, bfloat16 states": [*EIGHT_B, *LOW_PRECISION, "--recompute.mode=selective"],
     "debug": ["debug", "--training.local_batch_size=8"],
@@ -144,9 +145,15 @@ CASES: dict[str, list[str]] = {
 }
 SETS = {
     "gpu": [name for name, arguments in CASES.items() if arguments[0].startswith("llama3")],
-    "1b": ["1b", "1b, compiled loss, 2 chunks", "1b, batch 8, compiled loss", "1b, float8"],
-    "loss": ["1b, whole loss", "1b, 2 chunks", "1b, compiled loss", "1b, batch 4"],
-    "fsdp": ["1b, by FSDP", "1b, by FSDP, kept", "1b, bfloat16 states"],
+    "1b": ["1b", "1b, batch 8", "1b, float8", "1b, bfloat16 states"],
+    "loss": [
+        "1b, whole loss",
+        "1b, loss not compiled",
+        "1b, 8 chunks",
+        "1b, 8 chunks, loss not compiled",
+        "1b, batch 4",
+    ],
+    "fsdp": ["1b, by FSDP", "1b, by FSDP, kept"],
     "recompute": [
         "1b, not compiled",
         "1b, selective",

@@ -81,7 +81,8 @@ def build_stages(
     mesh = Mesh("cpu", degrees, 77)
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
-    return Stages(build_model_parts(model, config, mesh, cpu, compiled), config, mesh, cpu)
+    parts = build_model_parts(model, config, mesh, cpu, compiled)
+    return Stages(parts, config, mesh, cpu, compiled)
 
 
 TOKENS = torch.randint(101, (2, 12), generator=torch.Generator().manual_seed(3))

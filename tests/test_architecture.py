@@ -268,6 +268,7 @@ SETS_ATTRIBUTES = {
         "stage[name]",
     },
     "titanlite/parallel/tensor_parallel.py": {"end[name]"},
+    "titanlite/runtime/attention_choice.py": {"compiler_config.cache_key_tag"},
     "titanlite/runtime/deterministic.py": {
         "os.environ['CUBLAS_WORKSPACE_CONFIG']",
         "torch.backends.cudnn.benchmark",

@@ -11,6 +11,7 @@ from messages import assert_mentions
 
 from titanlite.config.batch_sizes import (
     first_sample,
+    first_steps,
     samples_after,
     segments,
     steps_for,
@@ -211,3 +212,8 @@ def test_keys_of_the_decay_replace_each_other(tmp_path):
         ConfigError, match=r"schedule.decay_fraction and schedule.decay_steps: expected only one"
     ):
         load_config(["debug", "--schedule.decay_fraction=0.2", "--schedule.decay_steps=5"])
+
+
+def test_the_steps_in_which_another_size_begins():
+    assert first_steps(ramp("")) == {1}
+    assert first_steps(ramp("8 from step 5, 16 by 4 from step 11")) == {1, 5, 8, 11}

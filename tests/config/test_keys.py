@@ -20,7 +20,7 @@ def test_kinds_of_keys():
     assert keys["data.phases"].kind is list
     assert not keys["data.phases"].is_list_of_strings
     assert keys["validation.prompts"].is_list_of_strings
-    assert keys["compile.loss"].words == ("true", "false")
+    assert keys["compile.loss"].words == ("auto", "true", "false")
     assert keys["compile.enabled"].words == ("auto", "true", "false")
     assert keys["training.steps"].words == ()
     assert list(keys_of(PhaseConfig)) == ["from_step", "from_tokens", "weights"]

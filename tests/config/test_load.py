@@ -71,8 +71,8 @@ def test_defaults_base_file_and_command_line_in_this_order(toml):
         (["--training.steps", "1_000"], "training.steps", 1000),
         (["--optimizer.lr", "1e-3"], "optimizer.lr", 1e-3),
         (["--optimizer.betas=[0.5, 0.6]"], "optimizer.betas", (0.5, 0.6)),
-        (["--compile.loss"], "compile.loss", True),
-        (["--compile.loss", "--training.steps=3"], "compile.loss", True),
+        (["--float8.enabled"], "float8.enabled", True),
+        (["--float8.enabled", "--training.steps=3"], "float8.enabled", True),
         (["--compile.enabled"], "compile.enabled", "true"),
         (["--compile.enabled", "False"], "compile.enabled", "false"),
         (["--compile.enabled=auto"], "compile.enabled", "auto"),
@@ -99,7 +99,7 @@ def test_command_line_forms(argv, key, value):
 
 
 def test_a_flag_does_not_swallow_the_config():
-    assert load_config(["--compile.loss", "cpu_25m"]).run.name == "cpu_25m"
+    assert load_config(["--float8.enabled", "cpu_25m"]).run.name == "cpu_25m"
     assert load_config(["--compile.enabled", "cpu_25m"]).run.name == "cpu_25m"
 
 
@@ -131,7 +131,7 @@ def test_a_list_of_names_in_a_file(toml):
         ("--training.steps=true", ('training.steps = "true"', "integer")),
         ("--training.steps=", ('training.steps = ""', "integer")),
         ("--training.steps", ("--training.steps", "missing", "integer")),
-        ("--compile.loss=1", ("compile.loss = 1", "true or false")),
+        ("--float8.enabled=1", ("float8.enabled = 1", "true or false")),
         ("--compile.enabled=1", ('compile.enabled = "1"', "auto, true, false")),
         ("--compile.enabled=ture", ('compile.enabled = "ture"', "auto, true, false", "did you mean true?")),
         ("--optimizer.lr=nan", ("optimizer.lr = NaN", "number", "at least 0")),

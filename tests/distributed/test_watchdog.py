@@ -23,7 +23,7 @@ def mark_phases(folder: Path) -> list[tuple[int, str, float, str]]:
     mark_phase(Phase.UPDATE)  # nothing runs
     progress = SimpleNamespace(step=0)
     config = CommConfig(timeout_seconds=300, step_timeout_seconds=100)
-    watchdog = Watchdog(config, folder, progress, CPU)
+    watchdog = Watchdog(config, folder, progress, CPU, compiling_steps={7})
     found = []
     for phase, step in (
         (Phase.LOAD, 0),
@@ -31,6 +31,8 @@ def mark_phases(folder: Path) -> list[tuple[int, str, float, str]]:
         (Phase.BACKWARD, 5),  # for the times only
         (Phase.UPDATE, 6),
         (Phase.SAVE, 6),
+        (Phase.READ_DATA, 7),
+        (Phase.READ_DATA, 8),
     ):
         progress.step = step
         mark_phase(phase)
@@ -49,6 +51,8 @@ def test_a_phase_has_the_limit_of_its_kind(pool, tmp_path):
         (2, '"reading data" of step 5', *long),
         (3, '"update" of step 6', *short),
         (4, '"saving" after step 6', *long),
+        (5, '"reading data" of step 7', *long),
+        (6, '"reading data" of step 8', *short),
     ]
     assert pool.run(2, mark_phases, tmp_path) == [expected] * 2
     assert not (tmp_path / "hang").exists()

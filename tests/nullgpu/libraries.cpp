@@ -163,6 +163,7 @@ EXPORTED int ncclReduceScatter(const void*, void*, size_t count, int type) {
 
 constexpr int kNotSupported = 3;
 
+EXPORTED int nvmlDeviceGetHandleByIndex_v2(unsigned, void** device) { return handle_in(device); }
 EXPORTED int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) { return handle_in(device); }
 EXPORTED int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count) { return *count = 0; }
 EXPORTED int nvmlDeviceGetNvLinkRemoteDeviceType() { return kNotSupported; }

@@ -10,7 +10,6 @@ from allocations import Largest
 from titanlite.optim.chunked_loss import chunked_cross_entropy_sum
 from titanlite.optim.loss import cross_entropy_sum
 
-
 GPU = pytest.param(
     "cuda",
     marks=[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import torch
 from messages import refused
 
-from titanlite.runtime.device import device_type, open_device
+from titanlite.runtime.device import FabricInfo, device_type, open_device, segments_can_grow
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +45,51 @@ def test_the_users_allocator_settings_are_kept(monkeypatch, name):
     assert [v for k, v in os.environ.items() if k.endswith("ALLOC_CONF")] == [
         "max_split_size_mb:128"
     ]
+
+
+class Management:
+    """In place of the driver's library; `answer`: of the question how GPUs are connected."""
+
+    def __init__(self, answer: int) -> None:
+        self.answer = answer
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, device) -> int:
+        assert index.value == 3
+        return 0
+
+    def nvmlDeviceGetGpuFabricInfoV(self, device, info) -> int:
+        assert ctypes.sizeof(FabricInfo) == 36
+        assert info._obj.version == 2 << 24 | 36
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("release", "library", "expected"),
+    [
+        ("2.11.0+cu130", Management(answer=3), True),  # which does not ask
+        ("2.13.0+cu130", Management(answer=0), True),
+        ("2.13.0+cu130", Management(answer=3), False),
+        ("2.13.0+cu130", object(), False),
+        ("2.13.0+cu130", None, False),
+        ("2.11.0", None, False),
+        ("2.15.0", Management(answer=3), True),
+    ],
+)
+def test_segments_grow_where_torchs_first_allocation_survives_it(
+    monkeypatch, release, library, expected
+):
+    def load(name):
+        assert name == "libnvidia-ml.so.1"
+        if library is None:
+            raise OSError(name)
+        return library
+
+    monkeypatch.setattr(torch, "__version__", release)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert segments_can_grow(3) == expected
 
 
 PAGES = """

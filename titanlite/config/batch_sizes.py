@@ -52,6 +52,11 @@ def segments(training: TrainingConfig) -> tuple[Segment, ...]:
     return tuple(ramp)
 
 
+def first_steps(training: TrainingConfig) -> frozenset[int]:
+    """The first step of the run and those in which another batch size begins: they may compile."""
+    return frozenset(segment.step for segment in segments(training))
+
+
 def _changes(training: TrainingConfig) -> list[Change]:
     """The entries of the ramp. Raises ConfigError for those that are wrong."""
     key = f"training.batch_ramp = {training.batch_ramp!r}"

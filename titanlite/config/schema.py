@@ -513,7 +513,11 @@ class CompileConfig:
         "options that cannot be compiled), and always with recompute.mode = memory_budget",
         choices=("auto", "true", "false"),
     )
-    loss: bool = key(False, "compile the loss")
+    loss: str = key(
+        "auto",
+        "compile the loss; auto: on CUDA, if the blocks are compiled",
+        choices=("auto", "true", "false"),
+    )
     backend: str = key("inductor", "the compiler", choices=("inductor", "aot_eager", "eager"))
 
 
@@ -796,6 +800,9 @@ class DebugConfig:
 
     deterministic: bool = key(
         False, "two runs of a layout on the same devices are equal, bit for bit; slower on GPUs"
+    )
+    cudnn_attention: bool = key(
+        True, "false: attention by FlashAttention where torch would choose cuDNN"
     )
 
 

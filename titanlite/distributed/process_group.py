@@ -24,6 +24,7 @@ import torch.distributed as dist
 from titanlite.config.schema import CommConfig, DebugConfig, RunConfig
 from titanlite.distributed.network import interface_towards
 from titanlite.distributed.rendezvous import meet
+from titanlite.runtime.attention_choice import choose_attention
 from titanlite.runtime.deterministic import use_deterministic_operators
 from titanlite.runtime.device import open_device
 from titanlite.runtime.errors import EXIT_STOPPED, LAUNCHED
@@ -51,6 +52,7 @@ def start(run: RunConfig, comm: CommConfig, debug: DebugConfig) -> torch.device:
     """
     if debug.deterministic:
         use_deterministic_operators()
+    choose_attention(debug.cudnn_attention)
     device = open_device(run.device)
     if not dist.is_initialized():
         _raise_limit_of_open_files()

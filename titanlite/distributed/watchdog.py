@@ -23,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Container
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol
@@ -80,10 +81,18 @@ class Watchdog:
     """
 
     def __init__(
-        self, config: CommConfig, folder: Path, progress: HasStep, device: torch.device
+        self,
+        config: CommConfig,
+        folder: Path,
+        progress: HasStep,
+        device: torch.device,
+        compiling_steps: Container[int] = (),
     ) -> None:
-        """`folder`: of the run; `progress` has the current step."""
+        """`folder`: of the run; `progress` has the current step. In `compiling_steps`, as in the
+        first step of this process, the longer time-out holds.
+        """
         self.config = config
+        self.compiling_steps = compiling_steps
         self.folder = folder / "hang"
         self.progress = progress
         # Where the model computes on the CPU, CPU time means progress
@@ -117,7 +126,8 @@ class Watchdog:
     def phase_begins(self, phase: Phase) -> None:
         """Called by `mark_phase`.
 
-        The first step of a process compiles and connects, and has the longer time-out too.
+        The first step of a process compiles and connects, and has the longer time-out too; so has
+        a step with a batch of another size, for which blocks are compiled again.
         """
         if phase.times_only:
             return
@@ -129,7 +139,8 @@ class Watchdog:
             text = f"{text} of step {step}"
             if self._first_step == 0:
                 self._first_step = step
-            if step > self._first_step and self.config.step_timeout_seconds < limit:
+            compiles = step == self._first_step or step in self.compiling_steps
+            if not compiles and self.config.step_timeout_seconds < limit:
                 limit = self.config.step_timeout_seconds
                 key = "comm.step_timeout_seconds"
         elif step > 0:

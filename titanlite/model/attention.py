@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
 from titanlite.model.block_mask import block_attention
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias  # slow to import
 
 Mask: TypeAlias = "Tensor | BlockMask | CausalBias"
+NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention(
@@ -41,7 +43,8 @@ def attention(
         return block_attention(q, k, v, mask)
     k = share_heads(q, k, mask)
     v = share_heads(q, v, mask)
-    if q.is_cuda and q.dtype == torch.float32 and mask is not None and mask.dtype != torch.bool:
+    biased = mask is not None and not is_document_mask(mask)
+    if q.is_cuda and q.dtype == torch.float32 and biased:
         # For torch's causal bias in fp32. Its backward returns gradients that are contiguous as
         # (B, S, H, Dh), while the compiler is told that they are laid out as the inputs, and
         # compiled code stops there (torch 2.11).
@@ -49,6 +52,10 @@ def attention(
         k = k.transpose(1, 2).contiguous().transpose(1, 2)
         v = v.transpose(1, 2).contiguous().transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
+    if q.is_cuda and is_document_mask(mask):
+        # cuDNN 9.19 computes gradients that are not numbers for some lengths (pytorch#196678)
+        with sdpa_kernel(NOT_CUDNN):
+            return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
 
 
@@ -77,9 +84,12 @@ def share_heads(q: Tensor, x: Tensor, mask: Mask | None = None) -> Tensor:
     That is on CUDA in fp32 (torch 2.11), and with a mask from `document_mask`.
     """
     queries_per_key = q.shape[1] // x.shape[1]
-    # A document mask; torch's causal bias, which fused kernels support, is not of this dtype
-    masked = isinstance(mask, Tensor) and mask.dtype == torch.bool
-    needed = q.is_cuda and (q.dtype == torch.float32 or masked)
+    needed = q.is_cuda and (q.dtype == torch.float32 or is_document_mask(mask))
     if queries_per_key > 1 and needed:
         return x.repeat_interleave(queries_per_key, dim=1)
     return x
+
+
+def is_document_mask(mask: Mask | None) -> bool:
+    """Whether it is a tensor of `document_mask`; torch's causal bias has another dtype."""
+    return isinstance(mask, Tensor) and mask.dtype == torch.bool

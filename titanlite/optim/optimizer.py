@@ -5,9 +5,10 @@ if parameters and moments have different dtypes. With `optimizer.name = "muon"` 
 blocks belong to `muon.py`.
 What it costs: two fp32 numbers per parameter (the moments); with fp32 parameters and gradients 16
 bytes per parameter in all, with all of them in bfloat16 8, divided by the ranks that shard them.
-The fused implementation reads and writes them in one pass, and computes in fp32. Weight decay acts on all parameters by default, as in torchtitan;
-`optimizer.decayed = "linear"` excludes norms and embeddings, as GPT-2 and nanoGPT do.
-`optimizer.groups` changes rate and decay by the names of parameters.
+The fused implementation reads and writes them in one pass, and computes in fp32. Weight decay acts
+on all parameters by default, as in torchtitan; `optimizer.decayed = "linear"` excludes norms and
+embeddings, as GPT-2 and nanoGPT do. `optimizer.groups` changes rate and decay by the names of
+parameters.
 """
 
 from __future__ import annotations

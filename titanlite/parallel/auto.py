@@ -86,7 +86,7 @@ def decide_compile(
     setting requires a compiler and some rank has none.
     """
     reason = reason_not_compiled(config, degrees, llama.dim, device.type)
-    compiles = not reason or config.compile.loss
+    compiles = not reason or config.compile.loss == "true"
     if compiles and config.compile.backend == "inductor":
         # Called for the loss alone too: it raises if there is no compiler
         missing = missing_compiler(config, device.type)

@@ -95,7 +95,7 @@ def missing_compiler(config: Config, device_type: str) -> str:
     elif config.recompute.mode == "memory_budget":
         required = "recompute.mode = memory_budget"
         alternative = "another recompute.mode"
-    elif config.compile.loss:
+    elif config.compile.loss == "true":
         required = "compile.loss = true"
         alternative = "compile.loss = false"
     if required:

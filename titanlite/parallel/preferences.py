@@ -49,12 +49,16 @@ if TYPE_CHECKING:
 
 
 def build_stages(
-    model_parts: list[Llama], config: Config, mesh: Mesh, device: torch.device
+    model_parts: list[Llama],
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    compiled: bool = False,
 ) -> Stages:
     """What computes the loss: of tokens, or with `dpo.beta` of pairs."""
     if config.dpo.beta > 0:
-        return PairStages(model_parts, config, mesh, device)
-    return Stages(model_parts, config, mesh, device)
+        return PairStages(model_parts, config, mesh, device, compiled)
+    return Stages(model_parts, config, mesh, device, compiled)
 
 
 class PairStages(Stages):
@@ -64,9 +68,14 @@ class PairStages(Stages):
     """
 
     def __init__(
-        self, model_parts: list[Llama], config: Config, mesh: Mesh, device: torch.device
+        self,
+        model_parts: list[Llama],
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        compiled: bool = False,
     ) -> None:
-        super().__init__(model_parts, config, mesh, device)
+        super().__init__(model_parts, config, mesh, device, compiled)
         self.beta = config.dpo.beta
         # Of a pipeline and of cp, one rank reports the loss, which all know
         self.reports = mesh["pp"].get_local_rank() == 0 and mesh["cp"].get_local_rank() == 0

@@ -34,6 +34,7 @@ from titanlite.parallel.pipeline_parallel import (
     sum_shared_gradients,
 )
 from titanlite.parallel.tensor_parallel import loss_parallel_cross_entropy_sum
+from titanlite.rules.compiled import compiles_loss
 from titanlite.runtime.phases import Phase, mark_phase
 
 if TYPE_CHECKING:
@@ -99,9 +100,16 @@ class Stages:
     """
 
     def __init__(
-        self, model_parts: list[Llama], config: Config, mesh: Mesh, device: torch.device
+        self,
+        model_parts: list[Llama],
+        config: Config,
+        mesh: Mesh,
+        device: torch.device,
+        compiled: bool = False,
     ) -> None:
-        """`model_parts` are parallelised and have their weights."""
+        """`model_parts` are parallelised and have their weights. `compiled`: so are their blocks,
+        which decides over the loss if that is left to `auto`.
+        """
         self.model_parts = model_parts
         self.config = config.parallel
         self.mesh = mesh
@@ -115,7 +123,8 @@ class Stages:
         if mesh["tp"].size() > 1:
             # Within it, log-softmax and its gradient work on a sharded vocabulary
             self.loss_scope = loss_parallel
-        loss = _build_loss(model_parts, config, mesh)
+        compile_loss = compiles_loss(config.compile, compiled, device.type)
+        loss = _build_loss(model_parts, config, mesh, compile_loss)
         self.runner: Runner = WholeModel(model_parts[0], loss)
         # Parameters that two pipeline stages hold: a tied embedding
         self.shared_params: list[Tensor] = []
@@ -207,7 +216,9 @@ class Stages:
             holder.loss = loss
 
 
-def _build_loss(model_parts: list[Llama], config: Config, mesh: Mesh) -> SummedLoss:
+def _build_loss(
+    model_parts: list[Llama], config: Config, mesh: Mesh, compile_loss: bool
+) -> SummedLoss:
     """The summed loss of the last part's output and the labels: plain, compiled, or with the
     projection in chunks.
     """
@@ -216,7 +227,7 @@ def _build_loss(model_parts: list[Llama], config: Config, mesh: Mesh) -> SummedL
         loss = functools.partial(loss_parallel_cross_entropy_sum, mesh=mesh["tp"])
     if config.loss.z_loss:
         loss = with_z_loss(loss, config.loss.z_loss, mesh["tp"])
-    if config.compile.loss:
+    if compile_loss:
         # Not dynamic, so a smaller last chunk gets a second graph: torch 2.13 cannot compile a
         # sharded vocabulary for dynamic sizes.
         loss = torch.compile(loss, backend=config.compile.backend, dynamic=False)

@@ -24,7 +24,7 @@ ALLOWED = {
     "optimizer.implementation": ("auto", "fused", "for-loop"),
     "float8.enabled": (False,),
     "compile.enabled": ("auto", "false"),
-    "compile.loss": (False,),
+    "compile.loss": ("auto", "false"),
     "loss.num_chunks": (1,),
     "recompute.mode": ("none", "full", "selective"),
     "recompute.offload": (False,),

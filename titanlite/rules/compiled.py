@@ -1,11 +1,11 @@
-"""Whether the blocks are compiled, if `compile.enabled = auto`. Imports no torch."""
+"""Whether the blocks and the loss are compiled, if that is left to `auto`. Imports no torch."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
 
-from titanlite.config.schema import SPLIT_BACKWARD, WIDE, Config
+from titanlite.config.schema import SPLIT_BACKWARD, WIDE, CompileConfig, Config
 
 
 def reason_not_compiled(
@@ -31,3 +31,13 @@ def reason_not_compiled(
     if degrees["cp"] > 1 and config.parallel.cp_method == "ring":
         return "ring attention replaces the attention function that they call"
     return ""
+
+
+def compiles_loss(config: CompileConfig, blocks: bool, device_type: str) -> bool:
+    """Whether the loss is compiled; `blocks`: whether the blocks are.
+
+    On a CPU it is not worth the time of the compiler (benchmarks/levers.py: 2 %).
+    """
+    if config.loss == "auto":
+        return blocks and device_type == "cuda"
+    return config.loss == "true"

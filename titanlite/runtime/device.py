@@ -49,13 +49,54 @@ def open_device(name: str) -> torch.device:
     if kind != "cuda":
         keep_freed_memory()
         return torch.device(kind)
+    index = int(os.environ.get("LOCAL_RANK", 0))
     # Segments that can grow waste less memory between tensors of changing sizes. Read when CUDA
     # allocates first.
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+    chosen = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if not chosen and segments_can_grow(index):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+class FabricInfo(ctypes.Structure):
+    """nvmlGpuFabricInfo_v2_t of nvml.h."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint),
+        ("cluster", ctypes.c_ubyte * 16),
+        ("status", ctypes.c_uint),
+        ("clique", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
+        ("health", ctypes.c_uint),
+    )
+
+
+def segments_can_grow(index: int) -> bool:
+    """Whether torch can allocate in segments that can grow on the GPU `index` of this host.
+
+    It needs the driver's management library, NVML. And torch 2.13 asks it how GPUs are connected,
+    at its first allocation, and stops if the answer is an error, as on GPUs before Hopper
+    (pytorch#186374, mended by pytorch#186375). The same question is asked here, without starting
+    CUDA.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    release = ".".join(torch.__version__.split(".")[:2])
+    if release not in ("2.12", "2.13"):
+        return True
+    info = FabricInfo(version=ctypes.sizeof(FabricInfo) | 2 << 24)
+    device = ctypes.c_void_p()
+    try:
+        failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByIndex_v2(
+            ctypes.c_uint(index), ctypes.byref(device)
+        )
+        return not (failed or nvml.nvmlDeviceGetGpuFabricInfoV(device, ctypes.byref(info)))
+    except AttributeError:  # an old driver, which has no such function
+        return False
 
 
 def keep_freed_memory() -> None:

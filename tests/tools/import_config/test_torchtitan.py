@@ -17,7 +17,7 @@ def test_llama3_8b_with_every_parallelism_but_pp(tmp_path):
     # Every second block is recomputed as a whole
     assert values(config, "recompute.mode recompute.every") == ["full", 2]
     names = "compile.enabled compile.loss checkpoint.async_mode checkpoint.keep metrics.sinks"
-    assert values(config, names) == ["true", True, "async_pinned", 10, ("tensorboard",)]
+    assert values(config, names) == ["true", "true", "async_pinned", 10, ("tensorboard",)]
     assert [text.partition(" ")[0] for text in draft.lacks] == [
         "quantize.linear.float8.enable_fsdp_float8_all_gather"
     ]
@@ -36,7 +36,7 @@ def test_defaults_of_the_trainer_are_kept(tmp_path):
     ("changed", "names", "expected"),
     [
         (("[compile]\nenable = true", "[compile]\nenable = false"),
-         "compile.enabled compile.loss", ["false", False]),
+         "compile.enabled compile.loss", ["false", "false"]),
         (('selective_ac_option = "2"', 'selective_ac_option = "op"'),
          "recompute.mode recompute.every", ["selective", 1]),
         (("decay_ratio = 0.2\n", ""), "schedule.name schedule.decay_fraction", ["wsd", 1.0]),

@@ -59,7 +59,10 @@ LARGE = ["--recompute.mode=none", "--loss.num_chunks=1", "--training.local_batch
     ("options", "change"),
     [
         (LARGE, 'recompute.mode = "full"'),
-        (["--recompute.mode=full", "--loss.num_chunks=1"], "loss.num_chunks = 8"),
+        (
+            ["--recompute.mode=full", "--loss.num_chunks=1", "--compile.loss=false"],
+            "loss.num_chunks = 8",
+        ),
         ([*LARGE, "--parallel.tp=8"], "training.local_batch_size = 1"),
         (["--recompute.mode=full", "--loss.num_chunks=8"], "parallel.cpu_offload = true"),
     ],

@@ -43,7 +43,7 @@ def peak(config: Config, llama: LlamaConfig, degrees: dict[str, int], compiled: 
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
     parts = build_model_parts(model, config, mesh, device, compiled)
-    stages = build_stages(parts, config, mesh, device)
+    stages = build_stages(parts, config, mesh, device, compiled)
     optimizer = build_optimizer(parts, config.optimizer)
     for _ in range(3):
         take_step(config, stages, optimizer, device)

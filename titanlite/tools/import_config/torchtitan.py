@@ -104,8 +104,9 @@ def _compile(draft: Draft) -> None:
         if draft.has(name):
             draft.set("compile.enabled", "true" if draft.on(name) else "false", name)
     names = "compile.components"
-    if draft.on("compile.enable") and "loss" in words(draft.value(names, [])):
-        draft.set("compile.loss", True, names)
+    if draft.has("compile.enable"):
+        with_loss = draft.on("compile.enable") and "loss" in words(draft.value(names, []))
+        draft.set("compile.loss", "true" if with_loss else "false", names)
 
 
 def _rotation(draft: Draft) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from titanlite.rules.compiled import compiles_loss
 from titanlite.tools.plan.counts import Memory
 from titanlite.tools.plan.estimate_traffic import muon_numel
 from titanlite.tools.plan.layout import DTYPE_BYTES, Layout, Stage, Unit
@@ -157,7 +158,7 @@ def logits_bytes(layout: Layout) -> float:
     per_logit = 12
     if layout.tp > 1:
         per_logit = 16
-    if layout.config.compile.loss and layout.compiled:
+    if compiles_loss(layout.config.compile, layout.compiled, "cuda"):
         per_logit = 6
     if layout.config.loss.z_loss:
         per_logit += 4

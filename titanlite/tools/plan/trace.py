@@ -187,7 +187,7 @@ def count_step(config: Config, llama: LlamaConfig, mesh: Mesh, pretended: bool =
     """
     hide_shape_inference()
     device = torch.device("cpu")
-    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, loss=False))
+    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, loss="false"))
     with torch.device("meta"):
         model = Llama(llama, config.training.seq_len)
     parts = split_and_parallelize(model, config, mesh, compiled=False)

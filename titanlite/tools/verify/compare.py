@@ -44,6 +44,7 @@ from titanlite.parallel.lora import apply_dropout, apply_lora
 from titanlite.parallel.parallelize import assign_shard, build_model_parts, freeze
 from titanlite.parallel.preferences import build_stages
 from titanlite.rules.check import check_layout
+from titanlite.rules.compiled import compiles_loss
 from titanlite.tools.verify.updates import Updates, clip
 
 STEPS = 5
@@ -228,7 +229,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
         model = Llama(llama, training.seq_len)
     parts = build_model_parts(model, config, mesh, device, compiled)
     fill_zeros(parts)
-    stages = build_stages(parts, config, mesh, device)
+    stages = build_stages(parts, config, mesh, device, compiled)
     optimizer = build_optimizer(parts, config.optimizer, config.parallel.optimizer_offload)
     scaler = LossScale(training, optimizer, device)
     ema = WeightEMA(config.ema, parts, optimizer)
@@ -236,7 +237,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     expected = torch.load(path, map_location="cpu", mmap=True)
     differences = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "parameters": 0.0}
     graphs: list[int] = []
-    compiles = config.compile.loss or compiled
+    compiles = compiled or compiles_loss(config.compile, compiled, device.type)
     for step in range(STEPS):
         global_batch = make_batch(step, config, llama.vocab_size)
         size = training.local_batch_size
