@@ -237,7 +237,7 @@ def child(arguments: list[str], steps: int, profiled: bool) -> dict[str, Any]:
     }
 
 
-def measure(name: str, steps: int, profiled: bool) -> dict[str, Any]:
+def measure(name: str, steps: int, profiled: bool = False) -> dict[str, Any]:
     """Measures one case in a separate process."""
     command = [sys.executable, __file__, "--child", name, "--steps", str(steps)]
     if profiled:
