@@ -24,6 +24,7 @@ COMMANDS = (
     "plan",
     "prepare",
     "verify",
+    "break",
     "generate",
     "chat",
     "convert",
@@ -46,6 +47,7 @@ USAGE = """usage: titanlite COMMAND ...
   prepare --inspect FOLDER                       describe and verify tokenised data
   prepare [CONFIG] [--section.key=value ...]     tokenise a configuration's data into the cache
   verify [CONFIG] [--quick] [--processes N]      show that every parallel layout equals one process
+  break [NAME ...] [--show] [--list]             plant a fault, predict which figure shows it
   generate CHECKPOINT [--prompt TEXT]            sample text from a checkpoint of any format
   chat CHECKPOINT [--prompt TEXT]                talk to a model in the terminal
   convert SOURCE TARGET [--to FORMAT]            write a checkpoint in another format and check it

@@ -113,6 +113,22 @@ def compare_logits(
     """The problem with the result's logits for a fixed prompt, empty if they agree; None if they
     are not finite.
     """
+    difference, largest = logits_difference(source, path, format, result, rounded)
+    if not math.isfinite(largest):
+        return None  # finite weights can overflow too; their bits were compared
+    if not difference <= TOLERANCE * max(largest, 1e-3):  # NaN too is a difference
+        return (
+            f"{path}: logits are {difference:.3g} apart from the source's, of up to {largest:.3g}"
+        )
+    return ""
+
+
+def logits_difference(
+    source: FullState, path: Path, format: str, result: FullState, rounded: Rounded
+) -> tuple[float, float]:
+    """The largest difference of the result's logits from those of the source for a fixed prompt,
+    and the largest logit of the source, which is not finite if any is not.
+    """
     config = source.model
     tokens = torch.arange(PROMPT) * 7919 % config.vocab_size
 
@@ -122,15 +138,8 @@ def compare_logits(
         stored = read_folder(path)
         tensors = {name: stored[hf_name] for name, hf_name in huggingface.names(config).items()}
     computed = _reference_logits(config, Weights(tensors), tokens, half_split=format == "hf")
-    if not bool(expected.isfinite().all()):
-        return None  # finite weights can overflow too; their bits were compared
     difference = float((expected - computed).abs().max())
-    largest = float(expected.abs().max())
-    if not difference <= TOLERANCE * max(largest, 1e-3):  # NaN too is a difference
-        return (
-            f"{path}: logits are {difference:.3g} apart from the source's, of up to {largest:.3g}"
-        )
-    return ""
+    return difference, float(expected.abs().max())
 
 
 @torch.no_grad()

@@ -95,15 +95,20 @@ def reference_key(config: Config, llama: LlamaConfig) -> tuple[object, ...]:
     )
 
 
-def judge(case: Case, differences: dict[str, float], seconds: float) -> dict[str, Any]:
-    """A row of the result. A NaN does not pass."""
+def tolerances_of(case: Case) -> dict[str, float]:
+    """The largest difference that a layout may have, by figure."""
     training = case.config.training
     dtypes = [training.compute_dtype, training.reduce_dtype, training.param_dtype]
     if case.config.float8.enabled:
         dtypes.append("float8")
     known = [dtype for dtype in dtypes if dtype in TOLERANCES]  # not `auto`
     least_precise = max(known, key=list(TOLERANCES).index)
-    tolerances = TOLERANCES[least_precise]
+    return TOLERANCES[least_precise]
+
+
+def judge(case: Case, differences: dict[str, float], seconds: float) -> dict[str, Any]:
+    """A row of the result. A NaN does not pass."""
+    tolerances = tolerances_of(case)
     passed = all(differences[name] <= tolerances[name] for name in FIGURES)
     # JSON has no NaN
     figures = {

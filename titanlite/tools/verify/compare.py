@@ -15,9 +15,11 @@ What it costs: 5 steps in one process, once, and 5 steps in each layout.
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -211,12 +213,33 @@ def fill_zeros(parts: Sequence[nn.Module]) -> None:
             assign_shard(parameter, full.to(parameter.device))
 
 
-def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
-    """Trains in this layout; all processes call it. Returns the largest relative differences from
-    the reference.
+@dataclass
+class Differences:
+    """Relative differences from the reference."""
 
-    Loss and gradient norm: the largest of all steps. Gradients and parameters: the norm of the
-    difference divided by the norm of the reference's tensor, the largest of all tensors.
+    loss: list[float] = field(default_factory=list)  # of each step
+    grad_norm: list[float] = field(default_factory=list)
+    gradient: float = 0.0  # of the first step, the largest of all tensors
+    parameters: float = 0.0  # after the last step, the same
+
+
+def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
+    """`measure_steps`, and of each figure the largest difference."""
+    differences = measure_steps(config, llama, path)
+    return {
+        "loss": functools.reduce(larger, differences.loss),
+        "grad_norm": functools.reduce(larger, differences.grad_norm),
+        "gradient": differences.gradient,
+        "parameters": differences.parameters,
+    }
+
+
+def measure_steps(config: Config, llama: LlamaConfig, path: Path) -> Differences:
+    """Trains in this layout; all processes call it. Returns the relative differences from the
+    reference.
+
+    Loss and gradient norm: of each step. Gradients and parameters: the norm of the difference
+    divided by the norm of the reference's tensor, the largest of all tensors.
     Raises RuntimeError if something is compiled after the second step.
     """
     device = _device(config)
@@ -235,7 +258,7 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
     ema = WeightEMA(config.ema, parts, optimizer)
     ema.start()
     expected = torch.load(path, map_location="cpu", mmap=True)
-    differences = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "parameters": 0.0}
+    differences = Differences()
     graphs: list[int] = []
     compiles = compiled or compiles_loss(config.compile, compiled, device.type)
     for step in range(STEPS):
@@ -254,16 +277,15 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
             # A generator: a list would keep these gradients in memory until the end
             gradients = trained_gradients(parts)
             scale = float(scaler.scale)  # the gradients still have it
-            differences["gradient"] = largest_difference(gradients, expected["gradient"], scale)
+            differences.gradient = largest_difference(gradients, expected["gradient"], scale)
         scaler.unscale()
         norm = clip_gradients(
             parts, training.max_norm, config.optimizer, device, stages.shared_params
         )
         scaler.judge(norm)
         loss = mesh.sum_losses(loss)
-        for name, value in (("loss", loss), ("grad_norm", norm)):
-            difference = abs(float(value) / expected[name][step] - 1)
-            differences[name] = larger(differences[name], difference)
+        differences.loss.append(abs(float(loss) / expected["loss"][step] - 1))
+        differences.grad_norm.append(abs(float(norm) / expected["grad_norm"][step] - 1))
         optimizer.step()
         ema.update()
         optimizer.zero_grad()
@@ -273,11 +295,11 @@ def measure(config: Config, llama: LlamaConfig, path: Path) -> dict[str, float]:
             f"compiled {graphs[-1] - graphs[1]} graphs after the second step; expected none"
         )
     parameters = [named for part in parts for named in part.named_parameters()]
-    differences["parameters"] = largest_difference(parameters, expected["parameters"])
+    differences.parameters = largest_difference(parameters, expected["parameters"])
     if ema.enabled:
         averages = zip(ema.names, ema.averages, strict=True)
         difference = largest_difference(averages, expected["averages"])
-        differences["parameters"] = larger(differences["parameters"], difference)
+        differences.parameters = larger(differences.parameters, difference)
     return differences
 
 

@@ -1,0 +1,73 @@
+"""`titanlite break`: planted faults, to predict, to see and to understand.
+
+The options of the command, and its dialogue on a terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from titanlite.config.mistakes import suggestion
+from titanlite.runtime.errors import ConfigError
+
+EPILOG = """Each fault is a small patch of the running program, most of them shipped by other
+trainers (docs/faults.md). The command shows the patch and the layout, asks which figure of
+`titanlite verify` will be off first and from which step, runs the comparison with the fault and
+without, and explains. Without a terminal, or with --show, it asks nothing. The files of the program
+stay as they are: the patch exists in worker processes only."""
+
+
+def run(argv: list[str]) -> int:
+    """Runs the command. Returns 0, also if a prediction was wrong. Raises ConfigError."""
+    options = _options(argv)
+    # The parts that the faults patch import torch
+    from titanlite.tools.faults.catalogue import FAULTS, find_fault
+
+    if options.list:
+        width = max(len(fault.name) for fault in FAULTS)
+        for fault in FAULTS:
+            print(f"{fault.name:{width}}  {fault.title}")
+        return 0
+    faults = [find_fault(name) for name in options.names] or list(FAULTS)
+
+    from titanlite.tools.faults.experiment import Experiments
+    from titanlite.tools.faults.quiz import run_fault
+    from titanlite.tools.verify.pool import Pool
+
+    ask = None if options.show or not sys.stdin.isatty() else input
+    pool = Pool(["titanlite.tools.faults.experiment"], quiet=True)
+    with tempfile.TemporaryDirectory() as folder:
+        experiments = Experiments(pool, Path(folder))
+        for i, fault in enumerate(faults):
+            try:
+                run_fault(fault, experiments, ask)
+                if ask is not None and i < len(faults) - 1:
+                    ask("\nEnter: the next fault; Ctrl-D: the end ")
+            except EOFError:
+                print()
+                break
+    return 0
+
+
+def _options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="titanlite break",
+        usage="titanlite break [NAME ...] [--show] [--list]",
+        description="Plant a fault, predict what it changes, and see it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all faults, in order")
+    parser.add_argument("--show", action="store_true", help="ask nothing")
+    parser.add_argument("--list", action="store_true", help="print names and titles")
+    options, rest = parser.parse_known_args(argv)
+    if rest:
+        known = ["--show", "--list", "--help"]
+        raise ConfigError(
+            [f"unknown option {word}{suggestion(word, known)}; see --help" for word in rest]
+        )
+    return options

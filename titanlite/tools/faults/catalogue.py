@@ -1,0 +1,40 @@
+"""All planted faults, and how one is found by its name.
+
+Add one here: write the patch and its `Fault` in the file of its subject; `titanlite break NAME`
+prints what happens, and `python docs/fault_tables.py` adds it to docs/faults.md.
+"""
+
+from __future__ import annotations
+
+from titanlite.config.mistakes import suggestion
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.faults.context_parallel_faults import CONTEXT_PARALLEL_FAULTS
+from titanlite.tools.faults.data_parallel_faults import DATA_PARALLEL_FAULTS
+from titanlite.tools.faults.fault import Fault
+from titanlite.tools.faults.loss_faults import LOSS_FAULTS
+from titanlite.tools.faults.pipeline_faults import PIPELINE_FAULTS
+from titanlite.tools.faults.run_faults import RUN_FAULTS
+from titanlite.tools.faults.tensor_parallel_faults import TENSOR_PARALLEL_FAULTS
+from titanlite.tools.faults.update_faults import UPDATE_FAULTS
+
+FAULTS = (
+    *LOSS_FAULTS,
+    *DATA_PARALLEL_FAULTS,
+    *TENSOR_PARALLEL_FAULTS,
+    *CONTEXT_PARALLEL_FAULTS,
+    *PIPELINE_FAULTS,
+    *UPDATE_FAULTS,
+    *RUN_FAULTS,
+)
+
+
+def find_fault(name: str) -> Fault:
+    """Raises ConfigError for an unknown name."""
+    for fault in FAULTS:
+        if fault.name == name:
+            return fault
+    names = [fault.name for fault in FAULTS]
+    raise ConfigError(
+        f"no planted fault is called {name!r}{suggestion(name, names)}; "
+        "titanlite break --list prints all names"
+    )

@@ -1,0 +1,272 @@
+"""Runs a fault, or the healthy program, through the check that can see it.
+
+What it is: `Experiments.run` gives the differences from what is right, in the order in which they
+are computed, so that the first one that is too large can be named. Faults of a step go through the
+comparison of `titanlite verify` itself. The others are compared with an uninterrupted run of one
+process, or with the logits of the exported model.
+Why it is here: a prediction of one figure and one step can be compared with what happens.
+What it costs: about a second per run, of a model with 4 blocks of width 32, on up to 2 processes.
+The patch exists in worker processes, which end afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import runpy
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+
+from titanlite.config.load import load_config, program_folder
+from titanlite.config.schema import Config
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.model.flavors import LlamaConfig, resolve_flavor
+from titanlite.model.llama import Llama
+from titanlite.runtime.files import read_bounded
+from titanlite.tools.faults.catalogue import find_fault
+from titanlite.tools.faults.fault import Fault
+from titanlite.tools.formats.check_export import TOLERANCE, logits_difference
+from titanlite.tools.formats.convert import convert, load_full_state
+from titanlite.tools.prepare.cache import prepare
+from titanlite.tools.verify.campaign import reference_key, tolerances_of
+from titanlite.tools.verify.compare import Differences, larger, measure_steps, reference
+from titanlite.tools.verify.ladder import Case, make_case, parse_layout
+from titanlite.tools.verify.pool import Pool
+
+SMALL = ["debug", "--model.dim=32", "--model.ffn_dim=64", "--training.seq_len=32"]
+# Of whole runs: a stop after step 3 of 6; the schedule does not depend on the number of steps
+STOP = 3
+STEPS = 6
+RUN = [
+    *SMALL,
+    "--training.global_batch_size=8",
+    "--training.local_batch_size=2",
+    "--optimizer.eps=1e-5",  # as in `titanlite verify`: see make_case
+    "--schedule.name=constant",
+    "--schedule.warmup_steps=10",
+    "--metrics.log_freq=1",
+    "--checkpoint.freq=0",
+    f"--validation.freq={STOP}",
+    "--validation.samples=8",
+    "--validation.prompts=",
+    "--compile.enabled=false",
+    "--training.compute_dtype=float32",
+    "--run.device=cpu",
+    "--run.name=run",
+]
+RUN_TOLERANCE = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One difference from what is right."""
+
+    figure: str
+    step: int
+    difference: float
+    tolerance: float
+
+    @property
+    def is_off(self) -> bool:
+        return not self.difference <= self.tolerance  # NaN is off
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a check found, in the order in which it was computed."""
+
+    measured: Sequence[Measured]
+    seconds: float
+
+    def first_off(self) -> Measured | None:
+        """The first figure that differs; None if all are right."""
+        for measured in self.measured:
+            if measured.is_off:
+                return measured
+        return None
+
+    def largest(self, figure: str) -> float:
+        """The largest difference of a figure over all steps."""
+        differences = [each.difference for each in self.measured if each.figure == figure]
+        return functools.reduce(larger, differences)
+
+
+def plant(name: str) -> AbstractContextManager[None]:
+    """Within it the fault of this name is planted; none if `name` is empty."""
+    if not name:
+        return contextlib.nullcontext()
+    return find_fault(name).plant()
+
+
+class Experiments:
+    """Runs checks on a pool; references and prepared text are kept for the next one."""
+
+    def __init__(self, pool: Pool, folder: Path) -> None:
+        """`folder`: for references, prepared text and runs; empty."""
+        self.pool = pool
+        self.folder = folder
+        self._references: dict[object, Path] = {}
+        self._healthy: dict[object, Outcome] = {}  # by check and layout
+        self._text: Path | None = None
+        self._run_number = 0
+
+    def run(self, fault: Fault, planted: bool) -> Outcome:
+        """The check of this fault, with the fault planted or without."""
+        if planted:
+            return self._run(fault, fault.name)
+        key = (fault.check, fault.layout, fault.resumed)
+        if key not in self._healthy:
+            self._healthy[key] = self._run(fault, "")
+        return self._healthy[key]
+
+    def _run(self, fault: Fault, name: str) -> Outcome:
+        """`name`: of the fault that is planted; empty: none."""
+        started = time.monotonic()
+        if fault.check == "verify":
+            measured = self._verify(fault.layout, name)
+        elif fault.check == "run":
+            measured = self._compare_runs(fault, name)
+        else:
+            measured = self._export(name)
+        return Outcome(measured, time.monotonic() - started)
+
+    def _verify(self, layout: str, name: str) -> list[Measured]:
+        case = make_case(SMALL, layout, "cpu")
+        llama = llama_of(case.config)
+        key = reference_key(case.config, llama)
+        if key not in self._references:
+            path = self.folder / f"reference-{len(self._references)}.pt"
+            self.pool.run(1, reference, case.config, llama, path)
+            self._references[key] = path
+        ranks = self.pool.run(
+            case.processes, measure_planted, name, case.config, llama, self._references[key]
+        )
+        return in_order(case, ranks)
+
+    def _compare_runs(self, fault: Fault, name: str) -> list[Measured]:
+        if "run" not in self._references:
+            self._references["run"] = self._train("", [("", STEPS)])
+        parts = [(fault.layout, STEPS)]
+        if fault.resumed is not None:
+            parts = [(fault.layout, STOP), (fault.resumed, STEPS)]
+        expected = losses_of(self._references["run"])
+        found = losses_of(self._train(name, parts))
+        return [
+            Measured(figure, step, abs(found[step, figure] / value - 1), RUN_TOLERANCE)
+            for (step, figure), value in expected.items()
+        ]
+
+    def _train(self, name: str, parts: list[tuple[str, int]]) -> Path:
+        """A run with the fault, in a layout until a step, and then in another; its folder."""
+        if self._text is None:
+            self._text = make_text(self.folder)
+        self._run_number += 1
+        folder = self.folder / f"run-{self._run_number}"
+        for layout, steps in parts:
+            degrees = dict(parse_layout(layout))
+            arguments = [*RUN, f"--data.path={self._text}", f"--run.folder={folder}"]
+            arguments += [f"--{key}={value}" for key, value in degrees.items()]
+            arguments.append(f"--training.steps={steps}")
+            processes = make_case(SMALL, layout, "cpu").processes
+            codes = self.pool.run(processes, train_planted, name, arguments)
+            assert set(codes) == {0}, codes
+        return folder / "run"
+
+    def _export(self, name: str) -> list[Measured]:
+        self._run_number += 1
+        folder = self.folder / f"export-{self._run_number}"
+        folder.mkdir()
+        (difference,) = self.pool.run(1, export_planted, name, folder, joins=False)
+        return [Measured("logits", 0, difference, TOLERANCE)]
+
+
+def llama_of(config: Config) -> LlamaConfig:
+    return resolve_flavor(config.model, Tokenizer(config.data.tokenizer).size)
+
+
+def measure_planted(name: str, config: Config, llama: LlamaConfig, path: Path) -> Differences:
+    """In a worker: verify's comparison, with the fault."""
+    with plant(name):
+        return measure_steps(config, llama, path)
+
+
+def train_planted(name: str, arguments: list[str]) -> int:
+    """In a worker: a run of train.py with the fault; its exit code."""
+    main = runpy.run_path(str(program_folder() / "train.py"))["main"]
+    with plant(name):
+        code: int = main(load_config(arguments))
+    return code
+
+
+@torch.no_grad()
+def export_planted(name: str, folder: Path) -> float:
+    """In a worker: exports a model for Hugging Face with the fault; the difference of its logits
+    relative to the largest one.
+    """
+    llama = llama_of(load_config(SMALL))
+    model = Llama(llama, 32)
+    model.init_weights(0)
+    weights = model.state_dict()
+    for parameter, value in weights.items():
+        if ".attention.w" in parameter:  # as after training: attention that is not uniform
+            value *= 4
+    source = folder / "model.pt"
+    shape = dataclasses.asdict(llama)
+    torch.save({"model": weights, "model_config": shape, "step": 1, "seq_len": 32}, source)
+    target = folder / "exported"
+    with plant(name):
+        result = convert(source, target, "hf", verify=False, log=lambda text: None)
+        difference, largest = logits_difference(
+            load_full_state(source), target, "hf", result, lambda tensor, rows: rows
+        )
+    return difference / largest
+
+
+def in_order(case: Case, ranks: Sequence[Differences]) -> list[Measured]:
+    """What verify measured, the largest of all ranks, in the order of a run."""
+    tolerances = tolerances_of(case)
+    measured: list[Measured] = []
+
+    def add(figure: str, step: int, differences: list[float]) -> None:
+        largest = functools.reduce(larger, differences)
+        measured.append(Measured(figure, step, largest, tolerances[figure]))
+
+    num_steps = len(ranks[0].loss)
+    for i in range(num_steps):
+        add("loss", i + 1, [rank.loss[i] for rank in ranks])
+        if i == 0:
+            add("gradient", 1, [rank.gradient for rank in ranks])
+        add("grad_norm", i + 1, [rank.grad_norm[i] for rank in ranks])
+    add("parameters", num_steps, [rank.parameters for rank in ranks])
+    return measured
+
+
+def losses_of(folder: Path) -> dict[tuple[int, str], float]:
+    """(step, figure) -> value, in the order of the run's metrics.jsonl."""
+    losses: dict[tuple[int, str], float] = {}
+    for line in read_bounded(folder / "metrics.jsonl").splitlines():
+        row = json.loads(line)
+        for name, value in row.items():
+            if name == "loss":
+                losses[row["step"], "loss"] = value
+            elif name.startswith("validation/") and name.endswith("/loss"):
+                losses[row["step"], "validation"] = value
+    return losses
+
+
+def make_text(folder: Path) -> Path:
+    """Prepared data of a text that is the same everywhere."""
+    path = folder / "text.py"
+    blocks = [
+        f"def add_{i}(x):\n    y = x + {i * i % 97}\n    return y * {i % 7}\n\n\n"
+        for i in range(400)
+    ]
+    path.write_text("".join(blocks))
+    arguments = [*SMALL, f"--data.path={path}", f"--data.cache={folder / 'cache'}"]
+    return prepare(load_config(arguments).data, Tokenizer(), lambda text: None)

@@ -1,0 +1,62 @@
+"""A planted fault: a small patch of the running program, and what it will change.
+
+What it is: `Fault` holds the patch, the layout that the fault needs, and the prediction: the figure
+that differs first, and the step from which it does. `replaced` is how a patch is made: it replaces
+one attribute within a `with` statement.
+Why it is here: nearly all of these faults were shipped by well-known trainers, and none of them
+stops a run. Losses fall all the same, a little less, and only a comparison with one process shows
+the fault.
+What it costs: nothing outside of the `with` statement, after which the attribute is the original.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+# The figures of each check, in the order in which a step computes them
+CHECKS = {
+    "verify": ("loss", "gradient", "grad_norm", "parameters"),
+    "run": ("loss", "validation"),
+    "export": ("logits",),
+}
+FIGURES = {
+    "loss": "the loss of a step",
+    "gradient": "the gradient of a parameter at step 1",
+    "grad_norm": "the gradient norm of a step",
+    "parameters": "the parameters after step 5",
+    "validation": "the loss on held-out text",
+    "logits": "the logits of the exported model",
+}
+Plant = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, and the prediction that a test compares with what happens."""
+
+    name: str
+    title: str
+    plant: Plant  # its source is shown, as the patch
+    layout: str  # an argument of `titanlite verify --layout`; empty: one process
+    figure: str  # the first one that differs
+    step: int  # from which it does
+    why: str  # which explains the prediction
+    threads: tuple[str, ...] = ()  # where others shipped it: owner/repository#number
+    unchanged: tuple[str, ...] = ()  # the figures that stay right in all steps
+    check: str = "verify"
+    resumed: str | None = None  # check = run: the layout in which the run goes on after a stop
+
+
+@contextlib.contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Within it, attribute `name` of a module or class is `value`."""
+    original = inspect.getattr_static(owner, name)  # a staticmethod as it is stored
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

@@ -1,0 +1,163 @@
+"""Faults of the loss: what it is divided by, which labels it has, and which tokens see each other.
+
+What they have in common: the mean loss of a sequence hardly depends on these mistakes at the start
+of a run, when every token is equally likely. So they change the loss in its third or fourth digit,
+which no curve shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanlite.data.stream import IGNORED, Batch
+from titanlite.distributed.mesh import Mesh
+from titanlite.model.llama import Llama
+from titanlite.parallel import stages
+from titanlite.parallel.context_parallel import BatchSharder
+from titanlite.parallel.stages import Stages
+from titanlite.tools.faults.fault import Fault, replaced
+
+
+def rank_means() -> AbstractContextManager[None]:
+    def own_count(mesh: Mesh, count: Tensor) -> Tensor:
+        return count * mesh.data_size  # of this rank's targets, not the sum over ranks
+
+    return replaced(Mesh, "sum_counts", own_count)
+
+
+def microbatch_means() -> AbstractContextManager[None]:
+    original = Stages.forward_backward
+
+    def forward_backward(
+        self: Stages, batch: Batch, num_targets: Tensor, *arguments: Any
+    ) -> Tensor:
+        own_count = (batch.labels != IGNORED).sum()
+        return original(self, batch, own_count * 2, *arguments)  # a step has two local batches
+
+    return replaced(Stages, "forward_backward", forward_backward)
+
+
+def mean_times_count() -> AbstractContextManager[None]:
+    def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+        mean = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return mean * (labels != IGNORED).sum()
+
+    return replaced(stages, "cross_entropy_sum", cross_entropy)
+
+
+def document_mask_lost() -> AbstractContextManager[None]:
+    original: Callable[..., Any] = Llama.document_mask
+
+    def mask(documents: Tensor, *bounds: int, **window: int) -> object:
+        return original(torch.zeros_like(documents), *bounds, **window)  # all in one document
+
+    return replaced(Llama, "document_mask", staticmethod(mask))
+
+
+def labels_after_cut() -> AbstractContextManager[None]:
+    original = BatchSharder.shard_batch
+
+    @contextlib.contextmanager
+    def shard_batch(self: BatchSharder, batch: Batch) -> Iterator[Batch]:
+        with original(self, batch) as part:
+            following = part.tokens.roll(-1, dims=1)  # of the tokens that this rank has
+            yield part._replace(labels=following.where(part.labels != IGNORED, IGNORED))
+
+    return replaced(BatchSharder, "shard_batch", shard_batch)
+
+
+def labels_shifted_twice() -> AbstractContextManager[None]:
+    original = Stages.forward_backward
+
+    def forward_backward(self: Stages, batch: Batch, *arguments: Any) -> Tensor:
+        return original(self, batch._replace(labels=batch.labels.roll(-1, dims=1)), *arguments)
+
+    return replaced(Stages, "forward_backward", forward_backward)
+
+
+LOSS_FAULTS = (
+    Fault(
+        "rank-means",
+        "The loss is the mean over ranks of each rank's mean",
+        rank_means,
+        layout="dp_shard=2",
+        figure="loss",
+        step=1,
+        threads=("pytorch/torchtitan#1842", "pytorch/torchtitan#2206"),
+        why="""Each rank divides the sum of its losses by its own number of targets. The mean
+of these means is the mean over all targets only if all ranks have equally many. Here labels are
+ignored in some sequences, as in prompts or padding, so the targets of one rank weigh more than
+those of the other: in the loss, and in every gradient.""",
+    ),
+    Fault(
+        "microbatch-means",
+        "Each local batch of a step is divided by its own number of targets",
+        microbatch_means,
+        layout="",
+        figure="loss",
+        step=1,
+        threads=("ml-explore/mlx-lm#1413",),
+        why="""The same mistake without a second process: gradient accumulation that adds up
+mean losses. With the division by the count of the whole step, one large batch and several small
+ones give the same gradient.""",
+    ),
+    Fault(
+        "padding-nan",
+        "A part of the batch that has only padding makes the loss NaN",
+        mean_times_count,
+        layout="dp_shard=2,loss.num_chunks=16",
+        figure="loss",
+        step=1,
+        unchanged=("gradient", "grad_norm", "parameters"),
+        threads=("NVIDIA/Megatron-LM#1764",),
+        why="""The mean of no numbers is 0 / 0, which is NaN, and NaN times a count of 0 is
+NaN. Any part of a batch may be without targets: a chunk of the loss, the part of a context
+parallel rank, the last batch of validation. A sum over these tokens is 0, and needs no special
+case. Here the gradient of the empty mean is 0, so only the loss is NaN; in other code the weights
+are too.""",
+    ),
+    Fault(
+        "document-mask-lost",
+        "Documents that are packed into one sequence see each other",
+        document_mask_lost,
+        layout="dp_shard=2,data.document_mask",
+        figure="loss",
+        step=1,
+        threads=("meta-pytorch/torchforge#546", "NVIDIA-NeMo/Megatron-Bridge#5213"),
+        why="""Positions begin anew in each document, and labels are right, but attention is
+only causal: a token also attends to the documents before its own. Only the first document of each
+sequence is computed correctly. The run still learns, with text before each document that has
+nothing to do with it.""",
+    ),
+    Fault(
+        "labels-after-cut",
+        "Labels are shifted after the sequence was cut over context parallel ranks",
+        labels_after_cut,
+        layout="cp=2",
+        figure="loss",
+        step=1,
+        threads=(),
+        why="""The label of a token is the token after it. For the last token of a chunk that
+one is on another rank, so a rank that shifts its own tokens puts a wrong label there. Only one
+label per chunk is wrong, and the loss differs little: shift the labels before the cut.""",
+    ),
+    Fault(
+        "labels-shifted-twice",
+        "Labels are shifted by the data loader and once more by the loss",
+        labels_shifted_twice,
+        layout="",
+        figure="loss",
+        step=1,
+        threads=(),
+        why="""The model learns to predict the token after the next one. The loss falls, but to
+a higher level, and text sampled from the model is nonsense. Nothing in the run itself is
+suspicious: only a second implementation that computes the loss from the tokens shows it.""",
+    ),
+)

@@ -1,0 +1,152 @@
+"""Faults that `titanlite verify` has no figure for: after a stop, in validation, on export.
+
+What they have in common: steps that run without a stop are right. So these faults are compared with
+an uninterrupted run of one process, with its validation loss, or with the model that is exported.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.checkpoint.state import OptimizerState
+from titanlite.data.stream import TrainStream
+from titanlite.observe.validation import Sums, Validator
+from titanlite.optim.schedule import Schedule
+from titanlite.tools.faults.fault import Fault, replaced
+from titanlite.tools.formats import huggingface
+
+
+def data_begins_again() -> AbstractContextManager[None]:
+    return replaced(TrainStream, "load_state_dict", lambda self, state: None)
+
+
+def data_counted_by_rank() -> AbstractContextManager[None]:
+    def state_dict(self: TrainStream) -> dict[str, Tensor]:
+        return {"samples": torch.tensor(self.samples // self.data_size)}  # of one rank
+
+    return replaced(TrainStream, "state_dict", state_dict)
+
+
+def moments_not_loaded() -> AbstractContextManager[None]:
+    def load_state_dict(self: OptimizerState, state: dict[str, Tensor]) -> None:
+        for value in self.state_dict().values():
+            value.zero_()  # as in a new optimizer
+
+    return replaced(OptimizerState, "load_state_dict", load_state_dict)
+
+
+def scheduled_by_microbatch() -> AbstractContextManager[None]:
+    original = Schedule.set_lr
+
+    def set_lr(self: Schedule, step: int) -> float:
+        return original(self, step * 4)  # a step has four local batches
+
+    return replaced(Schedule, "set_lr", set_lr)
+
+
+def targets_counted_over_cp() -> AbstractContextManager[None]:
+    original = Validator.sums
+
+    def sums(self: Validator, *arguments: Any) -> Sums | None:
+        result = original(self, *arguments)
+        if result is None:
+            return None
+        return result._replace(num_targets=result.num_targets * self.mesh["cp"].size())
+
+    return replaced(Validator, "sums", sums)
+
+
+def rows_not_permuted() -> AbstractContextManager[None]:
+    return replaced(huggingface, "is_permuted", lambda name: False)
+
+
+RUN_FAULTS = (
+    Fault(
+        "data-begins-again",
+        "A resumed run reads its data from the beginning",
+        data_begins_again,
+        layout="dp_shard=2",
+        check="run",
+        resumed="dp_shard=2",
+        figure="loss",
+        step=4,
+        threads=("karpathy/nanoGPT#467", "pytorch/torchtitan#809"),
+        why="""Weights, moments and step number are loaded, but the place in the data is not.
+The first step after the stop reads the samples of step 1 again. On real data the loss after a
+resume is a little too low, since these samples were seen before, and what is at the end of the
+data is never read.""",
+    ),
+    Fault(
+        "data-counted-by-rank",
+        "The place in the data is the number of samples that one rank has read",
+        data_counted_by_rank,
+        layout="dp_shard=2",
+        check="run",
+        resumed="",
+        figure="loss",
+        step=4,
+        threads=("pytorch/torchtitan#811", "pytorch/torchtitan#838"),
+        why="""Each of two ranks has read half of the samples, so a run that goes on with this
+number reads the second half of them again, on one rank or on two. A number of all ranks means the
+same on any number of them.""",
+    ),
+    Fault(
+        "moments-lost",
+        "A resumed run begins with moments of zero",
+        moments_not_loaded,
+        layout="dp_shard=2",
+        check="run",
+        resumed="dp_shard=2",
+        figure="loss",
+        step=5,
+        threads=("pytorch/torchtitan#1136",),
+        why="""The first loss after the stop, of step 4, is right: weights and data are. AdamW
+then takes a step as at the beginning of a run, with averages of one gradient, so the loss differs
+from step 5 on. A test that compares one step after a resume does not see it.""",
+    ),
+    Fault(
+        "schedule-by-microbatch",
+        "The learning rate is scheduled by local batches",
+        scheduled_by_microbatch,
+        layout="",
+        check="run",
+        figure="loss",
+        step=2,
+        threads=(),
+        why="""With four local batches in a step the warmup ends after a quarter of its steps,
+and so does the decay. The first loss is of the initial weights; the first update already has four
+times its learning rate.""",
+    ),
+    Fault(
+        "validation-count",
+        "Validation counts the targets of a sequence once per context parallel rank",
+        targets_counted_over_cp,
+        layout="cp=2",
+        check="run",
+        figure="validation",
+        step=0,
+        unchanged=("loss",),
+        threads=("pytorch/torchtitan#3257",),
+        why="""The ranks of cp have parts of the same sequences, and each of them counted the
+labels of whole sequences. With two, the loss on held-out text is half of what it is. Training is
+right, and the validation loss falls as it should; only its value is impossible.""",
+    ),
+    Fault(
+        "rope-rows",
+        "An export does not permute the rows of queries and keys",
+        rows_not_permuted,
+        layout="",
+        check="export",
+        figure="logits",
+        step=0,
+        threads=("pytorch/torchtitan#335", "pytorch/torchtitan#1291", "huggingface/nanotron#241"),
+        why="""titanlite rotates neighbouring pairs of a head, as Meta's code does; Hugging
+Face's code rotates the first half with the second. So the rows of wq and wk lie in another order
+in its files. All shapes are right, the file loads, and a converter that reads its own output
+again finds equal bits. The logits differ.""",
+    ),
+)
