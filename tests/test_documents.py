@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from docs.draw_schedule import Task, bubble, draw, place_in_slots, rank_orders
+from titanlite.config.keys import all_keys
+from titanlite.config.schema import sections
 from titanlite.distributed.torch_private import pipeline_stage_class
 from titanlite.tools.cli.main import main
 from titanlite.tools.verify.ladder import ladder
@@ -184,3 +186,25 @@ def test_the_picture_of_four_layouts_is_drawn_from_the_stored_losses():
     for losses in others:
         largest = max(abs(a - b) for a, b in zip(losses, one, strict=True))
         assert f"largest: {largest:.3f}</text>" in picture
+
+
+SYMPTOMS = (DOCS / "symptoms.md").read_text()
+
+
+def test_the_keys_that_the_symptoms_name_exist():
+    named = set(re.findall(rf"`((?:{'|'.join(sections())})\.[a-z_]+)", SYMPTOMS))
+    assert len(named) > 50
+    assert named <= set(all_keys())
+
+
+def test_the_columns_that_show_a_symptom_are_columns_of_a_run():
+    described = (DOCS / "metrics.md").read_text() + (DOCS / "measures.md").read_text()
+    described += (DOCS / "running.md").read_text()
+    files = {"hang/", "log.txt", "events.jsonl", "checkpoints/"}
+    for section in SYMPTOMS.split("\n## ")[1:]:
+        (look_at,) = re.findall(r"^Look at: (.*?)\n\n", section, re.MULTILINE | re.DOTALL)
+        names = re.findall(r"`([^` ]+)`", look_at)
+        assert names, section
+        for name in names:
+            assert name in (*files, *all_keys()) or f"`{name}`" in described, name
+    assert len(re.findall(r"^\| .* \|$", SYMPTOMS, re.MULTILINE)) > 60

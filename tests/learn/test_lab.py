@@ -89,7 +89,7 @@ def test_right_answers_are_in_the_files_and_wrong_ones_are_refused(tmp_path, cas
 def test_mistakes_are_answered(tmp_path):
     main = runpy.run_path(str(LAB))["main"]
     folder = ["--folder", str(tmp_path)]
-    with pytest.raises(ConfigError, match="did you mean freeze?"):
+    with pytest.raises(ConfigError, match=r"did you mean freeze\?"):
         main(["start", "freez", *folder])
     with pytest.raises(ConfigError, match="expected `start kill` before"):
         main(["answer", "kill", *folder])
