@@ -36,13 +36,17 @@ def prediction(fault: Fault) -> str:
     return f"{fault.figure}, step {fault.step}"
 
 
+def description(fault: Fault) -> list[str]:
+    """The cells of a row before the figures."""
+    threads = ", ".join(link(thread) for thread in fault.threads) or "-"
+    return [f"`{fault.name}`", fault.title, threads, describe_layout(fault), prediction(fault)]
+
+
 def row(fault: Fault, experiments: Experiments) -> str:
     """A line of the table; figures that are off are bold."""
     broken = experiments.run(fault, planted=True)
     off = {each.figure for each in broken.measured if each.is_off}
-    threads = ", ".join(link(thread) for thread in fault.threads) or "-"
-    layout = describe_layout(fault)
-    cells = [f"`{fault.name}`", fault.title, threads, layout, prediction(fault)]
+    cells = description(fault)
     for figure in CHECKS[fault.check]:
         text = number(broken.largest(figure))
         cells.append(f"**{text}**" if figure in off else text)

@@ -11,12 +11,15 @@ What it costs: nothing is damaged outside of the run's folder. The limit on file
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import runpy
 import signal
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +32,14 @@ from titanlite.data.stream import Batch, TrainStream
 from titanlite.distributed.watchdog import Watchdog
 from titanlite.parallel.stages import Stages
 from titanlite.runtime.phases import Phase
+from titanlite.tools.faults.fault import replaced
 
+Accident = AbstractContextManager[Any]
 FILE_LIMIT = 100_000  # bytes: logs fit, a checkpoint's file does not
 SEEN = 1.5  # seconds after which the other ranks have heard in which phase this one is
 
 
-def freeze(rank: int, at: int, phase: str) -> None:
+def freeze(rank: int, at: int, phase: str) -> Accident:
     """Stops the process of a rank in a phase of a step, as a debugger or a sick machine does."""
     original = Watchdog.phase_begins
 
@@ -44,10 +49,10 @@ def freeze(rank: int, at: int, phase: str) -> None:
             time.sleep(SEEN)
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    Watchdog.phase_begins = phase_begins  # type: ignore[method-assign]
+    return replaced(Watchdog, "phase_begins", phase_begins)
 
 
-def kill(rank: int, at: int) -> None:
+def kill(rank: int, at: int) -> Accident:
     """Kills the process of a rank in the middle of a file of the checkpoint of step `at`."""
     original = shard_file.write_file
 
@@ -59,10 +64,10 @@ def kill(rank: int, at: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return size
 
-    shard_file.write_file = write_file
+    return replaced(shard_file, "write_file", write_file)
 
 
-def fill_disk(rank: int, at: int) -> None:
+def fill_disk(rank: int, at: int) -> Accident:
     """From step `at` on, no file of a rank may become larger than FILE_LIMIT."""
     original = Watchdog.phase_begins
 
@@ -71,10 +76,10 @@ def fill_disk(rank: int, at: int) -> None:
         if self.rank == rank and self.progress.step == at:
             resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
 
-    Watchdog.phase_begins = phase_begins  # type: ignore[method-assign]
+    return replaced(Watchdog, "phase_begins", phase_begins)
 
 
-def poison(sample: int) -> None:
+def poison(sample: int) -> Accident:
     """The loss is NaN in each step that contains this sample."""
     next_step = TrainStream.next_step
     forward_backward = Stages.forward_backward
@@ -91,17 +96,25 @@ def poison(sample: int) -> None:
         loss = forward_backward(self, *arguments)
         return loss * float("nan") if poisoned else loss
 
-    TrainStream.next_step = read  # type: ignore[method-assign]
-    Stages.forward_backward = compute  # type: ignore[method-assign]
+    both = contextlib.ExitStack()
+    both.enter_context(replaced(TrainStream, "next_step", read))
+    both.enter_context(replaced(Stages, "forward_backward", compute))
+    return both
 
 
-ACCIDENTS = {"freeze": freeze, "kill": kill, "disk": fill_disk, "poison": poison}
+ACCIDENTS: dict[str, Callable[..., Accident]] = {
+    "freeze": freeze,
+    "kill": kill,
+    "disk": fill_disk,
+    "poison": poison,
+}
 
 
 def main() -> None:
     accident: dict[str, Any] = json.loads(os.environ["TITANLITE_LAB"])
-    ACCIDENTS[accident.pop("case")](**accident)
-    runpy.run_path(str(program_folder() / "train.py"), run_name="__main__")
+    plant = ACCIDENTS[accident.pop("case")]
+    with plant(**accident):
+        runpy.run_path(str(program_folder() / "train.py"), run_name="__main__")
 
 
 if __name__ == "__main__":

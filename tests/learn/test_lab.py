@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[2]
 LAB = ROOT / "learn/lab/lab.py"
 
 
-def lab(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code and output of the command."""
-    command = [sys.executable, str(LAB), *arguments, "--folder", str(folder)]
+def start(folder: Path, case: str) -> None:
+    """Runs a case in processes of its own."""
+    command = [sys.executable, str(LAB), "start", case, "--folder", str(folder)]
     variables = environment(PYTHONPATH=str(ROOT))
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
-    return done.returncode, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def read_answers(case: str, run: Path) -> dict[str, str]:
@@ -60,28 +60,26 @@ def read_answers(case: str, run: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["freeze", "kill", "disk", "poison"])
-def test_right_answers_are_in_the_files_and_wrong_ones_are_refused(tmp_path, case):
-    code, output = lab(tmp_path, "start", case)
-    assert code == 0, output
+def test_right_answers_are_in_the_files_and_wrong_ones_are_refused(tmp_path, capsys, case):
+    start(tmp_path, case)
     answers = read_answers(case, tmp_path / case)
-    given = [word for name, value in answers.items() for word in (f"--{name}", value)]
-    code, output = lab(tmp_path, "answer", case, *given)
+    main = runpy.run_path(str(LAB))["main"]
+
+    def answer(given: dict[str, str]) -> tuple[int, str]:
+        words = [word for name, value in given.items() for word in (f"--{name}", value)]
+        code = main(["answer", case, "--folder", str(tmp_path), *words])
+        return code, capsys.readouterr().out
+
+    code, output = answer(answers)
     assert code == 0, output
     assert "All right." in output
-    wrong = {
-        name: "update" if value == "saving" else f"{value}1" for name, value in answers.items()
-    }
-    for name in answers:
-        replaced = [
-            word
-            for key, value in (answers | {name: wrong[name]}).items()
-            for word in (f"--{key}", value)
-        ]
-        code, output = lab(tmp_path, "answer", case, *replaced)
+    for name, value in answers.items():
+        wrong = "update" if value == "saving" else f"{value}1"
+        code, output = answer(answers | {name: wrong})
         assert code == 1, output
-        assert f"--{name} {wrong[name]}: this is not" in output
+        assert f"--{name} {wrong}: this is not" in output
         assert output.count(": right") == len(answers) - 1
-    code, output = lab(tmp_path, "answer", case)
+    code, output = answer({})
     assert code == 1
     assert output.count("not answered") == len(answers)
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from docs.fault_tables import PAGE, description
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.faults import fault as fault_module
 from titanlite.tools.faults.catalogue import FAULTS, find_fault
@@ -45,6 +46,14 @@ def test_nothing_is_patched_afterwards(monkeypatch, fault: Fault):
         raise ZeroDivisionError  # as if the run had failed
     for owner, name, original in patched:
         assert inspect.getattr_static(owner, name) is original
+
+
+def test_the_page_has_each_fault_with_its_prediction():
+    text = PAGE.read_text()
+    for fault in FAULTS:
+        assert f"\n| {' | '.join(description(fault))} | " in text, "run python docs/fault_tables.py"
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(FAULTS)
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():

@@ -96,7 +96,7 @@ is too.""",
         layout="cp=2",
         figure="gradient",
         step=1,
-        threads=("NVIDIA-NeMo/Automodel#3414", "NVIDIA-NeMo/Automodel#2931"),
+        threads=("NVIDIA-NeMo/Automodel#3414",),
         why="""Context parallel ranks compute with the same weights on different tokens, as
 data parallel ranks do. So a weight's gradient is the sum over both axes. Reduced over dp_shard
 alone, each cp rank updates its own copy of the weights with the gradient of its own tokens.""",

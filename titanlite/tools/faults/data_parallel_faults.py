@@ -77,7 +77,7 @@ gradient by its size.""",
         layout="dp_replicate=2",
         figure="gradient",
         step=1,
-        threads=(),
+        threads=("NVIDIA-NeMo/Automodel#3135",),
         why="""Each replica applies the gradient of its own sequences. The first loss is right,
 because the weights are still equal. From the first update on the replicas are different models;
 the loss that is logged is the mean over them, and a checkpoint holds one of them.""",

@@ -5,8 +5,8 @@ are computed, so that the first one that is too large can be named. Faults of a 
 comparison of `titanlite verify` itself. The others are compared with an uninterrupted run of one
 process, or with the logits of the exported model.
 Why it is here: a prediction of one figure and one step can be compared with what happens.
-What it costs: about a second per run, of a model with 4 blocks of width 32, on up to 2 processes.
-The patch exists in worker processes, which end afterwards.
+What it costs: one to four seconds per run, of a model with 4 blocks of width 32, on up to 2
+processes. The patch exists in worker processes, which end afterwards.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from titanlite.config.load import load_config, program_folder
 from titanlite.config.schema import Config
@@ -31,8 +32,9 @@ from titanlite.model.llama import Llama
 from titanlite.runtime.files import read_bounded
 from titanlite.tools.faults.catalogue import find_fault
 from titanlite.tools.faults.fault import Fault
-from titanlite.tools.formats.check_export import TOLERANCE, logits_difference
+from titanlite.tools.formats.check_export import TOLERANCE, compare_tensors, logits_difference
 from titanlite.tools.formats.convert import convert, load_full_state
+from titanlite.tools.formats.full_state import FullTensor
 from titanlite.tools.prepare.cache import prepare
 from titanlite.tools.verify.campaign import reference_key, tolerances_of
 from titanlite.tools.verify.compare import Differences, larger, measure_steps, reference
@@ -182,8 +184,8 @@ class Experiments:
         self._run_number += 1
         folder = self.folder / f"export-{self._run_number}"
         folder.mkdir()
-        (difference,) = self.pool.run(1, export_planted, name, folder, joins=False)
-        return [Measured("logits", 0, difference, TOLERANCE)]
+        ((different, logits),) = self.pool.run(1, export_planted, name, folder, joins=False)
+        return [Measured("tensors", 0, different, 0.0), Measured("logits", 0, logits, TOLERANCE)]
 
 
 def llama_of(config: Config) -> LlamaConfig:
@@ -205,9 +207,9 @@ def train_planted(name: str, arguments: list[str]) -> int:
 
 
 @torch.no_grad()
-def export_planted(name: str, folder: Path) -> float:
-    """In a worker: exports a model for Hugging Face with the fault; the difference of its logits
-    relative to the largest one.
+def export_planted(name: str, folder: Path) -> tuple[float, float]:
+    """In a worker: exports a model for Hugging Face with the fault; the number of tensors that
+    differ when they are read again, and the difference of its logits relative to the largest one.
     """
     llama = llama_of(load_config(SMALL))
     model = Llama(llama, 32)
@@ -222,10 +224,15 @@ def export_planted(name: str, folder: Path) -> float:
     target = folder / "exported"
     with plant(name):
         result = convert(source, target, "hf", verify=False, log=lambda text: None)
-        difference, largest = logits_difference(
-            load_full_state(source), target, "hf", result, lambda tensor, rows: rows
-        )
-    return difference / largest
+        written = load_full_state(source)
+        problems = compare_tensors(written, result, unrounded, False, lambda num_bytes: None)
+        difference, largest = logits_difference(written, target, "hf", result, unrounded)
+    return float(len(problems)), difference / largest
+
+
+def unrounded(tensor: FullTensor, rows: Tensor) -> Tensor:
+    """The rows of a tensor as an export in the same dtype has them."""
+    return rows
 
 
 def in_order(case: Case, ranks: Sequence[Differences]) -> list[Measured]:

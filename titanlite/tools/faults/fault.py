@@ -21,7 +21,7 @@ from dataclasses import dataclass
 CHECKS = {
     "verify": ("loss", "gradient", "grad_norm", "parameters"),
     "run": ("loss", "validation"),
-    "export": ("logits",),
+    "export": ("tensors", "logits"),
 }
 FIGURES = {
     "loss": "the loss of a step",
@@ -29,6 +29,7 @@ FIGURES = {
     "grad_norm": "the gradient norm of a step",
     "parameters": "the parameters after step 5",
     "validation": "the loss on held-out text",
+    "tensors": "the number of tensors of the export that differ when they are read again",
     "logits": "the logits of the exported model",
 }
 Plant = Callable[[], AbstractContextManager[None]]

@@ -130,7 +130,7 @@ are too.""",
         layout="dp_shard=2,data.document_mask",
         figure="loss",
         step=1,
-        threads=("meta-pytorch/torchforge#546", "NVIDIA-NeMo/Megatron-Bridge#5213"),
+        threads=("meta-pytorch/torchforge#546", "huggingface/transformers#46634"),
         why="""Positions begin anew in each document, and labels are right, but attention is
 only causal: a token also attends to the documents before its own. Only the first document of each
 sequence is computed correctly. The run still learns, with text before each document that has

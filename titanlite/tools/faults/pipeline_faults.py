@@ -69,7 +69,7 @@ factor. As clipping and AdamW divide by it again, the loss stays nearly the same
         figure="grad_norm",
         step=1,
         unchanged=("gradient",),
-        threads=("pytorch/torchtitan#596",),
+        threads=("pytorch/torchtitan#596", "Modalities/modalities#313"),
         why="""The norm is over all parameters, so the squares of all stages have to be added.
 The norm of a stage is smaller. Each stage scales its gradients by another factor, which changes
 the direction of the update; gradients before clipping are right.""",
