@@ -12,8 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.distributed.mesh import Mesh
 from titanlite.model.llama import Llama
 from titanlite.parallel.stages import Stages
 from titanlite.tools.faults.fault import Fault, replaced
@@ -27,13 +29,14 @@ def gradients_averaged() -> AbstractContextManager[None]:
 
 
 def replicas_not_reduced() -> AbstractContextManager[None]:
-    original = FSDPModule.set_requires_gradient_sync
+    original = Mesh.__getitem__
 
-    def set_requires_gradient_sync(self: FSDPModule, requires: bool) -> None:
-        original(self, requires)
-        self.set_requires_all_reduce(False)  # shards are still reduce-scattered
+    def getitem(self: Mesh, axes: str | tuple[str, ...]) -> DeviceMesh:
+        if axes == ("dp_replicate", "dp_shard_cp"):  # over which FSDP reduces gradients
+            axes = "dp_shard_cp"
+        return original(self, axes)
 
-    return replaced(FSDPModule, "set_requires_gradient_sync", set_requires_gradient_sync)
+    return replaced(Mesh, "__getitem__", getitem)
 
 
 def weights_by_rank() -> AbstractContextManager[None]:

@@ -63,6 +63,7 @@ RUN = [
     "--run.name=run",
 ]
 RUN_TOLERANCE = 1e-5
+TIMEOUT = 300  # seconds, of a call that takes a few; other programs may use the cores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,10 +145,16 @@ class Experiments:
         key = reference_key(case.config, llama)
         if key not in self._references:
             path = self.folder / f"reference-{len(self._references)}.pt"
-            self.pool.run(1, reference, case.config, llama, path)
+            self.pool.run(1, reference, case.config, llama, path, timeout=TIMEOUT)
             self._references[key] = path
         ranks = self.pool.run(
-            case.processes, measure_planted, name, case.config, llama, self._references[key]
+            case.processes,
+            measure_planted,
+            name,
+            case.config,
+            llama,
+            self._references[key],
+            timeout=TIMEOUT,
         )
         return in_order(case, ranks)
 
@@ -176,7 +183,7 @@ class Experiments:
             arguments += [f"--{key}={value}" for key, value in degrees.items()]
             arguments.append(f"--training.steps={steps}")
             processes = make_case(SMALL, layout, "cpu").processes
-            codes = self.pool.run(processes, train_planted, name, arguments)
+            codes = self.pool.run(processes, train_planted, name, arguments, timeout=TIMEOUT)
             assert set(codes) == {0}, codes
         return folder / "run"
 
@@ -184,7 +191,9 @@ class Experiments:
         self._run_number += 1
         folder = self.folder / f"export-{self._run_number}"
         folder.mkdir()
-        ((different, logits),) = self.pool.run(1, export_planted, name, folder, joins=False)
+        ((different, logits),) = self.pool.run(
+            1, export_planted, name, folder, joins=False, timeout=TIMEOUT
+        )
         return [Measured("tensors", 0, different, 0.0), Measured("logits", 0, logits, TOLERANCE)]
 
 

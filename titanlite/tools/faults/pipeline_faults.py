@@ -56,10 +56,10 @@ become different tables after the first update, and an exported model can hold o
         figure="gradient",
         step=1,
         threads=(),
-        why="""torch's schedules scale gradients by 1 / microbatches unless `scale_grads` is
-False, which is right for a loss that is the mean of a microbatch. Here the loss is already
-divided by the number of targets of the whole step, so every gradient is too small by the same
-factor. As clipping and AdamW divide by it again, the loss stays nearly the same.""",
+        why="""torch's schedules divide `.grad` by the number of microbatches unless `scale_grads`
+is False, which is right for a loss that is the mean of a microbatch. Here the loss is already
+divided by the number of targets of the whole step. And a step has two local batches: `.grad` is
+divided after each of them, so that the first one is divided twice and hardly counts.""",
     ),
     Fault(
         "clip-per-stage",

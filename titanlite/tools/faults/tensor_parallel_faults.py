@@ -112,8 +112,8 @@ first steps does not differ.""",
         threads=(),
         why="""wo and w2 are cut by input features, so each rank has a partial sum for every
 token. Without the sum over ranks each token gets the part of one rank: half of the heads, and
-half of the feed-forward network. The model trains, as one of half the width would, and its
-exported weights compute something else.""",
+half of the feed-forward network. The loss still falls, and the weights,
+loaded elsewhere, compute something else.""",
     ),
     Fault(
         "chunked-loss",

@@ -68,7 +68,7 @@ are not.""",
         threads=(),
         why="""In float16 the loss is multiplied by 65,536 so that small gradients are not
 rounded to zero, and gradients are divided by it before they are used. If clipping comes first,
-the norm is 65,536 times too large, and every step is clipped. AdamW does not notice the factor;
+the norm is 65,536 times too large, and every step is clipped. AdamW hardly notices the factor;
 the norm that is logged does.""",
     ),
     Fault(
