@@ -2,12 +2,15 @@
 
     python docs/draw_schedule.py [--schedule 1F1B] [--pp 2] [--microbatches 4] [--stages 1]
 
-What it is: the order in which each rank computes, and a simulation that places it into slots of
-time. A forward and a backward take one slot each, and messages take none. The forward of a
-microbatch on a stage waits for its forward on the stage before; its backward waits for its backward
-on the stage after, and on the last stage for its forward.
-Why it is here: the pictures in parallelism.md are the output of this script. Tests compare them,
-compare the order with what torch runs, and compare the idle slots with the formulas of the bubble.
+What it is: the order in which each rank computes, and two simulations that place it in time.
+Messages take no time. In slots, a forward and a backward take one slot each, and the two halves of
+a divided backward one each as well. In time, a forward takes 1, a backward 2, and each of its
+halves 1. The forward of a microbatch on a stage waits for its forward on the stage before; its
+backward waits for its backward on the stage after, and on the last stage for its forward. The
+gradients of the weights wait for those of the inputs.
+Why it is here: the pictures in parallelism.md are the output of this script, or are drawn from it
+by pictures/pipelines.py. Tests compare them, compare the order with what torch runs, and compare
+the idle slots with the formulas of the bubble.
 What it costs: nothing; no process is started and nothing is sent.
 """
 
@@ -20,16 +23,35 @@ from typing import Any, NamedTuple
 
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-# Those that compute a backward in one piece
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
+SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # rank 0 has the first and the last stage
+# What a task takes in time; the kinds are those of torch: forward, backward, and the halves of a
+# backward: gradients of the inputs, gradients of the weights
+TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 class Task(NamedTuple):
-    """A forward or a backward of one microbatch on one stage."""
+    """A forward, a backward or half of one, of one microbatch on one stage."""
 
-    kind: str  # "F" or "B", as in torch
+    kind: str  # of TIMES
     stage: int
     microbatch: int
+
+
+class Timed(NamedTuple):
+    """A task and when it runs."""
+
+    task: Task
+    start: int
+    end: int
 
 
 def rank_orders(
@@ -71,26 +93,29 @@ def _order_of_torch(
     num_stages = pp * stages_per_rank
     stages: Any = [  # the attributes of rank 0's PipelineStages that the order depends on
         SimpleNamespace(
-            stage_index=i * pp,
+            stage_index=stage,
             num_stages=num_stages,
             group_size=pp,
             group_rank=0,
-            is_first=i == 0,
-            is_last=i * pp == num_stages - 1,
+            is_first=stage == 0,
+            is_last=stage == num_stages - 1,
             has_backward=True,
+            submod=None,
         )
-        for i in range(stages_per_rank)
+        for stage in ([0, num_stages - 1] if schedule in V_SHAPED else range(0, num_stages, pp))
     ]
     cls: Any = get_schedule_class(schedule)
     order = cls(stages, n_microbatches=microbatches).pipeline_order
-    return [
-        [
-            Task(action.computation_type.value, action.stage_index, action.microbatch_index)
-            for action in order[rank]
-            if action is not None
-        ]
-        for rank in range(pp)
-    ]
+    return [[task for action in order[rank] for task in _tasks(action)] for rank in range(pp)]
+
+
+def _tasks(action: Any) -> list[Task]:
+    """Of torch's action: one, none for an idle slot, or those that it runs one after the other."""
+    if action is None:
+        return []
+    if action.sub_actions:
+        return [task for part in action.sub_actions for task in _tasks(part)]
+    return [Task(action.computation_type.value, action.stage_index, action.microbatch_index)]
 
 
 def place_in_slots(order: list[list[Task]]) -> list[list[Task | None]]:
@@ -112,8 +137,43 @@ def place_in_slots(order: list[list[Task]]) -> list[list[Task | None]]:
             slots[rank].append(task)
             if task:
                 waiting[rank].pop(0)
-                finished.add(task)
+                finished.add(_result(task))
     return slots
+
+
+def place_in_time(order: list[list[Task]]) -> list[list[Timed]]:
+    """The tasks of each rank in its order, as early as their inputs allow, by `TIMES`."""
+    last_stage = max(task.stage for tasks in order for task in tasks)
+    placed: list[list[Timed]] = [[] for _ in order]
+    ends: dict[Task, int] = {}
+    waiting = [list(tasks) for tasks in order]
+    while any(waiting):
+        moved = False
+        for rank, tasks in enumerate(waiting):
+            while tasks and _inputs(tasks[0], last_stage) <= ends.keys():
+                task = tasks.pop(0)
+                free = placed[rank][-1].end if placed[rank] else 0
+                start = max([free, *(ends[needed] for needed in _inputs(task, last_stage))])
+                placed[rank].append(Timed(task, start, start + TIMES[task.kind]))
+                ends[_result(task)] = start + TIMES[task.kind]
+                moved = True
+        if not moved:
+            raise ValueError(
+                f"this order cannot be run: every rank waits, at {[tasks[:1] for tasks in waiting]}"
+            )
+    return placed
+
+
+def idle_time(placed: list[list[Timed]]) -> Fraction:
+    """Idle time as a part of all time, from the first task of any rank to the last."""
+    end = max(timed.end for row in placed for timed in row)
+    busy = sum(timed.end - timed.start for row in placed for timed in row)
+    return 1 - Fraction(busy, end * len(placed))
+
+
+def _result(task: Task) -> Task:
+    """What others wait for: the gradient of the input is the same from a whole backward."""
+    return task._replace(kind="B") if task.kind == "I" else task
 
 
 def _inputs(task: Task, last_stage: int) -> set[Task]:
@@ -121,6 +181,8 @@ def _inputs(task: Task, last_stage: int) -> set[Task]:
     kind, stage, microbatch = task
     if kind == "F":
         return {Task("F", stage - 1, microbatch)} if stage else set()
+    if kind == "W":
+        return {Task("B", stage, microbatch)}
     return {Task("F", stage, microbatch)} | (
         {Task("B", stage + 1, microbatch)} if stage < last_stage else set()
     )
@@ -135,8 +197,8 @@ def bubble(slots: list[list[Task | None]]) -> Fraction:
 def draw(slots: list[list[Task | None]]) -> str:
     """One line per rank.
 
-    `>0` is the forward of microbatch 0, `<0` its backward; `2>0` names stage 2 as well; `.` is an
-    idle slot.
+    `>0` is the forward of microbatch 0, `<0` its backward or the gradients of the inputs, `w0`
+    those of the weights; `2>0` names stage 2 as well; `.` is an idle slot.
     """
     several = any(task and task.stage != rank for rank, row in enumerate(slots) for task in row)
     cells = [[_cell(task, several) for task in row] for row in slots]
@@ -151,7 +213,8 @@ def draw(slots: list[list[Task | None]]) -> str:
 def _cell(task: Task | None, several: bool) -> str:
     if task is None:
         return "."
-    return f"{task.stage if several else ''}{'>' if task.kind == 'F' else '<'}{task.microbatch}"
+    sign = {"F": ">", "B": "<", "I": "<", "W": "w"}[task.kind]
+    return f"{task.stage if several else ''}{sign}{task.microbatch}"
 
 
 def main() -> None:

@@ -16,10 +16,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from docs.draw_schedule import Task, bubble, draw, place_in_slots, rank_orders
+from docs.draw_schedule import (
+    SCHEDULES,
+    Task,
+    bubble,
+    draw,
+    idle_time,
+    place_in_slots,
+    place_in_time,
+    rank_orders,
+)
 from titanlite.config.keys import all_keys
 from titanlite.config.schema import sections
 from titanlite.distributed.torch_private import pipeline_stage_class
+from titanlite.parallel.stage_split import stage_indices
 from titanlite.tools.cli.main import main
 from titanlite.tools.verify.ladder import ladder
 
@@ -83,37 +93,41 @@ def test_the_bubble_is_that_of_the_formula(schedule, pp, microbatches):
     slots = place_in_slots(rank_orders(schedule, pp, microbatches, stages))
     assert bubble(slots) == Fraction(pp - 1, stages * microbatches + pp - 1)
     assert len({len(row) for row in slots}) == 1
+    # A backward that takes twice as long as a forward leaves as much idle
+    assert idle_time(place_in_time(rank_orders(schedule, pp, microbatches, stages))) == bubble(
+        slots
+    )
 
 
 def test_an_order_that_waits_for_itself_is_refused():
-    with pytest.raises(ValueError, match="every rank waits"):
-        place_in_slots([[Task("B", 0, 0), Task("F", 0, 0)]])
+    for place in (place_in_slots, place_in_time):
+        with pytest.raises(ValueError, match="every rank waits"):
+            place([[Task("B", 0, 0), Task("F", 0, 0)]])
 
 
-class Recorded(torch.autograd.Function):
-    """The identity; notes which microbatch, the number in the tensor, goes forward or backward."""
-
-    @staticmethod
-    def forward(ctx, x, tasks, stage):
-        ctx.task = tasks, stage, int(x)
-        tasks.append(Task("F", stage, int(x)))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        tasks, stage, microbatch = ctx.task
-        tasks.append(Task("B", stage, microbatch))
-        return gradient, None, None
-
-
-class RecordingStage(torch.nn.Module):
-    def __init__(self, tasks: list[Task], stage: int) -> None:
+class OneWeight(torch.nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.tasks, self.stage = tasks, stage
         self.one = torch.nn.Parameter(torch.ones(()))
 
     def forward(self, x):
-        return Recorded.apply(x * self.one, self.tasks, self.stage)
+        return x * self.one
+
+
+class RecordingStage(pipeline_stage_class()):
+    """Notes which of its microbatches a schedule has it compute."""
+
+    def forward_one_chunk(self, fwd_chunk_id, *args, **kwargs):
+        self.tasks.append(Task("F", self.stage_index, fwd_chunk_id))
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id, *args, full_backward=True, **kwargs):
+        self.tasks.append(Task("B" if full_backward else "I", self.stage_index, bwd_chunk_id))
+        super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id, *args, **kwargs):
+        self.tasks.append(Task("W", self.stage_index, bwd_chunk_id))
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 def order_of_run(schedule: str, microbatches: int, stages_per_rank: int) -> list[Task]:
@@ -121,16 +135,18 @@ def order_of_run(schedule: str, microbatches: int, stages_per_rank: int) -> list
     rank, pp, tasks = dist.get_rank(), dist.get_world_size(), []
     example = torch.zeros(1, 1, device="meta")
     stages = [
-        pipeline_stage_class()(
-            RecordingStage(tasks, stage),
+        RecordingStage(
+            OneWeight(),
             stage,
             pp * stages_per_rank,
             torch.device("cpu"),
             input_args=example,
             output_args=example,
         )
-        for stage in range(rank, pp * stages_per_rank, pp)
+        for stage in stage_indices(rank, pp, stages_per_rank, schedule)
     ]
+    for stage in stages:
+        stage.tasks = tasks
     cls = get_schedule_class(schedule)
     single = schedule in ("GPipe", "1F1B")
     run = cls(
@@ -139,11 +155,12 @@ def order_of_run(schedule: str, microbatches: int, stages_per_rank: int) -> list
         loss_fn=lambda x, y: (x - y).sum(),
     )
     numbers = torch.arange(float(microbatches))[:, None]
-    run.step(*[numbers] * (rank == 0), target=numbers if rank == pp - 1 else None, losses=[])
+    has_loss = any(stage.is_last for stage in stages)
+    run.step(*[numbers] * (rank == 0), target=numbers if has_loss else None, losses=[])
     return tasks
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_drawn_order_is_the_order_in_which_torch_runs(pool, schedule):
     stages = 1 if schedule in ("GPipe", "1F1B") else 2
     assert pool.run(2, order_of_run, schedule, 4, stages) == rank_orders(schedule, 2, 4, stages)

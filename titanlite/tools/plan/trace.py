@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
@@ -179,11 +179,18 @@ def trace_rank(
     return found
 
 
-def count_step(config: Config, llama: LlamaConfig, mesh: Mesh, pretended: bool = True) -> Numbers:
+def count_step(
+    config: Config,
+    llama: LlamaConfig,
+    mesh: Mesh,
+    pretended: bool = True,
+    make: Callable[[Mesh, int], Recorder] = Recorder,
+) -> Numbers:
     """Builds this rank's part of the model, runs a step, and returns what was counted.
 
     Not `pretended`: with real tensors, whose values are any, and the second step is counted, since
-    in the first one the stages of a pipeline send each other additional messages.
+    in the first one the stages of a pipeline send each other additional messages. `make`: the
+    recorder, for a caller that wants more of it than its counts.
     """
     hide_shape_inference()
     device = torch.device("cpu")
@@ -199,7 +206,7 @@ def count_step(config: Config, llama: LlamaConfig, mesh: Mesh, pretended: bool =
         optimizer = build_optimizer(parts, config.optimizer, config.parallel.optimizer_offload)
         _make_states(parts, optimizer)
         ema = WeightEMA(config.ema, parts, optimizer)
-        recorder = Recorder(mesh, llama.vocab_size // mesh["tp"].size())
+        recorder = make(mesh, llama.vocab_size // mesh["tp"].size())
         recorder.register_model(parts)
         recorder.register(_state_tensors(optimizer), "optimizer")
         recorder.register(ema.averages, "optimizer")
