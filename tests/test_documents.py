@@ -178,7 +178,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-PAGES = [*sorted(DOCS.parent.glob("*.md")), *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    *sorted(DOCS.parent.glob("*.md")),
+    *sorted(DOCS.rglob("*.md")),
+    *sorted((DOCS.parent / "learn").rglob("*.md")),
+]
 
 
 @pytest.mark.parametrize("document", PAGES, ids=lambda path: str(path.relative_to(DOCS.parent)))
@@ -191,6 +195,28 @@ def test_links_of_documents_lead_somewhere(document):
         assert target.exists(), link
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), f"{link}#{anchor}"
+
+
+def linked(page: Path) -> set[Path]:
+    """The pages that a page links to."""
+    links = re.findall(r"\]\(([^)#]+\.md)", page.read_text())
+    return {(page.parent / link).resolve() for link in links if "://" not in link}
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    seen: set[Path] = set()
+    waiting = {DOCS.parent / "README.md"}
+    while waiting:
+        page = waiting.pop()
+        seen.add(page)
+        waiting |= linked(page) - seen
+    assert set(PAGES) <= seen
+
+
+def test_each_page_stands_in_the_map_once():
+    links = re.findall(r"\]\(([^)#]+)", (DOCS / "README.md").read_text())
+    assert len(set(links)) == len(links)
+    assert {path.name for path in DOCS.glob("*.md")} - {"README.md"} <= set(links)
 
 
 def test_the_picture_of_four_layouts_is_drawn_from_the_stored_losses():

@@ -48,7 +48,7 @@ def _memory(pool: Pool) -> str:
     steps = []
     for title, mode in [("recompute.mode = none", "none"), ("recompute.mode = full", "full")]:
         options = [*recorded.LLAMA_1B, f"--recompute.mode={mode}"]
-        (step,) = pool.run(1, recorded.memory_of_step, options, 8, joins=False)
+        (step,) = pool.run(1, recorded.memory_of_step, options, 8, timeout=600, joins=False)
         steps.append((title, step))
     return draw_memory(steps)
 

@@ -103,9 +103,8 @@ def draw_rows(ranks: list[list[Held]]) -> str:
     picture.arrow(arrow[1], top + 86, arrow[0], top + 86)
     picture.text(arrow[0] + 27, top + 78, "free", 10, "middle")
     picture.arrow(arrow[1], top + 132, arrow[0], top + 132)
-    picture.text(arrow[0] + 27, top + 112, "gradients:", 10, "middle")
-    picture.text(arrow[0] + 27, top + 124, "reduce-", 10, "middle")
-    picture.text(arrow[0] + 27, top + 146, "scatter", 10, "middle")
+    picture.text(arrow[0] + 27, top + 124, "reduce-scatter", 10, "middle")
+    picture.text(arrow[0] + 27, top + 145, "of gradients", 10, "middle")
     picture.line(8, y, WIDTH - 8, y)
     picture.lines(
         8,
