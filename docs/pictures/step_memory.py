@@ -24,7 +24,7 @@ LAYERS = [
     ("logits", ("logits",), "g"),
 ]
 GIB = 2**30
-COLUMNS = 150  # of a curve; each shows the fullest of its moments
+COLUMNS = 120  # of a curve; each shows the fullest of its moments
 LEFT = 30
 HEIGHT = 120
 
@@ -105,11 +105,14 @@ def _fullest(held: list[dict[str, int]]) -> list[dict[str, int]]:
 def _outline(
     levels: list[int], width: float, bottom: float, scale: float
 ) -> list[tuple[float, float]]:
-    """A curve of steps, from left to right."""
-    points = []
+    """A curve of steps, from left to right: the corners."""
+    points: list[tuple[float, float]] = []
     for i, level in enumerate(levels):
         height = round(bottom - level * scale, 1)
-        points.append((round(LEFT + i * width, 1), height))
+        if points and points[-1][1] == height:
+            points.pop()  # the step is as high as the one before
+        else:
+            points.append((round(LEFT + i * width, 1), height))
         points.append((round(LEFT + (i + 1) * width, 1), height))
     return points
 
