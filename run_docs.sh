@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds the documents as a site:  ./run_docs.sh [serve]
 #
-# build/docs/site/index.html opens without a server; `serve` shows it on http://127.0.0.1:8000. The environment
-# .venv-docs is made once. A run of 100 steps gives the site its report.
+# build/docs/site/index.html opens without a server, except for its search; `serve` shows it on
+# http://127.0.0.1:8000. The environment .venv-docs is made once. A run of 100 steps gives the site its report.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 case "${1:-}" in
