@@ -493,6 +493,13 @@ TESTED_ELSEWHERE = {
     "tools/formats/stock": "tests/tools/formats/test_foreign.py, "
     "tests/tools/formats/test_foreign_hostile.py",
     "tools/formats/targets": "tests/tools/formats/test_convert.py",
+    "tools/explain/event_recorder": "tests/tools/explain/test_explain.py",
+    "tools/explain/events": "tests/tools/explain/test_explain.py",
+    "tools/explain/holdings": "tests/tools/explain/test_explain.py",
+    "tools/explain/module_path": "tests/tools/explain/test_explain.py",
+    "tools/explain/sentences": "tests/tools/explain/test_explain.py",
+    "tools/explain/show": "tests/tools/explain/test_explain.py",
+    "tools/explain/step": "tests/tools/explain/test_explain.py",
     "tools/faults/context_parallel_faults": "tests/tools/faults/test_experiment.py",
     "tools/faults/data_parallel_faults": "tests/tools/faults/test_experiment.py",
     "tools/faults/fault": "tests/tools/faults/test_catalogue.py",

@@ -16,6 +16,7 @@ import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -384,3 +385,30 @@ def group_name(argument: object) -> str:
     if isinstance(argument, ProcessGroup):
         return str(argument.group_name)
     return argument if isinstance(argument, str) and argument.isdecimal() else ""
+
+
+def group_ranks(name: str) -> tuple[int, ...]:
+    """The ranks of the process group of this name, in its order.
+
+    Only the search by name is not public. Checked: 2.13.
+    """
+    resolve: Any = torch.distributed.distributed_c10d._resolve_process_group  # of a `GroupName`
+    group = resolve(name)
+    return tuple(torch.distributed.get_process_group_ranks(group))
+
+
+FSDP_METHODS = ("unshard", "post_backward")  # of `FSDPParamGroup`, that communicate
+
+
+def fsdp_parameters(frame: FrameType | None) -> tuple[str, ...]:
+    """The names of the parameters that FSDP gathers or reduces together in this frame or in one
+    that has called it; empty if FSDP is not among them. Checked: 2.13.
+    """
+    while frame is not None:
+        group: Any = None
+        if frame.f_code.co_name in FSDP_METHODS:
+            group = frame.f_locals.get("self")
+        if hasattr(group, "fsdp_params"):
+            return tuple(str(parameter._param_fqn) for parameter in group.fsdp_params)
+        frame = frame.f_back
+    return ()

@@ -22,6 +22,7 @@ COMMANDS = (
     "config",
     "schedule",
     "plan",
+    "explain",
     "prepare",
     "verify",
     "break",
@@ -43,6 +44,7 @@ USAGE = """usage: titanlite COMMAND ...
   config [CONFIG] [--section.key=value ...]      check a configuration, print it as TOML
   schedule [CONFIG] [--key=value ...] [--svg F]  draw the learning rate and batch size of each step
   plan [CONFIG] [--gpus N] [--gpu NAME] [...]    what a run needs: memory, time, cost, before it
+  explain [CONFIG] [--layout L] [--html FILE]    one step in order: each collective and its cause
   prepare SOURCE... --out FOLDER                 tokenise text, JSONL, Parquet and more
   prepare --inspect FOLDER                       describe and verify tokenised data
   prepare [CONFIG] [--section.key=value ...]     tokenise a configuration's data into the cache

@@ -68,8 +68,23 @@ class Live(NamedTuple):
     nbytes: int
 
 
+class Call(NamedTuple):
+    """A collective, or one end of a message."""
+
+    kind: str  # of KINDS
+    axis: str
+    size: int  # ranks of the group
+    group: str  # the name of the process group
+    whole_bytes: int  # of the gathered result, of the tensor that is reduced, of the message
+    arguments: tuple[Any, ...]  # of the operator
+    tensors: tuple[Tensor, ...]  # those among them
+
+
 class Recorder(TorchDispatchMode):
-    """Counts, within it, what this rank does. Register a model's parameters first."""
+    """Counts, within it, what this rank does. Register a model's parameters first.
+
+    `EventRecorder` (`titanlite/tools/explain/`) also keeps the collectives one by one.
+    """
 
     def __init__(self, mesh: Mesh, vocab_size: int) -> None:
         """`vocab_size`: the columns of this rank's logits, by which they are recognised."""
@@ -82,6 +97,7 @@ class Recorder(TorchDispatchMode):
         # ("calls", axis, kind, ranks), ("bytes", axis, kind, ranks), ("attention",),
         # ("pointwise",), ("product", rows, inner, columns, dtype)
         self.counts: Counter[tuple[str | int, ...]] = Counter()
+        self.flops = 0  # of the products and the attention that were run, each once
         self.live: dict[int, Live] = {}  # by the address of the storage
         self.held = dict.fromkeys(CATEGORIES, 0)
         self.peaks: dict[str, dict[str, int]] = {}  # part of the step -> at its fullest moment
@@ -211,19 +227,19 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # they run first, so the operators inside them are seen
         kwargs = dict(kwargs or {})
         result = func(*args, **kwargs)
-        space, _, name = func.name().partition("::")
-        name = name.partition(".")[0]
-        inputs = list(_tensors((args, tuple(kwargs.values()))))
-        outputs = list(_tensors(result))
+        space, name = names_of(func)
+        kind = kind_of(func)
+        inputs = list(tensors_in((args, tuple(kwargs.values()))))
+        outputs = list(tensors_in(result))
         if space == "fsdp":
             self._fsdp(name, inputs, outputs, kwargs)
-        elif name in KINDS and space in ("c10d", "_c10d_functional", "_dtensor"):
-            self._collective(space, KINDS[name], args, inputs)
+        elif kind:
+            self.count(self._call(space, kind, args, inputs))
         elif name in PRODUCTS:
             self._product(args[PRODUCTS[name] :])
         elif "scaled_dot_product" in name:
             self._attention(name, inputs)
-        elif not _only_shapes(func):
+        elif not only_shapes(func):
             moved = sum(map(_nbytes, inputs)) + sum(map(_nbytes, outputs))
             self.counts["pointwise",] += self.times * moved
         for output in outputs:
@@ -258,9 +274,7 @@ class Recorder(TorchDispatchMode):
         wide = [name for name, degree in self.degrees.items() if degree == size]
         return (wide[0] if wide else axis), size
 
-    def _collective(
-        self, space: str, kind: str, args: tuple[Any, ...], inputs: list[Tensor]
-    ) -> None:
+    def _call(self, space: str, kind: str, args: tuple[Any, ...], inputs: list[Tensor]) -> Call:
         group = next(group for group in map(group_name, args) if group)
         axis, size = self._axis(group, space, kind)
         whole = sum(map(_nbytes, inputs))
@@ -269,23 +283,31 @@ class Recorder(TorchDispatchMode):
             whole = max(map(_nbytes, inputs))
             if len(inputs) == 1 and kind == "all_gather":
                 whole *= size
-        if kind == "reduce_scatter" and len(inputs) == 2:
-            self.register(inputs[:1], "gradients")
-        self.counts["calls", axis, kind, size] += self.times
-        self.counts["bytes", axis, kind, size] += self.times * whole
+        return Call(kind, axis, size, group, whole, args, tuple(inputs))
+
+    def count(self, call: Call) -> None:
+        """A collective has begun."""
+        if call.kind == "reduce_scatter" and len(call.tensors) == 2:
+            self.register(call.tensors[:1], "gradients")
+        self.counts["calls", call.axis, call.kind, call.size] += self.times
+        self.counts["bytes", call.axis, call.kind, call.size] += self.times * call.whole_bytes
 
     def _product(self, operands: tuple[Any, ...]) -> None:
         left, right = operands[:2]
         batch = math.prod(left.shape[:-2])
         rows, inner = left.shape[-2:]
         dtype = str(left.dtype).removeprefix("torch.")
-        self.counts["product", rows, inner, right.shape[-1], dtype] += self.times * batch
+        columns = right.shape[-1]
+        self.counts["product", rows, inner, columns, dtype] += self.times * batch
+        self.flops += 2 * batch * rows * inner * columns
 
     def _attention(self, name: str, inputs: list[Tensor]) -> None:
         first = 1 if "backward" in name else 0  # after the gradient of the result
         queries, keys = inputs[first : first + 2]  # (B, H, Sq, Dh), (B, K, Sk, Dh)
         forward = 4 * queries.numel() * keys.shape[-2]
-        self.counts["attention",] += self.times * (2 * forward if first else forward)
+        flops = 2 * forward if first else forward
+        self.counts["attention",] += self.times * flops
+        self.flops += flops
 
     def numbers(self) -> Counter[tuple[str | int, ...]]:
         """All counts; ("memory", part of the step, category): what was held at the fullest moment
@@ -311,12 +333,12 @@ def _gathered_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
+def tensors_in(value: Any) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -324,7 +346,20 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 @functools.cache
-def _only_shapes(func: Any) -> bool:
+def names_of(func: Any) -> tuple[str, str]:
+    """c10d::allreduce_ -> c10d, allreduce_; without the name of an overload."""
+    space, _, name = func.name().partition("::")
+    return space, name.partition(".")[0]
+
+
+def kind_of(func: Any) -> str:
+    """The kind of collective that an operator is; empty if it is none."""
+    space, name = names_of(func)
+    return KINDS.get(name, "") if space in ("c10d", "_c10d_functional", "_dtensor") else ""
+
+
+@functools.cache
+def only_shapes(func: Any) -> bool:
     """Whether an operator moves no data: it returns a view, memory without values, or a device."""
     names = ("empty", "wait_tensor", "prim::")
     return returns_a_view(func) or any(name in func.name() for name in names)

@@ -40,7 +40,7 @@ from titanlite.model.llama import Llama
 from titanlite.optim.clip import clip_gradients
 from titanlite.optim.ema import WeightEMA
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.parallelize import split_and_parallelize
+from titanlite.parallel.parallelize import assign_shard, split_and_parallelize
 from titanlite.parallel.preferences import build_stages
 from titanlite.parallel.stage_split import stage_indices, stage_modules
 from titanlite.parallel.stages import Stages
@@ -74,7 +74,7 @@ def trace(config: Config, llama: LlamaConfig, degrees: Mapping[str, int]) -> Ste
     `config` is a valid one for these degrees, with a `training.compute_dtype` that is not `auto`.
     Raises ConfigError for what cannot be traced without a GPU.
     """
-    problems = list(_untraceable(config))
+    problems = list(untraceable(config))
     if problems:
         raise ConfigError(problems)
     pp = degrees["pp"]
@@ -116,7 +116,7 @@ def trace(config: Config, llama: LlamaConfig, degrees: Mapping[str, int]) -> Ste
     return StepCounts("traced", dict(degrees), number, tokens, tuple(ranks))
 
 
-def _untraceable(config: Config) -> Iterator[str]:
+def untraceable(config: Config) -> Iterator[str]:
     """What needs a GPU even without numbers."""
     if config.float8.enabled and not config.float8.emulate:
         yield "float8.enabled = true: its products are traced on a GPU only; expected --estimate"
@@ -179,6 +179,50 @@ def trace_rank(
     return found
 
 
+class Program(NamedTuple):
+    """What a step needs of a run: this rank's part of the model, and what changes it."""
+
+    parts: list[Llama]
+    stages: Stages
+    optimizer: torch.optim.Optimizer
+    ema: WeightEMA
+
+
+def build_parts(config: Config, llama: LlamaConfig, mesh: Mesh) -> list[Llama]:
+    """This rank's parts of the model, parallelised, on the meta device. Blocks run eagerly."""
+    hide_shape_inference()
+    with torch.device("meta"):
+        model = Llama(llama, config.training.seq_len)
+    return split_and_parallelize(model, config, mesh, compiled=False)
+
+
+def build_program(
+    parts: list[Llama], config: Config, mesh: Mesh, device: torch.device, initialised: bool = False
+) -> Program:
+    """Gives the parts memory, and the optimizer its states.
+
+    `initialised`: with the weights of a run that begins; else with memory whose values are any.
+    """
+    for part in parts:
+        part.to_empty(device=device)
+        if initialised:
+            part.init_weights(config.run.seed, assign_shard, device)
+        part.reset_rope(device)
+    stages = build_stages(parts, config, mesh, device)
+    optimizer = build_optimizer(parts, config.optimizer, config.parallel.optimizer_offload)
+    _make_states(parts, optimizer)
+    return Program(parts, stages, optimizer, WeightEMA(config.ema, parts, optimizer))
+
+
+def watch(program: Program, recorder: Recorder) -> None:
+    """What the recorder must know before the step."""
+    recorder.register_model(program.parts)
+    recorder.register(_state_tensors(program.optimizer), "optimizer")
+    recorder.register(program.ema.averages, "optimizer")
+    for part in program.parts:
+        _mark_middle(part, recorder)
+
+
 def count_step(
     config: Config,
     llama: LlamaConfig,
@@ -192,33 +236,20 @@ def count_step(
     in the first one the stages of a pipeline send each other additional messages. `make`: the
     recorder, for a caller that wants more of it than its counts.
     """
-    hide_shape_inference()
     device = torch.device("cpu")
     config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, loss="false"))
-    with torch.device("meta"):
-        model = Llama(llama, config.training.seq_len)
-    parts = split_and_parallelize(model, config, mesh, compiled=False)
+    parts = build_parts(config, llama, mesh)
     with pretended_tensors() if pretended else contextlib.nullcontext():
-        for part in parts:
-            part.to_empty(device=device)
-            part.reset_rope(device)
-        stages = build_stages(parts, config, mesh, device)
-        optimizer = build_optimizer(parts, config.optimizer, config.parallel.optimizer_offload)
-        _make_states(parts, optimizer)
-        ema = WeightEMA(config.ema, parts, optimizer)
+        program = build_program(parts, config, mesh, device)
         recorder = make(mesh, llama.vocab_size // mesh["tp"].size())
-        recorder.register_model(parts)
-        recorder.register(_state_tensors(optimizer), "optimizer")
-        recorder.register(ema.averages, "optimizer")
-        for part in parts:
-            _mark_middle(part, recorder)
+        watch(program, recorder)
         if not pretended:
-            take_step(config, stages, optimizer, device)
+            take_step(config, program.stages, program.optimizer, device)
         with recorder:
-            take_step(config, stages, optimizer, device, recorder)
-            ema.update()
+            take_step(config, program.stages, program.optimizer, device, recorder)
+            program.ema.update()
         numbers = recorder.numbers()
-        for part in parts:
+        for part in program.parts:
             for parameter in part.parameters():
                 numbers["parameters",] += local_part(parameter).numel()
     return numbers
@@ -236,7 +267,7 @@ def take_step(
     """
     mesh = stages.mesh
     number = local_batches(config.training, mesh.degrees)
-    batches = [_batch(config, device) for _ in range(min(number, 3) if recorder else number)]
+    batches = [local_zeros(config, device) for _ in range(min(number, 3) if recorder else number)]
     num_targets = mesh.sum_counts(stages.count_targets(batches))
     for i, batch in enumerate(batches):
         last = i == len(batches) - 1
@@ -273,7 +304,7 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
                 yield value
 
 
-def _batch(config: Config, device: torch.device) -> Batch:
+def local_zeros(config: Config, device: torch.device) -> Batch:
     """A local batch of zeros, with what this config's batches have."""
     training = config.training
     shape = (training.local_batch_size, training.seq_len)

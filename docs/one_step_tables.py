@@ -1,0 +1,248 @@
+"""Writes the tables of one_step.md from a step that is run.
+
+    python docs/one_step_tables.py
+
+What it is: between two comments of the page, a table or a list that `titanlite explain` makes of
+the step of the page, and the table of the lines where the host waits. A test compares the page with
+this output.
+Why it is here: the order of collectives is in no file, and a line number is right until an edit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from titanlite.config.load import load_config
+from titanlite.tools.cli.plan_command import model_of
+from titanlite.tools.explain.events import Event, Explanation
+from titanlite.tools.explain.explain import explain, totals
+from titanlite.tools.explain.sentences import line_of
+from titanlite.tools.explain.show import bytes_text, part_text
+
+PAGE = Path(__file__).with_name("one_step.md")
+# The options of the page's command
+OPTIONS = [
+    "debug",
+    "--parallel.dp_shard=2",
+    "--parallel.tp=2",
+    "--model.num_layers=2",
+    "--model.num_kv_heads=4",
+    "--model.embeddings=untied",
+    "--training.local_batch_size=4",
+    "--training.compute_dtype=float32",
+]
+SHOWN = ("tok_embeddings.weight", "attention_norm.weight", "wq.weight", "wo.weight", "w2.weight")
+
+
+class Wait(NamedTuple):
+    """A line at which the host stops until something else is done."""
+
+    file: str
+    text: str  # of the line
+    why: str
+    often: str
+
+
+WAITS = [
+    Wait(
+        "titanlite/distributed/agreement.py",
+        "return int(combined)",
+        "for the other hosts: it reads the bits that all have combined over gloo; not for the "
+        "device",
+        "every step",
+    ),
+    Wait(
+        "titanlite/distributed/agreement.py",
+        "receiving.wait()",
+        "the same in messages, from 32 ranks on: once for each doubling of the distance",
+        "every step",
+    ),
+    Wait(
+        "titanlite/checkpoint/manager.py",
+        "self.saver.wait_for_staging()",
+        "for the copy of the state, which an asynchronous save makes and the update would change",
+        "the step after a save",
+    ),
+    Wait(
+        "titanlite/optim/stability.py",
+        "copied.synchronize()",
+        "for the numbers of a step that was called some steps ago, so nearly always at once",
+        "every step, if `stability` judges steps",
+    ),
+    Wait(
+        "titanlite/optim/stability.py",
+        "norm = float(grad_norm)",
+        "for the device: the loss and the gradient norm of this step. `guard.read` in train.py",
+        "steps that log, validate or save",
+    ),
+    Wait(
+        "titanlite/observe/metrics.py",
+        "torch.stack(scalars).tolist()",
+        "for the device, which has just been waited for",
+        "logged steps",
+    ),
+    Wait(
+        "titanlite/observe/step_times.py",
+        "at.synchronize()",
+        "for the device to pass the last marked phase, whose time is then read",
+        "logged steps",
+    ),
+    Wait(
+        "titanlite/observe/ranks.py",
+        "seconds, memories = table.T.tolist()",
+        "for all ranks: the table of their step times and memory",
+        "logged steps",
+    ),
+    Wait(
+        "titanlite/optim/loss_scale.py",
+        "torch.stack([self.scale, self.skipped]).tolist()",
+        "for the device: the loss scale of float16",
+        "logged steps, with float16",
+    ),
+    Wait(
+        "titanlite/observe/metrics.py",
+        "torch.accelerator.synchronize(self.device)",
+        "for the device, so that validation and saving do not count as training time",
+        "before a validation or a save",
+    ),
+    Wait(
+        "titanlite/observe/validation.py",
+        "return Sums(float(self.mesh.sum_losses(loss))",
+        "for the device: the loss on held-out text",
+        "each validation set",
+    ),
+]
+
+
+def step() -> Explanation:
+    """The step of the page, on a pretended rank."""
+    config = load_config(OPTIONS)
+    return explain(config, model_of(config), 4, real=False)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |"]
+    lines.append("|" + "---|" * lines[0].count(" | ") + "---|")
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def event_rows(events: Iterable[Event]) -> Iterator[list[str]]:
+    for event in events:
+        shape = " x ".join(map(str, event.shape)) or "scalar"
+        yield [
+            str(event.number),
+            event.axis,
+            f"{event.kind}, {event.operation}" if event.operation else event.kind,
+            event.tensor,
+            shape,
+            bytes_text(event.whole_bytes),
+        ]
+
+
+def events(*phases: str) -> Callable[[Explanation], str]:
+    """The collectives of these parts of the step."""
+
+    def of(step: Explanation) -> str:
+        chosen = [event for event in step.lanes[0].events if event.place.phase in phases]
+        head = ("", "axis", "collective", "tensor", "this rank gives", "whole")
+        return table(head, event_rows(chosen))
+
+    return of
+
+
+def sums(step: Explanation) -> str:
+    lane = step.lanes[0]
+    found = sorted(totals(lane.events).items())
+    rows = [(axis, kind, str(n), bytes_text(size)) for (axis, kind), (n, size) in found]
+    return table(("axis", "collective", "calls", "whole"), rows)
+
+
+def rows_of_ranks(step: Explanation) -> str:
+    ranks = range(step.processes)
+    rows = []
+    for parameter in step.parameters:
+        if parameter.name.endswith(SHOWN) and "layers.1" not in parameter.name:
+            held = [part_text(parameter.holdings[rank], parameter) for rank in ranks]
+            shape = " x ".join(map(str, parameter.shape))
+            rows.append([f"`{parameter.name}`", shape, *held])
+    return table(("parameter", "shape", *(f"rank {rank}" for rank in ranks)), rows)
+
+
+def memory(step: Explanation) -> str:
+    lane = step.lanes[0]
+    rows = []
+    for event in lane.events:
+        if event.number % 6 == 1:
+            held = {name.replace("_", " "): size for name, size in event.held.items() if size}
+            parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in held.items())
+            rows.append(
+                [str(event.number), event.place.phase, bytes_text(sum(event.held.values())), parts]
+            )
+    return table(("before", "part", "in memory", "of which"), rows)
+
+
+def overlap(step: Explanation) -> str:
+    lane = step.lanes[0]
+    rows = [
+        [str(event.number), f"{event.kind} of {event.tensor}", event.behind]
+        for event in lane.events
+        if not event.behind.startswith("nothing")
+    ]
+    return table(("", "communication", "could overlap with"), rows)
+
+
+def doubled(step: Explanation) -> str:
+    rows = []
+    for one in step.doubled:
+        for change in one.changes:
+            rows.append(
+                [
+                    f"{one.axis} {one.degree} to {2 * one.degree}",
+                    change.axis,
+                    change.kind,
+                    f"{change.calls} to {change.calls_doubled}",
+                    f"{bytes_text(change.whole_bytes)} to {bytes_text(change.whole_bytes_doubled)}",
+                ]
+            )
+    return table(("degree", "axis", "collective", "calls", "whole"), rows)
+
+
+def waits(step: Explanation) -> str:
+    rows = []
+    for wait in WAITS:
+        place = line_of(wait.file, wait.text)
+        rows.append([f"[{place}](../{wait.file})", f"`{wait.text}`", wait.why, wait.often])
+    return table(("line", "what it says", "the host waits", "how often"), rows)
+
+
+BLOCKS = {
+    "data": events("data"),
+    "forward": events("forward"),
+    "backward": events("backward", "gradient sum"),
+    "end": events("clip", "update", "agreement", "loss", "metrics"),
+    "sums": sums,
+    "rows": rows_of_ranks,
+    "memory": memory,
+    "overlap": overlap,
+    "doubled": doubled,
+    "waits": waits,
+}
+
+
+def with_tables(text: str, step: Explanation, names: Iterable[str] = BLOCKS) -> str:
+    """The page with these tables as they are in the step."""
+    for name in names:
+        begin = f"<!-- {name} -->\n"
+        end = f"<!-- end of {name} -->\n"
+        block = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+        new = f"{begin}{BLOCKS[name](step)}{end}"
+        text = block.sub(lambda _, new=new: new, text)  # type: ignore[misc]
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(), step()))

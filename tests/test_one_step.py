@@ -1,0 +1,25 @@
+"""The tables of docs/one_step.md are those of the step that is run now."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.one_step_tables import BLOCKS, PAGE, WAITS, step, with_tables
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_the_tables_are_those_of_the_step():
+    """tests/tools/explain/test_explain.py compares most of them with a step on real ranks."""
+    text = PAGE.read_text()
+    assert all(f"<!-- {name} -->" in text for name in BLOCKS)
+    assert with_tables(text, step()) == text, "run python docs/one_step_tables.py"
+
+
+def test_the_lines_where_the_host_waits_say_what_the_table_says():
+    found = re.findall(r"^\| \[([\w/.]+):(\d+)\]\(\S+\) \| `(.+?)` \|", PAGE.read_text(), re.M)
+    assert len(found) == len(WAITS)
+    for file, number, text in found:
+        assert text in (ROOT / file).read_text().splitlines()[int(number) - 1]

@@ -1,0 +1,51 @@
+"""The command: its options, its mistakes, and what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tools.explain.page_in_node import run_page
+
+from titanlite.tools.cli.main import main
+
+SMALL = [
+    "debug",
+    "--layout=pp=2,tp=2",
+    "--model.dim=32",
+    "--model.num_layers=2",
+    "--model.ffn_dim=64",
+    "--model.vocab_size=128",
+    "--training.seq_len=16",
+    "--training.global_batch_size=2",
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rnak=1"], "unknown option --rnak=1; did you mean --rank?"),
+        (["--layout=dp_shrad=2"], "unknown key parallel.dp_shrad"),
+        (["--rank=4", "--processes=2", "--layout=dp_shard=2"], "--rank 4: not run; expected one"),
+        (["--layout=tp=3"], "parallel.tp = 3 does not divide"),
+        (["--rank=-1"], "argument --rank: -1: expected at least 0"),
+        (["--layout=cp=2,cp_method=ring"], "is traced on a GPU only"),
+    ],
+)
+def test_mistakes(arguments, message, capsys):
+    assert main(["explain", "debug", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_text_json_and_page(tmp_path, capsys):
+    path = tmp_path / "step.html"
+    assert main(["explain", *SMALL, f"--html={path}"]) == 0
+    printed = capsys.readouterr().out
+    assert "Collectives in order" in printed
+    assert "parallel.tp = 4 does not divide" in printed  # what doubling would need
+    assert main(["explain", *SMALL, "--json", "--pretend"]) == 0
+    pretended = json.loads(capsys.readouterr().out)
+    assert [lane["rank"] for lane in pretended["lanes"]] == [0, 2]
+    assert not pretended["real"]
+    run_page(path.read_text(), num_lanes=4)

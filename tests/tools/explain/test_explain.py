@@ -1,0 +1,184 @@
+"""What explain shows is what the ranks sent, one by one and in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter
+
+import pytest
+from tools.explain.logged_group import record_logged
+
+from docs.one_step_tables import BLOCKS, OPTIONS, PAGE, with_tables
+from titanlite.config.load import load_config
+from titanlite.model.flavors import resolve_flavor
+from titanlite.rules.check import check_layout
+from titanlite.rules.degrees import AXES, num_processes
+from titanlite.tools.cli.plan_command import model_of
+from titanlite.tools.explain.events import Explanation
+from titanlite.tools.explain.explain import Run, assemble, explain, totals
+from titanlite.tools.explain.holdings import holdings
+from titanlite.tools.explain.page import page
+from titanlite.tools.explain.sentences import explained
+from titanlite.tools.explain.show import explanation_lines
+from titanlite.tools.explain.step import Recorded
+from titanlite.tools.plan.trace import trace
+
+SMALL = [
+    "debug",
+    "--run.device=cpu",
+    "--model.dim=32",
+    "--model.num_layers=2",
+    "--model.num_heads=4",
+    "--model.num_kv_heads=2",
+    "--model.ffn_dim=64",
+    "--model.vocab_size=128",
+    "--model.embeddings=untied",
+    "--training.seq_len=16",
+    "--training.local_batch_size=2",
+    "--training.global_batch_size=4",
+    "--training.compute_dtype=float32",
+    "--compile.enabled=false",
+]
+EIGHT = "training.global_batch_size=8"
+SLOW = [
+    ["dp_shard=2", EIGHT],  # two local batches
+    ["dp_shard=2", EIGHT, "parallel.reduce_every_microbatch=false"],
+    ["tp=2", "recompute.mode=full"],
+    ["cp=2", "tp=2", "recompute.mode=selective"],
+    ["dp_shard=2", "tp=2", "recompute.mode=full", "loss.num_chunks=2"],
+    ["dp_replicate=2", "dp_shard=2", EIGHT],
+    ["dp_replicate=2", "cp=2", "recompute.mode=selective"],
+    ["cp=2", "parallel.cp_method=ulysses"],
+    ["pp=2", "dp_shard=2", "tp=2"],
+    ["pp=2", "parallel.pp_schedule=ZBVZeroBubble", "model.num_layers=4",
+     "training.local_batch_size=4"],
+    ["pp=2", "parallel.pp_schedule=Interleaved1F1B", "model.num_layers=4",
+     "model.embeddings=tied", "training.local_batch_size=4"],
+    ["dp_shard=4", EIGHT, "parallel.reshard_after_forward=2", "optimizer.name=muon"],
+    ["dp_shard=2", "training.compute_dtype=bfloat16", "training.reduce_dtype=float32"],
+]  # fmt: skip
+
+NOT_PLANNED = ("agreement", "loss", "metrics")  # of a logged step; plan does not count them
+
+
+def run_of(settings: list[str]) -> Run:
+    """Of a small model; a setting without a section is a degree."""
+    options = [f"--{s}" if "." in s else f"--parallel.{s}" for s in settings]
+    config = load_config([*SMALL, "--parallel.dp_shard=1", *options])
+    llama = resolve_flavor(config.model, 0)
+    size = num_processes({axis: getattr(config.parallel, axis) for axis in AXES})
+    return Run(config, llama, check_layout(config, llama, size))
+
+
+def logged_steps(pool, tmp_path, run: Run) -> list[Recorded]:
+    """What each rank recorded, which is what its process group saw, and the rows that it has."""
+    degrees = run.degrees
+    size = num_processes(degrees)
+    found = pool.run(size, record_logged, *run, str(tmp_path / "store"))
+    recorded = [rank[0] for rank in found]
+    by_stage = {one.coordinates["pp"]: one.stored for one in recorded}
+    held = {parameter.name: parameter.holdings for parameter in holdings(by_stage, degrees)}
+    for rank, (one, seen, rows) in enumerate(found):
+        events = [(event.kind, event.ranks, event.whole_bytes) for event in one.events]
+        assert events == seen
+        for name, numbers in rows.items():
+            first, last = held[name][rank].rows
+            assert numbers == list(range(first, last + 1)), name
+    return recorded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SLOW, ids=" ".join)
+def test_the_events_are_what_the_process_group_saw(pool, tmp_path, settings):
+    for one in logged_steps(pool, tmp_path, run_of(settings)):
+        for event in explained(one.events, {}):
+            assert event.tensor
+            assert event.why
+            assert ":" in event.cause
+
+
+def test_the_step_of_the_page(pool, tmp_path):
+    """That docs/one_step.md follows, on real ranks: its tables, and numbers that add up."""
+    config = load_config(OPTIONS)
+    llama = model_of(config)
+    degrees = check_layout(config, llama, 4)
+    recorded = logged_steps(pool, tmp_path, Run(config, llama, degrees))
+    for one in recorded:
+        found = Counter((event.axis, event.kind) for event in explained(one.events, {}))
+        assert found == {
+            ("dp_shard", "all_gather"): 7,
+            ("dp_shard", "reduce_scatter"): 4,
+            ("tp", "all_gather"): 10,
+            ("tp", "reduce_scatter"): 10,
+            ("tp", "all_reduce"): 8,
+            ("dp_shard", "all_reduce"): 2,  # targets and loss
+            ("world", "all_reduce"): 3,  # gradient norm, the hosts' agreement, step times
+        }
+    check_numbers(recorded)
+    explanation = assemble(Run(config, llama, degrees), llama, recorded, real=True)
+    names = BLOCKS.keys() - {"memory", "doubled"}  # of a pretended rank
+    text = PAGE.read_text()
+    assert with_tables(text, explanation, names) == text, "run python docs/one_step_tables.py"
+    check_texts(explanation)
+
+
+def check_texts(explanation: Explanation) -> None:
+    """The text has every event, and the page has all that is known."""
+    lines = "\n".join(explanation_lines(explanation, rank=3))
+    (data,) = re.findall(
+        r'<script type="application/json" id="data">(.*)</script>', page(explanation)
+    )
+    assert json.loads(data) == json.loads(json.dumps(dataclasses.asdict(explanation)))
+    for event in explanation.lanes[3].events:
+        assert f"{event.number} {event.place.phase}" in lines
+        assert event.why in lines
+
+
+def check_numbers(recorded: list[Recorded]) -> None:
+    """What a rank has afterwards follows from what all of its group gave."""
+    for one in recorded:
+        for i, event in enumerate(one.events):
+            given = [recorded[rank].events[i].before for rank in event.ranks]
+            if event.place.phase == "metrics":
+                assert event.after == ()  # no operator reads it
+            elif event.kind == "all_reduce" and event.operation == "sum":
+                expected = [sum(values) for values in zip(*given, strict=True)]
+                assert event.after == pytest.approx(expected, rel=1e-5, abs=1e-7)
+            elif event.operation == "max":
+                assert event.after == tuple(map(max, *given))
+            elif event.kind == "reduce_scatter":
+                # Of the part that this rank keeps, the first numbers
+                place = 3 * event.ranks.index(one.rank)
+                expected = [sum(values[place + j] for values in given) for j in range(3)]
+                assert event.after[:3] == pytest.approx(expected, rel=1e-4, abs=1e-7)
+            elif event.kind == "all_gather":
+                expected = [value for values in given for value in values[:3]]
+                assert list(event.after) == expected
+
+
+@pytest.mark.slow
+def test_equal_blocks_are_shown_once_and_counted(pool):
+    """Of a deep model: what a few blocks do, as often as plan counts it."""
+    config, llama, degrees = run_of(
+        ["dp_shard=2", "tp=2", "model.num_layers=11", "training.global_batch_size=16"]
+    )
+    explanation = explain(config, llama, 4, real=False)
+    assert (explanation.shown_blocks, explanation.blocks) == (4, 11)
+    (lane,) = explanation.lanes
+    counted = totals([e for e in lane.events if e.place.phase not in NOT_PLANNED])
+    (rank,) = trace(config, llama, degrees).ranks
+    assert counted == {
+        (call.axis, call.kind): (call.count, call.whole_bytes)
+        for call in rank.collectives
+        if call.size > 1
+    }
+    by_axis = {doubled.axis: doubled for doubled in explanation.doubled}
+    assert "num_kv_heads" in by_axis["tp"].problem
+    weights = next(
+        change
+        for change in by_axis["dp_shard"].changes
+        if (change.axis, change.kind) == ("dp_shard", "all_gather")
+    )
+    assert weights.calls_doubled == weights.calls // 2  # half as many local batches

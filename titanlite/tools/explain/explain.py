@@ -1,0 +1,228 @@
+"""Explains a step: runs it, on real ranks or on pretended ones, and says what happens.
+
+What it is: chooses the back end, starts the processes, and puts together what they recorded. Up to
+REAL processes the step is really run, on gloo, so that tensors have numbers. Of a larger layout the
+first rank of each stage is pretended, as `titanlite plan` does: its tensors have only shapes.
+Why it is here: the order in which a step communicates is nowhere in the code. Hooks of FSDP and
+tensor parallelism make it, and autograd.
+What it costs: a few seconds; for 405B on 512 pretended ranks about half a minute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from titanlite.config.schema import Config
+from titanlite.distributed.mesh import DATA_AXES
+from titanlite.model.flavors import LlamaConfig
+from titanlite.rules.check import check_layout
+from titanlite.rules.degrees import local_batches, num_processes
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.explain.events import Change, Doubled, Event, Explanation, Lane
+from titanlite.tools.explain.holdings import holdings
+from titanlite.tools.explain.sentences import explained, unit_of
+from titanlite.tools.explain.step import Recorded, record_pretended, record_real
+from titanlite.tools.plan.trace import untraceable
+from titanlite.tools.verify.pool import Pool
+
+REAL = 8  # processes
+DEEP = 8  # blocks: of deeper models on pretended ranks, equal blocks are shown once
+SHOWN = 4  # of those
+PROCESSES = 2  # pretended ranks at a time
+TIMEOUT = 600  # seconds
+
+
+class Run(NamedTuple):
+    """A layout as it is run."""
+
+    config: Config
+    llama: LlamaConfig  # with fewer blocks, if equal ones are shown once
+    degrees: dict[str, int]
+
+
+def explain(
+    config: Config, llama: LlamaConfig, processes: int, real: bool, doubling: bool = True
+) -> Explanation:
+    """A step of a config on so many processes. Raises ConfigError for what cannot be run here."""
+    config = _with_dtype(config, real)
+    problems = list(untraceable(config))
+    if problems:
+        raise ConfigError(problems)
+    degrees = check_layout(config, llama, processes)
+    run = Run(config, llama, degrees)
+    if not real:
+        run = _shortened(run)
+    pool = Pool(["titanlite.tools.explain.step"], quiet=True)
+    recorded: list[Recorded]
+    if real:
+        recorded = pool.run(processes, record_real, *run, timeout=TIMEOUT)
+    else:
+        recorded = _pretend(pool, [(run, rank) for rank in _first_ranks(degrees)])
+    explanation = assemble(run, llama, recorded, real)
+    if not doubling:
+        return explanation
+    lanes = () if real else explanation.lanes
+    return dataclasses.replace(explanation, doubled=_doubled(pool, config, llama, degrees, lanes))
+
+
+def assemble(run: Run, llama: LlamaConfig, recorded: Sequence[Recorded], real: bool) -> Explanation:
+    """What the ranks have recorded, with its sentences. `llama`: with all blocks."""
+    config, degrees = run.config, run.degrees
+    by_stage = {one.coordinates["pp"]: one.stored for one in recorded}
+    return Explanation(
+        title=config.run.name,
+        degrees=degrees,
+        processes=num_processes(degrees),
+        real=real,
+        local_batches=local_batches(config.training, degrees),
+        tokens=config.training.global_batch_size * config.training.seq_len,
+        blocks=llama.num_layers,
+        shown_blocks=run.llama.num_layers,
+        lanes=tuple(_lane(one, run, llama) for one in recorded),
+        parameters=holdings(by_stage, degrees),
+        doubled=(),
+    )
+
+
+def _with_dtype(config: Config, real: bool) -> Config:
+    """`auto` is what it would be here, or for pretended ranks on a GPU."""
+    training = config.training
+    if training.compute_dtype == "auto":
+        dtype = "float32" if real else "bfloat16"
+        training = dataclasses.replace(training, compute_dtype=dtype)
+    return dataclasses.replace(config, training=training)
+
+
+def _first_ranks(degrees: Mapping[str, int]) -> list[int]:
+    """One rank of each stage: the others of a stage do the same."""
+    per_stage = num_processes(degrees) // degrees["pp"]
+    return [stage * per_stage for stage in range(degrees["pp"])]
+
+
+def _shortened(run: Run) -> Run:
+    """With a few blocks, if there are many and all are equal."""
+    llama = run.llama
+    equal = len(set(llama.windows(run.config.training.seq_len))) == 1 and not (
+        run.config.lora.layers
+        or run.config.training.frozen_patterns
+        or run.config.parallel.prefetch
+        or run.config.recompute.every > 1
+    )
+    if run.degrees["pp"] > 1 or llama.num_layers <= DEEP or not equal:
+        return run
+    return run._replace(llama=dataclasses.replace(llama, num_layers=SHOWN))
+
+
+def _pretend(pool: Pool, jobs: Sequence[tuple[Run, int]]) -> list[Recorded]:
+    def one(job: tuple[Run, int]) -> Recorded:
+        run, rank = job
+        (found,) = pool.run(1, record_pretended, *run, rank, timeout=TIMEOUT, joins=False)
+        recorded: Recorded = found
+        return recorded
+
+    with ThreadPoolExecutor(PROCESSES) as threads:
+        return list(threads.map(one, jobs))
+
+
+def _lane(recorded: Recorded, run: Run, llama: LlamaConfig) -> Lane:
+    """One rank's events with their sentences, each counted as often as it happens."""
+    replicated = {
+        stored.name: stored.shape
+        for stored in recorded.stored
+        if not any(
+            axis == "tp" and cut[0] >= 0 for axis, cut in zip(stored.axes, stored.cuts, strict=True)
+        )
+    }
+    events = explained(recorded.events, replicated)
+    more = llama.num_layers - run.llama.num_layers
+    if more:
+        # The second block stands for all that are not shown
+        events = tuple(
+            dataclasses.replace(event, times=event.times * (1 + more))
+            if block_of(event) == "layers.1"
+            else event
+            for event in events
+        )
+    return Lane(recorded.rank, recorded.coordinates, events, recorded.flops_after, recorded.peak)
+
+
+def block_of(event: Event) -> str:
+    """The block whose weights or activations are communicated: layers.0; empty if of none."""
+    name = event.place.module
+    if event.place.parameters:
+        name = unit_of(event.place.parameters)
+    words = name.split(".")
+    return ".".join(words[:2]) if words[0] == "layers" else ""
+
+
+def totals(events: Sequence[Event]) -> dict[tuple[str, str], tuple[int, int]]:
+    """(axis, kind) -> calls and whole bytes."""
+    calls: Counter[tuple[str, str]] = Counter()
+    whole: Counter[tuple[str, str]] = Counter()
+    for event in events:
+        calls[event.axis, event.kind] += event.times
+        whole[event.axis, event.kind] += event.times * event.whole_bytes
+    return {key: (calls[key], whole[key]) for key in calls}
+
+
+def _doubled(
+    pool: Pool,
+    config: Config,
+    llama: LlamaConfig,
+    degrees: Mapping[str, int],
+    pretended: Sequence[Lane],
+) -> tuple[Doubled, ...]:
+    """A second count on pretended ranks, with one degree after the other doubled.
+
+    `pretended`: the lanes of the layout as it is, if they were.
+    """
+    runs: dict[str, Run] = {}
+    if not pretended:
+        runs[""] = _shortened(Run(config, llama, dict(degrees)))
+    problems = {}
+    axes = [axis for axis, degree in degrees.items() if degree > 1] or ["dp_shard"]
+    for axis in axes:
+        for batches in (1, 2) if axis in DATA_AXES else (1,):
+            try:
+                runs[axis] = _larger(config, llama, degrees, axis, batches)
+                break
+            except ConfigError as error:
+                problems[axis] = "; ".join(error.problems)
+    if not runs.keys() - {""}:
+        runs = {}
+    counts = {"": totals(pretended[0].events)} if pretended else {}
+    recorded = _pretend(pool, [(run, 0) for run in runs.values()])
+    for (axis, run), one in zip(runs.items(), recorded, strict=True):
+        counts[axis] = totals(_lane(one, run, llama).events)
+    result = []
+    for axis in axes:
+        changes = []
+        after = counts.get(axis, {})
+        if after:
+            before = counts[""]
+            for key in sorted(before.keys() | after.keys()):
+                changes.append(Change(*key, *before.get(key, (0, 0)), *after.get(key, (0, 0))))
+        problem = "" if after else problems[axis]
+        same = axis in runs and runs[axis].config.training.global_batch_size == (
+            config.training.global_batch_size
+        )
+        result.append(Doubled(axis, degrees[axis], problem, same, tuple(changes)))
+    return tuple(result)
+
+
+def _larger(
+    config: Config, llama: LlamaConfig, degrees: Mapping[str, int], axis: str, batches: int
+) -> Run:
+    """With one degree doubled, and a global batch so many times as large. Raises ConfigError."""
+    changed: dict[str, Any] = {axis: 2 * degrees[axis]}
+    parallel = dataclasses.replace(config.parallel, **changed)
+    training = dataclasses.replace(
+        config.training, global_batch_size=batches * config.training.global_batch_size
+    )
+    larger = dataclasses.replace(config, parallel=parallel, training=training)
+    found = check_layout(larger, llama, 2 * num_processes(degrees))
+    return _shortened(Run(larger, llama, found))

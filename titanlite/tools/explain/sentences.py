@@ -1,0 +1,380 @@
+"""Says of each collective what it communicates, why, and which line of ours is its cause.
+
+What it is: rules over what was recorded, from the most specific to the most general. Lines are
+found by their text in the source, so that they are those of the code that runs.
+Why it is here: most collectives are called by torch, in a hook or in the backward. The line that
+runs then is `loss.backward()`; the line to read is the one that asked for the technique.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.explain.events import Event, Place
+
+ROOT = Path(__file__).parents[3]
+FSDP = "titanlite/parallel/fsdp.py"
+TENSOR_PARALLEL = "titanlite/parallel/tensor_parallel.py"
+CONTEXT_PARALLEL = "titanlite/parallel/context_parallel.py"
+# Part of a step -> the line of train.py that calls it
+TRAIN_LINES = {
+    "data": "num_targets = mesh.sum_counts(own_targets)",
+    "forward": "loss += stages.forward_backward(",
+    "backward": "loss += stages.forward_backward(",
+    "gradient sum": "loss += stages.forward_backward(",
+    "clip": "grad_norm = clip_gradients(",
+    "update": "optimizer.step()",
+    "agreement": "agreed = requests.agree(",
+    "loss": "loss = mesh.sum_losses(loss)",
+    "metrics": "row = metrics.log(",
+}
+# The three all-reduces of a loss over a divided vocabulary, in their order
+LOSS = (
+    ("largest logit of each token", "the vocabulary is divided, and log-softmax subtracts the "
+     "largest logit of all of it, so that no exponential overflows"),
+    ("sum of the exponentials of each token", "the softmax divides by the sum over the whole "
+     "vocabulary, of which each rank has a part"),
+    ("log-probability of each token's label", "only one rank has the label's part of the "
+     "vocabulary; the others add zero"),
+)  # fmt: skip
+
+
+def explained(events: Sequence[Event], stored: Mapping[str, tuple[int, ...]]) -> tuple[Event, ...]:
+    """The events with their sentences. `stored`: name of a parameter that tp does not divide ->
+    its shape.
+    """
+    found: list[Event] = []
+    for event in events:
+        event = dataclasses.replace(event, place=_phased(event))
+        if event.place.phase in ("clip", "agreement", "metrics"):
+            event = dataclasses.replace(event, axis="world")
+        tensor, why, cause = _said(event, found, stored)
+        train = line_of("train.py", TRAIN_LINES[event.place.phase])
+        event = dataclasses.replace(event, tensor=tensor, why=why, cause=cause, train_line=train)
+        found.append(event)
+    return tuple(_with_overlap(event, i, found) for i, event in enumerate(found))
+
+
+@functools.cache
+def line_of(file: str, text: str) -> str:
+    """file:number of the first line that contains the text. Raises ConfigError if none does."""
+    lines = (ROOT / file).read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        if text in line:
+            return f"{file}:{number}"
+    raise ConfigError(f"{file}: found no line with {text!r}; expected titanlite's own file")
+
+
+def _phased(event: Event) -> Place:
+    """Reductions of weights' gradients are a part of their own."""
+    place = event.place
+    of_weights = bool(place.parameters) and event.kind in ("reduce_scatter", "all_reduce")
+    if of_weights or place.function == "sum_shared_gradients":
+        return dataclasses.replace(place, phase="gradient sum")
+    return place
+
+
+def _said(
+    event: Event, before: Sequence[Event], stored: Mapping[str, tuple[int, ...]]
+) -> tuple[str, str, str]:
+    """Tensor, reason and cause."""
+    place = event.place
+    if place.phase == "data":
+        return (
+            "number of targets of this step",
+            "the loss is divided by the number of all ranks' targets, so it must be known before "
+            "the first backward",
+            place.line,
+        )
+    if place.phase == "clip":
+        return (
+            "sum of the squares of all gradients",
+            "clipping scales by the norm of the whole gradient, of which each rank has a part",
+            place.line,
+        )
+    if place.phase == "agreement":
+        return (
+            "requests to stop, to save or to profile, as bits",
+            "a signal may reach one process only; afterwards all take the same branch",
+            place.line,
+        )
+    if place.phase == "loss":
+        return (
+            "loss of this step",
+            "each rank has the loss of its own tokens; a logged step needs their sum",
+            place.line,
+        )
+    if place.phase == "metrics":
+        return (
+            "step time and memory of every rank",
+            "a logged step names the slowest rank and the fullest one",
+            place.line,
+        )
+    if place.phase == "update":
+        return _of_update(event)
+    if place.function == "sum_shared_gradients":
+        return (
+            "gradient of tok_embeddings.weight",
+            "the first and the last stage hold the tied embedding, and each has a part of its "
+            "gradient",
+            place.line,
+        )
+    if event.kind in ("send", "recv"):
+        return _of_message(event)
+    if place.parameters and event.axis != "tp":
+        return _of_fsdp(event)
+    if place.parameters:
+        return _of_norm(event, before, stored)
+    if event.axis == "tp":
+        return _of_tp(event, before)
+    if event.axis == "cp":
+        return _of_cp(event)
+    return place.module, "called here", place.line
+
+
+def _of_update(event: Event) -> tuple[str, str, str]:
+    if "muon" in event.place.line:
+        return (
+            "a matrix that Muon orthogonalises, or its update",
+            "the orthogonal update of a matrix needs all of it, and this rank has a part",
+            event.place.line,
+        )
+    return "what the optimizer reads", "the update needs values of other ranks", event.place.line
+
+
+def unit_of(parameters: Sequence[str]) -> str:
+    """The name of what FSDP gathers together: layers.0; norm and output."""
+    modules = [name.rpartition(".")[0] for name in parameters]
+    blocks = {match[0] for name in modules if (match := re.match(r"layers\.\d+", name))}
+    if len(blocks) == 1:
+        return blocks.pop()
+    return " and ".join(dict.fromkeys(modules))
+
+
+def _of_fsdp(event: Event) -> tuple[str, str, str]:
+    place = event.place
+    number = len(place.parameters)
+    unit = unit_of(place.parameters)
+    parameters = f"{number} parameters" if number > 1 else place.parameters[0]
+    text = "fully_shard(unit" if unit != "model" else "fully_shard(model"
+    cause = line_of(FSDP, text)
+    if event.kind == "all_gather":
+        tensor = f"weights of {unit} ({parameters})"
+        if place.phase == "forward":
+            return tensor, "each rank stores a part of these weights and computes with all", cause
+        if place.module.startswith(unit) or place.recomputed:
+            return tensor, "they were freed after the forward, and the backward needs them", cause
+        return (
+            tensor,
+            "they were freed after the forward; FSDP gathers them one unit ahead of their backward",
+            cause,
+        )
+    tensor = f"gradients of {unit} ({parameters})"
+    if event.kind == "reduce_scatter":
+        return (
+            tensor,
+            "each rank has the gradient of its own tokens, and keeps the sum of the part that it "
+            "stores",
+            cause,
+        )
+    return (
+        tensor,
+        "the replicas of this shard have seen other tokens, and their gradients are added",
+        line_of(FSDP, 'mesh["dp_replicate", "dp_shard_cp"] if replicated'),
+    )
+
+
+def _of_norm(
+    event: Event, before: Sequence[Event], stored: Mapping[str, tuple[int, ...]]
+) -> tuple[str, str, str]:
+    """A gradient that each rank of tp has of its part of the sequence.
+
+    DTensor sums it when FSDP takes the gradients of a unit, in the order of its parameters.
+    """
+    place = event.place
+    replicated = [name for name in place.parameters if stored.get(name) == event.shape]
+    earlier = 0
+    for other in reversed(before):
+        if other.axis != "tp" or other.place.parameters != place.parameters:
+            break
+        earlier += other.shape == event.shape
+    name = replicated[earlier] if earlier < len(replicated) else unit_of(place.parameters)
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    cause = _row_of(module)
+    return (
+        f"gradient of {name}",
+        "its input is divided by sequence, so each rank has the gradient of its own tokens",
+        cause,
+    )
+
+
+def _row_of(module: str) -> str:
+    """The row of the table of tensor parallelism for a module."""
+    text = (ROOT / TENSOR_PARALLEL).read_text()
+    names = [module, module.rpartition(".")[2]]
+    for name in names:
+        for row in (f'"{name}": ', f'plan["{name}"]', f'"attention.{name}"'):
+            if row in text:
+                return line_of(TENSOR_PARALLEL, row)
+    return line_of(TENSOR_PARALLEL, "parallelize_module(block")
+
+
+def _of_tp(event: Event, before: Sequence[Event]) -> tuple[str, str, str]:
+    place = event.place
+    if not place.module and event.kind == "all_reduce":
+        earlier = 0
+        for other in reversed(before):
+            if other.axis != "tp" or other.place.module or other.kind != "all_reduce":
+                break
+            earlier += 1
+        tensor, why = LOSS[earlier % len(LOSS)]
+        cause = line_of(TENSOR_PARALLEL, "loss = cross_entropy_sum(DTensor.from_local(")
+        return tensor, why, cause
+    block = re.sub(r"^layers\.\d+\.", "", place.module)
+    cause = _row_of(block)
+    again = ", computed again for the backward" if place.recomputed else ""
+    of_gradient = place.phase == "backward" and not place.recomputed
+    tensor = f"{place.role} of {place.module}"
+    if of_gradient:
+        tensor = f"gradient of the {tensor}"
+    tensor += again
+    if place.role == "inside":
+        return tensor, "this module combines what the ranks of tp have", cause
+    if event.kind == "all_gather" and not of_gradient:
+        why = "between blocks each rank has a part of the sequence; these matrices need all of it"
+    elif event.kind == "all_gather":
+        why = (
+            "each rank has the gradient of its part of the sequence; the backward of these "
+            "matrices needs all of it"
+        )
+    elif not of_gradient:
+        why = (
+            "each rank has a part of the sum, by its columns of the matrix; the sum is divided by "
+            "sequence"
+        )
+        if place.module == "tok_embeddings":
+            why = (
+                "each rank looked up the tokens of its part of the vocabulary, the others are "
+                "zero; the sum is divided by sequence"
+            )
+    else:
+        why = (
+            "each rank has the part of this gradient that its rows of the matrices give; the sum "
+            "is divided by sequence"
+        )
+    return tensor, why, cause
+
+
+def _of_cp(event: Event) -> tuple[str, str, str]:
+    place = event.place
+    module = place.module.rpartition(".")[0] or place.module
+    ulysses = line_of(CONTEXT_PARALLEL, "return DTensor.from_local(x, mesh, [source])")
+    gathered = line_of(CONTEXT_PARALLEL, "gathered = DTensor.from_local(both, mesh, [Shard(3)])")
+    backward = place.phase == "backward" and not place.recomputed
+    again = ", computed again for the backward" if place.recomputed else ""
+    if place.line.startswith(ulysses) or (backward and event.kind != "reduce_scatter"):
+        of = "gradients of " if backward else ""
+        return (
+            f"{of}queries, keys, values or results of {module}{again}",
+            "attention needs whole sequences, so each rank exchanges its part of the sequence for "
+            "a part of the heads, or back",
+            ulysses,
+        )
+    if event.kind == "reduce_scatter":
+        return (
+            f"gradients of keys and values of {module}",
+            "every rank's queries have used these keys and values; each rank keeps the sum for its "
+            "own tokens",
+            gathered,
+        )
+    return (
+        f"keys and values of {module}{again}",
+        "the queries of this rank attend to the tokens of all ranks",
+        gathered,
+    )
+
+
+def _of_message(event: Event) -> tuple[str, str, str]:
+    sender, receiver = event.ranks
+    ends = f"rank {sender} to rank {receiver}"
+    if event.place.role == "activations":
+        return (
+            f"activations of a microbatch, {ends}",
+            "the next stage continues the forward with the output of this one",
+            event.place.line,
+        )
+    return (
+        f"gradient of a microbatch's activations, {ends}",
+        "the stage before continues the backward with the gradient of its output",
+        event.place.line,
+    )
+
+
+def _with_overlap(event: Event, i: int, events: Sequence[Event]) -> Event:
+    """Behind which computation it could be hidden, if the device runs both at once.
+
+    The computation until this rank needs the result: of FSDP, until the gathered unit computes.
+    """
+    place = event.place
+    behind = "nothing: what follows needs the result"
+    flops = 0
+    if place.parameters and event.axis != "tp":
+        unit = unit_of(place.parameters)
+        if event.kind == "all_gather":
+            behind, flops = _until_used(event, i, events, unit)
+        else:
+            behind = "the backward of the units before it"
+            flops = _flops_until_reduced(i, events)
+            if not flops:
+                behind = "nothing: no unit is left"
+    elif event.kind in ("send", "recv"):
+        behind = "other microbatches, as far as the schedule has them"
+    elif place.phase == "agreement":
+        behind = "the device's work: it is on the hosts, and they do not wait for the device"
+    return dataclasses.replace(event, behind=behind, hidden_flops=flops)
+
+
+def _until_used(event: Event, i: int, events: Sequence[Event], unit: str) -> tuple[str, int]:
+    """An all-gather of weights: the unit that the device computes meanwhile."""
+    if event.place.phase == "forward":
+        # The host calls it before the unit computes; the device is still at the unit before
+        flops = 0
+        previous = ""
+        for other in reversed(events[:i]):
+            if other.place.phase != "forward" or other.local_batch != event.local_batch:
+                break
+            if other.kind == "all_gather" and other.place.parameters:
+                previous = unit_of(other.place.parameters)
+                break
+        if not previous:
+            return "nothing: it is the first", 0
+        for other in reversed(events[: i + 1]):
+            flops += other.flops
+            if other.place.parameters and unit_of(other.place.parameters) == previous:
+                flops -= other.flops
+                break
+        return f"the forward of {previous}", flops
+    flops = 0
+    for other in events[i + 1 :]:
+        if other.place.parameters and other.kind != "all_gather" and other.axis != "tp":
+            flops += other.flops
+            return f"the backward of {unit_of(other.place.parameters)}", flops
+        flops += other.flops
+    return "the backward of the unit after it", flops
+
+
+def _flops_until_reduced(i: int, events: Sequence[Event]) -> int:
+    """A reduction of gradients: what is computed until the next one."""
+    flops = 0
+    for other in events[i + 1 :]:
+        if other.place.phase not in ("forward", "backward", "gradient sum"):
+            break
+        flops += other.flops
+        if other.kind == "reduce_scatter" and other.place.parameters:
+            break
+    return flops

@@ -1,0 +1,216 @@
+"""An explanation as text.
+
+What it is: lines for a terminal. The functions are of one part each; docs/one_step.md has some of
+them as tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from titanlite.tools.explain.events import PHASES, Event, Explanation, Holding, Lane, Parameter
+from titanlite.tools.explain.explain import totals
+
+BAR = 30  # characters of the longest one
+MANY_RANKS = 8  # of a parameter: more are not listed
+
+
+def bytes_text(number: float) -> str:
+    """4096 -> 4.096 kB"""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.4g} {unit}"
+        number /= 1000
+    return f"{number:.4g} TB"
+
+
+def flops_text(number: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if number < 1000:
+            return f"{number:.4g} {unit}FLOP".replace(" F", " F")
+        number /= 1000
+    return f"{number:.4g} PFLOP"
+
+
+def explanation_lines(explanation: Explanation, rank: int) -> list[str]:
+    """All parts, with the events of one rank."""
+    lane = next(lane for lane in explanation.lanes if lane.rank == rank)
+    return [
+        *head_lines(explanation, lane),
+        "",
+        *event_lines(lane),
+        "",
+        *total_lines(lane),
+        "",
+        *holding_lines(explanation.parameters, explanation),
+        "",
+        *memory_lines(lane, explanation),
+        "",
+        *overlap_lines(lane, explanation),
+        *doubled_lines(explanation),
+    ]
+
+
+def head_lines(explanation: Explanation, lane: Lane) -> list[str]:
+    layout = ", ".join(f"{axis} {n}" for axis, n in explanation.degrees.items() if n > 1)
+    lines = [
+        f"One step of {explanation.title} on {explanation.processes} processes: "
+        + (layout or "one process"),
+        f"{explanation.tokens:,} tokens; {explanation.local_batches} local batches per rank",
+    ]
+    if explanation.real:
+        lines.append("run on gloo; the second step, logged")
+    else:
+        lines.append("run on pretended ranks: tensors have shapes and no numbers")
+    if explanation.shown_blocks < explanation.blocks:
+        lines.append(
+            f"{explanation.shown_blocks} of {explanation.blocks} blocks are run: those not run do "
+            "the same as layers.1, and are counted with it"
+        )
+    place = ", ".join(f"{axis} {lane.coordinates[axis]}" for axis in explanation.degrees)
+    return [*lines, f"rank {lane.rank} ({place})"]
+
+
+def event_lines(lane: Lane) -> list[str]:
+    """Two or three lines for each event."""
+    if not lane.events:
+        return ["No collectives: one process has everything"]
+    lines = ["Collectives in order", f"  {'':>4} {'phase':13} {'kind':15} {'axis':12} bytes"]
+    for event in lane.events:
+        times = f" x {event.times:,}" if event.times > 1 else ""
+        lines.append(
+            f"  {event.number:>4} {event.place.phase:13} {event.kind:15} {event.axis:12} "
+            f"{bytes_text(event.whole_bytes):10} {event.tensor}{times}"
+        )
+        lines.append(f"       {shape_text(event)}; {event.why}")
+        lines.append(f"       {' < '.join(lines_of(event))}")
+    return lines
+
+
+def shape_text(event: Event) -> str:
+    operation = f", {event.operation}" if event.operation else ""
+    shape = "x".join(map(str, event.shape)) or "scalar"
+    return f"{shape} {event.dtype}{operation} over ranks {ranks_text(event.ranks)}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """0, 2, 4; of many the first ones and the last."""
+    if len(ranks) > MANY_RANKS:
+        ranks_shown = [*map(str, ranks[:3]), "...", str(ranks[-1])]
+        return ", ".join(ranks_shown)
+    return ", ".join(map(str, ranks))
+
+
+def lines_of(event: Event) -> list[str]:
+    """The cause, the line that ran, and the line of train.py, each once."""
+    return list(dict.fromkeys([event.cause, event.place.line, event.train_line]))
+
+
+def total_lines(lane: Lane) -> list[str]:
+    lines = [
+        "In a step of this rank",
+        f"  {'axis':12} {'kind':15} {'calls':>7} {'whole':>10} {'sent':>10}",
+    ]
+    sent = {
+        key: sum(e.times * e.sent_bytes for e in lane.events if (e.axis, e.kind) == key)
+        for key in totals(lane.events)
+    }
+    for (axis, kind), (calls, whole) in sorted(totals(lane.events).items()):
+        lines.append(
+            f"  {axis:12} {kind:15} {calls:>7,} {bytes_text(whole):>10} "
+            f"{bytes_text(sent[axis, kind]):>10}"
+        )
+    return lines
+
+
+def part_text(holding: Holding, parameter: Parameter) -> str:
+    """Rows 0-7; with the columns, where they are divided."""
+    if holding.rows[1] < 0:
+        return "none"
+    text = f"{holding.rows[0]}-{holding.rows[1]}"
+    if len(parameter.shape) > 1 and holding.columns != (0, parameter.shape[1] - 1):
+        text += f", columns {holding.columns[0]}-{holding.columns[1]}"
+    return text
+
+
+def holding_lines(parameters: Sequence[Parameter], explanation: Explanation) -> list[str]:
+    """The rows that each rank stores; of the blocks the first of each stage."""
+    lines = ["What each rank stores: rows of dimension 0"]
+    seen: set[tuple[str, str]] = set()
+    for parameter in parameters:
+        ranks = sorted(parameter.holdings)
+        words = parameter.name.split(".")
+        kind = ".".join(words[2:]) if words[0] == "layers" else parameter.name
+        if (kind, str(ranks)) in seen:
+            continue
+        seen.add((kind, str(ranks)))
+        shape = "x".join(map(str, parameter.shape))
+        lines.append(f"  {parameter.name} ({shape}; {parameter.placements})")
+        shown = [
+            f"{rank}: {part_text(parameter.holdings[rank], parameter)}"
+            for rank in ranks[:MANY_RANKS]
+        ]
+        more = f" | {len(ranks) - MANY_RANKS} more ranks" if len(ranks) > MANY_RANKS else ""
+        lines.append(f"    rank {' | '.join(shown)}{more}")
+    return lines
+
+
+def memory_lines(lane: Lane, explanation: Explanation) -> list[str]:
+    """The fullest moment of each phase, and what is in memory when the step is fullest."""
+    peaks: dict[str, int] = {}
+    for event in lane.events:
+        peaks[event.place.phase] = max(peaks.get(event.place.phase, 0), event.peak)
+    largest = max(sum(lane.peak.values()), 1)
+    note = ""
+    if explanation.shown_blocks < explanation.blocks:
+        note = ", of the blocks that are run (titanlite plan has the memory of all)"
+    lines = [f"Memory of this rank, at the fullest moment of each part{note}"]
+    for phase in PHASES:
+        if phase in peaks:
+            bar = "#" * round(BAR * peaks[phase] / largest)
+            lines.append(f"  {phase:13} {bytes_text(peaks[phase]):>10}  {bar}")
+    lines.append("  at the fullest moment of the step:")
+    for category, nbytes in sorted(lane.peak.items(), key=lambda item: -item[1]):
+        if nbytes:
+            lines.append(f"    {category.replace('_', ' '):16} {bytes_text(nbytes):>10}")
+    return lines
+
+
+def overlap_lines(lane: Lane, explanation: Explanation) -> list[str]:
+    lines = [
+        "What could be hidden, and behind what: by the order of calls, on a device with a second "
+        "stream.",
+        "Nothing is measured here: "
+        + (
+            "gloo communicates on the CPU that computes."
+            if explanation.real
+            else "pretended ranks communicate nothing."
+        ),
+    ]
+    for event in lane.events:
+        if not event.behind.startswith("nothing"):
+            flops = f", {flops_text(event.hidden_flops)}" if event.hidden_flops else ""
+            lines.append(
+                f"  {event.number:>4} {event.kind:15} {event.tensor}: {event.behind}{flops}"
+            )
+    waited = sum(event.times for event in lane.events if event.behind.startswith("nothing"))
+    return [*lines, f"  the other {waited:,} are waited for"]
+
+
+def doubled_lines(explanation: Explanation) -> Iterator[str]:
+    for doubled in explanation.doubled:
+        yield ""
+        batch = "the same global batch" if doubled.same_batch else "twice the global batch"
+        if doubled.problem:
+            batch = "the same global batch"
+        yield (
+            f"With {doubled.axis} = {2 * doubled.degree} instead of {doubled.degree}, and {batch}"
+        )
+        if doubled.problem:
+            yield f"  not possible: {doubled.problem}"
+        for change in doubled.changes:
+            yield (
+                f"  {change.axis:12} {change.kind:15} calls {change.calls:>6,} -> "
+                f"{change.calls_doubled:>6,}   whole {bytes_text(change.whole_bytes):>10} -> "
+                f"{bytes_text(change.whole_bytes_doubled):>10}"
+            )
