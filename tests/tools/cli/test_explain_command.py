@@ -26,7 +26,7 @@ SMALL = [
     [
         (["--rnak=1"], "unknown option --rnak=1; did you mean --rank?"),
         (["--layout=dp_shrad=2"], "unknown key parallel.dp_shrad"),
-        (["--rank=4", "--processes=2", "--layout=dp_shard=2"], "--rank 4: not run; expected one"),
+        (["--rank=4", "--processes=2", "--layout=dp_shard=2"], "--rank 4: expected one of 2 ranks"),
         (["--layout=tp=3"], "parallel.tp = 3 does not divide"),
         (["--rank=-1"], "argument --rank: -1: expected at least 0"),
         (["--layout=cp=2,cp_method=ring"], "is traced on a GPU only"),

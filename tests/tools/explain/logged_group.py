@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import train
 from titanlite.config.schema import Config
 from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.mesh import Mesh
 from titanlite.model.flavors import LlamaConfig
 from titanlite.parallel.parallelize import assign_shard
+from titanlite.runtime.phases import Phase, add_listener
 from titanlite.tools.explain import step
 from titanlite.tools.plan.trace import build_parts, build_program
 
@@ -83,14 +85,38 @@ for method_name, (method_kind, method_whole) in METHODS.items():
     setattr(LoggedGroup, method_name, logged(method_name, method_kind, method_whole))
 
 
+def use_logged_group(store: str) -> None:
+    """In place of the process group that exists."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # all have joined it
+    dist.destroy_process_group()
+    dist.Backend.register_backend("logged", LoggedGroup, devices=["cpu"])
+    dist.init_process_group("logged", store=dist.FileStore(store, size), rank=rank, world_size=size)
+
+
+def log_run(argv: list[str], store: str) -> list[list[tuple[str, tuple[int, ...], int]]]:
+    """What the group saw in each step of a run of train.py, and after the last one."""
+    use_logged_group(store)
+    steps: list[list[tuple[str, tuple[int, ...], int]]] = []
+
+    def listen(phase: Phase) -> None:
+        if phase == Phase.READ_DATA:  # a step begins
+            steps.append([])
+            log.clear()
+        elif steps:
+            steps[-1][:] = log
+
+    add_listener(listen)
+    assert train.run(argv) == 0
+    steps[-1][:] = log
+    return steps
+
+
 def record_logged(
     config: Config, llama: LlamaConfig, degrees: dict[str, int], store: str
 ) -> tuple[step.Recorded, list[tuple[str, tuple[int, ...], int]], dict[str, list[int]]]:
     """What explain recorded, what the group saw, and the rows that are here of each parameter."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    dist.Backend.register_backend("logged", LoggedGroup, devices=["cpu"])
-    dist.init_process_group("logged", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    use_logged_group(store)
     take_step = step.take_step
 
     def take_logged(*args: Any) -> float:

@@ -8,10 +8,11 @@ import re
 from collections import Counter
 
 import pytest
-from tools.explain.logged_group import record_logged
+from tools.explain.logged_group import log_run, record_logged
 
 from docs.one_step_tables import BLOCKS, OPTIONS, PAGE, with_tables
 from titanlite.config.load import load_config
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.flavors import resolve_flavor
 from titanlite.rules.check import check_layout
 from titanlite.rules.degrees import AXES, num_processes
@@ -159,13 +160,28 @@ def check_numbers(recorded: list[Recorded]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [["dp_shard=2", "tp=2"], ["pp=2", "cp=2"]], ids=" ".join)
+def test_a_logged_step_of_a_run_has_these_events(pool, options, tmp_path, layout):
+    """Between two steps of train.py, as between two of explain."""
+    argv = [*options, *(f"--parallel.{degree}" for degree in layout), f"--run.folder={tmp_path}"]
+    argv += ["--training.steps=3", "--validation.freq=0", "--training.compute_dtype=float32"]
+    steps = pool.run(4, log_run, argv, str(tmp_path / "store"))
+    config = load_config(argv)
+    llama = resolve_flavor(config.model, Tokenizer().size)
+    explanation = explain(config, llama, 4, real=True, doubling=False)
+    for lane, of_rank in zip(explanation.lanes, steps, strict=True):
+        events = [(event.kind, event.ranks, event.whole_bytes) for event in lane.events]
+        assert events == of_rank[1]
+
+
+@pytest.mark.slow
 def test_equal_blocks_are_shown_once_and_counted(pool):
     """Of a deep model: what a few blocks do, as often as plan counts it."""
     config, llama, degrees = run_of(
         ["dp_shard=2", "tp=2", "model.num_layers=11", "training.global_batch_size=16"]
     )
     explanation = explain(config, llama, 4, real=False)
-    assert (explanation.shown_blocks, explanation.blocks) == (4, 11)
+    assert (explanation.shown_blocks, explanation.blocks) == (3, 11)
     (lane,) = explanation.lanes
     counted = totals([e for e in lane.events if e.place.phase not in NOT_PLANNED])
     (rank,) = trace(config, llama, degrees).ranks

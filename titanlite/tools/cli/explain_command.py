@@ -44,11 +44,14 @@ def run(argv: list[str]) -> int:
     from titanlite.tools.explain.show import explanation_lines
 
     real = processes <= REAL and not options.pretend
+    if options.rank >= processes:
+        raise ConfigError(f"--rank {options.rank}: expected one of {processes} ranks, from 0 on")
     explanation = explain(config, llama, processes, real)
     ranks = [lane.rank for lane in explanation.lanes]
     if options.rank not in ranks:
         raise ConfigError(
-            f"--rank {options.rank}: not run; expected one of {', '.join(map(str, ranks))}"
+            f"--rank {options.rank}: not run, the first rank of its stage is; expected one of "
+            f"{', '.join(map(str, ranks))}"
         )
     if options.html:
         write_file("--html", options.html, page(explanation))

@@ -31,7 +31,7 @@ from titanlite.tools.verify.pool import Pool
 
 REAL = 8  # processes
 DEEP = 8  # blocks: of deeper models on pretended ranks, equal blocks are shown once
-SHOWN = 4  # of those
+SHOWN = 3  # of those: the first, the last, and one that stands for all between
 PROCESSES = 2  # pretended ranks at a time
 TIMEOUT = 600  # seconds
 
@@ -57,16 +57,26 @@ def explain(
     if not real:
         run = _shortened(run)
     pool = Pool(["titanlite.tools.explain.step"], quiet=True)
+    larger = _larger_runs(config, llama, degrees) if doubling else {}
+    # A second count, on pretended ranks: of the layout as it is, and with each degree doubled
+    counted = [one for one in larger.values() if isinstance(one, Run)]
     recorded: list[Recorded]
     if real:
         recorded = pool.run(processes, record_real, *run, timeout=TIMEOUT)
+        if counted:
+            counted = [_shortened(run), *counted]
+        others = _pretend(pool, [(one, 0) for one in counted])
     else:
-        recorded = _pretend(pool, [(run, rank) for rank in _first_ranks(degrees)])
+        firsts = _first_ranks(degrees)
+        found = _pretend(pool, [*((run, rank) for rank in firsts), *((one, 0) for one in counted)])
+        recorded, others = found[: len(firsts)], found[len(firsts) :]
+        counted = [run, *counted]
+        others = [recorded[0], *others]
+    counts = [
+        totals(_lane(other, one, llama).events) for one, other in zip(counted, others, strict=True)
+    ]
     explanation = assemble(run, llama, recorded, real)
-    if not doubling:
-        return explanation
-    lanes = () if real else explanation.lanes
-    return dataclasses.replace(explanation, doubled=_doubled(pool, config, llama, degrees, lanes))
+    return dataclasses.replace(explanation, doubled=_doubled(config, degrees, larger, counts))
 
 
 def assemble(run: Run, llama: LlamaConfig, recorded: Sequence[Recorded], real: bool) -> Explanation:
@@ -169,48 +179,46 @@ def totals(events: Sequence[Event]) -> dict[tuple[str, str], tuple[int, int]]:
     return {key: (calls[key], whole[key]) for key in calls}
 
 
-def _doubled(
-    pool: Pool,
-    config: Config,
-    llama: LlamaConfig,
-    degrees: Mapping[str, int],
-    pretended: Sequence[Lane],
-) -> tuple[Doubled, ...]:
-    """A second count on pretended ranks, with one degree after the other doubled.
+def _larger_runs(
+    config: Config, llama: LlamaConfig, degrees: Mapping[str, int]
+) -> dict[str, Run | str]:
+    """Axis -> the layout with this degree doubled, or why it is not possible.
 
-    `pretended`: the lanes of the layout as it is, if they were.
+    With the same global batch, or if that cannot be divided further, twice as large a one.
     """
-    runs: dict[str, Run] = {}
-    if not pretended:
-        runs[""] = _shortened(Run(config, llama, dict(degrees)))
-    problems = {}
-    axes = [axis for axis, degree in degrees.items() if degree > 1] or ["dp_shard"]
-    for axis in axes:
+    runs: dict[str, Run | str] = {}
+    for axis in [axis for axis, degree in degrees.items() if degree > 1] or ["dp_shard"]:
         for batches in (1, 2) if axis in DATA_AXES else (1,):
             try:
                 runs[axis] = _larger(config, llama, degrees, axis, batches)
                 break
             except ConfigError as error:
-                problems[axis] = "; ".join(error.problems)
-    if not runs.keys() - {""}:
-        runs = {}
-    counts = {"": totals(pretended[0].events)} if pretended else {}
-    recorded = _pretend(pool, [(run, 0) for run in runs.values()])
-    for (axis, run), one in zip(runs.items(), recorded, strict=True):
-        counts[axis] = totals(_lane(one, run, llama).events)
+                runs[axis] = "; ".join(error.problems)
+    return runs
+
+
+def _doubled(
+    config: Config,
+    degrees: Mapping[str, int],
+    larger: Mapping[str, Run | str],
+    counts: Sequence[Mapping[tuple[str, str], tuple[int, int]]],
+) -> tuple[Doubled, ...]:
+    """`counts`: as it is, and of each layout of `larger` that is possible."""
+    remaining = list(counts)
+    before = remaining.pop(0) if remaining else {}
     result = []
-    for axis in axes:
-        changes = []
-        after = counts.get(axis, {})
-        if after:
-            before = counts[""]
-            for key in sorted(before.keys() | after.keys()):
-                changes.append(Change(*key, *before.get(key, (0, 0)), *after.get(key, (0, 0))))
-        problem = "" if after else problems[axis]
-        same = axis in runs and runs[axis].config.training.global_batch_size == (
-            config.training.global_batch_size
-        )
-        result.append(Doubled(axis, degrees[axis], problem, same, tuple(changes)))
+    for axis, run in larger.items():
+        if isinstance(run, str):
+            result.append(Doubled(axis, degrees[axis], run, True, ()))
+            continue
+        after = remaining.pop(0)
+        changes = [
+            Change(*key, *before.get(key, (0, 0)), *after.get(key, (0, 0)))
+            for key in sorted(before.keys() | after.keys())
+        ]
+        batch = run.config.training.global_batch_size
+        same = batch == config.training.global_batch_size
+        result.append(Doubled(axis, degrees[axis], "", same, tuple(changes)))
     return tuple(result)
 
 

@@ -67,6 +67,8 @@ def head_lines(explanation: Explanation, lane: Lane) -> list[str]:
             f"{explanation.shown_blocks} of {explanation.blocks} blocks are run: those not run do "
             "the same as layers.1, and are counted with it"
         )
+    if not explanation.real and explanation.local_batches > 2:
+        lines.append("the first local batch stands for all but the last one")
     place = ", ".join(f"{axis} {lane.coordinates[axis]}" for axis in explanation.degrees)
     return [*lines, f"rank {lane.rank} ({place})"]
 

@@ -133,8 +133,8 @@ def take_step(
 ) -> float:
     """The loop of train.py, once, with what it sends in a step that is logged.
 
-    Of more than three local batches a pretended rank runs three: the second stands for all between
-    the first and the last.
+    Of several local batches a pretended rank runs the first, which stands for all before the last,
+    and the last.
     """
     stages = program.stages
     mesh = stages.mesh
@@ -148,12 +148,13 @@ def take_step(
     num_targets = mesh.sum_counts(stages.count_targets(batches))
     loss = torch.zeros((), device=device)
     runs = list(enumerate(batches))
-    if recorder is not None and not recorder.values and len(runs) > 3:
-        runs = [runs[0], runs[1], runs[-1]]
+    times = 1
+    if recorder is not None and not recorder.values and len(runs) > 2:
+        times = len(runs) - 1
+        runs = [runs[0], runs[-1]]
     for i, batch in runs:
         last = i == len(batches) - 1
-        skipped = len(batches) - len(runs) if i == 1 and not last else 0
-        begins("forward", i, 1 + skipped)
+        begins("forward", i, 1 if last else times)
         loss += stages.forward_backward(batch, num_targets, 1.0, last)
     begins("clip")
     clip_gradients(
