@@ -18,7 +18,7 @@ from titanlite.rules.check import check_layout
 from titanlite.rules.degrees import AXES, num_processes
 from titanlite.tools.cli.plan_command import model_of
 from titanlite.tools.explain.events import Explanation
-from titanlite.tools.explain.explain import Run, assemble, explain, totals
+from titanlite.tools.explain.explain import Run, assemble, explain, totals, with_senders
 from titanlite.tools.explain.holdings import holdings
 from titanlite.tools.explain.page import page
 from titanlite.tools.explain.sentences import explained
@@ -48,7 +48,8 @@ SLOW = [
     ["dp_shard=2", EIGHT, "parallel.reduce_every_microbatch=false"],
     ["tp=2", "recompute.mode=full"],
     ["cp=2", "tp=2", "recompute.mode=selective"],
-    ["dp_shard=2", "tp=2", "recompute.mode=full", "loss.num_chunks=2"],
+    ["dp_shard=2", "tp=2", "recompute.mode=full", "loss.num_chunks=2", "loss.z_loss=1e-4",
+     "model.embeddings=tied"],
     ["dp_replicate=2", "dp_shard=2", EIGHT],
     ["dp_replicate=2", "cp=2", "recompute.mode=selective"],
     ["cp=2", "parallel.cp_method=ulysses"],
@@ -93,11 +94,25 @@ def logged_steps(pool, tmp_path, run: Run) -> list[Recorded]:
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SLOW, ids=" ".join)
 def test_the_events_are_what_the_process_group_saw(pool, tmp_path, settings):
-    for one in logged_steps(pool, tmp_path, run_of(settings)):
+    recorded = with_senders(logged_steps(pool, tmp_path, run_of(settings)))
+    check_messages(recorded)
+    for one in recorded:
         for event in explained(one.events, {}):
             assert event.tensor
-            assert event.why
+            assert event.why not in ("", "the line says")
             assert ":" in event.cause
+
+
+def check_messages(recorded: list[Recorded]) -> None:
+    """Both ends say the same of a message, and have the same numbers of it."""
+    ends = {"send": Counter(), "recv": Counter()}
+    for one in recorded:
+        for event in one.events:
+            if event.kind in ends:
+                numbers = event.before if event.kind == "send" else event.after
+                key = (event.ranks, event.place.role, event.place.phase, event.shape, numbers)
+                ends[event.kind][key] += 1
+    assert ends["send"] == ends["recv"]
 
 
 def test_the_step_of_the_page(pool, tmp_path):

@@ -10,6 +10,7 @@ What it costs: a walk up the stack for each collective; plan's own recorder does
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ from titanlite.distributed.torch_private import (
     storage_address,
 )
 from titanlite.runtime.phases import add_listener, remove_listener
-from titanlite.tools.explain.events import Event, Place
+from titanlite.tools.explain.events import ACTIVATIONS, GRADIENTS, Event, Place
 from titanlite.tools.explain.module_path import ModulePath
 from titanlite.tools.plan.recorder import (
     Call,
@@ -67,9 +68,9 @@ class EventRecorder(Recorder):
         self.path = path
         self.values = values
         self.events: list[Event] = []
-        self.afters: dict[int, tuple[float, ...]] = {}  # number of an event -> values
+        self.afters: dict[int, tuple[float | None, ...]] = {}  # number of an event -> values
         self.pending: dict[int, Pending] = {}  # by the address of a storage
-        self.before: tuple[float, ...] = ()  # of the collective that begins
+        self.before: tuple[float | None, ...] = ()  # of the collective that begins
         self.phase = "data"
         self.local_batch = -1
         self.fullest = 0  # bytes, since the last event
@@ -116,7 +117,10 @@ class EventRecorder(Recorder):
         if kind and self.values:
             parts = len(group_ranks(next(group for group in map(group_name, args) if group)))
             *_, given = tensors_in(args)
-            self.before = excerpt(given, parts if kind in ("reduce_scatter", "all_to_all") else 1)
+            self.before = ()
+            if kind != "recv":  # which has nothing before
+                of_parts = kind in ("reduce_scatter", "all_to_all")
+                self.before = excerpt(given, parts if of_parts else 1)
         num_events = len(self.events)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if ends and self.pending:
@@ -137,16 +141,10 @@ class EventRecorder(Recorder):
         super().count(call)
         given = call.tensors[-1]  # a result is before it
         place = self._place()
-        of_schedule = place.phase in ("forward", "backward")
-        if call.kind in MESSAGES and of_schedule and place.function != "sum_shared_gradients":
-            # torch's schedules send and receive activations that have gradients
-            of_forward = given.requires_grad
-            place = dataclasses.replace(
-                place,
-                phase="forward" if of_forward else "backward",
-                module="",
-                role="activations" if of_forward else "gradients",
-            )
+        if place.function == "sum_shared_gradients":
+            place = dataclasses.replace(place, module="tok_embeddings", role="")
+        elif call.kind in MESSAGES and place.phase in ("forward", "backward"):
+            place = _of_message(place, call)
         self.events.append(
             Event(
                 number=len(self.events) + 1,
@@ -206,14 +204,26 @@ class EventRecorder(Recorder):
         ]
 
 
-def excerpt(tensor: Tensor, parts: int) -> tuple[float, ...]:
-    """A few numbers of each of so many equal parts."""
+def excerpt(tensor: Tensor, parts: int) -> tuple[float | None, ...]:
+    """A few numbers of each of so many equal parts; None for one that is not finite."""
     flat = tensor.detach().reshape(-1)
     count = PIECES if parts > 1 else SOME
     if flat.numel() % parts:
         parts = 1
-    pieces = flat.reshape(parts, -1)[:, :count]
-    return tuple(float(value) for value in pieces.flatten().tolist())
+    values = flat.reshape(parts, -1)[:, :count].flatten().tolist()
+    return tuple(float(value) if math.isfinite(value) else None for value in values)
+
+
+def _of_message(place: Place, call: Call) -> Place:
+    """torch's schedules receive activations into a tensor that has a gradient.
+
+    What is sent has none in either case; `explain.py` finds it at its receiver.
+    """
+    if call.kind == "send":
+        return dataclasses.replace(place, module="", role="")
+    if call.tensors[-1].requires_grad:
+        return dataclasses.replace(place, phase="forward", module="", role=ACTIVATIONS)
+    return dataclasses.replace(place, phase="backward", module="", role=GRADIENTS)
 
 
 def _ranks(call: Call) -> tuple[int, ...]:

@@ -24,6 +24,10 @@ PHASES = (
     "metrics",
 )
 
+# What a message between stages is, as the role of its place
+ACTIVATIONS = "activations"
+GRADIENTS = "gradients"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -56,8 +60,9 @@ class Event:
     peak: int  # bytes at the fullest moment since the event before
     local_batch: int  # from 0; -1 outside forward and backward
     place: Place
-    before: tuple[float, ...] = ()  # some numbers of what this rank gives
-    after: tuple[float, ...] = ()  # and of what it has afterwards
+    # Some numbers of what this rank gives, and of what it has afterwards; None: not finite
+    before: tuple[float | None, ...] = ()
+    after: tuple[float | None, ...] = ()
     # Said of it by `sentences.py`
     tensor: str = ""
     why: str = ""

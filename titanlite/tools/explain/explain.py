@@ -22,7 +22,16 @@ from titanlite.model.flavors import LlamaConfig
 from titanlite.rules.check import check_layout
 from titanlite.rules.degrees import local_batches, num_processes
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.explain.events import Change, Doubled, Event, Explanation, Lane
+from titanlite.tools.explain.events import (
+    ACTIVATIONS,
+    GRADIENTS,
+    Change,
+    Doubled,
+    Event,
+    Explanation,
+    Lane,
+    Place,
+)
 from titanlite.tools.explain.holdings import holdings
 from titanlite.tools.explain.sentences import explained, unit_of
 from titanlite.tools.explain.step import Recorded, record_pretended, record_real
@@ -49,7 +58,7 @@ def explain(
 ) -> Explanation:
     """A step of a config on so many processes. Raises ConfigError for what cannot be run here."""
     config = _with_dtype(config, real)
-    problems = list(untraceable(config))
+    problems = [text.partition("; expected --estimate")[0] for text in untraceable(config)]
     if problems:
         raise ConfigError(problems)
     degrees = check_layout(config, llama, processes)
@@ -92,10 +101,39 @@ def assemble(run: Run, llama: LlamaConfig, recorded: Sequence[Recorded], real: b
         tokens=config.training.global_batch_size * config.training.seq_len,
         blocks=llama.num_layers,
         shown_blocks=run.llama.num_layers,
-        lanes=tuple(_lane(one, run, llama) for one in recorded),
+        lanes=tuple(_lane(one, run, llama) for one in with_senders(recorded)),
         parameters=holdings(by_stage, degrees),
         doubled=(),
     )
+
+
+def with_senders(recorded: Sequence[Recorded]) -> list[Recorded]:
+    """A receiver knows whether a message is of the forward: then its sender does too.
+
+    The n-th message from one rank to another is the n-th that the other receives from it.
+    """
+    received: dict[tuple[int, ...], list[Place]] = {}
+    for one in recorded:
+        for event in one.events:
+            if event.kind == "recv":
+                received.setdefault(event.ranks, []).append(event.place)
+    result = []
+    for one in recorded:
+        sent: Counter[tuple[int, ...]] = Counter()
+        events = []
+        for event in one.events:
+            if event.kind == "send":
+                number = sent[event.ranks]
+                sent[event.ranks] += 1
+                there = received.get(event.ranks, [])
+                if number < len(there) and there[number].role in (ACTIVATIONS, GRADIENTS):
+                    place = dataclasses.replace(
+                        event.place, phase=there[number].phase, role=there[number].role
+                    )
+                    event = dataclasses.replace(event, place=place)
+            events.append(event)
+        result.append(one._replace(events=events))
+    return result
 
 
 def _with_dtype(config: Config, real: bool) -> Config:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.explain.events import Event, Place
+from titanlite.tools.explain.events import ACTIVATIONS, GRADIENTS, Event, Place
 
 ROOT = Path(__file__).parents[3]
 FSDP = "titanlite/parallel/fsdp.py"
@@ -134,7 +134,7 @@ def _said(
         return _of_tp(event, before)
     if event.axis == "cp":
         return _of_cp(event)
-    return place.module, "called here", place.line
+    return place.module or f"a tensor of {place.function}", "the line says", place.line
 
 
 def _of_update(event: Event) -> tuple[str, str, str]:
@@ -161,8 +161,9 @@ def _of_fsdp(event: Event) -> tuple[str, str, str]:
     number = len(place.parameters)
     unit = unit_of(place.parameters)
     parameters = f"{number} parameters" if number > 1 else place.parameters[0]
-    text = "fully_shard(unit" if unit != "model" else "fully_shard(model"
-    cause = line_of(FSDP, text)
+    # Tied embeddings are in no unit: they remain for the model, with the last norm
+    of_model = place.parameters[0].startswith("tok_embeddings") and number > 1
+    cause = line_of(FSDP, "fully_shard(model" if of_model else "fully_shard(unit")
     if event.kind == "all_gather":
         tensor = f"weights of {unit} ({parameters})"
         if place.phase == "forward":
@@ -226,6 +227,9 @@ def _row_of(module: str) -> str:
 
 def _of_tp(event: Event, before: Sequence[Event]) -> tuple[str, str, str]:
     place = event.place
+    if "z_loss" in place.line:
+        tensor = "log of the sum of each token's exponentials, for the z-loss"
+        return tensor, "each rank has it of its part of the vocabulary", place.line
     if not place.module and event.kind == "all_reduce":
         earlier = 0
         for other in reversed(before):
@@ -302,15 +306,21 @@ def _of_cp(event: Event) -> tuple[str, str, str]:
 def _of_message(event: Event) -> tuple[str, str, str]:
     sender, receiver = event.ranks
     ends = f"rank {sender} to rank {receiver}"
-    if event.place.role == "activations":
+    if event.place.role == ACTIVATIONS:
         return (
             f"activations of a microbatch, {ends}",
             "the next stage continues the forward with the output of this one",
             event.place.line,
         )
+    if event.place.role == GRADIENTS:
+        return (
+            f"gradient of a microbatch's activations, {ends}",
+            "the stage before continues the backward with the gradient of its output",
+            event.place.line,
+        )
     return (
-        f"gradient of a microbatch's activations, {ends}",
-        "the stage before continues the backward with the gradient of its output",
+        f"a microbatch's activations or their gradient, {ends}",
+        "another stage continues with them",
         event.place.line,
     )
 
@@ -331,7 +341,7 @@ def _with_overlap(event: Event, i: int, events: Sequence[Event]) -> Event:
             behind = "the backward of the units before it"
             flops = _flops_until_reduced(i, events)
             if not flops:
-                behind = "nothing: no unit is left"
+                behind = "nothing: no matrix product is left"
     elif event.kind in ("send", "recv"):
         behind = "other microbatches, as far as the schedule has them"
     elif place.phase == "agreement":

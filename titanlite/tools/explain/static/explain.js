@@ -53,7 +53,7 @@ function sum(object) {
 }
 
 function numbersText(values) {
-  return values.map((value) => +value.toPrecision(5)).join(", ");
+  return values.map((value) => value === null ? "not finite" : +value.toPrecision(5)).join(", ");
 }
 
 function partText(holding, shape) {
