@@ -495,7 +495,6 @@ TESTED_ELSEWHERE = {
     "tools/formats/targets": "tests/tools/formats/test_convert.py",
     "tools/explain/event_recorder": "tests/tools/explain/test_explain.py",
     "tools/explain/events": "tests/tools/explain/test_explain.py",
-    "tools/explain/holdings": "tests/tools/explain/test_explain.py",
     "tools/explain/module_path": "tests/tools/explain/test_explain.py",
     "tools/explain/sentences": "tests/tools/explain/test_explain.py",
     "tools/explain/show": "tests/tools/explain/test_explain.py",

@@ -41,7 +41,6 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     axes: tuple[str, ...]  # of the mesh that it is divided over; empty if it is not
     sizes: tuple[int, ...]  # their numbers of ranks
-    coordinate: tuple[int, ...]  # this rank's
     # Of each axis: dimension, and for a strided shard the parts that later axes have made before;
     # dimension -1: replicated
     cuts: tuple[tuple[int, int], ...]
@@ -180,7 +179,7 @@ def take_step(
 def _stored(name: str, parameter: Tensor) -> Stored:
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return Stored(name, shape, (), (), (), (), "whole on each rank")
+        return Stored(name, shape, (), (), (), "whole on each rank")
     mesh = parameter.device_mesh
     axes = mesh.mesh_dim_names or ()
     sizes = tuple(mesh.size(i) for i in range(mesh.ndim))
@@ -191,5 +190,4 @@ def _stored(name: str, parameter: Tensor) -> Stored:
     placements = ", ".join(
         f"{axis}: {placement}" for axis, placement in zip(axes, parameter.placements, strict=True)
     )
-    coordinate = tuple(mesh.get_coordinate() or ())
-    return Stored(name, shape, tuple(axes), sizes, coordinate, tuple(cuts), placements)
+    return Stored(name, shape, tuple(axes), sizes, tuple(cuts), placements)
