@@ -52,7 +52,7 @@ SLOW = [
      "model.embeddings=tied"],
     ["dp_replicate=2", "dp_shard=2", EIGHT],
     ["dp_replicate=2", "cp=2", "recompute.mode=selective"],
-    ["cp=2", "parallel.cp_method=ulysses"],
+    ["cp=2", "recompute.mode=full"],
     ["pp=2", "dp_shard=2", "tp=2"],
     ["pp=2", "parallel.pp_schedule=ZBVZeroBubble", "model.num_layers=4",
      "training.local_batch_size=4"],
