@@ -99,9 +99,9 @@ def test_the_wheel_holds_the_package_the_program_and_nothing_else(wheel):
         "titanlite/data/tokenizer.model",
         "titanlite/program/train.py",
     }
-    package |= {
-        str(path.relative_to(ROOT)) for path in (ROOT / "titanlite/tools/report/static").iterdir()
-    }
+    for tool in ("explain", "report"):
+        static = ROOT / "titanlite/tools" / tool / "static"
+        package |= {str(path.relative_to(ROOT)) for path in static.iterdir()}
     configs = {
         f"titanlite/program/train_configs/{path.name}"
         for path in (ROOT / "train_configs").glob("*.toml")

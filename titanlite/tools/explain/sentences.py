@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from titanlite.config.load import program_folder
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.explain.events import ACTIVATIONS, GRADIENTS, Event, Place
 
@@ -63,7 +64,8 @@ def explained(events: Sequence[Event], stored: Mapping[str, tuple[int, ...]]) ->
 @functools.cache
 def line_of(file: str, text: str) -> str:
     """file:number of the first line that contains the text. Raises ConfigError if none does."""
-    lines = (ROOT / file).read_text().splitlines()
+    folder = program_folder() if file == "train.py" else ROOT  # also where it is installed
+    lines = (folder / file).read_text().splitlines()
     for number, line in enumerate(lines, 1):
         if text in line:
             return f"{file}:{number}"
