@@ -120,7 +120,7 @@ if __name__ == "__main__":
     launch(train, processes=2)
 
 # With torch, and in titanlite:
-#   DDP         torch.nn.parallel.DistributedDataParallel  (averages: multiply the loss by n)
-#   in titanlite, dp_replicate: FSDP2's fully_shard        titanlite/parallel/fsdp.py: apply_fsdp
-#   the sum     set_gradient_divide_factor                 titanlite/parallel/fsdp.py: apply_fsdp
-#   last_batch  set_requires_gradient_sync                 titanlite/parallel/stages.py: forward_backward
+#   DDP         torch.nn.parallel.DistributedDataParallel, which averages. titanlite uses
+#               fully_shard for dp_replicate too    titanlite/parallel/fsdp.py: apply_fsdp
+#   the sum     set_gradient_divide_factor(1.0)     titanlite/parallel/fsdp.py: apply_fsdp
+#   last_batch  set_requires_gradient_sync          titanlite/parallel/stages.py: forward_backward

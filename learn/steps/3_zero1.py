@@ -113,7 +113,7 @@ if __name__ == "__main__":
     launch(train, processes=2)
 
 # With torch, and in titanlite:
-#   Zero1       torch.distributed.optim.ZeroRedundancyOptimizer, which divides by whole parameters
-#   in titanlite FSDP2 divides everything; with reshard_after_forward = "never" parameters stay
-#   whole from the forward to the backward's end         titanlite/parallel/fsdp.py: apply_fsdp
-#   the norm    torch.nn.utils.get_total_norm              titanlite/optim/clip.py: clip_grad_norm
+#   Zero1     torch.distributed.optim.ZeroRedundancyOptimizer, which divides by whole parameters.
+#             titanlite divides everything; with reshard_after_forward = "never" parameters stay
+#             whole until the end of the backward     titanlite/parallel/fsdp.py: _reshard
+#   the norm  torch.nn.utils.get_total_norm           titanlite/optim/clip.py: clip_grad_norm

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import STEPS, B, build_adamw, launch, read_step, summed_loss, update
+from common import STEPS, B, build_adamw, gradient_of, launch, read_step, summed_loss, update
 from llama import Llama
 from torch import Tensor, nn
 
@@ -85,7 +85,7 @@ class Unit:
 
         Then frees the gradients of the whole parameters, and the parameters.
         """
-        gradients = [_gradient(parameter).reshape(self.ranks, -1) for parameter in self.whole]
+        gradients = [gradient_of(parameter).reshape(self.ranks, -1) for parameter in self.whole]
         own = torch.empty(sum(self.sizes))
         dist.reduce_scatter_tensor(own, torch.cat(gradients, dim=1).flatten(), group=self.group)
         for shard, gradient in zip(self.shards, own.split(self.sizes), strict=True):
@@ -94,11 +94,6 @@ class Unit:
             parameter.grad = None
         self.free()
         # end of gap
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 def build_units(model: Llama, group: dist.ProcessGroup | None = None) -> list[Unit]:
@@ -119,7 +114,7 @@ def train() -> list[float]:
         tokens, labels = (rows[rank * local : (rank + 1) * local] for rows in read_step(step))
         loss = summed_loss(model(tokens), labels)
         loss.backward()
-        square = torch.stack([_gradient(shard).square().sum() for shard in shards]).sum()
+        square = torch.stack([gradient_of(shard).square().sum() for shard in shards]).sum()
         sums = torch.stack((square, loss.detach()))  # of each rank's part, in one all-reduce
         dist.all_reduce(sums)
         update(optimizer, sums[0].sqrt(), step)

@@ -66,6 +66,12 @@ def build_adamw(parameters: Iterable[Tensor]) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, LR, BETAS, EPS, WEIGHT_DECAY)
 
 
+def gradient_of(parameter: Tensor) -> Tensor:
+    """The gradient of a parameter that has one."""
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 @torch.no_grad()
 def update(optimizer: torch.optim.AdamW, norm: Tensor, step: int) -> None:
     """Clips to MAX_NORM by the norm of the whole gradient, sets the rate, updates."""
@@ -94,7 +100,7 @@ def launch(train: Callable[[], list[float]], processes: int) -> None:
             _work(0, 1, where, train)
         else:
             arguments = (processes, where, train)
-            torch.multiprocessing.spawn(_work, arguments, nprocs=processes)  # type: ignore[no-untyped-call]
+            torch.multiprocessing.spawn(_work, arguments, nprocs=processes)
 
 
 def _work(rank: int, world_size: int, where: str, train: Callable[[], list[float]]) -> None:
