@@ -46,11 +46,15 @@ class Unit:
         for parameter in self.whole:
             parameter.register_post_accumulate_grad_hook(self.completed)
         modules[0].register_forward_pre_hook(self.gather)
-        modules[-1].register_forward_hook(self.free)
-        modules[-1].register_full_backward_pre_hook(self.gather)
+        modules[-1].register_forward_hook(self.after_forward)
         self.free()
 
-    def free(self, *_: Any) -> None:
+    def after_forward(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        """Frees; gathers again when the gradient of the output is known, before the backward."""
+        output.register_hook(lambda _: self.gather())
+        self.free()
+
+    def free(self) -> None:
         """Frees the memory of the whole parameters. The tensors stay, so autograd, which has saved
         them for the backward, finds the values again after the next `gather`.
         """

@@ -49,9 +49,7 @@ class Run:
             for parameter, shard in zip(unit.whole, unit.shards, strict=True):
                 self.shards[names[parameter]] = shard
         self.optimizer = build_adamw(self.shards.values())
-        for (
-            shard
-        ) in self.shards.values():  # AdamW makes its state in the first step; a load needs it
+        for shard in self.shards.values():  # AdamW makes these in its first step, too late to load
             moments = {"exp_avg": torch.zeros_like(shard), "exp_avg_sq": torch.zeros_like(shard)}
             self.optimizer.state[shard] = {"step": torch.zeros(()), **moments}
 

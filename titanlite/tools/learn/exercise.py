@@ -1,0 +1,83 @@
+"""Lays out an exercise: a copy of a step with a gap, and what it needs to run.
+
+What it is: the lines between `# gap:` and `# end of gap` belong to functions. Of each, the
+signature and the docstring stay, which say what it has to do; the body is replaced by an exception.
+Why it is here: the solution is the step itself, so it can't be out of date.
+"""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from pathlib import Path
+
+import titanlite
+from titanlite.runtime.errors import ConfigError
+from titanlite.tools.learn.lessons import LESSONS, Lesson
+
+COURSE = Path(titanlite.__file__).parents[1] / "learn"
+OPEN = "the gap is open: write this function"
+SHARED = ("common.py", "llama.py", "rows.txt")
+
+
+def course() -> Path:
+    """The folder `learn/` of the repository. Raises ConfigError where there is none."""
+    if not (COURSE / "steps").is_dir():
+        raise ConfigError(
+            f"titanlite learn: {COURSE} does not exist; the course is in the repository, not in the "
+            "installed package: expected to be run from a clone (pip install -e .)"
+        )
+    return COURSE
+
+
+def text_of(lesson: Lesson) -> Path:
+    """The file with the lesson's text."""
+    number = LESSONS.index(lesson) + 1
+    return course() / "lessons" / f"{number:02}_{lesson.name}.md"
+
+
+def gap_lines(source: str) -> tuple[int, int]:
+    """The first and the last line of the gap, counted from 1, without the markers."""
+    lines = source.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.strip().startswith("# gap:"))
+    last = next(i for i, line in enumerate(lines) if line.strip() == "# end of gap")
+    return first + 2, last
+
+
+def with_gap(source: str) -> str:
+    """The program with the functions of its gap open."""
+    lines = source.splitlines()
+    first, last = gap_lines(source)
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    for function in sorted(functions, key=lambda node: node.lineno, reverse=True):
+        body = [node for node in function.body if not _is_docstring(node)]
+        if first <= body[0].lineno <= last:
+            begin = body[0].lineno
+            if len(body) < len(function.body):
+                begin = (function.body[0].end_lineno or 0) + 1  # comments before the first line
+            indent = " " * body[0].col_offset
+            lines[begin - 1 : function.end_lineno] = [f'{indent}raise NotImplementedError("{OPEN}")']
+    kept = [line for line in lines if line.strip() != "# end of gap"]
+    return "\n".join(line for line in kept if not line.strip().startswith("# gap:")) + "\n"
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def lay_out(lesson: Lesson, folder: Path) -> None:
+    """Writes the exercise into a folder, which it makes. Raises ConfigError if it has files."""
+    steps = course() / "steps"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            f"--folder {folder}: exists and is not empty; expected a new or an empty folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(text_of(lesson), folder / "README.md")
+    if not lesson.step:
+        shutil.copy(text_of(lesson).with_suffix(".answers.toml"), folder / "answers.toml")
+        return
+    for name in (*SHARED, *(f"{needed}.py" for needed in lesson.needs)):
+        shutil.copy(steps / name, folder / name)
+    source = (steps / f"{lesson.step}.py").read_text()
+    (folder / f"{lesson.step}.py").write_text(with_gap(source))

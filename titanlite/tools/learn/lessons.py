@@ -1,0 +1,462 @@
+"""The twelve lessons, as data: what each is about, and what a right answer does.
+
+What it is: for the nine lessons with a gap in a program of `learn/steps/`, the number of processes,
+the collectives of an optimizer step by formula, the memory, and the mistakes that are known, each
+with the sign by which it is recognised. For the others, the questions are in `problems.py`.
+Why it is here: the grader (`check.py`) knows no lesson, and a lesson contains no grader.
+The formulas are those of the steps' headers; letters as in `learn/steps/llama.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from titanlite.model.flavors import LlamaConfig, parameter_shapes
+
+if TYPE_CHECKING:
+    from titanlite.tools.learn.measure import Measured  # with torch
+
+D, LAYERS, K, DH, V = 64, 4, 2, 16, 272
+B, S, LOCAL_B = 8, 64, 2
+SHAPES = parameter_shapes(LlamaConfig(D, LAYERS, 4, K, 128, vocab_size=V))
+SIZES = [prod(shape) for shape in SHAPES.values()]
+N = sum(SIZES)
+NORMS = sum(prod(shape) for shape in SHAPES.values() if len(shape) == 1)
+UNITS = LAYERS + 2  # of FSDP: embedding, blocks, norm with output
+BUCKET_BYTES = 256 * 1024
+
+
+class Count(NamedTuple):
+    """Collectives of one kind: how many, and the bytes of their whole tensors."""
+
+    calls: int
+    bytes: int
+
+    def times(self, number: int) -> Count:
+        return Count(self.calls * number, self.bytes * number)
+
+
+Counts = dict[str, Count]  # by kind, of one rank
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the ranks of a run did, beside what was expected of them."""
+
+    ranks: Sequence[Measured]
+    losses: Sequence[float]  # expected, as the norms
+    norms: Sequence[float]
+    lesson: Lesson
+
+    @property
+    def first_off(self) -> int:
+        """The first step whose loss is not the expected one; 0 if all are."""
+        pairs = zip(self.ranks[0].losses, self.losses, strict=False)
+        off = (step for step, (loss, right) in enumerate(pairs, 1) if not _equal(loss, right))
+        return next(off, 0)
+
+    @property
+    def loss_ratio(self) -> float:
+        """The first loss by the expected one."""
+        return self.ranks[0].losses[0] / self.losses[0]
+
+    @property
+    def norm_ratio(self) -> float:
+        """The first gradient norm by the expected one; 1 where the program notes none."""
+        norms = self.ranks[0].norms
+        return norms[0] / self.norms[0] if norms else 1.0
+
+    def calls(self, kind: str) -> float:
+        """Of rank 0, by the expected number, or by 1 if none was expected."""
+        expected = self.lesson.expected(0)
+        own = self.ranks[0].calls.get(kind, 0)
+        return own / expected[kind].calls if kind in expected else float(own)
+
+    @property
+    def too_much_held(self) -> int:
+        """Bytes of rank 0 between two steps, beyond those of a right answer."""
+        return self.ranks[0].held - self.lesson.held(0)
+
+
+def _equal(value: float, expected: float) -> bool:
+    return abs(value - expected) <= 1e-5 * abs(expected)  # False for NaN
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A known mistake: how it shows, and what helps."""
+
+    name: str
+    sign: Callable[[Result], bool]
+    hint: str
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A lesson. `step`: the program with the gap; empty if the lesson has questions only."""
+
+    name: str
+    title: str
+    step: str = ""
+    needs: tuple[str, ...] = ()  # earlier programs that it imports
+    processes: int = 1
+    expected: Callable[[int], Counts] = lambda rank: {}  # rank -> collectives while recording
+    held: Callable[[int], int] = lambda rank: 0  # rank -> bytes between two steps
+    peak: int = 0  # bytes of the fullest rank, measured with the program of learn/steps
+    recorded: tuple[int, ...] = (1, 2)  # steps
+    mistakes: tuple[Mistake, ...] = ()
+
+
+def num_buckets() -> int:
+    """Of `2_ddp.py`, as it divides the parameters."""
+    buckets = 1
+    held = 0
+    for size in reversed(SIZES):
+        if held and held + 4 * size > BUCKET_BYTES:
+            buckets += 1
+            held = 0
+        held += 4 * size
+    return buckets
+
+
+def two_steps(counts: Counts) -> Counts:
+    """The counts of the two steps that are recorded."""
+    return {kind: count.times(2) for kind, count in counts.items()}
+
+
+def of_tp(sequences: int) -> Counts:
+    """The collectives of tensor parallel over activations, in forward and backward."""
+    times = 2 * (2 * LAYERS + 1)
+    along_tokens = Count(times, times * 4 * sequences * S * D)
+    of_loss = 4 * sequences * S * 3  # the largest logit, and two sums
+    of_norms = 4 * D * (2 * LAYERS + 1)
+    return {
+        "all_gather": along_tokens,
+        "reduce_scatter": along_tokens,
+        "all_reduce": Count(2 + 2 * LAYERS + 1, of_loss + of_norms),
+    }
+
+
+def of_fsdp(numbers: int) -> Counts:
+    """The collectives of FSDP over so many numbers, with one all-reduce for norm and loss."""
+    return {
+        "all_gather": Count(2 * UNITS, 2 * 4 * numbers),
+        "reduce_scatter": Count(UNITS, 4 * numbers),
+        "all_reduce": Count(1, 8),
+    }
+
+
+def expected_fsdp_tp(rank: int) -> Counts:
+    """Both, tp 2 and dp 2: FSDP divides what tensor parallel has left."""
+    counts = {}
+    fsdp = of_fsdp((N - NORMS) // 2 + NORMS)
+    for kind, count in of_tp(B // 2).items():
+        counts[kind] = Count(count.calls + fsdp[kind].calls, count.bytes + fsdp[kind].bytes)
+    # The norm and the loss are not in one all-reduce, since they are sums over different ranks
+    gathered = counts["all_reduce"]
+    counts["all_reduce"] = Count(gathered.calls + 1, gathered.bytes)
+    return two_steps(counts)
+
+
+def expected_ring(rank: int) -> Counts:
+    """Of 2 ranks: 1 message of a forward, 2 twice as large ones of a backward."""
+    block = 4 * B * K * (S // 2) * DH
+    messages = Count(LAYERS * 3, LAYERS * (2 * block + 2 * 4 * block))
+    return two_steps(
+        {"send": messages, "recv": messages, "all_reduce": Count(num_buckets() + 1, 4 * N + 4)}
+    )
+
+
+def expected_checkpoint(rank: int) -> Counts:
+    """Steps 1, 2 and 10 on 4 ranks, step 11 on 2; and how the folder's name is agreed on."""
+    steps = 4 if rank < 2 else 3
+    counts = {kind: count.times(steps) for kind, count in of_fsdp(N).items()}
+    return counts
+
+
+def held_pipeline(rank: int) -> int:
+    """Two blocks and an end, and on rank 0 or 1 what it has sent in the step."""
+    blocks = (N - 2 * V * D - D) // 2
+    own = blocks + V * D + (D if rank == 1 else 0)
+    return 12 * own + 4 * B * S * D
+
+
+LESSONS = (
+    Lesson(
+        "loop",
+        "One process: local batches, clipping, AdamW",
+        step="1_loop",
+        held=lambda rank: 12 * N,  # parameters and moments
+        peak=5_858_888,
+        mistakes=(
+            Mistake(
+                "mean",
+                lambda result: round(result.loss_ratio) > 1,
+                "The loss of step 1 is a multiple of the right one: a mean was taken of each local "
+                "batch, and the means were added. Sum, and divide by TARGETS.",
+            ),
+            Mistake(
+                "update_per_local_batch",
+                lambda result: result.first_off == 1,
+                "The loss of step 1 is wrong although nothing was trained before it: the update "
+                "comes after the last local batch, not after each.",
+            ),
+            Mistake(
+                "gradients_kept",
+                lambda result: result.too_much_held >= 3 * N,
+                "4 bytes per parameter too many live between two steps, and the losses are wrong "
+                "from step 3 on: the gradients of a step are added to those of the step before.",
+            ),
+            Mistake(
+                "rate_from_zero",
+                lambda result: result.first_off == 2,
+                "Step 1 is right and the loss of step 2 is not, so the first update is wrong. Steps "
+                "count from 1: with learning_rate(0) it would change nothing.",
+            ),
+        ),
+    ),
+    Lesson(
+        "ddp",
+        "Data parallel: gradients summed in buckets",
+        step="2_ddp",
+        processes=2,
+        expected=lambda rank: two_steps({"all_reduce": Count(num_buckets() + 1, 4 * N + 4)}),
+        held=lambda rank: 16 * N,
+        peak=5_719_788,
+        mistakes=(
+            Mistake(
+                "averaged",
+                lambda result: abs(result.norm_ratio * 2 - 1) < 1e-3,
+                "The gradient norm is half of the right one: the gradients were averaged over the 2 "
+                "ranks. Each loss is divided by the labels of all ranks already, so sum.",
+            ),
+            Mistake(
+                "one_call_per_parameter",
+                lambda result: result.calls("all_reduce") > 2,
+                "Many more all-reduces than buckets, of the same bytes: each call has a latency, so "
+                "communicate a bucket when its last gradient is complete.",
+            ),
+            Mistake(
+                "before_the_last_batch",
+                lambda result: result.first_off == 2 and result.calls("all_reduce") == 1,
+                "The number of all-reduces is right and the gradients are not: a bucket was summed "
+                "before the last local batch had added to it. Look at `last_batch`.",
+            ),
+        ),
+    ),
+    Lesson(
+        "zero1",
+        "ZeRO-1: each rank updates a part",
+        step="3_zero1",
+        processes=2,
+        expected=lambda rank: two_steps(
+            {
+                "reduce_scatter": Count(1, 4 * N),
+                "all_gather": Count(1, 4 * N),
+                "all_reduce": Count(2, 8),
+            }
+        ),
+        held=lambda rank: 8 * N + (8 * N + 4 * N) // 2,
+        peak=5_353_940,
+        mistakes=(
+            Mistake(
+                "whole_moments",
+                lambda result: result.calls("reduce_scatter") == 0,
+                "No reduce-scatter: every rank receives all gradients, although it updates a part. "
+                "An all-reduce of 4 N bytes sends twice as much as a reduce-scatter.",
+            ),
+            Mistake(
+                "norm_of_the_part",
+                lambda result: result.norm_ratio < 0.99 and result.calls("all_reduce") < 1,
+                "The gradient norm is too small, and an all-reduce is missing: a rank has the "
+                "squares of its part only. Sum the squares over the ranks, then take the root.",
+            ),
+            Mistake(
+                "not_gathered",
+                lambda result: result.calls("all_gather") == 0,
+                "No all-gather: each rank has updated its own part only, and goes on with old "
+                "values of the others' parts.",
+            ),
+        ),
+    ),
+    Lesson(
+        "fsdp",
+        "FSDP: gather, free, reduce-scatter",
+        step="4_fsdp",
+        processes=2,
+        expected=lambda rank: two_steps(of_fsdp(N)),
+        held=lambda rank: 12 * N // 2,
+        peak=6_648_432,
+        mistakes=(
+            Mistake(
+                "all_reduce",
+                lambda result: result.calls("reduce_scatter") == 0,
+                "No reduce-scatter: an all-reduce sends twice as much, and leaves each rank rows of "
+                "gradients that it does not update.",
+            ),
+            Mistake(
+                "never_freed",
+                lambda result: result.too_much_held >= 3 * N and result.first_off == 0,
+                "The losses are right, but the whole parameters live between the steps: 4 N bytes. "
+                "`free` has to give their memory back.",
+            ),
+            Mistake(
+                "gradients_kept",
+                lambda result: result.too_much_held >= 3 * N and result.first_off > 0,
+                "The gradients of the whole parameters live between the steps, and the next "
+                "backward adds to them: set them to None after the reduce-scatter.",
+            ),
+        ),
+    ),
+    Lesson(
+        "tensor_parallel",
+        "Tensor and sequence parallel, and a loss over divided logits",
+        step="5_tensor_parallel",
+        needs=("tokens",),
+        processes=2,
+        expected=lambda rank: two_steps(
+            {
+                **of_tp(B),
+                "all_reduce": Count(
+                    of_tp(B)["all_reduce"].calls + 1, of_tp(B)["all_reduce"].bytes + 4
+                ),
+            }
+        ),
+        held=lambda rank: 12 * ((N - NORMS) // 2 + NORMS) + 4 * B * S * V // 2,
+        peak=7_533_548,
+        mistakes=(
+            Mistake(
+                "gradient_not_summed",
+                lambda result: result.calls("reduce_scatter") < 0.9,
+                "Reduce-scatters are missing, those of the backward before a divided layer. Every "
+                "rank has used all tokens, so a token's gradient is the sum over the ranks.",
+            ),
+            Mistake(
+                "own_maximum",
+                lambda result: result.first_off == 1 and result.calls("all_reduce") < 1,
+                "An all-reduce of the loss is missing, and the loss is wrong: exponents of ranks "
+                "that have subtracted different numbers can't be added. Agree on the largest.",
+            ),
+            Mistake(
+                "logits_gathered",
+                lambda result: result.calls("all_gather") > 1,
+                "More all-gathers than layers need: the logits were gathered, 4 B S V bytes, the "
+                "largest tensor of the model. Sums over the vocabulary are enough.",
+            ),
+        ),
+    ),
+    Lesson(
+        "fsdp_tp",
+        "FSDP x tensor parallel: a mesh and its norm",
+        step="6_fsdp_tp",
+        needs=("tokens", "4_fsdp", "5_tensor_parallel"),
+        processes=4,
+        expected=expected_fsdp_tp,
+        held=lambda rank: 12 * ((N - NORMS) // 4 + NORMS // 2) + 4 * (B // 2) * S * V // 2,
+        peak=3_785_324,
+        mistakes=(
+            Mistake(
+                "norms_counted_twice",
+                lambda result: result.norm_ratio > 1 + 1e-5,
+                "The gradient norm is too large: the weights of norms are on both ranks along tp, "
+                "and their squares were added twice. Divide by the number of ranks that hold them.",
+            ),
+            Mistake(
+                "norm_over_one_axis",
+                lambda result: result.norm_ratio < 1 - 1e-5,
+                "The gradient norm is too small: the ranks of one axis have been summed. The "
+                "matrices are divided over both axes, so sum over all ranks.",
+            ),
+        ),
+    ),
+    Lesson(
+        "pipeline",
+        "Pipeline parallel: 1F1B",
+        step="7_pipeline",
+        processes=2,
+        expected=lambda rank: two_steps(
+            {
+                "send": Count(B // LOCAL_B, 4 * B * S * D),
+                "recv": Count(B // LOCAL_B, 4 * B * S * D),
+                "all_reduce": Count(1, 8),
+            }
+        ),
+        held=held_pipeline,
+        peak=4_034_716,
+        mistakes=(
+            Mistake(
+                "all_forwards_first",
+                lambda result: result.first_off == 0,
+                "The losses are right, but rank 0 holds the activations of all microbatches: that "
+                "is GPipe. A backward is done as soon as its gradient can be there.",
+            ),
+            Mistake(
+                "newest_first",
+                lambda result: result.first_off > 0 and result.norm_ratio != 1,
+                "The messages are right in number and the gradients are wrong: they arrive in the "
+                "order of the forwards, so the backward is that of the oldest microbatch.",
+            ),
+        ),
+    ),
+    Lesson(
+        "ring_attention",
+        "Context parallel: ring attention, online softmax",
+        step="8_ring_attention",
+        needs=("2_ddp",),
+        processes=2,
+        expected=expected_ring,
+        held=lambda rank: 16 * N,
+        peak=8_460_520,
+        mistakes=(
+            Mistake(
+                "all_gathered",
+                lambda result: result.calls("all_gather") > 0,
+                "All keys and values were gathered, so every rank holds S of them instead of S / n. "
+                "Pass one block around.",
+            ),
+            Mistake(
+                "gradients_not_home",
+                lambda result: result.calls("send") < 1,
+                "A turn of the ring is missing: after n turns, not n - 1, the gradients of keys and "
+                "values are on the rank that has their tokens.",
+            ),
+            Mistake(
+                "not_scaled_down",
+                lambda result: result.first_off == 1,
+                "The first loss is wrong: when a block has a larger score, what was added up before "
+                "has to be scaled by exp(old - new), the output and the total.",
+            ),
+        ),
+    ),
+    Lesson(
+        "checkpoint",
+        "A sharded checkpoint that reshards",
+        step="9_checkpoint",
+        needs=("4_fsdp",),
+        processes=4,
+        recorded=(1, 2, 10, 11),
+        expected=lambda rank: expected_checkpoint(rank) | {"broadcast": Count(2, 0)},
+        held=lambda rank: 12 * N // 4,
+        peak=6_831_268,
+        mistakes=(
+            Mistake(
+                "own_file_only",
+                lambda result: result.first_off == 11,
+                "The first loss after the load is wrong: parameters are. With 2 ranks a rank needs "
+                "the rows of two files; compute which rows a file has, and which are its own.",
+            ),
+            Mistake(
+                "moments_forgotten",
+                lambda result: result.first_off == 12,
+                "The first loss after the load is right and the second is not, so the update is "
+                "wrong: AdamW's moments and its count of steps belong to the state.",
+            ),
+        ),
+    ),
+    Lesson("recompute", "Recomputation: memory for time"),
+    Lesson("planning", "Planning: 8B on 8, 70B on 64, 405B on 1,024 GPUs"),
+    Lesson("five_axes", "Five axes: 405B on 512 pretended ranks"),
+)
