@@ -26,6 +26,7 @@ COMMANDS = (
     "prepare",
     "verify",
     "break",
+    "learn",
     "generate",
     "chat",
     "convert",
@@ -50,6 +51,7 @@ USAGE = """usage: titanlite COMMAND ...
   prepare [CONFIG] [--section.key=value ...]     tokenise a configuration's data into the cache
   verify [CONFIG] [--quick] [--processes N]      show that every parallel layout equals one process
   break [NAME ...] [--show] [--list]             plant a fault, predict which figure shows it
+  learn [start LESSON | check [FOLDER]]          the course: exercises, graded on this machine
   generate CHECKPOINT [--prompt TEXT]            sample text from a checkpoint of any format
   chat CHECKPOINT [--prompt TEXT]                talk to a model in the terminal
   convert SOURCE TARGET [--to FORMAT]            write a checkpoint in another format and check it

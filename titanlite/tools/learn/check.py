@@ -16,7 +16,7 @@ from pathlib import Path
 
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.learn.exercise import course
-from titanlite.tools.learn.lessons import LESSONS, Lesson, Result
+from titanlite.tools.learn.lessons import Lesson, Result
 from titanlite.tools.learn.measure import measure
 from titanlite.tools.verify.pool import Pool, WorkerError
 
@@ -33,18 +33,6 @@ class Grade:
     passed: bool
     lines: list[str]
     mistakes: list[str]
-
-
-def find_lesson(folder: Path) -> Lesson | None:
-    """The lesson whose exercise a folder has."""
-    for lesson in LESSONS:
-        if lesson.step and (folder / f"{lesson.step}.py").is_file():
-            needed = [folder / f"{name}.py" for name in lesson.needs]
-            others = [other for other in LESSONS if other.step and lesson.step in other.needs]
-            later = [other for other in others if (folder / f"{other.step}.py").is_file()]
-            if not later and all(path.is_file() for path in needed):
-                return lesson
-    return None
 
 
 def expected_losses() -> tuple[list[float], list[float]]:
@@ -75,7 +63,10 @@ def check_program(lesson: Lesson, folder: Path, pool: Pool, timeout: float) -> G
                 lines += ["", f"hint: {mistake.hint}"]
                 break  # the first sign that fits: later ones are less specific
         else:
-            lines += ["", "hint: no known mistake has these figures; compare with the lesson's text"]
+            lines += [
+                "",
+                "hint: no known mistake has these figures; compare with the lesson's text",
+            ]
     return Grade(passed, lines, mistakes)
 
 
@@ -151,7 +142,9 @@ def failure_lines(error: str, folder: Path, timeout: float) -> list[str]:
         ]
         for text in re.split(r"(?=rank \d+ died)", error)[1:]:
             rank = text.split()[1]
-            place = re.search(rf'File "{re.escape(str(folder))}/([^"]+)", line (\d+) in (\w+)', text)
+            place = re.search(
+                rf'File "{re.escape(str(folder))}/([^"]+)", line (\d+) in (\w+)', text
+            )
             if place:
                 lines.append(f"       rank {rank}: {place[1]}, line {place[2]}, in {place[3]}")
         return lines

@@ -12,11 +12,15 @@ import shutil
 from pathlib import Path
 
 import titanlite
+from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import read_bounded
 from titanlite.tools.learn.lessons import LESSONS, Lesson
+from titanlite.tools.learn.problems import open_answers
 
 COURSE = Path(titanlite.__file__).parents[1] / "learn"
 OPEN = "the gap is open: write this function"
+MARK = "lesson.txt"  # in the folder of an exercise: the lesson's name
 SHARED = ("common.py", "llama.py", "rows.txt")
 
 
@@ -24,8 +28,8 @@ def course() -> Path:
     """The folder `learn/` of the repository. Raises ConfigError where there is none."""
     if not (COURSE / "steps").is_dir():
         raise ConfigError(
-            f"titanlite learn: {COURSE} does not exist; the course is in the repository, not in the "
-            "installed package: expected to be run from a clone (pip install -e .)"
+            f"titanlite learn: {COURSE} does not exist; the course is in the repository, not in "
+            "the installed package: expected to be run from a clone (pip install -e .)"
         )
     return COURSE
 
@@ -56,13 +60,37 @@ def with_gap(source: str) -> str:
             if len(body) < len(function.body):
                 begin = (function.body[0].end_lineno or 0) + 1  # comments before the first line
             indent = " " * body[0].col_offset
-            lines[begin - 1 : function.end_lineno] = [f'{indent}raise NotImplementedError("{OPEN}")']
+            lines[begin - 1 : function.end_lineno] = [
+                f'{indent}raise NotImplementedError("{OPEN}")'
+            ]
     kept = [line for line in lines if line.strip() != "# end of gap"]
     return "\n".join(line for line in kept if not line.strip().startswith("# gap:")) + "\n"
 
 
 def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def lesson_of(folder: Path) -> Lesson:
+    """The lesson whose exercise a folder has. Raises ConfigError."""
+    try:
+        name = read_bounded(folder / MARK, 1 << 10).decode(errors="replace").strip()
+    except OSError:
+        raise ConfigError(
+            f"{folder}: no {MARK}; expected a folder of `titanlite learn start`"
+        ) from None
+    return find_lesson(name)
+
+
+def find_lesson(name: str) -> Lesson:
+    """By name or number. Raises ConfigError."""
+    for number, lesson in enumerate(LESSONS, start=1):
+        if name in (lesson.name, str(number)):
+            return lesson
+    names = [lesson.name for lesson in LESSONS]
+    raise ConfigError(
+        f"unknown lesson {name!r}{suggestion(name, names)}; expected one of {', '.join(names)}"
+    )
 
 
 def lay_out(lesson: Lesson, folder: Path) -> None:
@@ -74,8 +102,9 @@ def lay_out(lesson: Lesson, folder: Path) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(text_of(lesson), folder / "README.md")
+    (folder / MARK).write_text(lesson.name + "\n")
     if not lesson.step:
-        shutil.copy(text_of(lesson).with_suffix(".answers.toml"), folder / "answers.toml")
+        (folder / "answers.toml").write_text(open_answers(lesson.name))
         return
     for name in (*SHARED, *(f"{needed}.py" for needed in lesson.needs)):
         shutil.copy(steps / name, folder / name)

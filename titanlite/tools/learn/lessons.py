@@ -173,8 +173,7 @@ def expected_ring(rank: int) -> Counts:
 def expected_checkpoint(rank: int) -> Counts:
     """Steps 1, 2 and 10 on 4 ranks, step 11 on 2; and how the folder's name is agreed on."""
     steps = 4 if rank < 2 else 3
-    counts = {kind: count.times(steps) for kind, count in of_fsdp(N).items()}
-    return counts
+    return {kind: count.times(steps) for kind, count in of_fsdp(N).items()}
 
 
 def held_pipeline(rank: int) -> int:
@@ -213,8 +212,8 @@ LESSONS = (
             Mistake(
                 "rate_from_zero",
                 lambda result: result.first_off == 2,
-                "Step 1 is right and the loss of step 2 is not, so the first update is wrong. Steps "
-                "count from 1: with learning_rate(0) it would change nothing.",
+                "Step 1 is right and the loss of step 2 is not, so the first update is wrong. "
+                "Steps count from 1: with learning_rate(0) it would change nothing.",
             ),
         ),
     ),
@@ -230,14 +229,14 @@ LESSONS = (
             Mistake(
                 "averaged",
                 lambda result: abs(result.norm_ratio * 2 - 1) < 1e-3,
-                "The gradient norm is half of the right one: the gradients were averaged over the 2 "
-                "ranks. Each loss is divided by the labels of all ranks already, so sum.",
+                "The gradient norm is half of the right one: the gradients were averaged over the "
+                "2 ranks. Each loss is divided by the labels of all ranks already, so sum.",
             ),
             Mistake(
                 "one_call_per_parameter",
                 lambda result: result.calls("all_reduce") > 2,
-                "Many more all-reduces than buckets, of the same bytes: each call has a latency, so "
-                "communicate a bucket when its last gradient is complete.",
+                "Many more all-reduces than buckets, of the same bytes: each call has a latency, "
+                "so communicate a bucket when its last gradient is complete.",
             ),
             Mistake(
                 "before_the_last_batch",
@@ -294,8 +293,8 @@ LESSONS = (
             Mistake(
                 "all_reduce",
                 lambda result: result.calls("reduce_scatter") == 0,
-                "No reduce-scatter: an all-reduce sends twice as much, and leaves each rank rows of "
-                "gradients that it does not update.",
+                "No reduce-scatter: an all-reduce sends twice as much, and leaves each rank rows "
+                "of gradients that it does not update.",
             ),
             Mistake(
                 "never_freed",
@@ -414,20 +413,21 @@ LESSONS = (
             Mistake(
                 "all_gathered",
                 lambda result: result.calls("all_gather") > 0,
-                "All keys and values were gathered, so every rank holds S of them instead of S / n. "
-                "Pass one block around.",
+                "All keys and values were gathered, so every rank holds S of them instead of S / "
+                "n. Pass one block around.",
             ),
             Mistake(
                 "gradients_not_home",
                 lambda result: result.calls("send") < 1,
-                "A turn of the ring is missing: after n turns, not n - 1, the gradients of keys and "
-                "values are on the rank that has their tokens.",
+                "A turn of the ring is missing: after n turns, not n - 1, the gradients of keys "
+                "and values are on the rank that has their tokens.",
             ),
             Mistake(
                 "not_scaled_down",
-                lambda result: result.first_off == 1,
-                "The first loss is wrong: when a block has a larger score, what was added up before "
-                "has to be scaled by exp(old - new), the output and the total.",
+                lambda result: result.first_off > 0 and result.calls("send") == 1,
+                "The messages are right in number and the attention is not: when a block has a "
+                "larger score, what was added up before has to be scaled by exp(old - new), the "
+                "output and the total.",
             ),
         ),
     ),

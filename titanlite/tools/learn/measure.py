@@ -22,7 +22,6 @@ from typing import Any, cast
 from titanlite.distributed.mesh import Mesh
 from titanlite.tools.plan.recorder import Recorder
 
-
 HELD_AT = 3  # step: AdamW has its state after the first
 
 

@@ -1,0 +1,123 @@
+"""Exercises: each can be solved, and known-wrong answers are refused with their hint."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import tomllib
+
+from titanlite.tools.learn.check import check_program, failure_lines
+from titanlite.tools.learn.exercise import COURSE, lay_out, text_of
+from titanlite.tools.learn.lessons import LESSONS
+
+PROGRAMS = [lesson for lesson in LESSONS if lesson.step]
+QUICK = ("ddp",)
+LESSONS_TO_RUN = [
+    lesson if lesson.name in QUICK else pytest.param(lesson, marks=pytest.mark.slow)
+    for lesson in PROGRAMS
+]
+
+
+def wrong_answers(lesson) -> dict[str, list[dict[str, str]]]:
+    return tomllib.loads(text_of(lesson).with_suffix(".wrong.toml").read_text())
+
+
+def answered(lesson, folder: Path, changes=()) -> Path:
+    """The folder of an exercise whose gap has the solution, with these changes of it."""
+    lay_out(lesson, folder)
+    program = (COURSE / f"steps/{lesson.step}.py").read_text()
+    for change in changes:
+        assert program.count(change["replace"]) == 1
+        program = program.replace(change["replace"], change["with"])
+    (folder / f"{lesson.step}.py").write_text(program)
+    return folder
+
+
+@pytest.mark.parametrize("lesson", LESSONS_TO_RUN, ids=lambda lesson: lesson.name)
+def test_the_solution_passes(pool, lesson, tmp_path):
+    grade = check_program(lesson, answered(lesson, tmp_path / "exercise"), pool, 120)
+    assert grade.passed, grade.lines
+    # The limit of the memory is that of the program, so it is told when the program changes
+    (line,) = [line for line in grade.lines if "at its fullest" in line]
+    own, limit = (int(word.replace(",", "")) for word in line.split() if word[0].isdigit())
+    assert abs(own - limit) < 0.02 * limit
+
+
+ALL_WRONG = [(lesson, name) for lesson in PROGRAMS for name in wrong_answers(lesson)]
+
+
+@pytest.mark.parametrize(
+    ("lesson", "name"),
+    [
+        pair if pair[1] == "averaged" else pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in ALL_WRONG
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_known_wrong_answer_is_refused_with_its_hint(pool, lesson, name, tmp_path):
+    folder = answered(lesson, tmp_path / "exercise", wrong_answers(lesson)[name])
+    grade = check_program(lesson, folder, pool, 120)
+    assert not grade.passed
+    assert grade.mistakes == [name], grade.lines
+    (mistake,) = [mistake for mistake in lesson.mistakes if mistake.name == name]
+    assert f"hint: {mistake.hint}" in grade.lines
+
+
+@pytest.mark.parametrize("lesson", PROGRAMS, ids=lambda lesson: lesson.name)
+def test_every_exercise_has_two_wrong_answers_and_each_hint_has_one(lesson):
+    names = list(wrong_answers(lesson))
+    assert sorted(names) == sorted(mistake.name for mistake in lesson.mistakes)
+    assert len(names) >= 2
+
+
+def test_a_program_that_fails_shows_its_own_traceback(pool, tmp_path):
+    lesson = PROGRAMS[1]
+    lay_out(lesson, tmp_path / "open")  # the gap is not filled
+    grade = check_program(lesson, tmp_path / "open", pool, 60)
+    text = "\n".join(grade.lines)
+    assert not grade.passed
+    assert "NotImplementedError: the gap is open" in text
+    assert "in start_step" in text
+    assert "pool.py" not in text, "our part of the traceback"
+    assert "measure.py" not in text
+
+
+WAITS_FOR_ITSELF = """
+import torch.distributed as dist
+
+def train():
+    if dist.get_rank() == 0:
+        dist.barrier()
+    while True:
+        pass
+"""
+
+
+def test_a_hang_ends_with_the_line_that_each_rank_is_at(pool, tmp_path):
+    lesson = PROGRAMS[1]
+    lay_out(lesson, tmp_path / "hangs")
+    (tmp_path / "hangs/2_ddp.py").write_text(WAITS_FOR_ITSELF)
+    grade = check_program(lesson, tmp_path / "hangs", pool, 2)
+    assert not grade.passed
+    assert "did not finish within 2 s" in grade.lines[0]
+    assert "       rank 0: 2_ddp.py, line 6, in train" in grade.lines
+    assert "       rank 1: 2_ddp.py, line 8, in train" in grade.lines or any(
+        line.startswith("       rank 1: 2_ddp.py, line 7") for line in grade.lines
+    )
+
+
+def test_a_long_traceback_is_cut(tmp_path):
+    error = "rank 0:\n" + "".join(f'  File "{tmp_path}/x.py", line {i}\n' for i in range(50))
+    lines = failure_lines(error, tmp_path, 1)
+    assert len(lines) == 15
+    assert lines[-1].endswith("line 49")
+
+
+def test_without_the_repository_there_is_one_clear_error(monkeypatch, tmp_path):
+    from titanlite.runtime.errors import ConfigError
+    from titanlite.tools.learn import exercise
+
+    monkeypatch.setattr(exercise, "COURSE", tmp_path / "learn")
+    with pytest.raises(ConfigError, match="the course is in the repository"):
+        exercise.course()
+    shutil.rmtree(tmp_path)
