@@ -42,7 +42,7 @@ def test_a_lesson_is_started_checked_and_listed_as_passed(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["chek"], "did you mean 'check'"),
+        (["chek"], "did you mean check?"),
         (["start", "dpp"], "unknown lesson 'dpp'"),
         (["check", "nowhere"], "nowhere: no such folder"),
         (["check"], "titanlite learn start"),

@@ -1,5 +1,7 @@
 """Questions whose answers the planner computes."""
 
+import functools
+
 import pytest
 
 from titanlite.runtime.errors import ConfigError
@@ -10,6 +12,7 @@ from titanlite.tools.learn.problems import (
     open_answers,
     plan_of,
 )
+from titanlite.tools.plan.plan import Plan
 
 FIVE_AXES = [
     "--parallel.pp=8",
@@ -23,6 +26,18 @@ FIVE_AXES = [
 ]
 
 
+@functools.cache
+def right_answer(lesson: str, number: int, question: str) -> str | float:
+    """Of a problem of a lesson, by its number."""
+    return answer(plan(lesson, number), question)
+
+
+@functools.cache
+def plan(lesson: str, number: int) -> Plan:
+    problem = PROBLEMS[lesson][number]
+    return plan_of(problem.arguments, problem.gpus)
+
+
 @pytest.mark.parametrize("lesson", PROBLEMS)
 def test_right_answers_pass_and_wrong_ones_are_refused(lesson, tmp_path):
     path = tmp_path / "answers.toml"
@@ -31,8 +46,8 @@ def test_right_answers_pass_and_wrong_ones_are_refused(lesson, tmp_path):
     assert not passed
     assert not any(line.startswith("right") for line in lines)
     values = [
-        (problem.name, question, answer(plan_of(problem.arguments, problem.gpus), question))
-        for problem in PROBLEMS[lesson]
+        (problem.name, question, right_answer(lesson, number, question))
+        for number, problem in enumerate(PROBLEMS[lesson])
         for question in problem.questions
     ]
 

@@ -39,16 +39,17 @@ def test_the_files_are_those_that_titanlite_makes_and_trains_on(pool, tmp_path, 
 @pytest.mark.parametrize(
     ("name", "processes"),
     [
-        ("2_ddp", 2),
-        ("6_fsdp_tp", 4),
+        ("4_fsdp", 2),
         *(
             pytest.param(name, processes, marks=pytest.mark.slow)
             for name, processes in [
                 ("1_loop", 1),
+                ("2_ddp", 4),
                 ("3_zero1", 4),
                 ("4_fsdp", 4),
                 ("5_tensor_parallel", 2),
                 ("6_fsdp_tp", 2),
+                ("6_fsdp_tp", 4),
                 ("7_pipeline", 2),
                 ("7_pipeline", 4),
                 ("8_ring_attention", 2),

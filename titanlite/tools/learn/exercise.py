@@ -11,14 +11,13 @@ import ast
 import shutil
 from pathlib import Path
 
-import titanlite
 from titanlite.config.mistakes import suggestion
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 from titanlite.tools.learn.lessons import LESSONS, Lesson
 from titanlite.tools.learn.problems import open_answers
 
-COURSE = Path(titanlite.__file__).parents[1] / "learn"
+COURSE = Path(__file__).parents[3] / "learn"
 OPEN = "the gap is open: write this function"
 MARK = "lesson.txt"  # in the folder of an exercise: the lesson's name
 SHARED = ("common.py", "llama.py", "rows.txt")

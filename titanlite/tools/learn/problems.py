@@ -38,7 +38,7 @@ WAITS = ("sharding", "tensor_parallel", "context_parallel", "messages")
 NOTES = {
     "fits": "the fullest rank's total, beside the GPU's memory",
     "memory_gib": "16 N / (ranks that share the states), activations, and the gathered unit",
-    "compute_bound": "yes, if a rank waits for other ranks less than a tenth of the step's time; the "
+    "compute_bound": "yes, if a rank waits for others less than a tenth of the step's time; the "
     "time over a link is bytes / bandwidth, and FSDP's is hidden behind the computation",
     "bubble_percent": "(p - 1) / (M + p - 1)",
     "extra_flops_percent": "of the products and the attention that a step repeats",

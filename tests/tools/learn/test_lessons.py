@@ -1,0 +1,48 @@
+"""The lessons as data: their formulas are those of the programs."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+
+from titanlite.tools.learn.exercise import COURSE, text_of
+from titanlite.tools.learn.lessons import LESSONS, SIZES, Count, N, Result
+from titanlite.tools.learn.measure import Measured
+
+PROGRAMS = [lesson for lesson in LESSONS if lesson.step]
+
+
+@pytest.mark.parametrize("lesson", PROGRAMS, ids=lambda lesson: lesson.name)
+def test_every_exercise_has_two_wrong_answers_and_each_hint_has_one(lesson):
+    names = list(tomllib.loads(text_of(lesson).with_suffix(".wrong.toml").read_text()))
+    assert sorted(names) == sorted(mistake.name for mistake in lesson.mistakes)
+    assert len(names) >= 2
+
+
+def test_there_are_twelve_lessons_with_a_text_each():
+    assert len(LESSONS) == 12
+    texts = sorted(path.name for path in (COURSE / "lessons").glob("*.md"))
+    assert texts == [text_of(lesson).name for lesson in LESSONS]
+
+
+def test_the_sizes_are_those_of_the_model(monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    model = runpy.run_path(str(COURSE / "steps/llama.py"))["Llama"]()
+    assert [parameter.numel() for parameter in model.parameters()] == SIZES
+    assert N == sum(SIZES) == 182_848
+    assert f"N = {N:,} parameters, {4 * N:,} bytes" in Path(COURSE / "steps/llama.py").read_text()
+
+
+def test_a_result_is_compared_with_what_was_expected():
+    lesson = PROGRAMS[1]
+    expected = lesson.expected(0)["all_reduce"]
+    assert expected == Count(2, 2 * (4 * N + 4))._replace(calls=expected.calls)
+    own = Measured([6.0, 5.0, float("nan")], [1.5], {"all_reduce": 2 * expected.calls}, {}, 17 * N)
+    result = Result([own], [6.0, 5.00001, 4.0], [3.0], lesson)
+    assert result.first_off == 3
+    assert result.norm_ratio == 0.5
+    assert result.calls("all_reduce") == 2
+    assert result.calls("send") == 0
+    assert result.too_much_held == N
