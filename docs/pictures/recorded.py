@@ -27,7 +27,7 @@ from titanlite.parallel.context_parallel import local_positions
 from titanlite.parallel.parallelize import assign_shard, split_and_parallelize
 from titanlite.parallel.preferences import build_stages
 from titanlite.rules.check import check_layout
-from titanlite.tools.plan.recorder import Recorder
+from titanlite.tools.plan.recorder import Call, Recorder
 from titanlite.tools.plan.trace import count_step, take_step
 
 CPU = torch.device("cpu")
@@ -152,12 +152,10 @@ class Events(Recorder):
         self.step = Step([], [])
         self.in_step = False
 
-    def _collective(self, space: str, kind: str, args: Any, inputs: Any) -> None:
-        before = self.counts.copy()
-        super()._collective(space, kind, args, inputs)
-        for key in self.counts - before:
-            if key[0] == "calls" and int(key[3]) > 1:  # not in a group of one rank
-                self.events.append(Collective(kind, str(key[1])))
+    def count(self, call: Call) -> None:
+        super().count(call)
+        if call.size > 1:
+            self.events.append(Collective(call.kind, call.axis))
 
     def _add(self, category: str, nbytes: int) -> None:
         super()._add(category, nbytes)

@@ -81,7 +81,7 @@ def record_pretended(
 
 
 def _eager(config: Config) -> Config:
-    return dataclasses.replace(config, compile=dataclasses.replace(config.compile, loss=False))
+    return dataclasses.replace(config, compile=dataclasses.replace(config.compile, loss="false"))
 
 
 def record(
