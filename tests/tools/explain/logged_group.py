@@ -16,6 +16,7 @@ import train
 from titanlite.config.schema import Config
 from titanlite.distributed.dtensor import local_part
 from titanlite.distributed.mesh import Mesh
+from titanlite.distributed.torch_private import clone_default_store
 from titanlite.model.flavors import LlamaConfig
 from titanlite.parallel.parallelize import assign_shard
 from titanlite.runtime.phases import Phase, add_listener
@@ -40,6 +41,9 @@ METHODS = {
 }
 log: list[tuple[str, tuple[int, ...], int]] = []  # kind, ranks, bytes
 within: list[str] = []  # a method may call another one
+# A collective frees its tensors in a thread of gloo that holds gloo's lock, and for tensors that
+# Python knows it needs Python's, which this thread may have while it waits for gloo's.
+kept: list[Any] = []
 
 
 class LoggedGroup(dist.ProcessGroup):
@@ -72,7 +76,9 @@ def logged(name: str, kind: str, whole: int | None) -> Any:
             log.append((kind, ranks, 0 if whole is None else nbytes(args[whole])))
         within.append(name)
         try:
-            return original(self, *args, **kwargs)
+            work = original(self, *args, **kwargs)
+            kept.append(work)
+            return work
         finally:
             within.pop()
 
@@ -85,18 +91,19 @@ for method_name, (method_kind, method_whole) in METHODS.items():
     setattr(LoggedGroup, method_name, logged(method_name, method_kind, method_whole))
 
 
-def use_logged_group(store: str) -> None:
-    """In place of the process group that exists."""
+def use_logged_group() -> None:
+    """In place of the process group that exists, through its store."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore("logged", clone_default_store())
     dist.barrier()  # all have joined it
     dist.destroy_process_group()
     dist.Backend.register_backend("logged", LoggedGroup, devices=["cpu"])
-    dist.init_process_group("logged", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    dist.init_process_group("logged", store=store, rank=rank, world_size=size)
 
 
-def log_run(argv: list[str], store: str) -> list[list[tuple[str, tuple[int, ...], int]]]:
+def log_run(argv: list[str]) -> list[list[tuple[str, tuple[int, ...], int]]]:
     """What the group saw in each step of a run of train.py, and after the last one."""
-    use_logged_group(store)
+    use_logged_group()
     steps: list[list[tuple[str, tuple[int, ...], int]]] = []
 
     def listen(phase: Phase) -> None:
@@ -113,10 +120,10 @@ def log_run(argv: list[str], store: str) -> list[list[tuple[str, tuple[int, ...]
 
 
 def record_logged(
-    config: Config, llama: LlamaConfig, degrees: dict[str, int], store: str
+    config: Config, llama: LlamaConfig, degrees: dict[str, int]
 ) -> tuple[step.Recorded, list[tuple[str, tuple[int, ...], int]], dict[str, list[int]]]:
     """What explain recorded, what the group saw, and the rows that are here of each parameter."""
-    use_logged_group(store)
+    use_logged_group()
     take_step = step.take_step
 
     def take_logged(*args: Any) -> float:

@@ -26,7 +26,6 @@ from titanlite.tools.explain.sentences import explained
 from titanlite.tools.explain.show import explanation_lines
 from titanlite.tools.explain.step import Recorded, record_real
 from titanlite.tools.plan.trace import trace
-from titanlite.tools.verify.pool import WorkerError
 
 SMALL = [
     "debug",
@@ -56,6 +55,7 @@ SLOW = [
     ["dp_replicate=2", "dp_shard=2", EIGHT],
     ["dp_replicate=2", "cp=2", "recompute.mode=selective"],
     ["cp=2", "recompute.mode=full"],
+    ["cp=2", "parallel.cp_method=ulysses"],
     ["pp=2", "dp_shard=2", "tp=2"],
     ["pp=2", "parallel.pp_schedule=ZBVZeroBubble", "model.num_layers=4",
      "training.local_batch_size=4"],
@@ -77,24 +77,11 @@ def run_of(settings: list[str]) -> Run:
     return Run(config, llama, check_layout(config, llama, size))
 
 
-def run_logged(pool, tmp_path, size: int, function: Any, *arguments: Any) -> list[Any]:
-    """Again, if the ranks hang: a group in Python can block gloo's threads, which need its lock."""
-    attempts = 3
-    for attempt in range(attempts):
-        store = str(tmp_path / f"store-{attempt}")
-        try:
-            return pool.run(size, function, *arguments, store, timeout=40)
-        except WorkerError as error:
-            if attempt == attempts - 1 or "did not answer" not in str(error):
-                raise
-    raise AssertionError("one attempt returns or raises")
-
-
-def logged_steps(pool, tmp_path, run: Run) -> list[Recorded]:
+def logged_steps(pool, run: Run) -> list[Recorded]:
     """What each rank recorded, which is what its process group saw, and the rows that it has."""
     degrees = run.degrees
     size = num_processes(degrees)
-    found = run_logged(pool, tmp_path, size, record_logged, *run)
+    found = pool.run(size, record_logged, *run)
     recorded = [rank[0] for rank in found]
     by_stage = {one.coordinates["pp"]: one.stored for one in recorded}
     held = {parameter.name: parameter.holdings for parameter in holdings(by_stage, degrees)}
@@ -109,8 +96,8 @@ def logged_steps(pool, tmp_path, run: Run) -> list[Recorded]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SLOW, ids=" ".join)
-def test_the_events_are_what_the_process_group_saw(pool, tmp_path, settings):
-    recorded = with_senders(logged_steps(pool, tmp_path, run_of(settings)))
+def test_the_events_are_what_the_process_group_saw(pool, settings):
+    recorded = with_senders(logged_steps(pool, run_of(settings)))
     check_messages(recorded)
     for one in recorded:
         for event in explained(one.events, {}):
@@ -196,7 +183,7 @@ def test_a_logged_step_of_a_run_has_these_events(pool, options, tmp_path, layout
     """Between two steps of train.py, as between two of explain."""
     argv = [*options, *(f"--parallel.{degree}" for degree in layout), f"--run.folder={tmp_path}"]
     argv += ["--training.steps=3", "--validation.freq=0", "--training.compute_dtype=float32"]
-    steps = run_logged(pool, tmp_path, 4, log_run, argv)
+    steps = pool.run(4, log_run, argv, timeout=120)
     config = load_config(argv)
     llama = resolve_flavor(config.model, Tokenizer().size)
     explanation = explain(config, llama, 4, real=True, doubling=False)
