@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 from collections import Counter
-from typing import Any
 
 import pytest
 from tools.explain.logged_group import log_run, record_logged
