@@ -93,7 +93,8 @@ def _build_adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimiz
     state_dtype = getattr(torch, config.state_dtype)
     parameters = [parameter for group in groups for parameter in group["params"]]
     dtypes = {state_dtype, *(parameter.dtype for parameter in parameters)}
-    # Its moments have the dtype of the parameter. Only the fused one computes in fp32 all the same.
+    # torch's moments have the dtype of the parameter. Where that is bfloat16, only its fused
+    # implementation computes in fp32.
     stock = dtypes == {torch.float32} or (len(dtypes) == 1 and implementation == "fused")
 
     decayed = sum(len(group["params"]) for group in groups if group["weight_decay"] > 0)
