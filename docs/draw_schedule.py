@@ -2,7 +2,7 @@
 
     python docs/draw_schedule.py [--schedule 1F1B] [--pp 2] [--microbatches 4] [--stages 1]
 
-What it is: the order in which each rank computes, and two simulations that place it in time.
+What it is: the order in which each rank computes, and a simulation that places it in time.
 Messages take no time. In slots, a forward and a backward take one slot each, and the two halves of
 a divided backward one each as well. In time, a forward takes 1, a backward 2, and each of its
 halves 1. The forward of a microbatch on a stage waits for its forward on the stage before; its
@@ -17,6 +17,7 @@ What it costs: nothing; no process is started and nothing is sent.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -120,29 +121,20 @@ def _tasks(action: Any) -> list[Task]:
 
 def place_in_slots(order: list[list[Task]]) -> list[list[Task | None]]:
     """The tasks of each rank in its order, as early as their inputs allow; None is an idle slot."""
-    last_stage = max(task.stage for tasks in order for task in tasks)
-    slots: list[list[Task | None]] = [[] for _ in order]
-    finished: set[Task] = set()
-    waiting = [list(tasks) for tasks in order]
-    while any(waiting):
-        ready = [
-            tasks[0] if tasks and _inputs(tasks[0], last_stage) <= finished else None
-            for tasks in waiting
-        ]
-        if not any(ready):
-            raise ValueError(
-                f"this order cannot be run: every rank waits, at {[tasks[:1] for tasks in waiting]}"
-            )
-        for rank, task in enumerate(ready):
-            slots[rank].append(task)
-            if task:
-                waiting[rank].pop(0)
-                finished.add(_result(task))
+    placed = place_in_time(order, dict.fromkeys(TIMES, 1))
+    end = max(timed.end for row in placed for timed in row)
+    slots: list[list[Task | None]] = [[None] * end for _ in placed]
+    for row, timed_row in zip(slots, placed, strict=True):
+        for timed in timed_row:
+            row[timed.start] = timed.task
     return slots
 
 
-def place_in_time(order: list[list[Task]]) -> list[list[Timed]]:
-    """The tasks of each rank in its order, as early as their inputs allow, by `TIMES`."""
+def place_in_time(order: list[list[Task]], times: Mapping[str, int] = TIMES) -> list[list[Timed]]:
+    """The tasks of each rank in its order, as early as their inputs allow.
+
+    `times`: what a task of each kind takes.
+    """
     last_stage = max(task.stage for tasks in order for task in tasks)
     placed: list[list[Timed]] = [[] for _ in order]
     ends: dict[Task, int] = {}
@@ -154,8 +146,8 @@ def place_in_time(order: list[list[Task]]) -> list[list[Timed]]:
                 task = tasks.pop(0)
                 free = placed[rank][-1].end if placed[rank] else 0
                 start = max([free, *(ends[needed] for needed in _inputs(task, last_stage))])
-                placed[rank].append(Timed(task, start, start + TIMES[task.kind]))
-                ends[_result(task)] = start + TIMES[task.kind]
+                placed[rank].append(Timed(task, start, start + times[task.kind]))
+                ends[_result(task)] = start + times[task.kind]
                 moved = True
         if not moved:
             raise ValueError(
