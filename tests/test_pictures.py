@@ -10,7 +10,7 @@ import pytest
 
 from docs.pictures.__main__ import IMAGES
 from docs.pictures.canvas import FILLS, INK, WIDTH
-from docs.pictures.draw import NAMES, draw
+from docs.pictures.draw import PICTURES
 from docs.pictures.fsdp_streams import place
 from docs.pictures.recorded import SMALL, calls_of_fsdp
 
@@ -19,14 +19,14 @@ SLOW = {"step_memory"}  # two traces of sixteen blocks
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in NAMES]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in PICTURES]
 )
 def test_a_picture_is_drawn_from_what_the_program_does(pool, name):
     """Else: python -m docs.pictures, and look at what has changed."""
-    assert (IMAGES / f"{name}.svg").read_text() == draw(name, pool)
+    assert (IMAGES / f"{name}.svg").read_text() == PICTURES[name](pool)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PICTURES)
 def test_texts_of_a_picture_fit_into_it_and_a_page_shows_it(name):
     assert f"images/{name}.svg)" in PAGES
     picture = ET.parse(IMAGES / f"{name}.svg").getroot()

@@ -15,7 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from docs.pictures.draw import NAMES, draw
+from docs.pictures.draw import PICTURES
 from titanlite.tools.verify.pool import Pool
 
 IMAGES = Path(__file__).parents[1] / "images"
@@ -27,9 +27,9 @@ def main() -> int:
     options = parser.parse_args()
     pool = Pool(["titanlite.tools.plan.trace"], quiet=True)
     changed = []
-    for name in NAMES:
+    for name, draw in PICTURES.items():
         path = IMAGES / f"{name}.svg"
-        picture = draw(name, pool)
+        picture = draw(pool)
         if not path.exists() or path.read_text() != picture:
             changed.append(name)
         if not options.check:

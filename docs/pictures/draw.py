@@ -64,8 +64,3 @@ PICTURES: dict[str, Callable[[Pool], str]] = {
     "pipeline_schedules": lambda pool: draw_all(),
     "step_memory": _memory,
 }
-NAMES = tuple(PICTURES)
-
-
-def draw(name: str, pool: Pool) -> str:
-    return PICTURES[name](pool)

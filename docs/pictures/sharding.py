@@ -57,8 +57,8 @@ def draw_two_axes(ranks: list[list[Held]]) -> str:
         8,
         y,
         [
-            "All-gather over dp_shard (ranks 0 and 2; ranks 1 and 3) gives each",
-            "rank the half of its place in tp: what it multiplies with.",
+            "An all-gather over dp_shard (ranks 0 and 2; ranks 1 and 3) gives",
+            "a rank the half that tp cut for it, with which it multiplies.",
         ],
         10.5,
     )
