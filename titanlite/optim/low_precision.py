@@ -10,8 +10,9 @@ gradients) another 4. Every step rounds. A moment changes by several per cent in
 it to 8 significant bits matters little; with beta2 above 0.99 the change of the second moment would
 be lost in rounding. An update smaller than 1/512 to 1/256 of a parameter (depending on its
 mantissa) is lost, which matters most for small learning rates. Time: a dozen operations for each 32
-million numbers, of several kernels each; the fused AdamW needs one pass. Where updates can be withheld (`found_inf.py`), copies
-of 32 million weights and moments, and three kernels more for each parameter.
+million numbers, of several kernels each; the fused AdamW needs one pass. Where updates can be
+withheld (`found_inf.py`), copies of 32 million weights and moments, and three kernels more for each
+parameter.
 """
 
 from __future__ import annotations
