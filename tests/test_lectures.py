@@ -16,6 +16,7 @@ from docs.draw_schedule import SCHEDULES
 from docs.lectures import __main__ as lectures
 from titanlite.config.load import load_config
 from titanlite.tools.cli.main import COMMANDS
+from titanlite.tools.verify.ladder import ladder
 
 ROOT = Path(__file__).parents[1]
 TEXTS = {name: (lectures.HERE / name).read_text() for name in lectures.LECTURES}
@@ -65,6 +66,11 @@ def test_commands_are_valid(command):
     words = [word for word in shlex.split(command) if not word.startswith("NGPU=")]
     if words[0] == "./run_train.sh":
         load_config(words[1:])
+    elif words[:2] == ["titanlite", "verify"]:
+        named = words[2:]
+        assert named[::2] == ["--layout"] * (len(named) // 2)
+        # Which tests/tools/verify/test_campaign.py runs
+        assert {*named[1::2]} <= {*ladder(4, True, "cpu")}
     elif words[0] == "titanlite":
         assert words[1] in COMMANDS
     else:
@@ -75,9 +81,11 @@ def test_commands_are_valid(command):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({page for page, _ in DEMONSTRATIONS}))
 def test_demonstrations_run(page, tmp_path):
-    """In the order of the slides, in a folder of their own."""
+    """In the order of the slides, in a folder of their own; but for layouts of the ladder."""
     for command in [command for other, command in DEMONSTRATIONS if other == page]:
         words = shlex.split(command)
+        if words[:2] == ["titanlite", "verify"]:
+            continue
         variables = dict(word.split("=", 1) for word in words if word.startswith("NGPU="))
         words = words[len(variables) :]
         programs = {
