@@ -14,6 +14,8 @@ def test_list_has_every_name(capsys):
     assert main(["break", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [fault.name for fault in FAULTS]
+    assert main(["break", "--list", "cp-order"]) == 0
+    assert capsys.readouterr().out.startswith("cp-order  Gathered keys")
 
 
 def test_mistakes_are_answered(capsys):

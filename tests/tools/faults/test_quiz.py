@@ -46,9 +46,9 @@ class Given:
 @pytest.mark.parametrize(
     ("answers", "judgement"),
     [
-        (["gradient", "1"], "Your prediction is right."),
-        (["gradient", "2"], "You predicted the right figure, and step 2."),
-        (["speed", " LOSS", "9", "1"], "You predicted loss, from step 1."),
+        (["gradient"], "Your prediction is right."),
+        (["speed", " LOSS", "0", "six", "1"], "was another one: loss, from step 1."),
+        (["parameters"], "was another one: parameters."),
     ],
 )
 def test_a_prediction_is_asked_for_before_it_runs_and_judged(capsys, answers, judgement):
@@ -73,6 +73,21 @@ def test_a_prediction_is_asked_for_before_it_runs_and_judged(capsys, answers, ju
     assert broken == ["with", "the", "fault", "2.0e-04", "inf", "1.0e-08", "NaN"]
     (second,) = [line.split() for line in lines if line.startswith("  step 2")]
     assert second == ["step", "2", "2.0e-04*", "1.0e-08", "NaN*"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "judgement"),
+    [
+        (["validation", "1", "0"], "Your prediction is right."),
+        (["validation", "3"], "The figure is the one that you predicted; the step is not 3."),
+    ],
+)
+def test_a_run_is_validated_only_before_it_and_after_some_steps(capsys, answers, judgement):
+    broken = Outcome([Measured("validation", 0, 1.0, 1e-5), Measured("loss", 1, 0.0, 1e-5)], 1.0)
+    rest = iter(answers)
+    run_fault(find_fault("validation-count"), Given(broken, broken), lambda question: next(rest))
+    assert not list(rest)
+    assert judgement in capsys.readouterr().out
 
 
 def test_the_patch_and_the_layout_are_shown_without_a_question(capsys):

@@ -26,12 +26,12 @@ def run(argv: list[str]) -> int:
     # The parts that the faults patch import torch
     from titanlite.tools.faults.catalogue import FAULTS, find_fault
 
+    faults = [find_fault(name) for name in options.names] or list(FAULTS)
     if options.list:
-        width = max(len(fault.name) for fault in FAULTS)
-        for fault in FAULTS:
+        width = max(len(fault.name) for fault in faults)
+        for fault in faults:
             print(f"{fault.name:{width}}  {fault.title}")
         return 0
-    faults = [find_fault(name) for name in options.names] or list(FAULTS)
 
     from titanlite.tools.faults.experiment import Experiments
     from titanlite.tools.faults.quiz import run_fault

@@ -29,7 +29,7 @@ FIGURES = {
     "grad_norm": "the gradient norm of a step",
     "parameters": "the parameters after step 5",
     "validation": "the loss on held-out text",
-    "tensors": "the number of tensors of the export that differ when they are read again",
+    "tensors": "how many tensors of the export differ when titanlite reads them again",
     "logits": "the logits of the exported model",
 }
 Plant = Callable[[], AbstractContextManager[None]]

@@ -133,7 +133,7 @@ are too.""",
         threads=("meta-pytorch/torchforge#546", "huggingface/transformers#46634"),
         why="""Positions begin anew in each document, and labels are right, but attention is
 only causal: a token also attends to the documents before its own. Only the first document of each
-sequence is computed correctly. The run still learns, with text before each document that has
+sequence is computed correctly. The run still learns, although the text before a document has
 nothing to do with it.""",
     ),
     Fault(
@@ -145,8 +145,9 @@ nothing to do with it.""",
         step=1,
         threads=(),
         why="""The label of a token is the token after it. For the last token of a chunk that
-one is on another rank, so a rank that shifts its own tokens puts a wrong label there. Only one
-label per chunk is wrong, and the loss differs little: shift the labels before the cut.""",
+token can be on another rank, so a rank that shifts its own tokens puts a wrong label there. At most
+one label per chunk is wrong, and the loss differs little. The remedy is to shift the labels before
+the cut.""",
     ),
     Fault(
         "labels-shifted-twice",
@@ -157,7 +158,7 @@ label per chunk is wrong, and the loss differs little: shift the labels before t
         step=1,
         threads=(),
         why="""The model learns to predict the token after the next one. The loss falls, but to
-a higher level, and text sampled from the model is nonsense. Nothing in the run itself is
-suspicious: only a second implementation that computes the loss from the tokens shows it.""",
+a higher level, and text sampled from the model is nonsense. No figure of the run is impossible:
+only a second implementation that computes the loss from the tokens shows the fault.""",
     ),
 )

@@ -11,17 +11,24 @@ from __future__ import annotations
 import inspect
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from titanlite.tools.faults.experiment import Experiments, Measured, Outcome
 from titanlite.tools.faults.fault import CHECKS, FIGURES, Fault
 
-STEPS = ("0", "1", "2", "3", "4", "5", "6")  # 0: before the first one
+# The steps that a reader can name; figures that have no step, or one step, are left out
+STEPS = {
+    ("verify", "loss"): range(1, 6),
+    ("verify", "grad_norm"): range(1, 6),
+    ("run", "loss"): range(1, 7),
+    ("run", "validation"): (0, 3, 6),  # 0: before the first step
+}
 CHECKED = {
     "verify": "5 steps of this layout beside one process, by `titanlite verify`'s comparison",
     "run": "6 steps of train.py beside an uninterrupted run of one process",
     "export": "the exported model beside titanlite's own, on one prompt",
 }
+Answer = tuple[str, int | None]  # figure and step; None: a figure of one step
 Ask = Callable[[str], str]  # a question -> the answer; raises EOFError at the end of the input
 
 
@@ -44,9 +51,10 @@ def describe_layout(fault: Fault) -> str:
 def run_fault(fault: Fault, experiments: Experiments, ask: Ask | None) -> Outcome:
     """Shows, asks (unless `ask` is None), runs and explains; what happened."""
     show_fault(fault)
-    answer: tuple[str, int] | None = None
+    answer: Answer | None = None
     if ask is not None:
         answer = ask_prediction(fault, ask)
+    print("\nrunning it without the fault, and with it ...", flush=True)
     healthy = experiments.run(fault, planted=False)
     broken = experiments.run(fault, planted=True)
     print()
@@ -62,19 +70,20 @@ def run_fault(fault: Fault, experiments: Experiments, ask: Ask | None) -> Outcom
     return broken
 
 
-def ask_prediction(fault: Fault, ask: Ask) -> tuple[str, int]:
+def ask_prediction(fault: Fault, ask: Ask) -> Answer:
     """The figure and the step that the reader predicts; asks again if an answer is neither."""
     figures = CHECKS[fault.check]
     print("\nWhich figure is off first?")
     for name in figures:
         print(f"    {name:10}  {FIGURES[name]}")
     figure = ask_until("figure: ", figures, ask)
-    if fault.check == "export":  # which has no steps
-        return figure, 0
-    return figure, int(ask_until("from step: ", STEPS, ask))
+    if (fault.check, figure) not in STEPS:
+        return figure, None
+    steps = [str(step) for step in STEPS[fault.check, figure]]
+    return figure, int(ask_until(f"from which step ({', '.join(steps)}): ", steps, ask))
 
 
-def ask_until(question: str, allowed: tuple[str, ...], ask: Ask) -> str:
+def ask_until(question: str, allowed: Sequence[str], ask: Ask) -> str:
     """The first answer that is allowed."""
     while True:
         answer = ask(question).strip().lower()
@@ -83,16 +92,17 @@ def ask_until(question: str, allowed: tuple[str, ...], ask: Ask) -> str:
         print(f"expected one of: {', '.join(allowed)}")
 
 
-def judge_answer(answer: tuple[str, int], broken: Outcome) -> str:
+def judge_answer(answer: Answer, broken: Outcome) -> str:
     first = broken.first_off()
     if first is None:
         return "You predicted a difference, and there is none."
     figure, step = answer
-    if answer == (first.figure, first.step):
+    if figure == first.figure and step in (first.step, None):
         return "Your prediction is right."
     if figure == first.figure:
-        return f"You predicted the right figure, and step {step}."
-    return f"You predicted {figure}, from step {step}."
+        return f"The figure is the one that you predicted; the step is not {step}."
+    place = "" if step is None else f", from step {step}"
+    return f"Your prediction was another one: {figure}{place}."
 
 
 def describe_first(fault: Fault, outcome: Outcome) -> str:

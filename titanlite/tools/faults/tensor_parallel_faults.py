@@ -24,19 +24,15 @@ from titanlite.parallel.lora import LoRALinear
 from titanlite.parallel.tensor_parallel import SEQUENCE_SHARD, block_plan
 from titanlite.tools.faults.fault import Fault, replaced
 
-ADAPTERS = "lora.rank=4,lora.targets=wq wo w1 w2"
-
-
-def local_norm(norm: nn.RMSNorm, mesh: DeviceMesh, x: Tensor) -> DTensor:
-    """The norm of this rank's tokens, whose weight gets the gradient of these tokens only."""
-    local = x.to_local() if isinstance(x, DTensor) else x  # (B, S/tp, D)
-    assert isinstance(norm.weight, DTensor)
-    weight = norm.weight.to_local(grad_placements=[Replicate()])  # it is Partial()
-    out = F.rms_norm(local, weight.shape, weight, norm.eps)
-    return DTensor.from_local(out, mesh, [SEQUENCE_SHARD])
-
 
 def norm_gradient_not_reduced() -> AbstractContextManager[None]:
+    def local_norm(norm: nn.RMSNorm, mesh: DeviceMesh, x: Tensor) -> DTensor:
+        local = x.to_local() if isinstance(x, DTensor) else x  # (B, S/tp, D)
+        assert isinstance(norm.weight, DTensor)
+        weight = norm.weight.to_local(grad_placements=[Replicate()])  # it is Partial()
+        out = F.rms_norm(local, weight.shape, weight, norm.eps)
+        return DTensor.from_local(out, mesh, [SEQUENCE_SHARD])
+
     class LocalGradient(SequenceParallel):
         def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
             norm = super()._apply(module, device_mesh)
@@ -99,8 +95,8 @@ TENSOR_PARALLEL_FAULTS = (
         why="""With sequence parallel each rank normalises its part of the tokens, and all
 ranks hold the same weight. So the gradient that a rank computes for it is one term of a sum over
 tp. If that sum is left out, each rank updates its copy with the gradient of its own tokens, and
-the copies drift apart. Norms are few parameters, so the loss of the
-first steps does not differ.""",
+the copies drift apart. Norms are few parameters, so the loss of the first steps does not
+differ.""",
     ),
     Fault(
         "partial-sums",
@@ -112,8 +108,8 @@ first steps does not differ.""",
         threads=(),
         why="""wo and w2 are cut by input features, so each rank has a partial sum for every
 token. Without the sum over ranks each token gets the part of one rank: half of the heads, and
-half of the feed-forward network. The loss still falls, and the weights,
-loaded elsewhere, compute something else.""",
+half of the feed-forward network. The loss still falls. Loaded into another program, the weights
+compute something else.""",
     ),
     Fault(
         "chunked-loss",
@@ -132,27 +128,28 @@ with context parallel and one GPU found it.""",
         "adapter-gradient",
         "The shared factor of an adapter gets the gradient of one rank",
         adapter_gradient_not_reduced,
-        layout=f"tp=2,{ADAPTERS}",
-        figure="loss",
+        layout="tp=2,lora.rank=4,lora.targets=wq w1",
+        figure="gradient",
         step=1,
+        unchanged=("loss",),
         threads=("modelscope/mcore-bridge#173", "NVIDIA-NeMo/Megatron-Bridge#5900"),
-        why="""Factor A of wq is whole on every rank, and each rank uses it for its own heads:
-the gradient is a sum over tp. A row-parallel layer has the opposite: its adapter's result is a
-partial sum, as the layer's own. Called replicated, neither is summed.""",
+        why="""Factor A of wq is whole on every rank, and each rank uses it for its own heads. So
+a rank's gradient of A is one term of a sum over tp, and so is the gradient that the adapter passes
+on to its input. Called replicated, neither is summed, and each rank updates its own copy of A. The
+forward is right, and an adapter is small, so the losses of the first steps do not show it.""",
     ),
     Fault(
         "adapter-per-rank",
         "The result of a row-parallel adapter is added once per rank",
         adapter_added_by_each_rank,
-        layout=f"tp=2,{ADAPTERS}",
+        layout="tp=2,lora.rank=4,lora.targets=wq wo w1 w2",
         figure="gradient",
         step=1,
         threads=("NVIDIA-NeMo/Megatron-Bridge#5635", "pytorch/torchtitan#4245"),
-        why="""What is added before the sum over ranks is added tp times. With a bias it is the
-classic mistake of a row-parallel layer: add it after the sum, or on one rank. Here it is the
-adapter of wo and w2. The first loss of new
-weights hardly depends on it, and the gradients do. It trains, and merged into the weights it
-computes something else.""",
+        why="""What every rank adds before the sum over ranks is in the sum tp times. A bias is
+the usual case: it belongs after the sum, or on one rank. Here it is the adapter's result, of wo and
+w2. The first loss of new weights hardly depends on it, and the gradients do. The adapter trains all
+the same, and merged into the weights it computes something else.""",
     ),
     Fault(
         "replicas-in-norm",

@@ -34,7 +34,7 @@ def clipped_by_local_norm() -> AbstractContextManager[None]:
     return replaced(compare, "clip_gradients", clip_gradients)
 
 
-def clipped_before_unscaling() -> AbstractContextManager[None]:
+def gradients_keep_their_scale() -> AbstractContextManager[None]:
     return replaced(LossScale, "unscale", lambda self: None)
 
 
@@ -59,17 +59,18 @@ are not.""",
     ),
     Fault(
         "scale-in-norm",
-        "Gradients are clipped while they still have the loss scale",
-        clipped_before_unscaling,
+        "Gradients still have the loss scale when they are clipped and used",
+        gradients_keep_their_scale,
         layout="dp_shard=2,training.compute_dtype=float16",
         figure="grad_norm",
         step=1,
         unchanged=("gradient",),
         threads=(),
         why="""In float16 the loss is multiplied by 65,536 so that small gradients are not
-rounded to zero, and gradients are divided by it before they are used. If clipping comes first,
-the norm is 65,536 times too large, and every step is clipped. AdamW hardly notices the factor;
-the norm that is logged does.""",
+rounded to zero, and gradients have to be divided by it before they are clipped. Without the
+division the norm is 65,536 times too large, so every step is clipped to `max_norm`. Clipping and
+AdamW both divide by the size of the gradient, so the weights hardly show the factor; the norm that
+is logged does.""",
     ),
     Fault(
         "muon-of-shards",
@@ -80,9 +81,9 @@ the norm that is logged does.""",
         step=2,
         unchanged=("gradient",),
         threads=(),
-        why="""AdamW works on single numbers, so a shard can be updated alone. Muon replaces a
-matrix by the nearest orthogonal one, which depends on all of its rows. The halves of an
-orthogonal matrix are not what the halves of the gradient become when each is made orthogonal by
-itself. Gradients are right, the update is not.""",
+        why="""AdamW works on single numbers, so a rank can update its shard alone. Muon replaces
+the whole matrix by the nearest orthogonal one, and each row of that depends on all rows. Two halves
+that were made orthogonal separately are not orthogonal to each other. Gradients are right, the
+update is not.""",
     ),
 )
