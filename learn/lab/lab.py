@@ -18,7 +18,9 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,15 +30,18 @@ from typing import Any
 from titanlite.config.load import load_config
 from titanlite.config.mistakes import suggestion
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.runtime.errors import EXIT_CONFIG, LAUNCHED, ConfigError
+from titanlite.distributed.run_folder import lock
+from titanlite.runtime.errors import EXIT_CONFIG, EXIT_HUNG, LAUNCHED, ConfigError
 from titanlite.runtime.files import read_bounded
 from titanlite.tools.cli.processes import Group, Signals, run
 from titanlite.tools.prepare.cache import prepare
 
 TRUTH = ".truth.json"
 PHASES = ("reading data", "forward and backward", "update")
+SAVING = "saving"
 SAVE_EVERY = 4
 BATCH = 8
+FOLDER = Path("outputs/lab")
 OPTIONS = [
     "debug",
     "--model.dim=32",
@@ -68,6 +73,7 @@ class Case:
     title: str
     story: str
     questions: dict[str, str]  # option -> what to find
+    exit_code: int  # of the run; with another one the accident has not happened
 
 
 AT = "the step in which it happened"
@@ -83,6 +89,7 @@ CASES = {
             "at": AT,
             "survived": SURVIVED,
         },
+        exit_code=EXIT_HUNG,
     ),
     "kill": Case(
         "A process is killed",
@@ -94,6 +101,7 @@ CASES = {
             "at": "the step after which it happened",
             "survived": SURVIVED,
         },
+        exit_code=128 + signal.SIGKILL,
     ),
     "disk": Case(
         "The disk is full",
@@ -104,6 +112,7 @@ CASES = {
             "at": "the step that could not be saved",
             "survived": SURVIVED,
         },
+        exit_code=1,
     ),
     "poison": Case(
         "A batch is poisoned",
@@ -113,8 +122,10 @@ CASES = {
             "samples": "the sample numbers that it excluded, as 16-23",
             "survived": "the step whose checkpoint it loaded",
         },
+        exit_code=0,
     ),
 }
+QUESTIONS = sorted({name for case in CASES.values() for name in case.questions})
 
 
 def accident(case: str, drawn: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -128,7 +139,7 @@ def accident(case: str, drawn: random.Random) -> tuple[dict[str, Any], dict[str,
         return {"rank": rank, "at": at, "phase": phase}, answers
     if case == "kill":
         at = drawn.choice((8, 12))
-        answers = {"rank": rank, "phase": "saving", "at": at, "survived": at - SAVE_EVERY}
+        answers = {"rank": rank, "phase": SAVING, "at": at, "survived": at - SAVE_EVERY}
         return {"rank": rank, "at": at}, answers
     if case == "disk":
         at = drawn.choice((8, 12))
@@ -145,15 +156,30 @@ def accident(case: str, drawn: random.Random) -> tuple[dict[str, Any], dict[str,
 
 
 def start(case: str, folder: Path) -> int:
-    """Runs a case; 0, whatever the run's exit code."""
+    """Runs a case; 0 if the accident has happened, 1 otherwise."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        held = lock(folder / ".lab.lock")
+    except BlockingIOError:
+        raise ConfigError(
+            f"{folder}: a case is running there; expected another --folder, or its end"
+        ) from None
+    with held:
+        return run_case(case, folder)
+
+
+def run_case(case: str, folder: Path) -> int:
+    """The same, in a folder that is locked."""
     place = folder / case
     if place.exists():
         if not (place / TRUTH).exists():
             raise ConfigError(f"{place}: is no folder of the lab; expected another --folder")
         shutil.rmtree(place)
-    place.mkdir(parents=True)
+    place.mkdir()
     text = folder / "text.py"
-    text.write_text("".join(f"def add_{i}(x):\n    return x + {i}\n\n\n" for i in range(3000)))
+    if not text.exists():  # with another time it would be prepared again
+        functions = [f"def add_{i}(x):\n    return x + {i}\n\n\n" for i in range(3000)]
+        text.write_text("".join(functions))
     told, answers = accident(case, random.Random())
     (place / TRUTH).write_text(json.dumps(answers))
     print(f"{CASES[case].title}. {CASES[case].story}\nIt takes up to half a minute.", flush=True)
@@ -173,6 +199,13 @@ def start(case: str, folder: Path) -> int:
     }
     with console_in(place / "console.txt"):
         code = run([script, *arguments], variables, Group(1, 0, 2, "127.0.0.1", 0), Signals())
+    expected = CASES[case].exit_code
+    if code != expected:
+        print(
+            f"\nThe run ended with exit code {code} instead of {expected}, so the accident has not "
+            f"happened. See {place / 'console.txt'}, and start the case again."
+        )
+        return 1
     print(f"\nThe run ended with exit code {code}. Its files are in {place}:")
     for path in sorted(place.iterdir()):
         if path.name != TRUTH:
@@ -181,7 +214,9 @@ def start(case: str, folder: Path) -> int:
     for name, question in CASES[case].questions.items():
         print(f"    --{name:9} {question}")
     given = " ".join(f"--{name} ..." for name in CASES[case].questions)
-    print(f"\n    python learn/lab/lab.py answer {case} {given}")
+    if folder != FOLDER.absolute():
+        given += f" --folder {folder}"
+    print(f"\n    python {os.path.relpath(__file__)} answer {case} {given}")
     return 0
 
 
@@ -206,8 +241,30 @@ def console_in(path: Path) -> Iterator[None]:
             os.close(copy)
 
 
+def require_answers(case: str, given: dict[str, str]) -> None:
+    """Raises ConfigError for an option that the case does not ask for, or a value that is no
+    answer.
+    """
+    asked = CASES[case].questions
+    for name, value in given.items():
+        if name not in asked:
+            options = ", ".join(f"--{each}" for each in asked)
+            raise ConfigError(f"--{name}: {case} does not ask for it; expected {options}")
+        if name == "phase":
+            phases = [*PHASES, SAVING]
+            if value not in phases:
+                hint = suggestion(value, phases)
+                raise ConfigError(f"--phase {value!r}{hint}; expected one of: {', '.join(phases)}")
+        elif name == "samples":
+            if not re.fullmatch(r"\d+-\d+", value):
+                raise ConfigError(f"--samples {value!r}: expected the first and the last, as 16-23")
+        elif not re.fullmatch(r"\d+", value):
+            raise ConfigError(f"--{name} {value!r}: expected a number")
+
+
 def answer(case: str, folder: Path, given: dict[str, str]) -> int:
     """Compares; 0 if all is right, 1 otherwise."""
+    require_answers(case, given)
     path = folder / case / TRUTH
     if not path.exists():
         raise ConfigError(f"{folder / case}: nothing has run there; expected `start {case}` before")
@@ -232,10 +289,9 @@ def options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("command", choices=("list", "start", "answer"))
     parser.add_argument("case", nargs="?", default="", help=", ".join(CASES))
     parser.add_argument(
-        "--folder", type=Path, default=Path("outputs/lab"), help="default: outputs/lab"
+        "--folder", type=Path, default=FOLDER, help=f"of the runs; default: {FOLDER}"
     )
-    questions = {name for case in CASES.values() for name in case.questions}
-    for name in sorted(questions):
+    for name in QUESTIONS:
         parser.add_argument(f"--{name}", help="an answer")
     return parser.parse_args(argv)
 
@@ -250,14 +306,13 @@ def main(argv: Sequence[str]) -> int:
         hint = suggestion(chosen.case, list(CASES))
         raise ConfigError(f"case {chosen.case!r}{hint}; expected one of: {', '.join(CASES)}")
     folder: Path = chosen.folder.absolute()
-    if chosen.command == "start":
-        return start(chosen.case, folder)
-    given = {
-        name: value
-        for name, value in vars(chosen).items()
-        if name in CASES[chosen.case].questions and value is not None
-    }
-    return answer(chosen.case, folder, given)
+    values = vars(chosen)
+    given = {name: values[name] for name in QUESTIONS if values[name] is not None}
+    if chosen.command == "answer":
+        return answer(chosen.case, folder, given)
+    if given:
+        raise ConfigError(f"--{next(iter(given))}: an answer; expected `answer {chosen.case}`")
+    return start(chosen.case, folder)
 
 
 if __name__ == "__main__":
@@ -267,3 +322,8 @@ if __name__ == "__main__":
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_CONFIG)
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from launches import environment
 
+from titanlite.distributed.run_folder import lock
 from titanlite.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +75,9 @@ def test_right_answers_are_in_the_files_and_wrong_ones_are_refused(tmp_path, cap
     assert code == 0, output
     assert "All right." in output
     for name, value in answers.items():
-        wrong = "update" if value == "saving" else f"{value}1"
+        wrong = f"{value}1"
+        if name == "phase":
+            wrong = "update" if value != "update" else "saving"
         code, output = answer(answers | {name: wrong})
         assert code == 1, output
         assert f"--{name} {wrong}: this is not" in output
@@ -91,6 +94,18 @@ def test_mistakes_are_answered(tmp_path):
         main(["start", "freez", *folder])
     with pytest.raises(ConfigError, match="expected `start kill` before"):
         main(["answer", "kill", *folder])
+    refused = [
+        ("answer poison --rank 1", "--rank: poison does not ask for it; expected --at, --samples"),
+        ("answer freeze --phase upd", "'upd'.*one of: reading data, forward and backward, update"),
+        ("answer poison --samples 16", "expected the first and the last, as 16-23"),
+        ("answer kill --at eight", "--at 'eight': expected a number"),
+        ("start kill --at 8", "expected `answer kill`"),
+    ]
+    for command, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            main([*command.split(), *folder])
+    with lock(tmp_path / ".lab.lock"), pytest.raises(ConfigError, match="a case is running there"):
+        main(["start", "disk", *folder])
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk/mine.txt").write_text("x")
     with pytest.raises(ConfigError, match="is no folder of the lab"):
