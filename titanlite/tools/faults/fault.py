@@ -3,8 +3,8 @@
 What it is: `Fault` holds the patch, the layout that the fault needs, and the prediction: the figure
 that differs first, and the step from which it does. `replaced` is how a patch is made: it replaces
 one attribute within a `with` statement.
-Why it is here: nearly all of these faults were shipped by well-known trainers, and none of them
-stops a run. Losses fall all the same, a little less, and only a comparison with one process shows
+Why it is here: most of these faults were shipped by well-known trainers, and none of them stops a
+run. Losses fall all the same, a little less, and only a comparison with one process shows
 the fault.
 What it costs: nothing outside of the `with` statement, after which the attribute is the original.
 """
