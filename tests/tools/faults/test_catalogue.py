@@ -13,6 +13,7 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tools.faults import fault as fault_module
 from titanlite.tools.faults.catalogue import FAULTS, find_fault
 from titanlite.tools.faults.fault import CHECKS, Fault
+from titanlite.tools.faults.quiz import STEPS
 from titanlite.tools.verify.ladder import make_case
 
 
@@ -24,6 +25,7 @@ def test_there_are_enough_and_each_predicts_a_figure_of_its_check():
         figures = CHECKS[fault.check]
         assert {fault.figure, *fault.unchanged} <= set(figures), fault.name
         assert fault.figure not in fault.unchanged, fault.name
+        assert fault.step in STEPS.get((fault.check, fault.figure), (0, 1)), fault.name
         assert make_case(["debug"], fault.layout, "cpu").processes <= 2, fault.name
 
 

@@ -16,8 +16,7 @@ RIGHT = Outcome(
         Measured("loss", 2, 1e-8, 1e-5),
         Measured("grad_norm", 2, 1e-8, 1e-5),
         Measured("parameters", 2, 1e-8, 1e-5),
-    ],
-    1.0,
+    ]
 )
 WRONG = Outcome(
     [
@@ -27,12 +26,11 @@ WRONG = Outcome(
         Measured("loss", 2, 2e-4, 1e-5),
         Measured("grad_norm", 2, 1e-8, 1e-5),
         Measured("parameters", 2, float("nan"), 1e-5),
-    ],
-    1.0,
+    ]
 )
 
 
-RESUMED = Outcome([Measured("validation", 0, 0.0, 1e-5), Measured("loss", 4, 2e-3, 1e-5)], 1.0)
+RESUMED = Outcome([Measured("validation", 0, 0.0, 1e-5), Measured("loss", 4, 2e-3, 1e-5)])
 
 
 class Given:
@@ -83,7 +81,7 @@ def test_a_prediction_is_asked_for_before_it_runs_and_judged(capsys, answers, ju
     ],
 )
 def test_a_run_is_validated_only_before_it_and_after_some_steps(capsys, answers, judgement):
-    broken = Outcome([Measured("validation", 0, 1.0, 1e-5), Measured("loss", 1, 0.0, 1e-5)], 1.0)
+    broken = Outcome([Measured("validation", 0, 1.0, 1e-5), Measured("loss", 1, 0.0, 1e-5)])
     rest = iter(answers)
     run_fault(find_fault("validation-count"), Given(broken, broken), lambda question: next(rest))
     assert not list(rest)

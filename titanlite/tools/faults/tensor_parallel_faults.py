@@ -143,13 +143,13 @@ forward is right, and an adapter is small, so the losses of the first steps do n
         "The result of a row-parallel adapter is added once per rank",
         adapter_added_by_each_rank,
         layout="tp=2,lora.rank=4,lora.targets=wq wo w1 w2",
-        figure="gradient",
+        figure="loss",
         step=1,
         threads=("NVIDIA-NeMo/Megatron-Bridge#5635", "pytorch/torchtitan#4245"),
         why="""What every rank adds before the sum over ranks is in the sum tp times. A bias is
 the usual case: it belongs after the sum, or on one rank. Here it is the adapter's result, of wo and
-w2. The first loss of new weights hardly depends on it, and the gradients do. The adapter trains all
-the same, and merged into the weights it computes something else.""",
+w2. An adapter is small, so the loss differs in its fourth digit only. The adapter trains all the
+same, and merged into the weights it computes something else.""",
     ),
     Fault(
         "replicas-in-norm",
