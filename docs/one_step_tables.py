@@ -50,32 +50,32 @@ WAITS = [
     Wait(
         "titanlite/distributed/agreement.py",
         "return int(combined)",
-        "for the other hosts: it reads the bits that all have combined over gloo; not for the "
-        "device",
+        "for the other hosts, over gloo: it reads the bits that all have combined. The device is "
+        "not waited for",
         "every step",
     ),
     Wait(
         "titanlite/distributed/agreement.py",
         "receiving.wait()",
-        "the same in messages, from 32 ranks on: once for each doubling of the distance",
+        "the same from 32 ranks on: for messages from the ranks 1, 2, 4, ... before this one",
         "every step",
     ),
     Wait(
         "titanlite/checkpoint/manager.py",
         "self.saver.wait_for_staging()",
-        "for the copy of the state, which an asynchronous save makes and the update would change",
+        "for an asynchronous save that still copies the state, which the update would change",
         "the step after a save",
     ),
     Wait(
         "titanlite/optim/stability.py",
         "copied.synchronize()",
-        "for the numbers of a step that was called some steps ago, so nearly always at once",
-        "every step, if `stability` judges steps",
+        "for the loss and the norm of a step some steps ago, which the device has passed by now",
+        "every step on a GPU, if `stability` has another action than `stop` or a threshold",
     ),
     Wait(
         "titanlite/optim/stability.py",
         "norm = float(grad_norm)",
-        "for the device: the loss and the gradient norm of this step. `guard.read` in train.py",
+        "for the device: the loss and the gradient norm of this step (`guard.read` in train.py)",
         "steps that log, validate or save",
     ),
     Wait(
@@ -87,13 +87,13 @@ WAITS = [
     Wait(
         "titanlite/observe/step_times.py",
         "at.synchronize()",
-        "for the device to pass the last marked phase, whose time is then read",
+        "for the device to reach the end of the step's last phase, to read its time",
         "logged steps",
     ),
     Wait(
         "titanlite/observe/ranks.py",
         "seconds, memories = table.T.tolist()",
-        "for all ranks: the table of their step times and memory",
+        "for the device and all ranks: the table of their step times and memory",
         "logged steps",
     ),
     Wait(
@@ -101,6 +101,30 @@ WAITS = [
         "torch.stack([self.scale, self.skipped]).tolist()",
         "for the device: the loss scale of float16",
         "logged steps, with float16",
+    ),
+    Wait(
+        "titanlite/probes/noise_scale.py",
+        "gradient, variance = self.averages.tolist()",
+        "for the device: the averages of the gradient noise scale",
+        "logged steps, with `metrics.noise_scale`",
+    ),
+    Wait(
+        "titanlite/probes/layer_norms.py",
+        "self._write(torch.stack((gradient, weight, update / weight)).tolist())",
+        "for the device: norms of each layer",
+        "steps of `metrics.layer_norms_freq`",
+    ),
+    Wait(
+        "titanlite/probes/activations.py",
+        "self._write(names, figures.tolist())",
+        "for the device: figures of the activations of each layer",
+        "steps of `metrics.activations_freq`",
+    ),
+    Wait(
+        "titanlite/parallel/preferences.py",
+        "pairs, ahead, margins = self.mesh.sum_losses(sums).tolist()",
+        "for the device: how many chosen answers were ahead",
+        "logged steps, with pairs of answers",
     ),
     Wait(
         "titanlite/observe/metrics.py",
@@ -113,6 +137,12 @@ WAITS = [
         "return Sums(float(self.mesh.sum_losses(loss))",
         "for the device: the loss on held-out text",
         "each validation set",
+    ),
+    Wait(
+        "titanlite/checkpoint/async_save.py",
+        "self.wait()",
+        "for the save before, if it is asynchronous and still writes",
+        "before a save",
     ),
 ]
 
@@ -156,9 +186,11 @@ def events(*phases: str) -> Callable[[Explanation], str]:
 
 def sums(step: Explanation) -> str:
     lane = step.lanes[0]
-    found = sorted(totals(lane.events).items())
-    rows = [(axis, kind, str(n), bytes_text(size)) for (axis, kind), (n, size) in found]
-    return table(("axis", "collective", "calls", "whole"), rows)
+    rows = [
+        (axis, kind, str(one.calls), bytes_text(one.whole_bytes), bytes_text(one.sent_bytes))
+        for (axis, kind), one in sorted(totals(lane.events).items())
+    ]
+    return table(("axis", "collective", "calls", "whole", "sent"), rows)
 
 
 def rows_of_ranks(step: Explanation) -> str:
@@ -177,8 +209,11 @@ def memory(step: Explanation) -> str:
     rows = []
     for event in lane.events:
         if event.number % 6 == 1:
-            held = {name.replace("_", " "): size for name, size in event.held.items() if size}
-            parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in held.items())
+            parts = ", ".join(
+                f"{name.replace('_', ' ')} {bytes_text(size)}"
+                for name, size in event.held.items()
+                if size
+            )
             rows.append(
                 [str(event.number), event.place.phase, bytes_text(sum(event.held.values())), parts]
             )
@@ -206,9 +241,10 @@ def doubled(step: Explanation) -> str:
                     change.kind,
                     f"{change.calls} to {change.calls_doubled}",
                     f"{bytes_text(change.whole_bytes)} to {bytes_text(change.whole_bytes_doubled)}",
+                    f"{bytes_text(change.sent_bytes)} to {bytes_text(change.sent_bytes_doubled)}",
                 ]
             )
-    return table(("degree", "axis", "collective", "calls", "whole"), rows)
+    return table(("degree", "axis", "collective", "calls", "whole", "sent"), rows)
 
 
 def waits(step: Explanation) -> str:

@@ -28,6 +28,11 @@ SMALL = [
         (["--layout=dp_shrad=2"], "unknown key parallel.dp_shrad"),
         (["--rank=4", "--processes=2", "--layout=dp_shard=2"], "--rank 4: expected one of 2 ranks"),
         (["--layout=tp=3"], "parallel.tp = 3 does not divide"),
+        (
+            ["--compile.enabled=true", "--recompute.mode=memory_budget"],
+            "memory_budget: the compiler chooses what is computed again",
+        ),
+        (["--html=no/such/folder/step.html"], "no folder no/such/folder"),
         (["--rank=-1"], "argument --rank: -1: expected at least 0"),
         (["--layout=cp=2,cp_method=ring"], "is traced on a GPU only"),
     ],
@@ -48,4 +53,15 @@ def test_text_json_and_page(tmp_path, capsys):
     pretended = json.loads(capsys.readouterr().out)
     assert [lane["rank"] for lane in pretended["lanes"]] == [0, 2]
     assert not pretended["real"]
+    messages = {
+        (event["kind"], *event["ranks"], event["place"]["role"], event["place"]["phase"])
+        for lane in pretended["lanes"]
+        for event in lane["events"]
+        if event["axis"] == "pp" and event["place"]["phase"] in ("forward", "backward")
+    }
+    assert messages == {
+        (kind, *ends)
+        for kind in ("send", "recv")
+        for ends in ((0, 2, "activations", "forward"), (2, 0, "gradients", "backward"))
+    }
     run_page(path.read_text(), num_lanes=4)

@@ -19,7 +19,8 @@ const fs = require("node:fs");
 const made = [];
 class Element {
   constructor(name) {
-    Object.assign(this, {name, children: [], style: {}, className: "", text: "", handlers: {}});
+    Object.assign(this, {name, children: [], style: {}, dataset: {}, className: "", text: "", handlers: {}});
+    Object.assign(this, {parentElement: {getBoundingClientRect: () => ({left: 0}), clientWidth: 0, scrollLeft: 0}});
     made.push(this);
   }
   set textContent(text) { this.text = String(text); this.children = []; }
@@ -29,6 +30,7 @@ class Element {
   append(...more) { this.children.push(...more); }
   replaceChildren(...more) { this.text = ""; this.children = more; }
   addEventListener(kind, act) { this.handlers[kind] = act; }
+  getBoundingClientRect() { return {left: 0}; }
   focus() { document.focused = this; }
   scrollIntoView() {}
 }
@@ -39,6 +41,7 @@ const [, json] = page.match(/<script type="application\/json" id="data">(.*)<\/s
 ids.get("data").text = json;
 const document = {
   handlers: {},
+  documentElement: {dataset: {}},
   createElement: (name) => new Element(name),
   getElementById: (id) => { assert(ids.has(id), `no element ${id}`); return ids.get(id); },
   addEventListener: (kind, act) => { document.handlers[kind] = act; },

@@ -144,14 +144,16 @@ def test_the_step_of_the_page(pool):
 
 def check_texts(explanation: Explanation) -> None:
     """The text has every event, and the page has all that is known."""
-    lines = "\n".join(explanation_lines(explanation, rank=3))
+    lines = explanation_lines(explanation, rank=3)
+    assert max(map(len, lines)) <= 120
+    text = " ".join(" ".join(lines).split())
     (data,) = re.findall(
         r'<script type="application/json" id="data">(.*)</script>', page(explanation)
     )
     assert json.loads(data) == json.loads(json.dumps(dataclasses.asdict(explanation)))
     for event in explanation.lanes[3].events:
-        assert f"{event.number} {event.place.phase}" in lines
-        assert event.why in lines
+        assert f"{event.number} {event.place.phase}" in text
+        assert event.why in text
 
 
 def check_numbers(recorded: list[Recorded]) -> None:
@@ -203,7 +205,7 @@ def test_equal_blocks_are_shown_once_and_counted(pool):
     counted = totals([e for e in lane.events if e.place.phase not in NOT_PLANNED])
     (rank,) = trace(config, llama, degrees).ranks
     assert counted == {
-        (call.axis, call.kind): (call.count, call.whole_bytes)
+        (call.axis, call.kind): (call.count, call.whole_bytes, call.sent_bytes)
         for call in rank.collectives
         if call.size > 1
     }

@@ -46,6 +46,11 @@ def run(argv: list[str]) -> int:
     real = processes <= REAL and not options.pretend
     if options.rank >= processes:
         raise ConfigError(f"--rank {options.rank}: expected one of {processes} ranks, from 0 on")
+    if options.html and not options.html.parent.is_dir():  # said before the step is run
+        raise ConfigError(
+            f"--html {options.html}: no folder {options.html.parent}; expected a file in one that "
+            "exists"
+        )
     explanation = explain(config, llama, processes, real)
     ranks = [lane.rank for lane in explanation.lanes]
     if options.rank not in ranks:

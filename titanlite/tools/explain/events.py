@@ -117,8 +117,10 @@ class Change:
     kind: str
     calls: int
     whole_bytes: int
+    sent_bytes: int
     calls_doubled: int
     whole_bytes_doubled: int
+    sent_bytes_doubled: int
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,11 @@ def explain(
     """A step of a config on so many processes. Raises ConfigError for what cannot be run here."""
     config = _with_dtype(config, real)
     problems = [text.partition("; expected --estimate")[0] for text in untraceable(config)]
+    if config.recompute.mode == "memory_budget":
+        problems.append(
+            "recompute.mode = memory_budget: the compiler chooses what is computed again, and "
+            "explain runs a step without it; expected none, selective or full"
+        )
     if problems:
         raise ConfigError(problems)
     degrees = check_layout(config, llama, processes)
@@ -185,7 +190,7 @@ def _lane(recorded: Recorded, run: Run, llama: LlamaConfig) -> Lane:
             axis == "tp" and cut[0] >= 0 for axis, cut in zip(stored.axes, stored.cuts, strict=True)
         )
     }
-    events = explained(recorded.events, replicated)
+    events = explained(recorded.events, replicated, llama.tied_embeddings)
     more = llama.num_layers - run.llama.num_layers
     if more:
         # The second block stands for all that are not shown
@@ -207,14 +212,25 @@ def block_of(event: Event) -> str:
     return ".".join(words[:2]) if words[0] == "layers" else ""
 
 
-def totals(events: Sequence[Event]) -> dict[tuple[str, str], tuple[int, int]]:
-    """(axis, kind) -> calls and whole bytes."""
-    calls: Counter[tuple[str, str]] = Counter()
-    whole: Counter[tuple[str, str]] = Counter()
+class Total(NamedTuple):
+    """Of the collectives of one kind along one axis."""
+
+    calls: int = 0
+    whole_bytes: int = 0
+    sent_bytes: int = 0
+
+
+def totals(events: Sequence[Event]) -> dict[tuple[str, str], Total]:
+    """(axis, kind) -> of all of these events."""
+    found: dict[tuple[str, str], Total] = {}
     for event in events:
-        calls[event.axis, event.kind] += event.times
-        whole[event.axis, event.kind] += event.times * event.whole_bytes
-    return {key: (calls[key], whole[key]) for key in calls}
+        total = found.get((event.axis, event.kind), Total())
+        found[event.axis, event.kind] = Total(
+            total.calls + event.times,
+            total.whole_bytes + event.times * event.whole_bytes,
+            total.sent_bytes + event.times * event.sent_bytes,
+        )
+    return found
 
 
 def _larger_runs(
@@ -239,7 +255,7 @@ def _doubled(
     config: Config,
     degrees: Mapping[str, int],
     larger: Mapping[str, Run | str],
-    counts: Sequence[Mapping[tuple[str, str], tuple[int, int]]],
+    counts: Sequence[Mapping[tuple[str, str], Total]],
 ) -> tuple[Doubled, ...]:
     """`counts`: as it is, and of each layout of `larger` that is possible."""
     remaining = list(counts)
@@ -251,7 +267,7 @@ def _doubled(
             continue
         after = remaining.pop(0)
         changes = [
-            Change(*key, *before.get(key, (0, 0)), *after.get(key, (0, 0)))
+            Change(*key, *before.get(key, Total()), *after.get(key, Total()))
             for key in sorted(before.keys() | after.keys())
         ]
         batch = run.config.training.global_batch_size

@@ -45,9 +45,21 @@ LOSS = (
 )  # fmt: skip
 
 
-def explained(events: Sequence[Event], stored: Mapping[str, tuple[int, ...]]) -> tuple[Event, ...]:
-    """The events with their sentences. `stored`: name of a parameter that tp does not divide ->
-    its shape.
+# Module whose input tp gathers -> the matrices that multiply it
+MATRICES = {
+    "attention": "wq, wk and wv",
+    "feed_forward": "w1 and w3",
+    "output": "the output layer",
+}
+
+
+def explained(
+    events: Sequence[Event], stored: Mapping[str, tuple[int, ...]], tied: bool = False
+) -> tuple[Event, ...]:
+    """The events with their sentences.
+
+    `stored`: name of a parameter that tp does not divide -> its shape. `tied`: the output layer
+    multiplies with the embedding.
     """
     found: list[Event] = []
     for event in events:
@@ -55,6 +67,8 @@ def explained(events: Sequence[Event], stored: Mapping[str, tuple[int, ...]]) ->
         if event.place.phase in ("clip", "agreement", "metrics"):
             event = dataclasses.replace(event, axis="world")
         tensor, why, cause = _said(event, found, stored)
+        if tied and event.axis == "tp" and event.place.module == "output":
+            cause = line_of(TENSOR_PARALLEL, 'plan["output"] = PrepareModuleInputOutput(')
         train = line_of("train.py", TRAIN_LINES[event.place.phase])
         event = dataclasses.replace(event, tensor=tensor, why=why, cause=cause, train_line=train)
         found.append(event)
@@ -108,7 +122,7 @@ def _said(
     if place.phase == "loss":
         return (
             "loss of this step",
-            "each rank has the loss of its own tokens; a logged step needs their sum",
+            _of_loss(event.axis),
             place.line,
         )
     if place.phase == "metrics":
@@ -139,6 +153,12 @@ def _said(
     return place.module or f"a tensor of {place.function}", "the line says", place.line
 
 
+def _of_loss(axis: str) -> str:
+    if axis == "pp":
+        return "only the last stage computes the loss, and the other stages add zero"
+    return "each rank has the loss of its own tokens; a logged step needs their sum"
+
+
 def _of_update(event: Event) -> tuple[str, str, str]:
     if "muon" in event.place.line:
         return (
@@ -158,6 +178,10 @@ def unit_of(parameters: Sequence[str]) -> str:
     return " and ".join(dict.fromkeys(modules))
 
 
+def _is_within(module: str, unit: str) -> bool:
+    return any(f"{module}.".startswith(f"{name}.") for name in unit.split(" and "))
+
+
 def _of_fsdp(event: Event) -> tuple[str, str, str]:
     place = event.place
     number = len(place.parameters)
@@ -170,13 +194,18 @@ def _of_fsdp(event: Event) -> tuple[str, str, str]:
         tensor = f"weights of {unit} ({parameters})"
         if place.phase == "forward":
             return tensor, "each rank stores a part of these weights and computes with all", cause
-        if place.module.startswith(unit) or place.recomputed:
-            return tensor, "they were freed after the forward, and the backward needs them", cause
-        return (
-            tensor,
-            "they were freed after the forward; FSDP gathers them one unit ahead of their backward",
-            cause,
-        )
+        why = "they were freed after the forward, and the backward needs them"
+        if place.parameters == ("tok_embeddings.weight",):
+            why = (
+                "they were freed after the forward, and FSDP gathers again what it freed; the "
+                "backward of an embedding would not need them"
+            )
+        elif place.module and not place.recomputed and not _is_within(place.module, unit):
+            why = (
+                "they were freed after the forward; FSDP gathers them while the unit after this "
+                "one computes its gradients"
+            )
+        return tensor, why, cause
     tensor = f"gradients of {unit} ({parameters})"
     if event.kind == "reduce_scatter":
         return (
@@ -195,7 +224,7 @@ def _of_fsdp(event: Event) -> tuple[str, str, str]:
 def _of_norm(
     event: Event, before: Sequence[Event], stored: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, str, str]:
-    """A gradient that each rank of tp has of its part of the sequence.
+    """A gradient that each rank of tp has of its part of the sequence, or of the heads.
 
     DTensor sums it when FSDP takes the gradients of a unit, in the order of its parameters.
     """
@@ -209,11 +238,10 @@ def _of_norm(
     name = replicated[earlier] if earlier < len(replicated) else unit_of(place.parameters)
     module = name.rpartition(".")[0].rpartition(".")[2]
     cause = _row_of(module)
-    return (
-        f"gradient of {name}",
-        "its input is divided by sequence, so each rank has the gradient of its own tokens",
-        cause,
-    )
+    why = "its input is divided by sequence, so each rank has the gradient of its own tokens"
+    if module in ("q_norm", "k_norm"):
+        why = "its input is divided by heads, so each rank has the gradient of its own heads"
+    return f"gradient of {name}", why, cause
 
 
 def _row_of(module: str) -> str:
@@ -251,27 +279,31 @@ def _of_tp(event: Event, before: Sequence[Event]) -> tuple[str, str, str]:
     tensor += again
     if place.role == "inside":
         return tensor, "this module combines what the ranks of tp have", cause
+    matrices = MATRICES.get(block, "this module")
     if event.kind == "all_gather" and not of_gradient:
-        why = "between blocks each rank has a part of the sequence; these matrices need all of it"
+        why = (
+            f"this rank's rows of {matrices} multiply all tokens, and each rank has only a part of "
+            "the sequence"
+        )
     elif event.kind == "all_gather":
         why = (
-            "each rank has the gradient of its part of the sequence; the backward of these "
-            "matrices needs all of it"
+            "each rank has this gradient for its part of the sequence, and its part of the matrix "
+            "has seen all tokens"
         )
     elif not of_gradient:
         why = (
-            "each rank has a part of the sum, by its columns of the matrix; the sum is divided by "
-            "sequence"
+            "each rank has multiplied with its columns of the matrix, which gives one term of a "
+            "sum; each keeps the sum for its part of the sequence"
         )
         if place.module == "tok_embeddings":
             why = (
-                "each rank looked up the tokens of its part of the vocabulary, the others are "
-                "zero; the sum is divided by sequence"
+                "each rank has looked up the tokens of its part of the vocabulary, with zeros for "
+                "the others; each keeps the sum for its part of the sequence"
             )
     else:
         why = (
-            "each rank has the part of this gradient that its rows of the matrices give; the sum "
-            "is divided by sequence"
+            f"this rank's rows of {matrices} give one term of this gradient; each rank keeps the "
+            "sum for its part of the sequence"
         )
     return tensor, why, cause
 
@@ -311,13 +343,13 @@ def _of_message(event: Event) -> tuple[str, str, str]:
     if event.place.role == ACTIVATIONS:
         return (
             f"activations of a microbatch, {ends}",
-            "the next stage continues the forward with the output of this one",
+            f"rank {receiver} has the next stage, and continues the forward with them",
             event.place.line,
         )
     if event.place.role == GRADIENTS:
         return (
             f"gradient of a microbatch's activations, {ends}",
-            "the stage before continues the backward with the gradient of its output",
+            f"rank {receiver} has the stage before, and continues the backward with it",
             event.place.line,
         )
     return (
@@ -344,7 +376,7 @@ def _with_overlap(event: Event, i: int, events: Sequence[Event]) -> Event:
             flops = _flops_until_reduced(i, events)
             if not flops:
                 behind = "nothing: no matrix product is left"
-    elif event.kind in ("send", "recv"):
+    elif event.kind in ("send", "recv") and place.function != "sum_shared_gradients":
         behind = "other microbatches, as far as the schedule has them"
     elif place.phase == "agreement":
         behind = "the device's work: it is on the hosts, and they do not wait for the device"

@@ -6,12 +6,16 @@ them as tables.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from titanlite.tools.explain.events import PHASES, Event, Explanation, Holding, Lane, Parameter
 from titanlite.tools.explain.explain import totals
 
 BAR = 30  # characters of the longest one
+WIDTH = 110  # of a line, where it has words to wrap
+GLUE = "\u00a0"  # a space between words that stay on one line
+INDENT = " " * 7  # of what is said of an event
 MANY_RANKS = 8  # of a parameter: more are not listed
 
 
@@ -53,13 +57,13 @@ def explanation_lines(explanation: Explanation, rank: int) -> list[str]:
 
 def head_lines(explanation: Explanation, lane: Lane) -> list[str]:
     layout = ", ".join(f"{axis} {n}" for axis, n in explanation.degrees.items() if n > 1)
+    processes = f"{explanation.processes} processes: {layout}" if layout else "one process"
     lines = [
-        f"One step of {explanation.title} on {explanation.processes} processes: "
-        + (layout or "one process"),
-        f"{explanation.tokens:,} tokens; {explanation.local_batches} local batches per rank",
+        f"One step of {explanation.title} on {processes}",
+        f"{explanation.tokens:,} tokens; local batches of each rank: {explanation.local_batches}",
     ]
     if explanation.real:
-        lines.append("run on gloo; the second step, logged")
+        lines.append("run on gloo: the second step, with what a logged step does in addition")
     else:
         lines.append("run on pretended ranks: tensors have shapes and no numbers")
     if explanation.shown_blocks < explanation.blocks:
@@ -69,29 +73,57 @@ def head_lines(explanation: Explanation, lane: Lane) -> list[str]:
         )
     if not explanation.real and explanation.local_batches > 2:
         lines.append("the first local batch stands for all but the last one")
-    place = ", ".join(f"{axis} {lane.coordinates[axis]}" for axis in explanation.degrees)
-    return [*lines, f"rank {lane.rank} ({place})"]
+    place = ", ".join(
+        f"{axis} {lane.coordinates[axis]}" for axis, n in explanation.degrees.items() if n > 1
+    )
+    lines.append(f"what follows is of rank {lane.rank}" + (f" ({place})" if place else ""))
+    return [line for text in lines for line in wrapped(text, "", "  ")]
 
 
 def event_lines(lane: Lane) -> list[str]:
-    """Two or three lines for each event."""
+    """A line for each event; what is said of it below, where it differs from what was said."""
     if not lane.events:
         return ["No collectives: one process has everything"]
-    lines = ["Collectives in order", f"  {'':>4} {'phase':13} {'kind':15} {'axis':12} bytes"]
+    lines = [
+        "Collectives in order. Below each: what this rank gives, why, and three lines of code: the",
+        "one that asks for it < the one that runs < the one of train.py. 'As 7': these are as at 7.",
+        f"  {'':>4} {'phase':13} {'kind':15} {'axis':12} bytes",
+    ]
+    said: dict[tuple[str, str, str], int] = {}
     for event in lane.events:
-        times = f" x {event.times:,}" if event.times > 1 else ""
-        lines.append(
+        text = (shape_text(event), event.why, " < ".join(lines_of(event)))
+        earlier = said.setdefault(text, event.number)
+        times = f" x{GLUE}{event.times:,}" if event.times > 1 else ""
+        again = f" (as{GLUE}{earlier})" if earlier != event.number else ""
+        head = (
             f"  {event.number:>4} {event.place.phase:13} {event.kind:15} {event.axis:12} "
-            f"{bytes_text(event.whole_bytes):10} {event.tensor}{times}"
+            f"{bytes_text(event.whole_bytes):10} "
         )
-        lines.append(f"       {shape_text(event)}; {event.why}")
-        lines.append(f"       {' < '.join(lines_of(event))}")
+        lines += wrapped(f"{event.tensor}{times}{again}", head, " " * len(head))
+        if not again:
+            for part in text:
+                lines += wrapped(part, INDENT, f"{INDENT}  ")
     return lines
+
+
+def wrapped(text: str, first: str, others: str) -> list[str]:
+    """Lines of a text that begin with these."""
+    lines = textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(GLUE, " ") for line in lines]
 
 
 def shape_text(event: Event) -> str:
     operation = f", {event.operation}" if event.operation else ""
     shape = "x".join(map(str, event.shape)) or "scalar"
+    if event.kind in ("send", "recv"):
+        return f"{shape} {event.dtype}"
     return f"{shape} {event.dtype}{operation} over ranks {ranks_text(event.ranks)}"
 
 
@@ -113,14 +145,10 @@ def total_lines(lane: Lane) -> list[str]:
         "In a step of this rank",
         f"  {'axis':12} {'kind':15} {'calls':>7} {'whole':>10} {'sent':>10}",
     ]
-    sent = {
-        key: sum(e.times * e.sent_bytes for e in lane.events if (e.axis, e.kind) == key)
-        for key in totals(lane.events)
-    }
-    for (axis, kind), (calls, whole) in sorted(totals(lane.events).items()):
+    for (axis, kind), total in sorted(totals(lane.events).items()):
         lines.append(
-            f"  {axis:12} {kind:15} {calls:>7,} {bytes_text(whole):>10} "
-            f"{bytes_text(sent[axis, kind]):>10}"
+            f"  {axis:12} {kind:15} {total.calls:>7,} {bytes_text(total.whole_bytes):>10} "
+            f"{bytes_text(total.sent_bytes):>10}"
         )
     return lines
 
@@ -153,7 +181,7 @@ def holding_lines(parameters: Sequence[Parameter], explanation: Explanation) -> 
             for rank in ranks[:MANY_RANKS]
         ]
         more = f" | {len(ranks) - MANY_RANKS} more ranks" if len(ranks) > MANY_RANKS else ""
-        lines.append(f"    rank {' | '.join(shown)}{more}")
+        lines += wrapped(f"rank {' | '.join(shown)}{more}", "    ", "      ")
     return lines
 
 
@@ -180,21 +208,20 @@ def memory_lines(lane: Lane, explanation: Explanation) -> list[str]:
 
 def overlap_lines(lane: Lane, explanation: Explanation) -> list[str]:
     lines = [
-        "What could be hidden, and behind what: by the order of calls, on a device with a second "
-        "stream.",
-        "Nothing is measured here: "
+        "What could overlap with what computation, by the order of calls, on a device that",
+        "communicates in another stream. Nothing is measured here: "
         + (
-            "gloo communicates on the CPU that computes."
-            if explanation.real
-            else "pretended ranks communicate nothing."
+            "gloo communicates on the CPU." if explanation.real else "pretended ranks send nothing."
         ),
     ]
+    numbers: dict[str, list[str]] = {}
     for event in lane.events:
         if not event.behind.startswith("nothing"):
             flops = f", {flops_text(event.hidden_flops)}" if event.hidden_flops else ""
-            lines.append(
-                f"  {event.number:>4} {event.kind:15} {event.tensor}: {event.behind}{flops}"
-            )
+            text = f"{event.kind} of {event.tensor}: {event.behind}{flops}"
+            numbers.setdefault(text, []).append(str(event.number))
+    for text, equal in numbers.items():
+        lines += wrapped(f"{', '.join(equal)}: {text}", "  ", "    ")
     waited = sum(event.times for event in lane.events if event.behind.startswith("nothing"))
     return [*lines, f"  the other {waited:,} are waited for"]
 
@@ -209,10 +236,11 @@ def doubled_lines(explanation: Explanation) -> Iterator[str]:
             f"With {doubled.axis} = {2 * doubled.degree} instead of {doubled.degree}, and {batch}"
         )
         if doubled.problem:
-            yield f"  not possible: {doubled.problem}"
+            yield from wrapped(f"not possible: {doubled.problem}", "  ", "    ")
+            continue
+        yield f"  {'axis':11} {'kind':14} {'calls':>16} {'whole':>23} {'sent':>23}"
         for change in doubled.changes:
-            yield (
-                f"  {change.axis:12} {change.kind:15} calls {change.calls:>6,} -> "
-                f"{change.calls_doubled:>6,}   whole {bytes_text(change.whole_bytes):>10} -> "
-                f"{bytes_text(change.whole_bytes_doubled):>10}"
-            )
+            calls = f"{change.calls:,} -> {change.calls_doubled:,}"
+            whole = f"{bytes_text(change.whole_bytes)} -> {bytes_text(change.whole_bytes_doubled)}"
+            sent = f"{bytes_text(change.sent_bytes)} -> {bytes_text(change.sent_bytes_doubled)}"
+            yield f"  {change.axis:11} {change.kind:14} {calls:>16} {whole:>23} {sent:>23}"

@@ -89,7 +89,8 @@ def record(
 ) -> Recorded:
     """Runs a step and returns what was recorded.
 
-    The second one: in the first the stages of a pipeline send each other additional messages.
+    The second one: in the first the stages of a pipeline send each other additional messages, and
+    receive activations into tensors that have no gradient yet, as messages of the backward do.
     """
     recorder = EventRecorder(
         mesh, llama.vocab_size // mesh["tp"].size(), ModulePath(program.parts), values=real
@@ -98,6 +99,8 @@ def record(
     batches = _batches(config, llama, mesh, real)
     if real:
         take_step(config, program, batches, None)
+    elif mesh["pp"].size() > 1:
+        take_step(config, program, batches[-1:], None)
     with recorder:
         take_step(config, program, batches, recorder)
     coordinates = {axis: mesh[axis].get_local_rank() for axis in mesh.degrees}

@@ -3,6 +3,10 @@
 
 const SHORT = {all_gather: "AG", reduce_scatter: "RS", all_reduce: "AR", all_to_all: "AA", broadcast: "B", send: "S", recv: "R"};
 const MESSAGES = ["send", "recv"];
+const PIECES = 3;  // numbers that are shown of each rank's part of a tensor
+// Whose tensor has a part for each rank, before and after
+const PARTS_BEFORE = ["reduce_scatter", "all_to_all"];
+const PARTS_AFTER = ["all_gather", "all_to_all"];
 
 // 4096 -> 4.096 kB
 function bytesText(number) {
@@ -52,8 +56,24 @@ function sum(object) {
   return Object.values(object).reduce((total, value) => total + value, 0);
 }
 
-function numbersText(values) {
-  return values.map((value) => value === null ? "not finite" : +value.toPrecision(5)).join(", ");
+function numberText(value) {
+  if (value === null) return "not finite";
+  if (value !== 0 && Math.abs(value) < 0.001) return value.toExponential(2);
+  return String(+value.toPrecision(4));
+}
+
+function ranksText(ranks) {
+  if (ranks.length <= 16) return ranks.join(", ");
+  return `${ranks.slice(0, 3).join(", ")}, ..., ${ranks.at(-1)}: ${ranks.length} ranks`;
+}
+
+// The first numbers of a tensor; of one that has a part for each rank, some of each part
+function numbersText(values, ofParts) {
+  const texts = values.map(numberText);
+  if (!ofParts) return texts.join(", ");
+  const parts = [];
+  for (let i = 0; i < texts.length; i += PIECES) parts.push(texts.slice(i, i + PIECES).join(", "));
+  return parts.join(" | ");
 }
 
 function partText(holding, shape) {
@@ -65,24 +85,27 @@ function partText(holding, shape) {
   return text;
 }
 
+// What the bytes of an event are of
+const WHOLE = {all_gather: "Gathered tensor", reduce_scatter: "Summed tensor", all_reduce: "Summed tensor", send: "Message", recv: "Message"};
+
 // Label and text of each row of an event
 function detailRows(event) {
   const place = event.place;
   const batch = event.local_batch >= 0 ? `, local batch ${event.local_batch}` : "";
-  const lines = [...new Set([event.cause, place.line, event.train_line])];
   return [
     ["Part of the step", place.phase + batch + (place.recomputed ? ", recomputed" : "")],
     ["Collective", event.kind + (event.operation ? `, ${event.operation}` : "")],
     ["Axis", event.axis],
-    ["Ranks", event.ranks.join(", ")],
-    ["This rank gives", `${event.shape.join(" x ") || "scalar"} ${event.dtype}`],
-    ["Whole tensor", bytesText(event.whole_bytes)],
-    ["Happens", event.times > 1 ? `${event.times} times` : "once"],
+    ["Ranks", MESSAGES.includes(event.kind) ? event.ranks.join(" to ") : ranksText(event.ranks)],
+    [event.kind === "recv" ? "This rank receives" : "This rank gives", `${event.shape.join(" x ") || "scalar"} ${event.dtype}`],
+    [WHOLE[event.kind] || "Tensor", bytesText(event.whole_bytes)],
+    ["Stands for", event.times > 1 ? `${event.times.toLocaleString("en")} equal ones` : "itself only"],
     ["Module", place.module || "none"],
     ["Parameters", place.parameters.join(", ") || "none"],
-    ["Lines", lines.join(", called from ")],
+    ["Asked for in", event.cause],
+    ["Called in", place.line],
+    ["In train.py", event.train_line],
     ["Could overlap with", event.behind],
-    ["In memory now", bytesText(sum(event.held))],
   ];
 }
 
@@ -107,6 +130,13 @@ function fillTable(table, rows, heads) {
   }
 }
 
+// Scrolls a lane, and not the page
+function centre(button) {
+  const track = button.parentElement;
+  const shift = button.getBoundingClientRect().left - track.getBoundingClientRect().left;
+  track.scrollLeft += shift - track.clientWidth / 2;
+}
+
 function start(data) {
   const byId = (id) => document.getElementById(id);
   const lanes = data.lanes;
@@ -115,8 +145,8 @@ function start(data) {
   const layout = Object.entries(data.degrees).filter(([, n]) => n > 1).map(([axis, n]) => `${axis} ${n}`);
   let at = {lane: 0, event: 0};
 
-  byId("title").textContent = `One step of ${data.title} on ${data.processes} processes: ${layout.join(", ") || "one process"}`;
-  let facts = `${data.tokens.toLocaleString("en")} tokens, ${data.local_batches} local batches per rank. `;
+  byId("title").textContent = `One step of ${data.title} on ` + (layout.length ? `${data.processes} processes: ${layout.join(", ")}` : "one process");
+  let facts = `${data.tokens.toLocaleString("en")} tokens, local batches of each rank: ${data.local_batches}. `;
   facts += data.real ? "Run on gloo." : "Run on pretended ranks, one of each pipeline stage: tensors have shapes and no numbers.";
   if (data.shown_blocks < data.blocks) {
     facts += ` ${data.shown_blocks} of ${data.blocks} blocks are shown; the others do the same as layers.1, and are counted with it.`;
@@ -141,6 +171,7 @@ function start(data) {
       const button = element("button", SHORT[event.kind]);
       button.type = "button";
       button.tabIndex = -1;
+      button.dataset.begins = j > 0 && event.place.phase !== lane.events[j - 1].place.phase ? "begins" : "";
       button.title = `${event.number} ${event.place.phase}: ${event.kind}, ${event.tensor}`;
       button.addEventListener("click", () => show({lane: i, event: j}));
       track.append(button);
@@ -158,24 +189,28 @@ function start(data) {
       bar.title = `up to event ${event.number}: ${bytesText(event.peak)}`;
       return bar;
     }));
-    byId("memory-note").textContent = `Rank ${lane.rank}: the fullest moment before each event, at most ${bytesText(most)}`
+    byId("memory-note").textContent = `Memory of rank ${lane.rank}, a bar for each collective: at most ${bytesText(lane.events[at.event].peak)} `
+      + `since the one before; in the whole step ${bytesText(most)}`
       + (data.shown_blocks < data.blocks ? ", of the blocks that are shown." : ".");
     const held = lane.events[at.event].held;
-    const rows = Object.entries(held).filter(([, n]) => n > 0).sort((a, b) => b[1] - a[1]);
-    fillTable(byId("held"), rows.map(([name, n]) => [name.replaceAll("_", " "), bytesText(n)]), ["at this event", "bytes"]);
+    const rows = Object.entries(held).map(([name, n]) => [name.replaceAll("_", " "), bytesText(n)]);
+    fillTable(byId("held"), [...rows, ["together", bytesText(sum(held))]]);
   }
 
   function showValues(name) {
     const rows = [];
     lanes.forEach((lane, i) => lane.events.forEach((event, j) => {
       if (together[i][j] === name) {
-        rows.push([`rank ${lane.rank}`, numbersText(event.before) || "none", numbersText(event.after) || "none"]);
+        const before = numbersText(event.before, PARTS_BEFORE.includes(event.kind));
+        const after = numbersText(event.after, PARTS_AFTER.includes(event.kind));
+        const unread = event.kind === "send" ? "" : "not read in this step";
+        rows.push([String(lane.rank), before, after || unread]);
       }
     }));
     byId("values-note").textContent = data.real
-      ? "The first numbers, or the first three of each rank's part. What a rank receives, it has afterwards."
+      ? "The first numbers of it. If it has a part for each rank: the first three numbers of each part, with | between parts."
       : "Pretended ranks have no numbers.";
-    fillTable(byId("values"), data.real ? rows : [], ["", "before", "after"]);
+    if (data.real) fillTable(byId("values"), rows, ["rank", "before", "after"]);
   }
 
   function show(to, focus = true) {
@@ -186,22 +221,28 @@ function start(data) {
     const name = together[at.lane][at.event];
     buttons.forEach((row, i) => row.forEach((button, j) => {
       const current = i === at.lane && j === at.event;
-      const classes = ["event", axisClass(lanes[i].events[j].axis)];
+      const classes = ["event", axisClass(lanes[i].events[j].axis), button.dataset.begins];
       if (current) classes.push("current");
       else if (together[i][j] === name) classes.push("together");
-      button.className = classes.join(" ");
+      button.className = classes.filter(Boolean).join(" ");
       button.tabIndex = current ? 0 : -1;
     }));
     [...byId("lanes").children].forEach((row, i) => { row.className = i === at.lane ? "lane chosen" : "lane"; });
-    byId("position").textContent = `rank ${lane.rank}, ${event.number} of ${lane.events.length}`;
+    byId("position").textContent = `rank ${lane.rank}, ${event.number} of ${lane.events.length}: ${event.place.phase}`;
     byId("h-event").textContent = `${event.number}. ${event.tensor}`;
     byId("why").textContent = `Why: ${event.why}.`;
     fillTable(byId("details"), detailRows(event));
     showValues(name);
     showMemory(lane);
-    const button = buttons[at.lane][at.event];
-    if (focus) button.focus({preventScroll: true});
-    button.scrollIntoView({block: "nearest", inline: "nearest"});
+    buttons.forEach((row, i) => {
+      const j = i === at.lane ? at.event : together[i].indexOf(name);
+      if (j >= 0) centre(row[j]);
+    });
+    if (focus) {
+      const button = buttons[at.lane][at.event];
+      button.focus({preventScroll: true});
+      button.scrollIntoView({block: "nearest", inline: "nearest"});
+    }
   }
 
   const keys = {first: "Home", previous: "ArrowLeft", next: "ArrowRight", last: "End"};
@@ -237,13 +278,15 @@ function start(data) {
       fillTable(table, one.changes.map((change) => [
         change.axis, change.kind, `${change.calls} to ${change.calls_doubled}`,
         `${bytesText(change.whole_bytes)} to ${bytesText(change.whole_bytes_doubled)}`,
-      ]), ["axis", "collective", "calls", "whole"]);
+        `${bytesText(change.sent_bytes)} to ${bytesText(change.sent_bytes_doubled)}`,
+      ]), ["axis", "collective", "calls", "whole tensors", "a rank sends"]);
       scroll.append(table);
       byId("doubled").append(scroll);
     }
   }
   if (lanes[0].events.length) show(at, false);
   else byId("h-event").textContent = "No collectives: one process has everything";
+  document.documentElement.dataset.ready = "yes";
 }
 
 start(JSON.parse(document.getElementById("data").textContent));
