@@ -106,7 +106,7 @@ WAITS = [
         "titanlite/probes/noise_scale.py",
         "gradient, variance = self.averages.tolist()",
         "for the device: the averages of the gradient noise scale",
-        "logged steps, with `metrics.noise_scale`",
+        "logged steps, with `metrics.noise_scale_freq`",
     ),
     Wait(
         "titanlite/probes/layer_norms.py",

@@ -27,7 +27,9 @@ def made(rank: int) -> Lane:
                 before=(1e-7 * number, 2.0, None),
                 after=(1e-7, 2.0, None, 3.0, 4.0, 5.0),
                 tensor=f"</script><b>tensor</b> {number}",
-                **{"why": "because", "cause": "b.py:2", "train_line": "train.py:3"},
+                why="because",
+                cause="b.py:2",
+                train_line="train.py:3",
                 behind="nothing: what follows needs the result",
             )
         )

@@ -85,8 +85,9 @@ def event_lines(lane: Lane) -> list[str]:
     if not lane.events:
         return ["No collectives: one process has everything"]
     lines = [
-        "Collectives in order. Below each: what this rank gives, why, and three lines of code: the",
-        "one that asks for it < the one that runs < the one of train.py. 'As 7': these are as at 7.",
+        "Collectives in order. Below each: what this rank gives, why, and three lines of code:",
+        "the one that asks for it < the one that runs < the one of train.py.",
+        "(as 7): all this is as at 7.",
         f"  {'':>4} {'phase':13} {'kind':15} {'axis':12} bytes",
     ]
     said: dict[tuple[str, str, str], int] = {}
