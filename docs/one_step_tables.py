@@ -139,6 +139,12 @@ WAITS = [
         "each validation set",
     ),
     Wait(
+        "titanlite/probes/continuation.py",
+        "chosen = self._choose(logits.cpu()",
+        "for the device: the logits of each token that is generated",
+        "samples and scores, beside a validation",
+    ),
+    Wait(
         "titanlite/checkpoint/async_save.py",
         "self.wait()",
         "for the save before, if it is asynchronous and still writes",
