@@ -235,8 +235,9 @@ function start(data) {
     showValues(name);
     showMemory(lane);
     buttons.forEach((row, i) => {
+      // A lane without a part in it follows by number
       const j = i === at.lane ? at.event : together[i].indexOf(name);
-      if (j >= 0) centre(row[j]);
+      if (row.length) centre(row[j >= 0 ? j : Math.min(at.event, row.length - 1)]);
     });
     if (focus) {
       const button = buttons[at.lane][at.event];
