@@ -5,9 +5,10 @@
 What is new: everything that a training run computes. Each optimizer step takes a batch, divides it
 into local batches that fit in memory, adds up their gradients, limits the norm of the gradients,
 sets the learning rate and updates the parameters with AdamW.
-What it costs: with N parameters in fp32, 16 N bytes live through the whole run: 4 N of parameters,
-4 N of gradients and 8 N of AdamW's two moments. The activations of one local batch come on top; the
-largest are the logits, 4 B S V bytes, and their gradient. No collectives.
+What it costs: with N parameters in fp32, 16 N bytes: 4 N of parameters and 8 N of AdamW's two
+moments through the whole run, 4 N of gradients from the first backward to the update. The
+activations of one local batch come on top; the largest are its logits, 4 S V bytes for each
+sequence, and their gradient. No collectives.
 Read next: 2_ddp.py, which divides the batch between processes.
 
 Nothing here may depend on how the batch is divided. So the loss is a sum over the labels, divided
@@ -118,7 +119,7 @@ def train() -> list[float]:
 
 
 if __name__ == "__main__":
-    launch(train, processes=1)
+    launch(train, processes=1, allowed=(1,))
 
 # With torch, and in titanlite:
 #   AdamW       torch.optim.AdamW(fused=True)      titanlite/optim/optimizer.py: build_optimizer

@@ -117,7 +117,7 @@ def train() -> list[float]:
 
 
 if __name__ == "__main__":
-    launch(train, processes=2)
+    launch(train, processes=2, allowed=(1, 2, 4, 8))
 
 # With torch, and in titanlite:
 #   DDP         torch.nn.parallel.DistributedDataParallel, which averages. titanlite uses

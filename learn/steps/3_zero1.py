@@ -5,7 +5,8 @@
 What is new: in step 2 all ranks compute the same update from the same gradients and hold the same
 moments. Here rank r receives the sum of part r of the gradients only (a reduce-scatter), updates
 part r of the parameters, and then all ranks exchange their updated parts (an all-gather).
-What it costs: AdamW's moments take 8 N / n bytes instead of 8 N; parameters and gradients stay 8 N.
+What it costs: AdamW's moments take 8 N / n bytes instead of 8 N; parameters and gradients stay 8 N,
+and the part's summed gradient takes 4 N / n.
 A ring all-reduce is a reduce-scatter followed by an all-gather, so the bytes sent are those of
 step 2: 2 (n - 1) / n times 4 N. The norm of the gradients now needs an all-reduce of 4 bytes.
 Read next: 4_fsdp.py, which divides parameters and gradients too.
@@ -110,7 +111,7 @@ def train() -> list[float]:
 
 
 if __name__ == "__main__":
-    launch(train, processes=2)
+    launch(train, processes=2, allowed=(1, 2, 4, 8))
 
 # With torch, and in titanlite:
 #   Zero1     torch.distributed.optim.ZeroRedundancyOptimizer, which divides by whole parameters.

@@ -6,8 +6,8 @@ What is new: a parameter is whole only while it is computed with. The unit of th
 block, the embedding, the norm with the output layer): before its forward one all-gather makes its
 parameters whole, after it they are freed. Before its backward they are gathered again; after it a
 reduce-scatter leaves each rank its part of the summed gradients, and both whole tensors are freed.
-What it costs: 16 N / n bytes for the whole run, and at its fullest moment the parameters and
-gradients of one unit. 2 all-gathers and 1 reduce-scatter of 4 N bytes for each local batch (so here
+What it costs: 16 N / n bytes (4 N / n of them are gradients, until the update), and at its fullest
+moment the parameters and gradients of one unit. 2 all-gathers and 1 reduce-scatter of 4 N bytes for each local batch (so here
 a rank has one local batch): 3 (n - 1) / n times 4 N sent, half as much again as in step 2.
 Read next: 5_tensor_parallel.py, which divides the computation of each layer.
 
@@ -128,7 +128,7 @@ def train() -> list[float]:
 
 
 if __name__ == "__main__":
-    launch(train, processes=2)
+    launch(train, processes=2, allowed=(1, 2, 4, 8))
 
 # With torch, and in titanlite:
 #   Unit         torch.distributed.fsdp.fully_shard        titanlite/parallel/fsdp.py: apply_fsdp

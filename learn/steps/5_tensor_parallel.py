@@ -9,8 +9,9 @@ rank some of the tokens. So norms and residuals work on S / n tokens (sequence p
 all-gather restores the sequence before the next pair. Embedding and output are divided by the
 vocabulary; the loss works on V / n logits of each token and never gathers them.
 What it costs: 16 N / n bytes, norms excepted. Per block 2 all-gathers and 2 reduce-scatters of
-4 B S D bytes in the forward, as many in the backward. The computation waits for them, so the ranks
-of a group belong on one node. (Megatron-LM: arXiv 1909.08053; sequence parallel: arXiv 2205.05198)
+4 B S D bytes in the forward, as many in the backward; one pair more for embedding and output; for
+the loss 3 numbers of each token. Computation waits for them, so the ranks belong on one node.
+(Megatron-LM: arXiv 1909.08053; sequence parallel: arXiv 2205.05198)
 Read next: 6_fsdp_tp.py, which joins this step with step 4.
 """
 
@@ -141,7 +142,7 @@ def train() -> list[float]:
 
 
 if __name__ == "__main__":
-    launch(train, processes=2)
+    launch(train, processes=2, allowed=(1, 2))  # it has 2 key/value heads
 
 # With torch, and in titanlite:
 #   PLAN, apply_tp  ColwiseParallel, RowwiseParallel and SequenceParallel in parallelize_module

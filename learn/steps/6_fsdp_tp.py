@@ -8,8 +8,9 @@ groups: the ranks of one have the same part of each layer, which FSDP divides fu
 parallel comes first and FSDP divides what it has left: of wq's 64 rows the ranks 0 to 3 hold rows
 0-15, 32-47, 16-31, 48-63. Neighbouring ranks share a node, and tensor parallel sends most, so it
 has the inner axis.
-What it costs: 16 N / (dp tp) bytes and one unit of 8 N' / tp. The collectives of steps 4 and 5, of
-1/tp of the parameters and of 1/dp of the batch. The classes are those of steps 4 and 5, unchanged.
+What it costs: 16 N / (dp tp) bytes, and 8 / tp for each parameter of one unit. The collectives of
+step 4, of 1/tp of the parameters, and those of step 5, of 1/dp of the batch. The classes are those
+of steps 4 and 5, unchanged.
 Read next: 7_pipeline.py, which divides the model by its layers.
 
 The gradient norm needs care: a matrix's number exists once among all ranks, a norm weight's number
@@ -109,7 +110,7 @@ def train() -> list[float]:
 
 
 if __name__ == "__main__":
-    launch(train, processes=4)
+    launch(train, processes=4, allowed=(1, 2, 4, 8))
 
 # With torch, and in titanlite:
 #   build_mesh     torch.distributed.init_device_mesh  titanlite/distributed/mesh.py: Mesh

@@ -7,8 +7,8 @@ and sends the result to the next stage; gradients go the other way. The batch is
 microbatches, so that the stages work at the same time on different ones. In 1F1B a stage begins
 with as many forwards as there are stages after it (warmup), then does one forward and one backward
 in turns (steady), and ends with the backwards that are left (cooldown).
-What it costs: 16 N / p bytes, roughly. Per microbatch and boundary 4 b S D bytes each way, which is
-little; so this axis may cross nodes. Stages are idle at the start and the end, in all
+What it costs: with p stages about 16 N / p bytes. Per boundary and sequence 4 S D bytes each way,
+which is little; so this axis may cross nodes. Stages are idle at the start and the end, in all
 (p - 1) / (M + p - 1) of the time. Stage r holds the activations of at most p - r microbatches; with
 all forwards first (GPipe) it would be all M.
 Read next: 8_ring_attention.py, which divides the sequence.
@@ -136,7 +136,7 @@ def train() -> list[float]:
 
 
 if __name__ == "__main__":
-    launch(train, processes=2)
+    launch(train, processes=2, allowed=(1, 2, 3, 4))  # it has 4 blocks
 
 # With torch, and in titanlite:
 #   Pipeline  torch.distributed.pipelining.PipelineStage and Schedule1F1B

@@ -139,7 +139,7 @@ def train() -> list[float]:
 
 
 if __name__ == "__main__":
-    launch(train, processes=2)
+    launch(train, processes=2, allowed=(1, 2, 4, 8))
 
 # With torch, and in titanlite:
 #   RingAttention  torch.distributed.tensor.experimental.context_parallel

@@ -32,13 +32,12 @@ from torch import Tensor, nn
 fsdp = import_module("4_fsdp")  # a module whose name begins with a digit can't be imported by name
 
 SAVE_AT = STEPS // 2
-Group = dist.ProcessGroup
 
 
 class Run:
     """A model divided among the ranks of a group, with its optimizer."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         model = Llama()
         names = {parameter: name for name, parameter in model.named_parameters()}
@@ -94,7 +93,7 @@ class Run:
             index = {"step": step, "ranks": self.group.size()}
             (part / "index.json").write_text(json.dumps(index))
             part.rename(folder)
-        dist.barrier(self.group)  # nobody reads before
+        dist.barrier(self.group)  # no rank reads before this
 
     def load(self, folder: Path) -> int:
         """Fills the state from a folder that any number of ranks has saved; returns its step.
@@ -142,7 +141,7 @@ def train() -> list[float]:
 
 
 if __name__ == "__main__":
-    launch(train, processes=4)
+    launch(train, processes=4, allowed=(1, 2, 4, 8))
 
 # With torch, and in titanlite:
 #   save  torch.distributed.checkpoint.save  titanlite/checkpoint/storage.py: write_step

@@ -83,16 +83,20 @@ def update(optimizer: torch.optim.AdamW, norm: Tensor, step: int) -> None:
     optimizer.step()
 
 
-def launch(train: Callable[[], list[float]], processes: int) -> None:
+def launch(train: Callable[[], list[float]], processes: int, allowed: tuple[int, ...]) -> None:
     """Runs `train` on this many processes, or on as many as the first argument says.
 
     Under torchrun, which has started the processes already, it joins them. Rank 0 prints.
+    allowed: the numbers of processes that can divide what the step divides, equally.
     """
-    torch.set_num_threads(1)
-    if len(sys.argv) > 1:
-        processes = int(sys.argv[1])
-    if "WORLD_SIZE" in os.environ:  # torchrun --nproc-per-node N
-        _work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", train)
+    given = os.environ.get("WORLD_SIZE")  # torchrun --nproc-per-node N
+    number = given or (sys.argv[1] if len(sys.argv) > 1 else str(processes))
+    if number not in map(str, allowed):
+        numbers = ", ".join(map(str, allowed))
+        raise SystemExit(f"{sys.argv[0]}: {number} processes; this step runs on {numbers}")
+    processes = int(number)
+    if given:
+        _work(int(os.environ["RANK"]), processes, "env://", train)
         return
     with tempfile.TemporaryDirectory() as folder:
         where = f"file://{folder}/store"
