@@ -31,7 +31,9 @@ def run(argv: list[str]) -> int:
         return _list()
     if argv[0] not in ACTIONS:
         hint = suggestion(argv[0], list(ACTIONS))
-        raise ConfigError([f"titanlite learn: unknown action {argv[0]!r}{hint}", USAGE])
+        raise ConfigError(
+            f"titanlite learn: unknown action {argv[0]!r}{hint}; expected start or check"
+        )
     if argv[0] == "start":
         return _start(argv[1:])
     return _check(argv[1:])

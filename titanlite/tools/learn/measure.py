@@ -11,6 +11,7 @@ What it costs: about 50 microseconds per operator. It runs in a process of its o
 from __future__ import annotations
 
 import importlib.util
+import reprlib
 import sys
 import time
 from collections.abc import Callable
@@ -41,6 +42,10 @@ class Measured:
     peak: int = 0
 
 
+class ProgramError(Exception):
+    """A program has not the form that an exercise needs. The message says all."""
+
+
 class NoAxes:
     """In place of a mesh: the programs make their own groups."""
 
@@ -61,6 +66,15 @@ def load_program(path: Path) -> ModuleType:
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+def as_number(value: object, what: str) -> float:
+    """Raises ProgramError if it is none: most often a `return` is missing."""
+    try:
+        return float(cast(Any, value))
+    except (TypeError, ValueError, RuntimeError):
+        message = f"{what}: expected a number, found {reprlib.repr(value)}; is a `return` missing?"
+        raise ProgramError(message) from None
 
 
 def losses_of(path: str) -> list[float]:
@@ -95,16 +109,21 @@ def measure(path: str, recorded: tuple[int, ...]) -> Measured:
         return read_step(step)
 
     def noted_update(optimizer: Any, norm: Any, step: int) -> None:
-        norms.append(float(norm))
+        norms.append(as_number(norm, f"the norm that `update` is given in step {step}"))
         update(optimizer, norm, step)
 
     common.read_step = noted_read_step
     common.update = noted_update
     program = load_program(Path(path))
+    if not hasattr(program, "train"):
+        raise ProgramError(f"{Path(path).name}: no function `train`, which the exercise came with")
     recorder.__enter__()
-    losses = program.train()
+    returned = program.train()
     if recording:
         recorder.__exit__(None, None, None)
+    if not isinstance(returned, list):
+        raise ProgramError(f"`train` returned {reprlib.repr(returned)}, expected a list of losses")
+    losses = [as_number(loss, f"loss of step {i}") for i, loss in enumerate(returned, start=1)]
     calls: dict[str, int] = {}
     sent: dict[str, int] = {}
     for key, value in recorder.counts.items():
@@ -113,4 +132,4 @@ def measure(path: str, recorded: tuple[int, ...]) -> Measured:
             kind = str(key[2])
             counts[kind] = counts.get(kind, 0) + value
     peak = max(sum(memory.values()) for memory in recorder.peaks.values())
-    return Measured(list(losses), norms, calls, sent, held, peak)
+    return Measured(losses, norms, calls, sent, held, peak)

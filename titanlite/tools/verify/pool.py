@@ -234,7 +234,7 @@ def _describe_death(rank: int, process: BaseProcess, folder: Path) -> str:
     """How a worker ended that has sent no outcome, with the stack of each of its threads if it
     crashed.
     """
-    process.join(1)
+    process.join(5)  # it is still writing the stacks
     crash_file = _crash_file(folder, rank)
     stacks = ""
     if crash_file.exists():  # it may have died before it was called
