@@ -7,8 +7,9 @@ block, the embedding, the norm with the output layer): before its forward one al
 parameters whole, after it they are freed. Before its backward they are gathered again; after it a
 reduce-scatter leaves each rank its part of the summed gradients, and both whole tensors are freed.
 What it costs: 16 N / n bytes (4 N / n of them are gradients, until the update), and at its fullest
-moment the parameters and gradients of one unit. 2 all-gathers and 1 reduce-scatter of 4 N bytes for each local batch (so here
-a rank has one local batch): 3 (n - 1) / n times 4 N sent, half as much again as in step 2.
+moment the parameters and gradients of one unit. 2 all-gathers and 1 reduce-scatter of 4 N bytes for
+each local batch (so here a rank has one): 3 (n - 1) / n times 4 N sent, half as much again as in
+step 2.
 Read next: 5_tensor_parallel.py, which divides the computation of each layer.
 
 As in FSDP2 every parameter is divided by itself, along dimension 0: rank r has rows r R/n to

@@ -7,11 +7,10 @@ w3: its hidden units), of the second one the matching input columns (wo, w2). Be
 is sent. The second gives a partial sum; a reduce-scatter adds those of all ranks and leaves each
 rank some of the tokens. So norms and residuals work on S / n tokens (sequence parallel), and an
 all-gather restores the sequence before the next pair. Embedding and output are divided by the
-vocabulary; the loss works on V / n logits of each token and never gathers them.
+vocabulary; the loss works on V / n logits, and sends 3 numbers of each token instead of V.
 What it costs: 16 N / n bytes, norms excepted. Per block 2 all-gathers and 2 reduce-scatters of
-4 B S D bytes in the forward, as many in the backward; one pair more for embedding and output; for
-the loss 3 numbers of each token. Computation waits for them, so the ranks belong on one node.
-(Megatron-LM: arXiv 1909.08053; sequence parallel: arXiv 2205.05198)
+4 B S D bytes in the forward, one pair more for the two ends, as many in the backward. They are
+waited for, so a group belongs on one node. (Megatron-LM: arXiv 1909.08053, 2205.05198)
 Read next: 6_fsdp_tp.py, which joins this step with step 4.
 """
 

@@ -36,27 +36,18 @@ def test_the_files_are_those_that_titanlite_makes_and_trains_on(pool, tmp_path, 
     assert [norm for _, norm in trained.values()] == pytest.approx(norms, rel=1e-4)
 
 
+# Numbers of processes other than those of the lessons, which test_check.py runs
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "processes"),
     [
-        ("4_fsdp", 2),
-        *(
-            pytest.param(name, processes, marks=pytest.mark.slow)
-            for name, processes in [
-                ("1_loop", 1),
-                ("2_ddp", 4),
-                ("3_zero1", 4),
-                ("4_fsdp", 4),
-                ("5_tensor_parallel", 2),
-                ("6_fsdp_tp", 2),
-                ("6_fsdp_tp", 4),
-                ("7_pipeline", 2),
-                ("7_pipeline", 4),
-                ("8_ring_attention", 2),
-                ("8_ring_attention", 4),
-                ("9_checkpoint", 4),
-            ]
-        ),
+        ("2_ddp", 4),
+        ("3_zero1", 4),
+        ("4_fsdp", 4),
+        ("6_fsdp_tp", 2),
+        ("7_pipeline", 3),
+        ("7_pipeline", 4),
+        ("8_ring_attention", 4),
     ],
 )
 def test_every_step_prints_the_losses_of_train(pool, name, processes):
@@ -76,6 +67,17 @@ def test_a_step_starts_its_own_processes_and_runs_under_torchrun(launcher):
     )
     printed = [float(text) for text in re.findall(r"loss (\S+)", done.stdout)]
     assert printed == pytest.approx(expected_losses()[0], abs=2e-5), done.stderr
+
+
+@pytest.mark.parametrize("variable", [True, False], ids=["torchrun", "argument"])
+@pytest.mark.parametrize("number", ["0", "3", "two"])
+def test_a_number_of_processes_that_does_not_divide_is_refused(monkeypatch, variable, number):
+    monkeypatch.setattr(sys, "argv", ["4_fsdp.py", *([] if variable else [number])])
+    if variable:
+        monkeypatch.setenv("WORLD_SIZE", number)
+    launch = runpy.run_path(str(STEPS / "common.py"))["launch"]
+    with pytest.raises(SystemExit, match=f"{number} processes; this step runs on 1, 2, 4"):
+        launch(list, processes=2, allowed=(1, 2, 4))
 
 
 def imported(path: Path) -> set[str]:
