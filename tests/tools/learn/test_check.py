@@ -6,8 +6,8 @@ import pytest
 import tomllib
 
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.learn import exercise
-from titanlite.tools.learn.check import check_program, failure_lines
+from titanlite.tools.learn import check, exercise
+from titanlite.tools.learn.check import check_program, expected_losses, failure_lines
 from titanlite.tools.learn.exercise import COURSE, lay_out, text_of
 from titanlite.tools.learn.lessons import LESSONS
 
@@ -55,8 +55,13 @@ ALL_WRONG = [(lesson, name) for lesson in PROGRAMS for name in wrong_answers(les
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_a_known_wrong_answer_is_refused_with_its_hint(pool, lesson, name, tmp_path):
+def test_a_known_wrong_answer_is_refused_with_its_hint(pool, lesson, name, tmp_path, monkeypatch):
     folder = answered(lesson, tmp_path / "exercise", wrong_answers(lesson)[name])
+    if lesson.name != "checkpoint":  # the others show in a few steps
+        common = folder / "common.py"
+        common.write_text(common.read_text().replace("STEPS = 20", "STEPS = 4"))
+        first = tuple(values[:4] for values in expected_losses())
+        monkeypatch.setattr(check, "expected_losses", lambda: first)
     grade = check_program(lesson, folder, pool, 120)
     assert not grade.passed
     assert grade.mistakes == [name], grade.lines
@@ -98,6 +103,11 @@ def test_a_hang_ends_with_the_line_that_each_rank_is_at(pool, tmp_path):
     assert "       rank 1: 2_ddp.py, line 8, in train" in grade.lines or any(
         line.startswith("       rank 1: 2_ddp.py, line 7") for line in grade.lines
     )
+
+
+def test_what_a_program_lacks_is_one_line(tmp_path):
+    error = "rank 0:\nTraceback ...\ntitanlite.tools.learn.measure.ProgramError: no `train`"
+    assert failure_lines(error, tmp_path, 1) == ["WRONG  no `train`"]
 
 
 def test_a_long_traceback_is_cut(tmp_path):

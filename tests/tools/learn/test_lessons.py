@@ -46,3 +46,24 @@ def test_a_result_is_compared_with_what_was_expected():
     assert result.calls("all_reduce") == 2
     assert result.calls("send") == 0
     assert result.too_much_held == N
+
+
+@pytest.mark.parametrize("lesson", PROGRAMS, ids=lambda lesson: lesson.name)
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_signs_bear_what_is_not_finite_and_a_right_answer_has_none(lesson, value):
+    for loss in (value, 6.0):
+        counts = [lesson.expected(rank) for rank in range(lesson.processes)]
+        ranks = [
+            Measured(
+                [loss] * 20,
+                [loss] * 20,
+                {kind: count.calls for kind, count in count_by_kind.items()},
+                {kind: count.bytes for kind, count in count_by_kind.items()},
+                lesson.held(rank),
+                lesson.peak,
+            )
+            for rank, count_by_kind in enumerate(counts)
+        ]
+        result = Result(ranks, [6.0] * 20, [6.0] * 20, lesson)
+        signs = [mistake.name for mistake in lesson.mistakes if mistake.sign(result)]
+        assert loss != 6.0 or signs == []

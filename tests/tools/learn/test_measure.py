@@ -2,8 +2,11 @@
 
 import shutil
 
+import pytest
+import torch
+
 from titanlite.tools.learn.exercise import COURSE
-from titanlite.tools.learn.measure import measure
+from titanlite.tools.learn.measure import ProgramError, as_number, measure
 
 PROGRAM = """
 import torch
@@ -43,3 +46,10 @@ def test_collectives_bytes_and_memory_of_the_recorded_steps(pool, tmp_path):
     # `kept`, the parameter, its gradient and moments; and at most, the large tensor of step 2
     assert 4000 <= first.held < 16_000
     assert 800_000 < first.peak < 900_000, "that of step 4 is not recorded"
+
+
+def test_a_loss_is_a_number_or_a_tensor_of_one():
+    assert as_number(torch.tensor(0.5), "loss") == 0.5
+    for value in (None, "x", torch.zeros(2)):
+        with pytest.raises(ProgramError, match="loss: expected a number, found"):
+            as_number(value, "loss")
