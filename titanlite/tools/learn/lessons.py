@@ -438,10 +438,11 @@ LESSONS = (
             ),
             Mistake(
                 "not_scaled_down",
-                lambda result: result.first_off == 1 and result.calls("send") == 1,
-                "The messages are right in number and the first loss is not, so the forward is "
-                "wrong. When a block has a larger score, what was added up before has to be scaled "
-                "by exp(old - new), the output and the total. Only the own block is masked.",
+                lambda result: result.first_off > 0 and result.calls("send") == 1,
+                "The messages are right in number and the attention is not. Most often: when a "
+                "block has a larger score, what was added up before has to be scaled by "
+                "exp(old - new), the output and the total. Or the own block is not masked, or the "
+                "backward has forgotten a factor: if the norm of step 1 is right, look there.",
             ),
         ),
     ),
