@@ -1,12 +1,16 @@
 """The lessons as data: their formulas are those of the programs."""
 
+import re
 import runpy
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import tomllib
 
+from titanlite.tools.faults.catalogue import FAULTS
 from titanlite.tools.learn.exercise import COURSE, text_of
 from titanlite.tools.learn.lessons import LESSONS, SIZES, Count, N, Result
 from titanlite.tools.learn.measure import Measured
@@ -67,3 +71,36 @@ def test_signs_bear_what_is_not_finite_and_a_right_answer_has_none(lesson, value
         result = Result(ranks, [6.0] * 20, [6.0] * 20, lesson)
         signs = [mistake.name for mistake in lesson.mistakes if mistake.sign(result)]
         assert loss != 6.0 or signs == []
+
+
+def commands() -> list[str]:
+    """Those of titanlite in the texts of the lessons, but for the grader's, which other tests run."""
+    found = set()
+    for lesson in LESSONS:
+        text = text_of(lesson).read_text().replace("\\\n", " ")
+        for line in text.splitlines():
+            for command in re.findall(r"^titanlite .*|`(titanlite [^`]*)`", line):
+                found.add(command or line)
+    return sorted(command for command in found if "titanlite learn" not in command)
+
+
+def test_planted_faults_that_a_lesson_names_exist():
+    """They are planted by tests/tools/faults."""
+    names = [command.split()[2] for command in commands() if command.startswith("titanlite break")]
+    assert len(names) >= 8
+    assert {*names} <= {fault.name for fault in FAULTS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [one for one in commands() if " break " not in one])
+def test_the_commands_of_the_lessons_run(command):
+    words = shlex.split(command, comments=True)
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=COURSE.parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
