@@ -19,6 +19,7 @@ from titanlite.config.schema import CommConfig, DebugConfig, RunConfig
 from titanlite.distributed import process_group, rendezvous
 from titanlite.distributed.network import interface_towards
 from titanlite.distributed.process_group import start, use_loopback
+from titanlite.runtime import device as runtime_device
 from titanlite.runtime.errors import LISTENER, JoinError
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,7 @@ def gpus(monkeypatch):
 
 def test_each_process_of_a_node_has_a_gpu_and_nccl_connects_at_once(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(runtime_device, "segments_can_grow", lambda index: index == 3)
     device = start_on("auto")
     assert device == gpus["device"] == gpus["device_id"] == torch.device("cuda", 3)
     assert gpus["backend"] == "nccl"
