@@ -4,7 +4,7 @@
 
 What it is: runs every fault of `titanlite break` and writes, between the two comments of each
 check, the largest difference of each figure. A test runs the faults again, and compares.
-Why it is here: a table of numbers that nobody runs would soon be wrong.
+Why it is here: a table of numbers that is not computed again would soon be wrong.
 What it costs: about two minutes on two cores.
 """
 

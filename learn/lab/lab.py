@@ -68,7 +68,7 @@ OPTIONS = [
 
 @dataclass(frozen=True)
 class Case:
-    """What the reader is told, and what he has to find."""
+    """What the reader gets, and what has to be found."""
 
     title: str
     story: str
@@ -129,7 +129,7 @@ QUESTIONS = sorted({name for case in CASES.values() for name in case.questions})
 
 
 def accident(case: str, drawn: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What broken_train.py is told, and the right answers."""
+    """What broken_train.py gets, and the right answers."""
     rank = drawn.randrange(2)
     if case == "freeze":
         at = drawn.randrange(6, 13)
@@ -173,14 +173,14 @@ def run_case(case: str, folder: Path) -> int:
     place = folder / case
     if place.exists():
         if not (place / TRUTH).exists():
-            raise ConfigError(f"{place}: is no folder of the lab; expected another --folder")
+            raise ConfigError(f"{place}: not a folder of the lab; expected another --folder")
         shutil.rmtree(place)
     place.mkdir()
     text = folder / "text.py"
     if not text.exists():  # with another time it would be prepared again
         functions = [f"def add_{i}(x):\n    return x + {i}\n\n\n" for i in range(3000)]
         text.write_text("".join(functions))
-    told, answers = accident(case, random.Random())
+    settings, answers = accident(case, random.Random())
     (place / TRUTH).write_text(json.dumps(answers))
     print(f"{CASES[case].title}. {CASES[case].story}\nIt takes up to half a minute.", flush=True)
     script = str(Path(__file__).with_name("broken_train.py"))
@@ -193,7 +193,7 @@ def run_case(case: str, folder: Path) -> int:
     ]
     prepared = prepare(load_config(arguments).data, Tokenizer(), lambda text: None)
     variables = {
-        "TITANLITE_LAB": json.dumps({"case": case, **told}),
+        "TITANLITE_LAB": json.dumps({"case": case, **settings}),
         LAUNCHED: json.dumps([str(prepared)]),
         "OMP_NUM_THREADS": "1",
     }

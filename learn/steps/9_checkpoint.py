@@ -3,7 +3,7 @@
     python learn/steps/9_checkpoint.py 4
 
 What is new: with FSDP (step 4) no rank has the whole state. Each rank writes its rows of every
-parameter and moment to a file of its own; an index says how many files there are. A run on another
+parameter and moment to a separate file; an index says how many files there are. A run on another
 number of ranks divides the same rows at other places: each rank reads, from every file that has
 some, the rows that it needs. So the run goes on anywhere, and the losses are the same.
 What it costs: 12 N bytes on disk, 12 N / n written by each rank at the same time; no tensor is sent

@@ -20,7 +20,7 @@ LAB = ROOT / "learn/lab/lab.py"
 
 
 def start(folder: Path, case: str) -> None:
-    """Runs a case in processes of its own."""
+    """Runs a case in separate processes."""
     command = [sys.executable, str(LAB), "start", case, "--folder", str(folder)]
     variables = environment(PYTHONPATH=str(ROOT))
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
@@ -108,6 +108,6 @@ def test_mistakes_are_answered(tmp_path):
         main(["start", "disk", *folder])
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk/mine.txt").write_text("x")
-    with pytest.raises(ConfigError, match="is no folder of the lab"):
+    with pytest.raises(ConfigError, match="not a folder of the lab"):
         main(["start", "disk", *folder])
     assert (tmp_path / "disk/mine.txt").exists()

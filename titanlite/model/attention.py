@@ -46,7 +46,7 @@ def attention(
     biased = mask is not None and not is_document_mask(mask)
     if q.is_cuda and q.dtype == torch.float32 and biased:
         # For torch's causal bias in fp32. Its backward returns gradients that are contiguous as
-        # (B, S, H, Dh), while the compiler is told that they are laid out as the inputs, and
+        # (B, S, H, Dh), while torch lets the compiler expect the layout of the inputs, and
         # compiled code stops there (torch 2.11).
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
         k = k.transpose(1, 2).contiguous().transpose(1, 2)

@@ -83,7 +83,8 @@ def explain(
     else:
         firsts = _first_ranks(degrees)
         found = _pretend(pool, [*((run, rank) for rank in firsts), *((one, 0) for one in counted)])
-        recorded, others = found[: len(firsts)], found[len(firsts) :]
+        recorded = found[: len(firsts)]
+        others = found[len(firsts) :]
         counted = [run, *counted]
         others = [recorded[0], *others]
     counts = [
@@ -95,7 +96,8 @@ def explain(
 
 def assemble(run: Run, llama: LlamaConfig, recorded: Sequence[Recorded], real: bool) -> Explanation:
     """What the ranks have recorded, with its sentences. `llama`: with all blocks."""
-    config, degrees = run.config, run.degrees
+    config = run.config
+    degrees = run.degrees
     by_stage = {one.coordinates["pp"]: one.stored for one in recorded}
     return Explanation(
         title=config.run.name,

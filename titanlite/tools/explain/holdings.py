@@ -28,7 +28,8 @@ def holding(stored: Stored, place: Mapping[str, int], cp: int) -> Holding:
     order = sorted(range(len(stored.axes)), key=lambda i: stored.cuts[i][1] > 1)
     ends = []
     for dimension in (0, 1):
-        start, stop = 0, stored.shape[dimension] if dimension < len(stored.shape) else 1
+        start = 0
+        stop = stored.shape[dimension] if dimension < len(stored.shape) else 1
         for i in order:
             if stored.cuts[i][0] % max(1, len(stored.shape)) != dimension or stored.cuts[i][0] < 0:
                 continue

@@ -1,7 +1,7 @@
 """Faults of tensor parallelism: sums over the tp axis that are left out, or made twice.
 
 What they have in common: a tensor that is called replicated holds a term of a sum on each rank
-(`Partial`), or the other way round. DTensor follows what it is told: it sends nothing, and raises
+(`Partial`), or the other way round. DTensor believes the declaration: it sends nothing, and raises
 nothing.
 """
 

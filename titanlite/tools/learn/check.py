@@ -4,7 +4,7 @@ What it is: losses and gradient norms against those of one process (`learn/steps
 collectives of every rank against formulas, and the memory against what a right answer needs. If a
 figure is off, the hints of the mistakes whose signs it has.
 Why it is here: two programs with equal losses can differ by a factor in what they send and hold.
-What it costs: the learner's code runs in processes of its own, on 1 to 4 of them, and with a limit
+What it costs: the learner's code runs in 1 to 4 separate processes with a limit
 of time: its errors end those, and a hang ends with the line that each rank is at.
 """
 

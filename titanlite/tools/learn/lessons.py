@@ -19,8 +19,15 @@ from titanlite.model.flavors import LlamaConfig, parameter_shapes
 if TYPE_CHECKING:
     from titanlite.tools.learn.measure import Measured  # with torch
 
-D, LAYERS, K, DH, V = 64, 4, 2, 16, 272
-B, S, LOCAL_B = 8, 64, 2
+# Of learn/steps/llama.py and common.py
+D = 64
+LAYERS = 4
+K = 2
+DH = 16
+V = 272
+B = 8
+S = 64
+LOCAL_B = 2
 SHAPES = parameter_shapes(LlamaConfig(D, LAYERS, 4, K, 128, vocab_size=V))
 SIZES = [prod(shape) for shape in SHAPES.values()]
 N = sum(SIZES)

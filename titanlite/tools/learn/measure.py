@@ -5,7 +5,7 @@ reaches the device. `read_step` and `update` of `common.py`, which every step ca
 gradient norm and what is in memory between two steps.
 Why it is here: the same counting that `titanlite plan` shows; a learner's program is graded by what
 it does, not by how it is written. Only tensors count, not the memory of the process.
-What it costs: about 50 microseconds per operator. It runs in a process of its own.
+What it costs: about 50 microseconds per operator. It runs in a separate process.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 What it is: each problem is a config and a number of GPUs; a question about it has a key in
 `answers.toml`. The right answers are computed when a lesson is checked, by `titanlite plan`'s own
 functions with `--estimate`. In the last lesson the answer is a layout, which is planned.
-Why it is here: memory and bubbles of the large models can be asked of nobody's laptop but by
-arithmetic, and the arithmetic changes with the program; a list of answers would not.
+Why it is here: no laptop can run the large models, so their memory and bubbles are computed. The
+arithmetic changes with the program; a list of answers would not.
 What it costs: under a second for each problem, without torch.
 """
 
