@@ -45,3 +45,18 @@ def test_norm_of_many_numbers_is_exact(shape, dtype):
     assert float(clip_grad_norm([module], 0.0, torch.device("cpu"))) == pytest.approx(
         float(parameter.grad.double().norm()), rel=1e-7
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_clipped_gradients_are_those_of_torch_bit_for_bit(dtype):
+    """Given the same norm. On CUDA, tests/nullgpu counts the kernels."""
+    model = nn.Linear(300, 7).to(dtype)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    expected = nn.Linear(300, 7).to(dtype)
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        other.grad = parameter.grad.clone()
+    norm = clip_grad_norm([model], 0.5, torch.device("cpu"))
+    nn.utils.clip_grads_with_norm_(expected.parameters(), 0.5, norm)
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)

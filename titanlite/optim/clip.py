@@ -15,14 +15,15 @@ all-reduce of 8 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlite.config.schema import OptimizerConfig
-from titanlite.distributed.dtensor import sum_of_squares
+from titanlite.distributed.dtensor import local_gradient, sum_of_squares
+from titanlite.distributed.torch_private import foreach_mul_
 from titanlite.model.llama import Llama
 from titanlite.optim.agc import clip_units
 from titanlite.runtime.phases import Phase, mark_phase
@@ -72,5 +73,24 @@ def clip_grad_norm(
     if agc_factor > 0:
         clip_units(parts, agc_factor)
     elif max_norm > 0:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=device.type != "mps")
+        scale_gradients(parameters, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiplies the gradients of those that have one, in place, by an fp32 scalar.
+
+    Few kernels on CUDA, where the factor is rounded to the dtype of the gradient: the kernel for
+    one tensor and a factor of another dtype rounds it too, but there is one per tensor.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = local_gradient(parameter)
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), gradients in groups.items():
+        own_factor = factor.to(device)  # the CPU, with parallel.cpu_offload
+        if device.type == "cuda":
+            own_factor = own_factor.to(dtype)
+        foreach_mul_(gradients, own_factor)

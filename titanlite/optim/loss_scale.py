@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import TrainingConfig
-from titanlite.distributed.torch_private import foreach_mul_
+from titanlite.optim.clip import scale_gradients
 from titanlite.optim.found_inf import require_withholding, withhold
 
 LOWEST = 1.0
@@ -71,21 +70,12 @@ class LossScale:
         for name, value in self.state_dict().items():
             setattr(self, name, state[name].to(value.device))
 
-    @torch.no_grad()
     def unscale(self) -> None:
         """Divides the gradients by the scale, after the last backward of a step."""
         if not self.enabled:
             return
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                by_device.setdefault(local.device, []).append(local)
-        for device, gradients in by_device.items():  # the CPU, with parallel.cpu_offload
-            foreach_mul_(gradients, (1 / self.scale).to(device))
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        scale_gradients(parameters, 1 / self.scale)
 
     def judge(self, grad_norm: Tensor) -> None:
         """Withholds the update if the gradient has overflowed, and chooses the next step's scale.
