@@ -60,23 +60,31 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def sent(parallel: dict, num_layers: int, size: int, mode: str = "none") -> dict[str, int]:
+def sent(
+    parallel: dict, num_layers: int, size: int, mode: str = "none", local_batches: int = 1
+) -> dict[str, int]:
     recompute = RecomputeConfig(mode=mode)
     stages = build_stages(parallel, 0, replace(EVEN, num_layers=num_layers), recompute)
     tokens = torch.randint(104, (B, S + 1), generator=torch.Generator().manual_seed(0))
     for _ in range(2):  # the first run of a pipeline sends additional messages
         with Traffic(size) as traffic:
-            stages.forward_backward(Batch(tokens[:, :-1], tokens[:, 1:]), torch.tensor(B * S))
+            for number in range(1, local_batches + 1):
+                batch = Batch(tokens[:, :-1], tokens[:, 1:])
+                targets = torch.tensor(B * S)
+                stages.forward_backward(batch, targets, last=number == local_batches)
     return traffic.sent
 
 
-def per_block(pool, parallel: dict, size: int, mode: str = "none") -> dict[str, int]:
+def per_block(
+    pool, parallel: dict, size: int, mode: str = "none", local_batches: int = 1
+) -> dict[str, int]:
     """The traffic of a model with three blocks minus that of a model with two.
 
     `mode`: of recomputation.
     """
     (more, *_), (less, *_) = (
-        pool.run(size, sent, parallel, num_layers, size, mode) for num_layers in (3, 2)
+        pool.run(size, sent, parallel, num_layers, size, mode, local_batches)
+        for num_layers in (3, 2)
     )
     return {kind: more[kind] - less[kind] for kind in more if more[kind] != less[kind]}
 
@@ -112,10 +120,11 @@ def test_sharding(pool, size, mode):
 
 
 def test_sharding_that_keeps_the_weights(pool):
-    found = per_block(pool, {"dp_shard": 2, "reshard_after_forward": "never"}, 2)
+    """They are gathered once for two local batches."""
+    found = per_block(pool, {"dp_shard": 2, "reshard_after_forward": "never"}, 2, local_batches=2)
     assert found == {
         "all_gather": BYTES * BLOCK * part(2),
-        "reduce_scatter": BYTES * BLOCK * part(2),
+        "reduce_scatter": 2 * BYTES * BLOCK * part(2),
     }
 
 

@@ -113,6 +113,9 @@ class Stages:
         self.model_parts = model_parts
         self.config = config.parallel
         self.mesh = mesh
+        # A pipeline's schedule decides over its stages itself
+        keeps_weights = config.parallel.reshard_after_forward == "never" and mesh["pp"].size() == 1
+        self.frees_weights = not keeps_weights  # after the backward of each local batch
         # Every rank computes whole sequences, unless they are cut over cp
         self.shard_batch: Callable[[Batch], AbstractContextManager[Batch]] = contextlib.nullcontext
         if mesh["cp"].size() > 1:
@@ -152,9 +155,11 @@ class Stages:
         """
         mark_phase(Phase.FORWARD_BACKWARD)
         for part in self.model_parts:
-            # Reduces gradients over ranks now, or accumulates them locally
             if isinstance(part, FSDPModule):
+                # Reduces gradients over ranks now, or accumulates them locally
                 part.set_requires_gradient_sync(last or self.config.reduce_every_microbatch)
+                # Frees the gathered weights now, or keeps them for the next local batch
+                part.set_reshard_after_backward(last or self.frees_weights)
         # A step may have no targets; then its loss is 0. Every layout and stage divides the loss by
         # this number, so dividing the number by the scale multiplies the loss by it.
         divisor = num_targets.clamp(min=1) / scale

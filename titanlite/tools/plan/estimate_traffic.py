@@ -90,7 +90,10 @@ def _sharding(layout: Layout, unit: Unit) -> Iterator[Calls]:
         yield Calls("dp_shard_cp", "all_gather", int(mode), (1 + more) * batches, gathered)
     elif unit.reshard:
         gathers = 2 + more
-    yield Calls("dp_shard_cp", "all_gather", n, batches * gathers, gathered)
+    gathers *= batches
+    if mode == "never" and layout.pp == 1:  # once per step
+        gathers = 1
+    yield Calls("dp_shard_cp", "all_gather", n, gathers, gathered)
     if unit.trained_numel == 0:
         return
     if not layout.config.parallel.reduce_every_microbatch:

@@ -329,18 +329,21 @@ def _optimizer(
 def _offload(rank: RankCounts, config: Config, local_batches: int, pp: int) -> float:
     """Copies to CPU memory and back, and the update there.
 
-    `cpu_offload` copies a shard up at each all-gather, before forward and backward of each local
-    batch (with DPO two more), and its gradient down at each reduction.
+    `cpu_offload` copies a shard up at each all-gather: before forward and backward of each local
+    batch (with DPO two more), or, where weights stay gathered, once per step, with pp once per
+    local batch. It copies its gradient down at each reduction.
     """
     numbers = rank.num_parameters
     parallel = config.parallel
     if parallel.cpu_offload:
         mode = parallel.reshard_after_forward
-        up = 1
-        if mode != "never" and not (mode == "default" and pp > 1):
-            up = 4 if config.dpo.beta > 0 else 2
+        up = local_batches
+        if mode == "never" and pp == 1:
+            up = 1
+        elif mode != "never" and not (mode == "default" and pp > 1):
+            up *= 4 if config.dpo.beta > 0 else 2
         down = local_batches if parallel.reduce_every_microbatch else 1
-        copied = (up * local_batches + down) * numbers
+        copied = (up + down) * numbers
         number = 4 if config.training.param_dtype == "float32" else 2
         return copied * number / HOST_BANDWIDTH + numbers / HOST_UPDATE
     if parallel.optimizer_offload:
