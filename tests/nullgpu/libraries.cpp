@@ -143,19 +143,45 @@ SUCCEEDS(ncclCommDeregister)
 SUCCEEDS(ncclCommWindowRegister)
 SUCCEEDS(ncclCommWindowDeregister)
 
-static int collective(const char* name, size_t count, int type) {
-  log("nccl %s of %zu numbers, type %d", name, count, type);
+// Reductions also have an operation: 0 is a sum, 4 an average, 5 a sum of products with a factor.
+static const char* name_of(int operation) {
+  switch (operation) {
+    case 0: return "sum";
+    case 2: return "max";
+    case 3: return "min";
+    case 4: return "average";
+    case 5: return "sum of products";
+    default: return "other";
+  }
+}
+static int collective(const char* name, size_t count, int type, const Communicator* communicator,
+                      const char* operation = "none") {
+  log("nccl %s of %zu numbers, type %d, %d ranks, operation %s", name, count, type, communicator->size, operation);
   return 0;
 }
-EXPORTED int ncclAllReduce(const void*, void*, size_t count, int type) { return collective("all-reduce", count, type); }
-EXPORTED int ncclAllGather(const void*, void*, size_t count, int type) { return collective("all-gather", count, type); }
-EXPORTED int ncclAlltoAll(const void*, void*, size_t count, int type) { return collective("all-to-all", count, type); }
-EXPORTED int ncclBroadcast(const void*, void*, size_t count, int type) { return collective("broadcast", count, type); }
-EXPORTED int ncclReduce(const void*, void*, size_t count, int type) { return collective("reduce", count, type); }
-EXPORTED int ncclSend(const void*, size_t count, int type) { return collective("send", count, type); }
-EXPORTED int ncclRecv(void*, size_t count, int type) { return collective("receive", count, type); }
-EXPORTED int ncclReduceScatter(const void*, void*, size_t count, int type) {
-  return collective("reduce-scatter", count, type);
+EXPORTED int ncclAllReduce(const void*, void*, size_t count, int type, int operation, Communicator* communicator) {
+  return collective("all-reduce", count, type, communicator, name_of(operation));
+}
+EXPORTED int ncclReduceScatter(const void*, void*, size_t count, int type, int operation, Communicator* communicator) {
+  return collective("reduce-scatter", count, type, communicator, name_of(operation));
+}
+EXPORTED int ncclReduce(const void*, void*, size_t count, int type, int operation, int, Communicator* communicator) {
+  return collective("reduce", count, type, communicator, name_of(operation));
+}
+EXPORTED int ncclAllGather(const void*, void*, size_t count, int type, Communicator* communicator) {
+  return collective("all-gather", count, type, communicator);
+}
+EXPORTED int ncclAlltoAll(const void*, void*, size_t count, int type, Communicator* communicator) {
+  return collective("all-to-all", count, type, communicator);
+}
+EXPORTED int ncclBroadcast(const void*, void*, size_t count, int type, int, Communicator* communicator) {
+  return collective("broadcast", count, type, communicator);
+}
+EXPORTED int ncclSend(const void*, size_t count, int type, int, Communicator* communicator) {
+  return collective("send", count, type, communicator);
+}
+EXPORTED int ncclRecv(void*, size_t count, int type, int, Communicator* communicator) {
+  return collective("receive", count, type, communicator);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from counted_step import LOW_PRECISION, SMALL, Counts, measure
 from pretended_gpu import build, environment, why_not
+
+from titanlite.config.load import load_config
+from titanlite.model.flavors import resolve_flavor
+from titanlite.rules.check import check_layout
+from titanlite.tools.plan.estimate import estimate
 
 ROOT = Path(__file__).parents[2]
 MISSING = why_not()
@@ -113,6 +119,73 @@ def test_the_log_has_kernels_and_collectives(library, arguments, tmp_path):
         "to the device",
     ):
         assert found in text, found
+
+
+BLOCKS = 2  # of SMALL
+LOCAL_BATCHES = 4
+LINEAR_LAYERS = 7  # of a block
+
+
+@pytest.mark.parametrize(
+    ("options", "casts"),
+    [([], 2 * LINEAR_LAYERS), (LOW_PRECISION, 0)],
+    ids=["float32", "bfloat16"],
+)
+def test_a_step_asks_for_no_more_than_it_needs(library, options, casts):
+    """Two graphs, for the blocks and the loss; no wait; three products for each linear layer. With
+    fp32 weights each is cast, and its gradient cast back. The number of kernels that clip and
+    update does not grow with that of tensors.
+    """
+    (shallow,) = measure(1, [*SMALL, *options], library)
+    deeper = [*SMALL, *options, f"--model.num_layers={2 * BLOCKS}"]
+    (deep,) = measure(1, deeper, library)
+    assert (shallow.graphs, deep.graphs) == (2, 2)
+    assert shallow.step.waits == deep.step.waits == []
+    assert deep.step.copies == shallow.step.copies
+
+    def of_a_block(field: str) -> float:
+        added = getattr(deep.step, field) - getattr(shallow.step, field)
+        return added / (BLOCKS * LOCAL_BATCHES)
+
+    assert of_a_block("products") == 3 * LINEAR_LAYERS
+    # 14: RMSNorm, RoPE, SwiGLU and the residual additions, forward and backward
+    assert of_a_block("triton") == 14 + casts
+    assert launches(deep.step, "multi_tensor_apply") <= 6  # for the norm, clipping and the update
+    assert launches(deep.step, "MulFunctor") == launches(shallow.step, "MulFunctor")
+
+
+def launches(step: Counts, part: str) -> int:
+    """Of kernels with this in their name."""
+    return sum(number for name, number in step.kernels.items() if part in name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--parallel.dp_shard=2"],
+        ["--parallel.dp_shard=2", "--parallel.reshard_after_forward=never"],
+        ["--parallel.dp_replicate=2"],
+    ],
+    ids=" ".join,
+)
+def test_nccl_is_asked_for_the_planned_collectives(library, options):
+    """By number, and all reductions are plain sums: a sum of products would cost a pass."""
+    found = measure(2, [*SMALL, *options], library)
+    config = load_config([*SMALL, *options])
+    llama = resolve_flavor(config.model, 4112)
+    check_layout(config, llama, 2)
+    planned = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
+    for call in estimate(config, llama, 2, "cuda").ranks[0].collectives:
+        planned[call.kind.replace("_", "-")] += call.count
+    for rank in found:
+        assert rank.graphs == 2
+        assert rank.step.waits == []
+        called = dict.fromkeys(planned, 0)
+        for call, number in rank.step.collectives.items():
+            kind, operation = call.split(" over 2 ranks, operation ")
+            called[kind] += number
+            assert operation == ("none" if kind == "all-gather" else "sum")
+        assert called == planned
 
 
 def test_the_memory_is_that_of_the_allocator(library, arguments):
