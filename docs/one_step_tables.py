@@ -20,7 +20,8 @@ from titanlite.tools.cli.plan_command import model_of
 from titanlite.tools.explain.events import Event, Explanation
 from titanlite.tools.explain.explain import explain, totals
 from titanlite.tools.explain.sentences import line_of
-from titanlite.tools.explain.show import bytes_text, part_text
+from titanlite.tools.explain.show import part_text
+from titanlite.tools.plan.amounts import bytes_text
 
 PAGE = Path(__file__).with_name("one_step.md")
 # The options of the page's command

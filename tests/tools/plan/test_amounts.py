@@ -3,7 +3,7 @@
 import pytest
 
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.plan.amounts import amount, duration, seconds, short
+from titanlite.tools.plan.amounts import amount, bytes_text, duration, seconds, short
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,11 @@ def test_short(value, text):
 )
 def test_duration(value, text):
     assert duration(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (999, "999 B"), (4096, "4.096 kB"), (2**30, "1.074 GB"), (2.5e15, "2500 TB")],
+)
+def test_bytes(value, text):
+    assert bytes_text(value) == text

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from titanlite.tools.explain.events import PHASES, Event, Explanation, Holding, Lane, Parameter
 from titanlite.tools.explain.explain import totals
+from titanlite.tools.plan.amounts import bytes_text
 
 BAR = 30  # characters of the longest one
 WIDTH = 110  # of a line, where it has words to wrap
@@ -19,19 +20,10 @@ INDENT = " " * 7  # of what is said of an event
 MANY_RANKS = 8  # of a parameter: more are not listed
 
 
-def bytes_text(number: float) -> str:
-    """4096 -> 4.096 kB"""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.4g} {unit}"
-        number /= 1000
-    return f"{number:.4g} TB"
-
-
 def flops_text(number: float) -> str:
     for unit in ("", "k", "M", "G", "T"):
         if number < 1000:
-            return f"{number:.4g} {unit}FLOP".replace(" F", " F")
+            return f"{number:.4g} {unit}FLOP"
         number /= 1000
     return f"{number:.4g} PFLOP"
 

@@ -1,6 +1,6 @@
 """Amounts as people write them: `2T` tokens, `5.76e23` FLOPs, `30d`; and as a plan shows them.
 
-What it is: `amount` and `seconds` read text, `short` and `duration` write it. Imports no torch.
+What it is: `amount` and `seconds` read text, the other functions write it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -71,6 +71,15 @@ def short(value: float) -> str:
 def exponent(value: float) -> str:
     """Three digits and an exponent, as FLOPs are written: 5.76e23."""
     return f"{value:.2e}".replace("e+", "e")
+
+
+def bytes_text(number: float) -> str:
+    """4096 -> 4.096 kB: units of 1,000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.4g} {unit}"
+        number /= 1000
+    return f"{number:.4g} TB"
 
 
 def duration(value: float) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from titanlite.model.flops import flops_per_token
 from titanlite.rules.degrees import AXES
 from titanlite.tools.plan.advice import GIB, NAMES
+from titanlite.tools.plan.amounts import bytes_text
 from titanlite.tools.plan.estimate_memory import reserved_bytes
 from titanlite.tools.plan.machines import Machine
 from titanlite.tools.plan.plan import Plan
@@ -167,14 +168,6 @@ def gib_text(nbytes: int) -> str:
     """A total of memory, in GiB."""
     gib = nbytes / GIB
     return f"{gib:,.1f}" if gib >= 1 else f"{gib:.3f}"
-
-
-def bytes_text(number: int) -> str:
-    """What is sent, in units of 1,000."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= factor:
-            return f"{number / factor:.4g} {unit}"
-    return f"{number} B"
 
 
 def _wrapped(text: str, indent: str = "  ") -> list[str]:
