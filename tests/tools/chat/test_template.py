@@ -11,6 +11,7 @@ from messages import refused
 from titanlite.tools.chat import template
 from titanlite.tools.chat.template import PLAIN, ChatTemplate, TemplateError
 
+GENERATED = "{% set x %}{% generation %}a{% endgeneration %}{% endset %}"
 TEMPLATES = [CHATML, MARKED, SYSTEM, LOOPS, NAMESPACE, PLAIN]
 
 
@@ -60,6 +61,9 @@ def test_where_the_answers_are_without_marks():
         ("{% for %}", ["xpected"]),
         ("{% include '/etc/passwd' %}", ["loader"]),
         ("{{ raise_exception('no such role') }}", ["no such role"]),
+        (f"{GENERATED}{{{{ x }}}}{{{{ x }}}}", ["generation", "twice"]),
+        (f"{GENERATED}{{{{ x[2:] }}}}", ["generation", "changes"]),
+        (f"{{% generation %}}{GENERATED}{{{{ x }}}}{{% endgeneration %}}", ["in another one"]),
         ("{{ open('/etc/passwd') }}", ["open"]),
     ],
 )
@@ -69,16 +73,24 @@ def test_hostile_templates_are_refused(source, words):
     assert ChatTemplate("fine", "", "")._ask(CONVERSATIONS[0], False).text == "fine"
 
 
-def test_a_template_that_does_not_end_is_ended(monkeypatch):
-    """By the child itself, or from outside where Python cannot interrupt an operation."""
-    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    template.stop()
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+# One operation, of a minute: Python handles no signal before it ends
+ONE_OPERATION = "{{ ('x' * 5000000) | wordwrap(1) | length }}"
+
+
+@pytest.mark.parametrize("source", [ENDLESS, ONE_OPERATION])
+def test_a_template_that_does_not_end_is_ended(source, monkeypatch):
+    monkeypatch.setattr(template, "SECONDS", 1)
+    monkeypatch.setattr(template, "WAIT", 100)
     started = time.monotonic()
+    with refused("more than 1 s", error=TemplateError):
+        ChatTemplate(source, "", "").text(CONVERSATIONS[0])
+    assert time.monotonic() - started < 90, "by the child, not by its parent"
+    assert ChatTemplate("fine", "", "").text(CONVERSATIONS[0]) == "fine"
+
+
+def test_a_child_that_does_not_answer_is_ended(monkeypatch):
+    monkeypatch.setattr(template, "WAIT", 0.1)
     with refused("more than 5 s", error=TemplateError):
-        ChatTemplate(endless, "", "").render(CONVERSATIONS[0])
-    assert time.monotonic() - started < 40
-    monkeypatch.setattr(template, "WAIT", 0.1)  # times the seconds of the parent alone
-    with refused("more than", error=TemplateError):
-        ChatTemplate(endless, "", "").render(CONVERSATIONS[0])
-    monkeypatch.undo()
-    assert ChatTemplate("fine", "", "")._ask(CONVERSATIONS[0], False).text == "fine"
+        ChatTemplate(ENDLESS, "", "").text(CONVERSATIONS[0])
+    assert ChatTemplate("fine", "", "").text(CONVERSATIONS[0]) == "fine"

@@ -28,10 +28,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-SECONDS = 5  # of CPU time, for a conversation
+SECONDS = 5  # of CPU time, for a text
+MARGIN = 1  # second more, where Python cannot interrupt an operation
 WAIT = 12  # times as long on the clock, where the machine is busy
 MEMORY = 1 << 29  # bytes, beside those of Python
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Noncharacters around the text of a generation block, until its place is known
+MARK_BEGIN = "\ufdd1"
+MARK_END = "\ufdd3"
 LONGEST = 1 << 26  # characters of a rendered conversation
 
 # For models without a template
@@ -63,7 +67,7 @@ class Rendered(NamedTuple):
     answers: list[tuple[int, int]]
 
 
-Message = Mapping[str, str]  # with role and content
+Message = Mapping[str, str]  # with role, content and what else a template may know
 
 
 class ChatTemplate:
@@ -112,7 +116,8 @@ class ChatTemplate:
         variables: dict[str, Any] = dict(self.variables)
         variables["messages"] = [dict(message) for message in messages]
         variables["add_generation_prompt"] = prompt
-        answer = _ask({"source": self.source, "variables": variables})
+        request = {"source": self.source, "variables": variables, "seconds": SECONDS}
+        answer = _ask(request)
         answers = [(begin, end) for begin, end in answer["answers"]]
         return Rendered(answer["text"], answers)
 
@@ -208,12 +213,14 @@ def main(folders: list[str]) -> None:
 
 
 def _answer(render: Any, request: dict[str, Any]) -> dict[str, Any]:
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    seconds = request["seconds"]
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds + MARGIN)  # its signal ends the process
     try:
         answer: dict[str, Any] = render(request)
         return answer
     except TooLong:
-        return {"error": f"rendering it takes more than {SECONDS} s"}
+        return {"error": f"rendering it takes more than {seconds} s"}
     except (MemoryError, OverflowError):
         return {"error": "rendering it takes too much memory"}
     except RecursionError:
@@ -223,6 +230,7 @@ def _answer(render: Any, request: dict[str, Any]) -> dict[str, Any]:
         return {"error": text.splitlines()[0][:300]}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def _too_long(number: int, frame: object) -> None:
@@ -249,7 +257,7 @@ def renderer() -> Any:
     import jinja2
     from jinja2 import ext, nodes, sandbox
 
-    spans: list[tuple[str, str]] = []  # of generation blocks: a mark, and the text
+    spans: list[str] = []  # how the text of each generation block begins
 
     class Generation(ext.Extension):
         """`{% generation %}` ... `{% endgeneration %}`: what the assistant says."""
@@ -264,8 +272,10 @@ def renderer() -> Any:
 
         def _mark(self, caller: Any) -> str:
             text = str(caller())
-            spans.append((f"\ufdd1{len(spans)}\ufdd2", text))
-            return f"{spans[-1][0]}{text}\ufdd3"
+            if MARK_BEGIN in text:
+                raise jinja2.exceptions.TemplateError("it has {% generation %} in another one")
+            spans.append(f"{MARK_BEGIN}{len(spans)}\ufdd2")
+            return f"{spans[-1]}{text}{MARK_END}"
 
     def raise_exception(message: str) -> None:
         raise jinja2.exceptions.TemplateError(message)
@@ -291,14 +301,15 @@ def renderer() -> Any:
         if len(text) > LONGEST:
             return {"error": f"it makes a text of {len(text)} characters; at most {LONGEST}"}
         answers = []
-        for mark, _ in spans:
-            begin = text.find(mark)
-            if begin < 0:
+        for mark in spans:
+            before, found, rest = text.partition(mark)
+            if not found:
                 continue  # made, and not written
-            text = text[:begin] + text[begin + len(mark) :]
-            end = text.index("\ufdd3", begin)
-            text = text[:end] + text[end + 1 :]
-            answers.append((begin, end))
+            answer, _, after = rest.partition(MARK_END)
+            text = before + answer + after
+            answers.append((len(before), len(before) + len(answer)))
+        if MARK_BEGIN in text or MARK_END in text:
+            return {"error": "it writes the text of a {% generation %} twice, or changes it"}
         return {"text": text, "answers": answers}
 
     return render
