@@ -16,6 +16,7 @@ from runs import curve, rows, train_run
 from titanlite.config.schema import ValidationConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.model.generate import generate
+from titanlite.probes.continuation import Continuation
 from titanlite.probes.scores import (
     Scorer,
     encode_prompt,
@@ -28,7 +29,7 @@ from titanlite.probes.scores import (
 def test_normalisation_is_that_of_squad():
     assert normalised("The  Cat's (big)\n house, and a  dog.") == "cats big house and dog"
     assert normalised("An apple; theatre") == "apple theatre"
-    assert normalised("the, a!") == ""
+    assert normalised("The, a!") == "the, a!", "all of it would be left out"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,9 @@ def test_normalisation_is_that_of_squad():
         ("one two three four", ["five", "two four six"], 0, 4 / 7),  # 2/4 and 2/3
         ("yes", ["no"], 0, 0),
         ("", ["no"], 0, 0),
-        ("a", ["The."], 1, 1),  # both are empty
+        ("+", ["-"], 0, 0),  # neither has words
+        (" A.\n", ["a."], 1, 1),
+        ("", [""], 1, 1),
     ],
 )
 def test_scores_by_hand(text, answers, match, overlap):
@@ -151,10 +154,30 @@ def test_every_layout_has_the_answers_and_scores_of_the_model_alone(pool, questi
     assert results == [(answers, row)] * size
 
 
-def test_an_answer_is_cut_at_the_text_that_ends_it(pool, questions):
-    """Here a space: the first token remains."""
-    ((answers, _),) = pool.run(1, scored, {"dp_shard": 1}, questions, " ")
+def counted(parallel: dict[str, Any], questions: str, end: str) -> tuple[list[str], int]:
+    """The answers of `scored`, and the number of forwards of a group of questions for them."""
+    forwards = 0
+    next_logits = Continuation.next_logits
+
+    def count(self: Continuation, rows: list[list[int]]) -> torch.Tensor:
+        nonlocal forwards
+        forwards += 1
+        return next_logits(self, rows)
+
+    Continuation.next_logits = count  # type: ignore[method-assign]
+    try:
+        answers, _ = scored(parallel, questions, end)
+    finally:
+        Continuation.next_logits = next_logits  # type: ignore[method-assign]
+    return answers, forwards
+
+
+def test_an_answer_ends_at_the_text_that_ends_it(pool, questions):
+    """Here a space: the first token remains, and no third one is computed."""
+    ((answers, forwards),) = pool.run(1, counted, {"dp_shard": 1}, questions, " ")
     assert answers == [answer.partition(" ")[0] for answer in alone()]
+    groups = 3  # of two questions
+    assert forwards == 2 * groups * 2, "tokens, groups, and `scored` asks twice"
 
 
 def options(tmp_path: Path, *questions: dict[str, Any]) -> list[str]:

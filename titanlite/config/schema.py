@@ -721,7 +721,7 @@ class ValidationConfig:
     answer_tokens: int = key(32, "tokens of the longest answer to a question", min=1, max=8192)
     answer_end: str = key(
         "",
-        "text at which an answer is cut, such as a line break; empty: only special tokens end it",
+        "text that ends an answer, such as a line break; empty: only special tokens do",
     )
 
 

@@ -43,6 +43,7 @@ class Choice(NamedTuple):
     temperature: float  # 0: always the most likely one
     seed: int  # of the first prompt; see `row_seed`
     ends: Set[int]  # tokens that end a text, and are not part of it
+    end: str = ""  # a text that does the same; empty: none
 
 
 class Continuation:
@@ -76,6 +77,7 @@ class Continuation:
             torch.Generator().manual_seed(row_seed(choice.seed, i)) for i in range(len(rows))
         ]
         open_rows = set(range(len(rows)))
+        texts = [""] * len(rows)
         for _ in range(choice.new_tokens):
             if not open_rows:
                 break
@@ -88,13 +90,15 @@ class Continuation:
             if dist.get_rank() == 0:  # processors of different kinds may draw different ones
                 chosen = self._choose(logits.cpu(), numbers, choice.temperature, generators)
             for i, token in zip(numbers, broadcast(chosen), strict=True):
-                if token not in choice.ends:
+                ended = token in choice.ends
+                if not ended:
                     rows[i].append(token)
-                if token in choice.ends or len(rows[i]) == self.seq_len:
+                    texts[i] = self.tokenizer.decode(rows[i][len(prompts[i]) :])
+                if choice.end and choice.end in texts[i]:
+                    texts[i] = texts[i].partition(choice.end)[0]
+                    ended = True
+                if ended or len(rows[i]) == self.seq_len:
                     open_rows.remove(i)
-        texts = []
-        for prompt, row in zip(prompts, rows, strict=True):
-            texts.append(self.tokenizer.decode(row[len(prompt) :]))
         return texts
 
     def _choose(

@@ -40,9 +40,12 @@ SHOWN = 6  # of the questions that are too long
 
 
 def normalised(text: str) -> str:
-    """In lower case, without punctuation and articles, with single spaces."""
-    text = text.lower().translate(WITHOUT_PUNCTUATION)
-    return " ".join(ARTICLES.sub(" ", text).split())
+    """In lower case, without punctuation and articles, with single spaces. Of a text in which there
+    is nothing else, such as "+" or "The", they stay: not all of these are the same answer.
+    """
+    text = text.lower()
+    words = ARTICLES.sub(" ", text.translate(WITHOUT_PUNCTUATION)).split()
+    return " ".join(words or text.split())
 
 
 def exact_match(text: str, answers: list[str]) -> float:
@@ -98,9 +101,8 @@ class Scorer:
         self.config = config
         self.metrics = metrics
         self.continuation = Continuation(tokenizer, stages, stream, metrics.device)
-        self.choice = Choice(
-            config.answer_tokens, 0.0, 0, {tokenizer.eos, *tokenizer.special.values()}
-        )
+        ends = {tokenizer.eos, *tokenizer.special.values()}
+        self.choice = Choice(config.answer_tokens, 0.0, 0, ends, config.answer_end)
         self.questions: list[Question] = []
         if config.questions:
             rows = broadcast_from_rank0(lambda: read_questions(Path(config.questions)))
@@ -155,8 +157,5 @@ class Scorer:
             texts = self.continuation.texts(group, self.choice, requests.agree_to_stop)
             if texts is None:
                 return None
-            for text in texts:
-                if self.config.answer_end:
-                    text = text.partition(self.config.answer_end)[0]
-                found.append(text)
+            found += texts
         return found
