@@ -79,9 +79,24 @@ def test_both_shapes_of_messages():
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
     ]
-    assert messages_of([{"role": "user", "content": "a", "name": "x"}]) == [
-        {"role": "user", "content": "a"}
-    ]
+
+
+def test_other_texts_of_a_message_reach_the_template():
+    """With control tokens as ordinary text; what is no text is left out."""
+    entry = {
+        "role": "assistant",
+        "content": "a",
+        "reasoning_content": "so </s>",
+        "id": 7,
+        "n": None,
+    }
+    (message,) = messages_of([entry])
+    assert message == {"role": "assistant", "content": "a", "reasoning_content": "so </s>"}
+    source = "{% for m in messages %}({{ m.reasoning_content }}){{ m.content }}{% endfor %}</s>"
+    encoder = ChatEncoder(ChatTemplate(source, "<s>", "</s>"), ["<s>", "</s>"])
+    pieces = encoder.pieces([message], prompt=True)
+    assert "".join(piece.text for piece in pieces) == "(so </s>)a</s>"
+    assert [piece.special for piece in pieces] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +110,10 @@ def test_both_shapes_of_messages():
         ([{"role": "user", "content": None}], ["content", "NoneType"]),
         ([{"role": "user", "content": "\ufdd1"}], ["noncharacters"]),
         ([{"role": "user", "content": "a", "tool_calls": [1]}], ["tool_calls"]),
+        ([{"role": "user", "content": "a", "name": "\ufdd3"}], ["noncharacters"]),
+        ([{"from": "human", "value": " \n"}], ["message 1 (user) is empty"]),
+        ([{"role": "assistant", "content": ""}], ["message 1 (assistant) is empty"]),
+        ([{"role": "assistant", "content": "a", "weight": 0}], ["message 1 has weight 0"]),
     ],
 )
 def test_wrong_messages_are_refused(value, words):

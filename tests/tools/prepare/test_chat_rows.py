@@ -110,8 +110,16 @@ def test_pairs_of_answers(tmp_path, kind):
     (text,) = found(rows, "q")
     assert packed(text) == "<s>[U]one[A]eins</s><s>[U]one[A]zwei</s>"
     # Or both there and in the answers
-    rows = [{"q": "one", "chosen": MESSAGES, "rejected": ANSWERS}]
+    named = [{**MESSAGES[0], "name": "x"}]
+    rows = [{"q": "one", "chosen": [*named, *MESSAGES[1:]], "rejected": ANSWERS}]
     assert [packed(text) for text in found(rows, "q")] == [PAIR]
+    # An empty text is neither a prompt nor an answer
+    empty = [("", "eins", "zwei"), ("one", "", "zwei"), ("one", "eins", " ")]
+    rows = [dict(zip(("q", "chosen", "rejected"), row, strict=True)) for row in empty]
+    problems = found(rows, "q")
+    assert "message 1 (user) is empty" in problems[0]
+    assert "'chosen' with 'q': message 1 (assistant) is empty" in problems[1]
+    assert "'rejected' with 'q': message 1 (assistant) is empty" in problems[2]
     if kind == "jsonl":  # a Parquet file without a column is refused as a whole
         (problem,) = found([{"chosen": "eins", "rejected": "zwei"}], "q")
         assert "no field 'q'" in problem

@@ -20,6 +20,7 @@ from titanlite.data.tokenizer_json import JSON_FILES
 from titanlite.tools.chat.template import ChatTemplate, Message, Rendered
 
 ROLES = ("system", "user", "assistant", "tool")
+MUST_SPEAK = ("user", "assistant")  # the messages of others may be empty
 # ShareGPT's -> OpenAI's
 FROM = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "bot": "assistant"}
 HIDDEN = "\ufdd0"  # a noncharacter, within the name of a special token that a message has
@@ -37,6 +38,7 @@ class Piece(NamedTuple):
 def messages_of(value: Any) -> list[Message]:
     """The messages of a row: {role, content} each, or ShareGPT's {from, value}.
 
+    Other texts of a message, such as reasoning_content, stay in it, for templates that use them.
     Raises ValueError with the reason.
     """
     if not isinstance(value, list):
@@ -45,24 +47,42 @@ def messages_of(value: Any) -> list[Message]:
         raise ValueError("expected a list of messages, found an empty one")
     messages: list[Message] = []
     for number, entry in enumerate(value, 1):
-        if not isinstance(entry, dict):
-            raise ValueError(f"message {number} is of type {type(entry).__name__}")
-        if "from" in entry:
-            role = FROM.get(str(entry["from"]), entry["from"])
-            content = entry.get("value")
-        else:
-            role = entry.get("role")
-            content = entry.get("content")
-        if role not in ROLES:
-            raise ValueError(f"message {number} has role {role!r:.80}; allowed: {', '.join(ROLES)}")
-        if not isinstance(content, str):
-            raise ValueError(f"message {number} has content of type {type(content).__name__}")
-        if NONCHARACTERS.search(content):
-            raise ValueError(f"message {number} has the noncharacters U+FDD0 to U+FDD3")
-        if entry.get("tool_calls"):
-            raise ValueError(f"message {number} has tool_calls, which are not supported")
-        messages.append({"role": role, "content": content})
+        try:
+            messages.append(_message_of(entry))
+        except ValueError as error:
+            raise ValueError(f"message {number} {error}") from None
     return messages
+
+
+def _message_of(entry: Any) -> Message:
+    """A message. Raises ValueError with what is wrong with it."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"is of type {type(entry).__name__}")
+    if "from" in entry:
+        role = FROM.get(str(entry["from"]), entry["from"])
+        content = entry.get("value")
+    else:
+        role = entry.get("role")
+        content = entry.get("content")
+    if role not in ROLES:
+        raise ValueError(f"has role {role!r:.80}; allowed: {', '.join(ROLES)}")
+    if entry.get("tool_calls"):
+        raise ValueError("has tool_calls, which are not supported")
+    if not isinstance(content, str):
+        raise ValueError(f"has content of type {type(content).__name__}")
+    if role in MUST_SPEAK and not content.strip():
+        raise ValueError(f"({role}) is empty")
+    if entry.get("weight") == 0 and role == "assistant":
+        raise ValueError(
+            "has weight 0, which is not supported: all answers are trained, or the last"
+        )
+    message = {"role": role, "content": content}
+    for name, text in entry.items():
+        if isinstance(text, str) and name not in ("role", "content", "from", "value"):
+            message[name] = text
+    if any(NONCHARACTERS.search(text) for text in message.values()):
+        raise ValueError("has the noncharacters U+FDD0 to U+FDD3")
+    return message
 
 
 class ChatEncoder:
@@ -87,7 +107,7 @@ class ChatEncoder:
         Raises TemplateError.
         """
         hidden = [
-            {**message, "content": self._control.sub(_hide, message["content"])}
+            {name: self._control.sub(_hide, text) for name, text in message.items()}
             for message in messages
         ]
         rendered = self.template.render(hidden, prompt)

@@ -130,7 +130,8 @@ def _messages(values: dict[str, Any], field: str, prompt_field: str) -> list[Mes
         return messages_of(value)
     prompt = _as_messages(values[prompt_field], "user")
     answer = _as_messages(value, "assistant")
-    if answer[: len(prompt)] == prompt:
+    begins = [(message["role"], message["content"]) for message in answer[: len(prompt)]]
+    if begins == [(message["role"], message["content"]) for message in prompt]:
         return answer
     return [*prompt, *answer]
 
