@@ -63,8 +63,16 @@ def test_old_messages_are_left_out(model):
     assert chat.messages[0]["role"] == "system"
     assert len(chat.messages) < 20
     assert chat.messages[-2]["content"] == "question number 11"
+    messages = list(chat.messages)
     with refused("tokens", "96", "--context"):
         list(chat.answer("word " * 200))
+    assert chat.messages == messages
+
+
+def test_a_template_without_text_is_refused(model):
+    chat = ChatSession(model, Tokenizer(), "{# nothing #}", GREEDY, "")
+    with refused("the chat template writes nothing"):
+        list(chat.answer("a"))
 
 
 def test_characters_are_printed_when_they_are_complete():

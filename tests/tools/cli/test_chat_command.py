@@ -14,6 +14,13 @@ from titanlite.tools.cli.main import main
 QUESTIONS = 60
 
 
+class Typed(io.StringIO):
+    """Standard input of a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory):
     """Prepared conversations with one answer, which a model learns soon."""
@@ -58,6 +65,15 @@ def test_a_model_learns_to_answer_and_answers(
     assert main([*command, "--system", "Answer."]) == 0
     assert capsys.readouterr().out.split() == ["yes", "yes"]
 
+    # What cannot be answered ends the command only where no person is there to go on
+    lines = f"{'word ' * 100}\n2?\n"
+    for source, code, answers in ((io.StringIO, 2, []), (Typed, 0, ["yes"])):
+        monkeypatch.setattr("sys.stdin", source(lines))
+        assert main(command) == code
+        shown = capsys.readouterr()
+        assert shown.out.replace(">", "").split() == answers
+        assert "error: the message has" in shown.err
+
     template = tmp_path / "broken.jinja"
     template.write_text("{{ raise_exception('no such role') }}")
     assert main([*command, "--prompt", "x", "--template", str(template)]) == 2
@@ -65,8 +81,9 @@ def test_a_model_learns_to_answer_and_answers(
 
 
 def test_bad_options_of_chat(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["chat", "x", "--temperature=-1"])
-    assert caught.value.code == 2
+    assert main(["chat", "x", "--temperature=-1"]) == 2
+    assert capsys.readouterr().err == "error: argument --temperature: -1: expected at least 0\n"
+    assert main(["chat", "x", "--promt=hi"]) == 2
+    assert "did you mean --prompt?" in capsys.readouterr().err
     assert main(["chat", "/nowhere/at/all"]) == 2
     assert "no such file" in capsys.readouterr().err

@@ -45,14 +45,10 @@ def test_generate_from_a_run(pool, arguments, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    "option", ["--temperature=-1", "--top-k=x", "--max-new-tokens=-1", "--device=tpu"]
-)
-def test_bad_options_of_generate(option, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["generate", "x", option])
-    assert caught.value.code == 2
-    assert "Traceback" not in capsys.readouterr().err
+def test_bad_options_of_generate(capsys):
+    for option in ("--temperature=-1", "--top-k=x", "--max-new-tokens=-1", "--device=tpu"):
+        assert main(["generate", "x", option]) == 2
+        assert capsys.readouterr().err.startswith(f"error: argument {option.partition('=')[0]}: ")
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ written.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from messages import refused
@@ -64,6 +65,10 @@ def test_rows_are_written_as_they_are_with_their_texts(tmp_path, capsys):
         {"prompt": "b", "text": "two\n"},
     ]
     write_texts(None, rows, texts)
+    assert capsys.readouterr().out == written
+    # They are not lost where a file can no longer be written
+    with refused("--out /dev/full/out.jsonl", "on standard output"):
+        write_texts(Path("/dev/full/out.jsonl"), rows, texts)
     assert capsys.readouterr().out == written
 
 

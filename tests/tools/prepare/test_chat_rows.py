@@ -195,7 +195,12 @@ def test_wrong_options_are_reported(tmp_path, options, words, capsys):
 
 def test_a_broken_template_is_one_error(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content ")
     command = ["prepare", str(tmp_path / "a.jsonl"), "--chat", "--out", str(tmp_path / "o")]
-    assert main([*command, "--template", str(tmp_path / "t.jinja")]) == 2
-    assert "the chat template cannot render" in capsys.readouterr().err
+    command += ["--template", str(tmp_path / "t.jinja")]
+    for template, problem in (
+        ("{% for m in messages %}{{ m.content ", "the chat template cannot render"),
+        ("\n", "t.jinja: the file is empty"),
+    ):
+        (tmp_path / "t.jinja").write_text(template)
+        assert main(command) == 2
+        assert problem in capsys.readouterr().err

@@ -14,7 +14,14 @@ MAX_TEMPLATE = 1 << 22  # bytes of its file
 
 
 def read_template(path: Path) -> str:
-    """The template in a file. Raises ConfigError."""
+    """The template in a file, which is not empty. Raises ConfigError."""
+    template = _read(path)
+    if not template.strip():
+        raise ConfigError(f"{path}: the file is empty; expected a chat template")
+    return template
+
+
+def _read(path: Path) -> str:
     try:
         return read_bounded(path, MAX_TEMPLATE).decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -34,7 +41,7 @@ def find_template(tokenizer: Path) -> str:
     if not path.is_file():
         return ""
     try:
-        template = json.loads(read_template(path)).get("chat_template") or ""
+        template = json.loads(_read(path)).get("chat_template") or ""
         if isinstance(template, list):  # several, by name
             template = {entry["name"]: entry["template"] for entry in template}["default"]
         if not isinstance(template, str):

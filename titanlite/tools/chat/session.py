@@ -72,10 +72,16 @@ class ChatSession:
     def answer(self, text: str) -> Iterator[str]:
         """The parts of the model's answer to a message.
 
-        Raises TemplateError, and ConfigError if a single message is too long for the model.
+        Raises TemplateError, and ConfigError if a single message is too long for the model; the
+        conversation is as before then.
         """
+        before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
-        prompt = self._prompt()
+        try:
+            prompt = self._prompt()
+        except ValueError:
+            self.messages = before
+            raise
         stops = self.stop_tokens()
         count = min(self.sampling.max_new_tokens, self.model.seq_len - len(prompt))
         tokens = self._until(prompt, count, stops)
@@ -106,6 +112,8 @@ class ChatSession:
         room = min(self.sampling.max_new_tokens, self.model.seq_len // 4)  # for the answer
         while True:
             ids, _ = encode(self.encoder.pieces(self.messages, prompt=True), self.tokenizer)
+            if not ids:
+                raise ConfigError("the chat template writes nothing of the conversation")
             first = 1 if self.system else 0
             is_first = len(self.messages) < first + 3
             if len(ids) + (1 if is_first else room) <= self.model.seq_len:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.runtime.errors import ConfigError
 from titanlite.tools.cli.options import (
+    StrictParser,
     add_checkpoint_options,
     add_sampling_options,
     at_least,
@@ -57,30 +58,40 @@ def run(argv: list[str]) -> int:
         session = ChatSession(shared.model, tokenizer, template or PLAIN, sampling, options.system)
         form = "its chat template" if template else "a plain template: it has none"
         print(f"{full.path}: {shared.describe()}, {context} tokens, {form}", file=sys.stderr)
-        _talk(session, [options.prompt] if options.prompt else _lines())
+        _talk(session, options.prompt)
     shared.follow()
     return 0
 
 
-def _talk(session: ChatSession, messages: Iterable[str]) -> None:
-    """Prints the answer to each message."""
+def _talk(session: ChatSession, prompt: str) -> None:
+    """Prints the answer to the prompt, or to each line that is read.
+
+    Raises ConfigError for what cannot be answered; where a person types, it is shown and the
+    conversation goes on.
+    """
     from titanlite.tools.chat.template import TemplateError
 
-    for text in messages:
+    typed = sys.stdin.isatty() and not prompt
+    for text in [prompt] if prompt else _lines(typed):
         if text == "/new":
             session.begin()
             continue
         try:
             for part in session.answer(text):
                 print(part, end="", flush=True)
-        except TemplateError as error:
-            raise ConfigError(f"the chat template: {error}") from None
+        except (ConfigError, TemplateError) as error:
+            problem = str(error)
+            if isinstance(error, TemplateError):
+                problem = f"the chat template: {problem}"
+            if not typed:
+                raise ConfigError(problem) from None
+            print(f"error: {problem}", file=sys.stderr)
+            continue
         print()
 
 
-def _lines() -> Iterator[str]:
+def _lines(typed: bool) -> Iterator[str]:
     """What is typed or piped, without blank lines, up to its end or /exit."""
-    typed = sys.stdin.isatty()
     if typed:
         print(HELP, file=sys.stderr)
     while True:
@@ -95,7 +106,7 @@ def _lines() -> Iterator[str]:
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = StrictParser(
         prog="titanlite chat",
         description="Talk to a model in the terminal.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

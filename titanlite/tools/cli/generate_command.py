@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.progress import progress_bar
 from titanlite.tools.cli.options import (
+    StrictParser,
     add_checkpoint_options,
     add_sampling_options,
     at_least,
@@ -145,7 +146,7 @@ def _description(full: FullState, shared: SharedModel, length: int) -> str:
 
 
 def _options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = StrictParser(
         prog="titanlite generate",
         description="Sample text from a checkpoint.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

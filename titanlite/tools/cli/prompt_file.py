@@ -110,7 +110,10 @@ def continued(
 
 
 def write_texts(target: Path | None, rows: list[JsonRow], texts: dict[int, str]) -> None:
-    """Writes each row with its text to a file, or prints it. Raises ConfigError."""
+    """Writes each row with its text to a file, or prints it.
+
+    Raises ConfigError if the file cannot be written; the texts are printed then.
+    """
     lines = []
     for number, row in enumerate(rows):
         lines.append(json.dumps({**row.values, RESULT: texts[number]}) + "\n")
@@ -121,6 +124,8 @@ def write_texts(target: Path | None, rows: list[JsonRow], texts: dict[int, str])
     try:
         replace_file(target.absolute(), content.encode())
     except OSError as error:
+        sys.stdout.write(content)
         raise ConfigError(
-            f"--out {target}: {error.strerror or error}; expected a file to write"
+            f"--out {target}: {error.strerror or error}; expected a file to write. The texts are "
+            "on standard output"
         ) from None
