@@ -19,6 +19,7 @@ from titanlite.data.stream import (
     permute,
     read_batch,
     validation_batches,
+    validation_rows,
 )
 
 
@@ -160,6 +161,15 @@ def test_too_little_text_is_named():
         windows(10, "training text of web")
     with refused("validation text", "10 tokens", "up to 9", "validation.freq = 0"):
         windows(10, "validation text")
+
+
+def test_a_short_validation_text_is_a_row_with_padding():
+    for lengths, targets in (([3, 4], 5), ([10], 9), ([11], 10)):
+        rows = validation_rows(Documents(lengths), 10, "validation text")
+        (batch,) = validation_batches(rows, 0, stream(local=1))
+        assert int(count_targets([batch])) == targets
+    with refused("validation text", "1 tokens", "validation.freq = 0"):
+        validation_rows(Documents([1]), 10, "validation text")
 
 
 def test_positions_restart_at_documents_and_rows_and_no_target_is_of_another_document():

@@ -13,6 +13,7 @@ from titanlite.checkpoint.manifest import RunMetadata, Settings
 from titanlite.config.schema import Config
 from titanlite.config.to_toml import to_toml
 from titanlite.data.prepared import PreparedData, description, fingerprint_of
+from titanlite.data.tokenizer_json import TEMPLATE_FILE
 from titanlite.model.flavors import LlamaConfig
 
 
@@ -38,9 +39,10 @@ class RunFacts:
             "model.json": llama.to_json().encode(),
             **data[0].tokenizer.files,
         }
-        template = data[0].manifest.get("chat_template", "")
+        templates = [part.manifest.get("chat_template", "") for part in data]
+        template = next(filter(None, templates), "")
         if template:  # of conversations: a user of the checkpoint talks to it in the same form
-            self.files["chat_template.jinja"] = template.encode()
+            self.files[TEMPLATE_FILE] = template.encode()
 
     def metadata(self, validation_loss: float | None) -> RunMetadata:
         """The run's part of a manifest; `validation_loss`: at the step that is saved."""

@@ -354,8 +354,18 @@ class TrainStream:
         self.seconds = 0.0
 
 
+def validation_rows(tokens: Tokens, seq_len: int, description: str) -> Windows | PackedRows:
+    """The windows of a validation text; of one that is shorter than a window, a row with padding.
+
+    Raises ConfigError if it has less than two tokens.
+    """
+    if 2 <= len(tokens) <= seq_len:
+        return PackedRows(tokens, seq_len, description)
+    return Windows(tokens, seq_len, description)
+
+
 def validation_batches(
-    windows: Windows | PairRows, samples: int, stream: TrainStream
+    windows: Windows | PackedRows, samples: int, stream: TrainStream
 ) -> Iterator[Batch]:
     """The first `samples` windows (0: all) of a shuffled order that is always the same.
 

@@ -31,6 +31,7 @@ from titanlite.runtime.files import read_bounded
 RANK_FILE = "tokenizer.model"
 JSON_FILES = ("tokenizer.json", "tokenizer_config.json")
 VOCAB_FILE = "vocab.json"  # read by `vocab_and_merges.py`
+TEMPLATE_FILE = "chat_template.jinja"  # read by `tools/chat/find_template.py`
 TOKENIZER_FILES = (JSON_FILES[0], RANK_FILE, VOCAB_FILE)  # a folder's tokenizer is in the first
 MAX_JSON_FILE = 1 << 25  # bytes; Llama 3.3's has 17 MB
 MAX_ID = 1 << 22  # a list has an entry for each id; Gemma's vocabulary has 1 << 18

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 
 from titanlite.config.load import program_folder
 from titanlite.config.schema import Config
+from titanlite.data.tokenizer_json import TEMPLATE_FILE
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.torch_private import attention_backend
 from titanlite.model.attention import share_heads
@@ -149,7 +150,9 @@ def log_end(config: Config, script: Path, step: int, texts: list[str]) -> int:
 
 
 def _next_commands(config: Config, script: Path, folder: Path, step: int) -> str:
-    """The commands that generate text with the run's model, and that continue the run."""
+    """The commands that generate text with the run's model, or talk to it, and that continue the
+    run.
+    """
     python = os.path.relpath(sys.executable)
     if shutil.which("python3") == sys.executable:
         python = "python3"
@@ -166,8 +169,11 @@ def _next_commands(config: Config, script: Path, folder: Path, step: int) -> str
     if config.validation.prompts:
         prompt = config.validation.prompts[0]
     quoted_folder = shlex.quote(str(folder))
+    use = f"{command} generate {quoted_folder} --prompt {shlex.quote(prompt)}"
+    if (folder / "checkpoints" / f"step-{step}" / TEMPLATE_FILE).exists():
+        use = f"{command} chat {quoted_folder}"
     return (
-        f"\nnext:\n  {command} generate {quoted_folder} --prompt {shlex.quote(prompt)}\n"
+        f"\nnext:\n  {use}\n"
         f"  {train} {quoted_folder}/config.toml --training.steps={2 * step}    (resumes from here)"
     )
 

@@ -2,10 +2,10 @@
 
 What it is: the loss summed over all ranks, divided by the number of targets of all ranks, so each
 token counts once in any division into batches. Bits per byte is the same sum in bits, per byte of
-text, comparable across tokenizers. Documents are never packed here, so these losses do not depend
-on `data.packing`; on `data.document_mask` they do. Of pairs of answers it is the loss per pair
-(`parallel/preferences.py`). With several sources, the mean of their losses, weighted by
-`data.sources` as training is, decides which checkpoints `checkpoint.keep_best` keeps.
+text, comparable across tokenizers. Only a text that is shorter than a sequence is packed here, so
+these losses do not depend on `data.packing`; on `data.document_mask` they do. Of pairs of answers
+it is the loss per pair (`parallel/preferences.py`). With several sources, the mean of their losses,
+weighted by `data.sources` as training is, decides which checkpoints `checkpoint.keep_best` keeps.
 What it costs: a third of a training step per token.
 """
 
@@ -19,9 +19,16 @@ import torch
 from torch import Tensor
 
 from titanlite.config.schema import ValidationConfig
-from titanlite.data.packing import PairRows
+from titanlite.data.packing import PackedRows, PairRows
 from titanlite.data.prepared import PreparedData
-from titanlite.data.stream import IGNORED, Batch, TrainStream, Windows, validation_batches
+from titanlite.data.stream import (
+    IGNORED,
+    Batch,
+    TrainStream,
+    Windows,
+    validation_batches,
+    validation_rows,
+)
 from titanlite.data.to_device import to_device
 from titanlite.distributed.mesh import Mesh, sum_dtype
 from titanlite.distributed.signals import Requests
@@ -62,7 +69,7 @@ class Validator:
     ) -> None:
         """Batches are as large as those of `stream`.
 
-        Raises ConfigError if the held-out text of a source is shorter than a sequence.
+        Raises ConfigError if a source has no held-out text.
         """
         self.config = config
         self.data = data
@@ -71,13 +78,13 @@ class Validator:
         self.mesh = mesh
         self.metrics = metrics
         self.token_bytes = torch.tensor(data[0].tokenizer.token_bytes)
-        self.windows: dict[str, Windows | PairRows] = {}
+        self.windows: dict[str, Windows | PackedRows] = {}
         if config.freq > 0:
             for source in data:
                 text = f"validation text of {source.name}"
                 tokens = source.tokens("validation")
-                kind = PairRows if source.pairs else Windows
-                self.windows[source.name] = kind(tokens, stream.training.seq_len, text)
+                rows_of = PairRows if source.pairs else validation_rows
+                self.windows[source.name] = rows_of(tokens, stream.training.seq_len, text)
 
     def due(self, finished: bool) -> bool:
         """Whether to validate after the current step; `finished`: it is the run's last one."""
@@ -139,7 +146,7 @@ class Validator:
             self.metrics.log_validation(name, {"ema_loss": loss})
         self.metrics.write(row)
 
-    def sums(self, windows: Windows | PairRows, requests: Requests) -> Sums | None:
+    def sums(self, windows: Windows | PackedRows, requests: Requests) -> Sums | None:
         """The sums over a text; None if a signal has arrived on any rank."""
         self.stages.validation_columns()  # nothing is left of an earlier pass
         device = self.metrics.device

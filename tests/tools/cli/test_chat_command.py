@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from runs import train_run
@@ -41,10 +42,15 @@ def conversations(tmp_path_factory):
 
 
 def test_a_model_learns_to_answer_and_answers(
-    pool, options, conversations, tmp_path, capsys, monkeypatch
+    pool, options, conversations, text_file, tmp_path, capsys, monkeypatch
 ):
-    run = [word for word in options if not word.startswith("--data.path")]
-    run += [f"--data.path={conversations}", f"--run.folder={tmp_path}", "--optimizer.lr=1e-2"]
+    config = tmp_path / "debug.toml"  # the template is not that of the first source, which has none
+    debug = Path(__file__).parents[3] / "train_configs/debug.toml"
+    sources = [f"[[data.sources]]\npath = '{text_file}'\nweight = 0.01"]
+    sources.append(f"[[data.sources]]\npath = '{conversations}'\nweight = 1")
+    config.write_text("\n".join([f"base = '{debug}'", *sources]))
+    run = [word for word in options[1:] if not word.startswith("--data.path")]
+    run = [str(config), *run, f"--run.folder={tmp_path}", "--optimizer.lr=1e-2"]
     run += [
         "--data.packing=best_fit",
         "--data.document_mask",
@@ -55,6 +61,7 @@ def test_a_model_learns_to_answer_and_answers(
     (step,) = list_steps(tmp_path / "debug/checkpoints")
     saved = tmp_path / f"debug/checkpoints/step-{step}/chat_template.jinja"
     assert "Question:" in saved.read_text()
+    assert f" chat {tmp_path}/debug\n" in (tmp_path / "debug/log.txt").read_text()
     greedy = ["--temperature", "0", "--device", "cpu"]
     command = ["chat", str(tmp_path / "debug"), *greedy]
     assert main([*command, "--prompt", "7?"]) == 0

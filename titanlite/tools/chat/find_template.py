@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from titanlite.data.tokenizer_json import JSON_FILES
+from titanlite.data.tokenizer_json import JSON_FILES, TEMPLATE_FILE
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 
-TEMPLATE_FILE = "chat_template.jinja"
 MAX_TEMPLATE = 1 << 22  # bytes of its file
 
 

@@ -35,7 +35,8 @@ def run(argv: list[str]) -> int:
     if is_to_start(options):
         return start("chat", argv, options.processes)
     device = join(options)
-    from titanlite.tools.chat.find_template import TEMPLATE_FILE, find_template, read_template
+    from titanlite.data.tokenizer_json import TEMPLATE_FILE
+    from titanlite.tools.chat.find_template import find_template, read_template
     from titanlite.tools.chat.session import ChatSession, Sampling
     from titanlite.tools.chat.template import PLAIN
     from titanlite.tools.formats.load_weights import tokenizer_of

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
+from titanlite.data.tokenizer_json import TEMPLATE_FILE
 from titanlite.model.flavors import (
     SCALINGS,
     LlamaConfig,
@@ -27,7 +28,7 @@ from titanlite.model.flavors import (
 from titanlite.model.shape_file import checked, sequence_length
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
-from titanlite.tools.chat.find_template import TEMPLATE_FILE, find_template
+from titanlite.tools.chat.find_template import find_template
 from titanlite.tools.formats.full_state import About, FullState, FullTensor, same_numbers
 from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer
 from titanlite.tools.formats.safetensors_files import read_folder

@@ -32,7 +32,7 @@ from titanlite.checkpoint.grid import Box, grid_of
 from titanlite.checkpoint.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry
 from titanlite.checkpoint.step_files import digest_of
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.tools.chat.find_template import TEMPLATE_FILE
+from titanlite.data.tokenizer_json import TEMPLATE_FILE
 from titanlite.tools.formats import adapters, gguf_file, huggingface, meta
 from titanlite.tools.formats.export import Export, Outgoing
 from titanlite.tools.formats.full_state import ORIGIN, FullState
