@@ -11,6 +11,7 @@ from runs import train_run
 
 from titanlite.checkpoint.storage import list_steps
 from titanlite.tools.cli.main import main
+from titanlite.tools.formats.convert import convert
 
 QUESTIONS = 60
 
@@ -71,6 +72,11 @@ def test_a_model_learns_to_answer_and_answers(
     monkeypatch.setattr("sys.stdin", io.StringIO("1?\n\n/new\n2?\n/exit\n3?\n"))
     assert main([*command, "--system", "Answer."]) == 0
     assert capsys.readouterr().out.split() == ["yes", "yes"]
+
+    # The template goes into other formats; an output with it can be replaced
+    for _ in range(2):
+        convert(tmp_path / "debug", tmp_path / "hf", "hf", force=True, verify=False)
+    assert (tmp_path / "hf/chat_template.jinja").read_text() == saved.read_text()
 
     # What cannot be answered ends the command only where no person is there to go on
     lines = f"{'word ' * 100}\n2?\n"

@@ -33,7 +33,8 @@ RENAME_EXCHANGE = 2
 REPLACEABLE = re.compile(  # names of files that a conversion, or a run's checkpoint, consists of
     r"(model|training)-?.*\.safetensors|model\.safetensors\.index\.json|.*\.distcp|\.metadata|consolidated\.\d+\.pth"
     r"|(manifest|config|generation_config|params|model|data|excluded|titanlite|tokenizer|tokenizer_config)\.json"
-    r"|special_tokens_map\.json|config\.toml|tokenizer\.model"
+    r"|special_tokens_map\.json|config\.toml|tokenizer\.model|chat_template\.jinja"
+    r"|adapter_model\.safetensors|adapter_config\.json"
 )
 # And of those that it removes itself
 PARTIAL = re.compile(r"scratch\.titanlite-tmp-[0-9a-f]{8}|\.metadata\.tmp")
