@@ -69,7 +69,7 @@ def _message_of(entry: Any) -> Message:
     if entry.get("tool_calls"):
         raise ValueError("has tool_calls, which are not supported")
     if not isinstance(content, str):
-        raise ValueError(f"has content of type {type(content).__name__}")
+        raise ValueError(f"has content of type {type(content).__name__}; expected text")
     if role in MUST_SPEAK and not content.strip():
         raise ValueError(f"({role}) is empty")
     if entry.get("weight") == 0 and role == "assistant":

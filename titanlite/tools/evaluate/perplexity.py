@@ -1,6 +1,6 @@
 """The loss of a model on prepared text.
 
-What it is: the text is cut into the windows of validation, in the same order, and the loss is
+What it is: the text is cut into the rows of validation, in the same order, and the loss is
 summed over all targets, so each token counts once in any division into batches. The result equals
 that of validation during training, up to the dtype of the computation
 ([test](../../tests/tools/evaluate/test_perplexity.py)). Several processes that share the model's
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from titanlite.data.prepared import PreparedData
-from titanlite.data.stream import IGNORED, Windows, permute, read_batch
+from titanlite.data.stream import IGNORED, permute, read_batch, validation_rows
 from titanlite.distributed.agreement import gather
 from titanlite.optim.loss import cross_entropy_sum
 from titanlite.runtime.errors import ConfigError
@@ -41,9 +41,11 @@ def perplexity(
     """loss (nats per token), bits_per_byte, perplexity and tokens of a split, `train` or
     `validation`; the same on all processes, which call it together.
 
-    Raises ConfigError if the split is shorter than a window or has no targets.
+    Raises ConfigError if the split has no targets.
     """
-    windows = Windows(data.tokens(split), reading.seq_len, f"{split} text of {data.name}")
+    tokens = data.tokens(split)
+    seq_len = max(1, min(reading.seq_len, len(tokens)))  # no more padding than is needed
+    windows = validation_rows(tokens, seq_len, f"{split} text of {data.name}")
     token_bytes = torch.tensor(data.tokenizer.token_bytes)
     count = min(reading.samples or windows.count, windows.count)
     device = shared.model.rope.device
@@ -53,7 +55,7 @@ def perplexity(
     for start in range(0, count, reading.batch_size)[this_rank() :: num_ranks()]:
         numbers = range(start, min(start + reading.batch_size, count))
         picks = [(windows, permute(number, windows.count, 0)) for number in numbers]
-        batch = read_batch(picks, reading.seq_len, reading.document_mask)
+        batch = read_batch(picks, seq_len, reading.document_mask)
         targets = batch.labels[batch.labels != IGNORED]
         own_targets += len(targets)
         own_bytes += int(token_bytes[targets].sum())
