@@ -85,7 +85,7 @@ def test_shares_of_padding_and_of_cut_documents(caplog):
     assert rows.padding == pytest.approx(1 - (10 + 5 + 4 + 10 + 1 + 2) / 40)
     assert "training text: 5 documents" in caplog.text
     assert "20.00% of the positions" in caplog.text
-    assert "20.00% of the documents" in caplog.text
+    assert "1 documents (20.00%) are longer than a row and cut" in caplog.text
 
 
 def test_tokens_that_may_not_be_targets():

@@ -57,11 +57,12 @@ class PackedRows:
             )
         targets = self.num_windows * seq_len + int((self.lengths - 1).sum())
         self.padding = 1 - targets / (self.count * seq_len)
-        self.cut = float((lengths > seq_len + 1).mean())
+        is_cut = lengths > seq_len + 1
+        self.cut = float(is_cut.mean())
         logger.info(
             f"{description}: {len(starts):,} documents packed into {self.count:,} rows of "
             f"{seq_len} tokens; {100 * self.padding:.2f}% of the positions have no target, "
-            f"{100 * self.cut:.2f}% of the documents are longer than a row and cut"
+            f"{is_cut.sum():,} documents ({100 * self.cut:.2f}%) are longer than a row and cut"
         )
 
     def _pack(self, starts: Array, lengths: Array) -> None:
