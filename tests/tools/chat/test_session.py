@@ -62,6 +62,7 @@ def test_old_messages_are_left_out(model):
         list(chat.answer(f"question number {number}"))
     assert chat.messages[0]["role"] == "system"
     assert len(chat.messages) < 20
+    assert len(chat.messages) + chat.left_out == 1 + 2 * 12
     assert chat.messages[-2]["content"] == "question number 11"
     messages = list(chat.messages)
     with refused("tokens", "96", "--context"):

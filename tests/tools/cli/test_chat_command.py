@@ -78,6 +78,10 @@ def test_a_model_learns_to_answer_and_answers(
         convert(tmp_path / "debug", tmp_path / "hf", "hf", force=True, verify=False)
     assert (tmp_path / "hf/chat_template.jinja").read_text() == saved.read_text()
 
+    monkeypatch.setattr("sys.stdin", io.StringIO("1?\n2?\n3?\n4?\n5?\n6?\n7?\n8?\n"))
+    assert main(command) == 0
+    assert "messages no longer fit" in capsys.readouterr().err
+
     # What cannot be answered ends the command only where no person is there to go on
     lines = f"{'word ' * 100}\n2?\n"
     for source, code, answers in ((io.StringIO, 2, []), (Typed, 0, ["yes"])):

@@ -47,11 +47,13 @@ class ChatSession:
             self.template, list(tokenizer.special), control_tokens(tokenizer)
         )
         self.messages: list[Message] = []
+        self.left_out = 0  # messages of this conversation that are no longer among them
         self.begin()
 
     def begin(self) -> None:
         """A new conversation."""
         self.messages = []
+        self.left_out = 0
         if self.system:
             self.messages.append({"role": "system", "content": self.system})
 
@@ -76,11 +78,13 @@ class ChatSession:
         conversation is as before then.
         """
         before = list(self.messages)
+        left_out = self.left_out
         self.messages.append({"role": "user", "content": text})
         try:
             prompt = self._prompt()
         except ValueError:
             self.messages = before
+            self.left_out = left_out
             raise
         stops = self.stop_tokens()
         count = min(self.sampling.max_new_tokens, self.model.seq_len - len(prompt))
@@ -124,3 +128,4 @@ class ChatSession:
                     f"have {self.model.seq_len} (--context)"
                 )
             del self.messages[first : first + 2]  # a message and its answer
+            self.left_out += 2

@@ -73,6 +73,7 @@ def _talk(session: ChatSession, prompt: str) -> None:
     from titanlite.tools.chat.template import TemplateError
 
     typed = sys.stdin.isatty() and not prompt
+    left_out = 0
     for text in [prompt] if prompt else _lines(typed):
         if text == "/new":
             session.begin()
@@ -89,6 +90,12 @@ def _talk(session: ChatSession, prompt: str) -> None:
             print(f"error: {problem}", file=sys.stderr)
             continue
         print()
+        if session.left_out > left_out:
+            print(
+                f"the first {session.left_out} messages no longer fit and are left out (--context)",
+                file=sys.stderr,
+            )
+        left_out = session.left_out
 
 
 def _lines(typed: bool) -> Iterator[str]:
@@ -115,6 +122,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "path",
         type=Path,
+        metavar="CHECKPOINT",
         help="a run folder (its newest checkpoint), or any format that `convert` reads",
     )
     add_checkpoint_options(parser)

@@ -154,6 +154,7 @@ def _options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "path",
         type=Path,
+        metavar="CHECKPOINT",
         help="a run folder (its newest checkpoint), or any format that `convert` reads",
     )
     add_checkpoint_options(parser)
