@@ -79,7 +79,7 @@ from titanlite.optim.stability import Guard
 from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.lora import is_adapter, is_frozen
 from titanlite.parallel.parallelize import build_model_parts
-from titanlite.parallel.preferences import build_stages
+from titanlite.parallel.preferences import build_frozen_copy, build_stages
 from titanlite.probes.noise_scale import NoiseScale
 from titanlite.probes.probes import Probes
 from titanlite.probes.samples import Sampler
@@ -129,10 +129,13 @@ def main(config: Config) -> int:
     # 3. Model: first shapes only; then memory and weights for this rank's part of it
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
+        second = Llama(llama, training.seq_len)
     # The model, or the pipeline stages of this rank
     model_parts = build_model_parts(model, config, mesh, device, compiled)
+    # What DPO without adapters compares with: parts of a second model; else none
+    frozen_copy = build_frozen_copy(second, config, mesh, device, compiled)
     # `Stages`, or for pairs of answers
-    stages = build_stages(model_parts, config, mesh, device, compiled)
+    stages = build_stages(model_parts, config, mesh, device, compiled, frozen_copy)
 
     # 4. Training state: everything that a step changes. A checkpoint holds exactly these
     optimizer = build_optimizer(model_parts, config.optimizer, config.parallel.optimizer_offload)
@@ -157,7 +160,7 @@ def main(config: Config) -> int:
     facts = RunFacts(config, llama, mesh.degrees, data)
     checkpoint = Checkpointer(config.checkpoint, folder, states, facts, device, guard)
     resumed = checkpoint.load()
-    load_initial_weights(config, model_parts, llama, tokenizer, resumed)
+    load_initial_weights(config, model_parts, frozen_copy, llama, tokenizer, resumed)
     ema.start()  # with these weights, unless the checkpoint had an average
 
     # 5. Metrics and validation
@@ -311,8 +314,8 @@ def saved_names(config: Config) -> Callable[[str], bool]:
 
 
 def frozen_fingerprint(config: Config) -> str:
-    """Of the weights that adapters are added to; empty without adapters."""
-    if config.lora.rank == 0 or not config.checkpoint.initial_load:
+    """Of the weights that adapters are added to, or that DPO compares with; else empty."""
+    if not config.needs_initial_weights or not config.checkpoint.initial_load:
         return ""
     from titanlite.tools.formats.adopt import fingerprint_of  # of a checkpoint in any format
 
@@ -323,6 +326,7 @@ def frozen_fingerprint(config: Config) -> str:
 def load_initial_weights(
     config: Config,
     model_parts: list[Llama],
+    frozen_copy: list[Llama],
     llama: LlamaConfig,
     tokenizer: Tokenizer,
     resumed: bool,
@@ -330,19 +334,29 @@ def load_initial_weights(
     """Weights of another run, or of a file in any format that `titanlite convert` reads, if
     `checkpoint.initial_load` names one.
 
-    A resumed run has its weights from its checkpoint, but those that adapters are added to.
+    A resumed run has its weights from its checkpoint, but not those that stay as they were: that
+    adapters are added to, or that DPO compares with.
     """
-    adapters = config.lora.rank > 0
-    if adapters and not config.checkpoint.initial_load:
-        raise ConfigError(
-            f"lora.rank = {config.lora.rank}: adapters are added to a trained model; expected its "
-            "path in checkpoint.initial_load"
-        )
-    if config.checkpoint.initial_load and (adapters or not resumed):
+    if not config.checkpoint.initial_load:
+        if config.needs_initial_weights:
+            raise ConfigError(
+                f"lora.rank = {config.lora.rank}, dpo.beta = {config.dpo.beta:g}: adapters are "
+                "added to a trained model, and DPO compares with one; expected its path in "
+                "checkpoint.initial_load"
+            )
+        return
+    states = []
+    if config.lora.rank > 0:
+        states.append(ModelState(model_parts, is_frozen))
+    elif not resumed:
+        states.append(ModelState(model_parts))
+    if frozen_copy:
+        states.append(ModelState(frozen_copy))
+    if states:
         from titanlite.tools.formats.load_weights import load_weights  # other formats
 
-        loaded = is_frozen if adapters else every_name
-        load_weights(config.checkpoint, ModelState(model_parts, loaded), llama, tokenizer)
+        for state in states:
+            load_weights(config.checkpoint, state, llama, tokenizer)
 
 
 def compare_with_plan(

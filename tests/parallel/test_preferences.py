@@ -13,6 +13,7 @@ from chats import MARKED
 from messages import run_refused
 from runs import curve, rows, train_run
 
+from titanlite.checkpoint.manifest import read_manifest
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.tools.cli.main import main
 from titanlite.tools.verify.campaign import FIGURES, judge
@@ -20,7 +21,8 @@ from titanlite.tools.verify.compare import measure, reference
 from titanlite.tools.verify.ladder import Case, make_case
 
 SMALL = ["debug", "--model.dim=32", "--model.ffn_dim=64", "--training.seq_len=32"]
-DPO = "dpo.beta=0.5,data.document_mask,lora.rank=4"
+WHOLE = "dpo.beta=0.5,data.document_mask"  # all weights, beside a frozen copy
+DPO = f"{WHOLE},lora.rank=4"
 
 
 def case(layout: str) -> tuple[Case, LlamaConfig]:
@@ -30,11 +32,14 @@ def case(layout: str) -> tuple[Case, LlamaConfig]:
 
 @pytest.fixture(scope="module")
 def right(pool, tmp_path_factory) -> Path:
-    """The reference, which is written after the paper."""
-    path = tmp_path_factory.mktemp("reference") / "pairs.pt"
-    made, llama = case(DPO)
-    pool.run(1, reference, made.config, llama, path)
-    return path
+    """The references, which are written after the paper."""
+    folder = tmp_path_factory.mktemp("reference")
+    for layout in (DPO, WHOLE):
+        made, llama = case(layout)
+        pool.run(1, reference, made.config, llama, folder / layout)
+        losses = torch.load(folder / layout)["loss"]
+        assert max(abs(loss - 0.6931) for loss in losses) > 0.02, "margins that are not 0"
+    return folder
 
 
 def forget_the_sum_over_cp(*arguments):
@@ -72,20 +77,34 @@ def keep_the_adapters(*arguments):
         return measure(*arguments)
 
 
+def compare_with_itself(*arguments):
+    """A model whose frozen copy is not used."""
+    import contextlib
+
+    from titanlite.parallel.preferences import PairStages
+
+    with mock.patch.object(PairStages, "reference", lambda stages: contextlib.nullcontext(stages)):
+        return measure(*arguments)
+
+
 @pytest.mark.parametrize(
     ("function", "layout", "passes"),
     [
-        (measure, "cp=2", True),
-        pytest.param(measure, "pp=2", True, marks=pytest.mark.slow),
-        pytest.param(measure, "tp=2", True, marks=pytest.mark.slow),
-        (forget_the_sum_over_cp, "cp=2", False),
-        (number_answers_of_the_part, "dp_shard=2", False),
-        (keep_the_adapters, "dp_shard=2", False),
+        (measure, f"cp=2,{DPO}", True),
+        pytest.param(measure, f"pp=2,{DPO}", True, marks=pytest.mark.slow),
+        pytest.param(measure, f"tp=2,{DPO}", True, marks=pytest.mark.slow),
+        (measure, f"dp_shard=2,{WHOLE}", True),
+        pytest.param(measure, f"pp=2,{WHOLE}", True, marks=pytest.mark.slow),
+        (forget_the_sum_over_cp, f"cp=2,{DPO}", False),
+        (number_answers_of_the_part, f"dp_shard=2,{DPO}", False),
+        (keep_the_adapters, f"dp_shard=2,{DPO}", False),
+        (compare_with_itself, f"dp_shard=2,{WHOLE}", False),
     ],
 )
 def test_the_loss_of_pairs_is_that_of_one_process(pool, right, function, layout, passes):
-    made, llama = case(f"{layout},{DPO}")
-    ranks = pool.run(made.processes, function, made.config, llama, right)
+    made, llama = case(layout)
+    path = right / layout.partition(",")[2]
+    ranks = pool.run(made.processes, function, made.config, llama, path)
     row = judge(made, {name: max(rank[name] for rank in ranks) for name in FIGURES}, 0.0)
     assert row["passed"] == passes, row
     assert (row["gradient"] > 1e-4) != passes, row
@@ -144,6 +163,29 @@ def test_a_run_learns_which_answer_is_chosen(pool, options, data, whole_run, tmp
     assert validated[-1]["validation/a/loss"] < validated[0]["validation/a/loss"]
     assert "validation/a/perplexity" not in validated[0]
     assert trained[0]["perplexity"] is None
+
+
+def test_without_adapters_the_reference_is_a_frozen_copy(pool, options, data, whole_run, tmp_path):
+    """3 + 3 steps in two layouts are 6 at once; a run needs the weights that it began with."""
+    run = [*pair_arguments(options, data, whole_run(), tmp_path), "--lora.rank=0"]
+    run += ["--optimizer.lr=1e-3", "--validation.freq=0"]
+    assert pool.run(2, train_run, [*run, "--training.steps=3"]) == [0, 0]
+    others = whole_run("--run.seed=7")
+    with run_refused("checkpoint.initial_load", str(others), "not the weights"):
+        last = [*run, "--training.steps=6", f"--checkpoint.initial_load={others}"]
+        pool.run(1, train_run, last)
+    with run_refused("dpo.beta = 0.5", "checkpoint.initial_load"):
+        pool.run(1, train_run, [*run, "--training.steps=6", "--checkpoint.initial_load="])
+    assert pool.run(1, train_run, [*run, "--training.steps=6"]) == [0]
+    assert pool.run(1, train_run, [*run, "--training.steps=6", "--run.name=whole"]) == [0]
+    found = [[loss for loss, _ in curve(tmp_path / name).values()] for name in ("debug", "whole")]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=0)
+    assert found[0][0] == pytest.approx(0.693147, abs=1e-5), "the copy is the model as it begins"
+    assert found[0][-1] < 0.6
+    saved = read_manifest(tmp_path / "debug/checkpoints/step-6").tensors
+    model = read_manifest(whole_run() / "checkpoints/step-6").tensors
+    of_model = [name for name in saved if name.startswith("model.")]
+    assert of_model == [name for name in model if name.startswith("model.")]
 
 
 def test_an_average_does_not_change_the_rewards_of_validation(

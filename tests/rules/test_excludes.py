@@ -37,8 +37,8 @@ def test_what_does_not_fit_float16_is_refused(option, words):
     refuse(["training.compute_dtype=float16", option], *words)
 
 
-def test_pairs_need_adapters_and_documents():
-    refuse(["dpo.beta=0.1"], "dpo.beta = 0.1", "lora.rank = 0", "data.document_mask = false")
+def test_pairs_need_documents():
+    refuse(["dpo.beta=0.1"], "dpo.beta = 0.1", "data.document_mask = false")
 
 
 def test_ring_attention_and_dropout_are_refused():

@@ -85,12 +85,12 @@ class ModelState:
 
 
 class FrozenWeights:
-    """With adapters: the fingerprint of the weights that they are added to, and that no checkpoint
-    holds. Without, it has no state.
+    """The fingerprint of weights that a run uses and no checkpoint holds: those that adapters are
+    added to, or that DPO compares with. It has no state in other runs.
     """
 
     def __init__(self, path: str, fingerprint: str) -> None:
-        """`path`: of the weights; `fingerprint`: hexadecimal, empty without adapters."""
+        """`path`: of the weights; `fingerprint`: hexadecimal, empty if there are none."""
         self.path = path
         self.fingerprint = bytes.fromhex(fingerprint)
 
@@ -102,8 +102,9 @@ class FrozenWeights:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if bytes(state["fingerprint"].tolist()) != self.fingerprint:
             raise ConfigError(
-                f"checkpoint.initial_load = {self.path!r}: are not the weights that the adapters "
-                "of this run were trained on; expected those"
+                f"checkpoint.initial_load = {self.path!r}: are not the weights that this run began "
+                "with, which its adapters are added to or its pairs are compared with; expected "
+                "those"
             )
 
 

@@ -594,7 +594,7 @@ class DpoConfig:
     beta: float = key(
         0.0,
         "direct preference optimization with this weight of the reference, which is the model "
-        "without its adapters; as 0.1; 0: off",
+        "without its adapters, or a frozen copy; as 0.1; 0: off",
         min=0,
     )
 
@@ -829,6 +829,20 @@ class Config:
     profiling: ProfilingConfig = ProfilingConfig()
     comm: CommConfig = CommConfig()
     debug: DebugConfig = DebugConfig()
+
+    @property
+    def has_frozen_copy(self) -> bool:
+        """Whether the reference of DPO is a second model. With adapters it is the one that they
+        are added to.
+        """
+        return self.dpo.beta > 0 and self.lora.rank == 0
+
+    @property
+    def needs_initial_weights(self) -> bool:
+        """Whether a run that resumes reads `checkpoint.initial_load` too: its checkpoint has
+        neither the weights that adapters are added to, nor the reference of DPO.
+        """
+        return self.dpo.beta > 0 or self.lora.rank > 0
 
 
 def portable(config: Config) -> str:

@@ -1,12 +1,13 @@
 """Direct preference optimization (DPO, arXiv 2305.18290): learns which of two answers is preferred.
 
 What it is: with log p(y) the sum of the log-probabilities of an answer's tokens, and q those of the
-reference, which is the model without its adapters, the loss of a pair is
+reference, which is the model as it was before, the loss of a pair is
 
     -ln sigmoid(m),    m = r(chosen) - r(rejected),    r(y) = beta (log p(y) - log q(y))
 
 r is called the reward of an answer, and m the margin of a pair. The loss of a step is the mean over
-the pairs of all ranks.
+the pairs of all ranks. With adapters (`lora.rank` > 0) the reference is the model without them;
+else it is a second model, whose weights are those of `checkpoint.initial_load` and stay so.
 
 How it is computed in any layout: the tokens of an answer may be divided over cp, and only the last
 pipeline stage has their log-probabilities. But the gradient of the loss is a weighted sum of the
@@ -15,19 +16,24 @@ in the rejected one. So a local batch takes three passes. The first two compute 
 its answers without gradients, added up over cp and pp. The third is the usual forward and backward,
 with a weighted cross entropy. Labels have the number of their answer (`data/pairs.py`), and are
 divided over cp, microbatches and chunks as always.
-What it costs: two forwards more. A step with adapters has 4 FLOPs per parameter and token, so this
-is twice as much. No memory for a second model; for each of the first two passes an all-reduce of
-8 B S bytes over cp and one over pp.
+What it costs: two forwards more, of 2 FLOPs per parameter and token each, beside the 4 of a step
+with adapters or the 6 of one without. A second model is sharded as the first one is, and has no
+gradients and no moments: 4 bytes per parameter in fp32. For each of the first two passes an
+all-reduce of 8 B S bytes over cp and one over pp.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config
@@ -41,11 +47,31 @@ from titanlite.data.pairs import (
 from titanlite.data.stream import Batch
 from titanlite.distributed.mesh import Mesh, sum_dtype
 from titanlite.parallel.lora import without_adapters
+from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
 from titanlite.parallel.tensor_parallel import VOCABULARY_SHARD
 
 if TYPE_CHECKING:
     from titanlite.model.llama import Llama
+
+
+def build_frozen_copy(
+    model: Llama, config: Config, mesh: Mesh, device: torch.device, compiled: bool
+) -> list[Llama]:
+    """This rank's parts of the reference of DPO, in the layout of the model; without weights yet.
+
+    None, if there is no DPO or the reference is the model without its adapters. `model`: a Llama on
+    the meta device.
+    """
+    if not config.has_frozen_copy:
+        return []
+    return build_model_parts(model, all_frozen(config), mesh, device, compiled)
+
+
+def all_frozen(config: Config) -> Config:
+    """The config of a model that is not trained."""
+    training = dataclasses.replace(config.training, frozen="*")
+    return dataclasses.replace(config, training=training)
 
 
 def build_stages(
@@ -54,10 +80,14 @@ def build_stages(
     mesh: Mesh,
     device: torch.device,
     compiled: bool = False,
+    frozen_copy: Sequence[Llama] = (),
 ) -> Stages:
-    """What computes the loss: of tokens, or with `dpo.beta` of pairs."""
+    """What computes the loss: of tokens, or with `dpo.beta` of pairs.
+
+    `frozen_copy`: what `build_frozen_copy` made.
+    """
     if config.dpo.beta > 0:
-        return PairStages(model_parts, config, mesh, device, compiled)
+        return PairStages(model_parts, config, mesh, device, compiled, frozen_copy)
     return Stages(model_parts, config, mesh, device, compiled)
 
 
@@ -74,8 +104,13 @@ class PairStages(Stages):
         mesh: Mesh,
         device: torch.device,
         compiled: bool = False,
+        frozen_copy: Sequence[Llama] = (),
     ) -> None:
         super().__init__(model_parts, config, mesh, device, compiled)
+        assert bool(frozen_copy) == config.has_frozen_copy
+        self.frozen_copy: Stages | None = None
+        if frozen_copy:
+            self.frozen_copy = Stages(list(frozen_copy), config, mesh, device, compiled)
         self.beta = config.dpo.beta
         # Of a pipeline and of cp, one rank reports the loss, which all know
         self.reports = mesh["pp"].get_local_rank() == 0 and mesh["cp"].get_local_rank() == 0
@@ -118,14 +153,29 @@ class PairStages(Stages):
 
     def margins(self, batch: Batch) -> Tensor:
         """The margin of each pair of a batch with numbered answers (B P,), on every rank."""
-        model = self.log_probs(batch)
-        with without_adapters(self.model_parts):
-            reference = self.log_probs(batch)
+        model = self.log_probs(self, batch)
+        with self.reference() as stages:
+            reference = self.log_probs(stages, batch)
         rewards = (self.beta * (model - reference)).unflatten(0, (-1, 2))  # (B P, 2)
         return rewards[:, 0] - rewards[:, 1]
 
-    def log_probs(self, batch: Batch) -> Tensor:
-        """The summed log-probability of each answer (2 B P,), on every rank.
+    @contextlib.contextmanager
+    def reference(self) -> Iterator[Stages]:
+        """Within it, stages that compute with the reference."""
+        if self.frozen_copy is None:
+            with without_adapters(self.model_parts):
+                yield self
+            return
+        yield self.frozen_copy
+        # After a forward some units stay gathered, for a backward that does not come
+        for part in self.frozen_copy.model_parts:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    def log_probs(self, stages: Stages, batch: Batch) -> Tensor:
+        """The summed log-probability of each answer (2 B P,) by the model of these stages, on every
+        rank.
 
         They are added up in fp64: a margin is a small difference of large sums.
         """
@@ -139,8 +189,8 @@ class PairStages(Stages):
             result.index_add_(0, numbers, -losses.to(result.dtype))
             return result.new_zeros(())
 
-        with self.in_place_of_loss(add):
-            self.evaluate(batch)
+        with stages.in_place_of_loss(add):
+            stages.evaluate(batch)
         for axis in ("pp", "cp"):
             if self.mesh[axis].size() > 1:
                 dist.all_reduce(result, group=self.mesh[axis].get_group())

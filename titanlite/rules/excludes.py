@@ -75,16 +75,9 @@ def pipeline_reduction(
 
 
 def preferences(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterator[str]:
-    """The reference of DPO is the model without adapters; a row has several answers."""
+    """A row has several answers."""
     beta = config.dpo.beta
-    if beta == 0:
-        return
-    if config.lora.rank == 0:
-        yield (
-            f"dpo.beta = {beta:g} and lora.rank = 0: the reference is the model without its "
-            "adapters; expected lora.rank above 0"
-        )
-    if not config.data.document_mask:
+    if beta > 0 and not config.data.document_mask:
         yield (
             f"dpo.beta = {beta:g} and data.document_mask = false: a row has several answers, which "
             "must not see each other; expected data.document_mask = true"

@@ -136,7 +136,7 @@ def record_logged(
     step.take_step = lambda *args: take_logged(*args) if args[-1] else take_step(*args)
     mesh = Mesh("cpu", degrees, 60)
     parts = build_parts(config, llama, mesh)
-    program = build_program(parts, config, mesh, torch.device("cpu"), initialised=True)
+    program = build_program(parts, [], config, mesh, torch.device("cpu"), initialised=True)
     recorded = step.record(config, llama, mesh, program, real=True)
     rows = {}
     with torch.no_grad():

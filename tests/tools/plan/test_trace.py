@@ -60,6 +60,7 @@ SLOW = [
     ["dp_shard=2", "optimizer.name=muon"],
     ["dp_shard=2", "data.document_mask=true", "ema.decay=0.9"],
     ["pp=2", "dp_shard=2", "cp=2", "recompute.mode=full"],
+    ["dp_shard=2", "dpo.beta=0.1", "data.document_mask=true", "training.local_batch_size=8"],
 ]
 
 

@@ -30,7 +30,14 @@ from titanlite.rules.degrees import num_processes
 from titanlite.tools.explain.event_recorder import EventRecorder
 from titanlite.tools.explain.events import Event
 from titanlite.tools.explain.module_path import ModulePath
-from titanlite.tools.plan.trace import Program, build_parts, build_program, local_zeros, watch
+from titanlite.tools.plan.trace import (
+    Program,
+    build_parts,
+    build_program,
+    copied_parts,
+    local_zeros,
+    watch,
+)
 from titanlite.tools.verify.compare import make_batch, take_rows
 
 
@@ -63,7 +70,9 @@ def record_real(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> 
     mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds)
     config = _eager(config)
     parts = build_parts(config, llama, mesh)
-    program = build_program(parts, config, mesh, torch.device("cpu"), initialised=True)
+    frozen_copy = copied_parts(config, llama, mesh)
+    device = torch.device("cpu")
+    program = build_program(parts, frozen_copy, config, mesh, device, initialised=True)
     return record(config, llama, mesh, program, real=True)
 
 
@@ -75,8 +84,9 @@ def record_pretended(
     mesh = Mesh("cpu", degrees, config.comm.group_timeout_seconds)
     config = _eager(config)
     parts = build_parts(config, llama, mesh)
+    frozen_copy = copied_parts(config, llama, mesh)
     with pretended_tensors():
-        program = build_program(parts, config, mesh, torch.device("cpu"))
+        program = build_program(parts, frozen_copy, config, mesh, torch.device("cpu"))
         return record(config, llama, mesh, program, real=False)
 
 

@@ -79,15 +79,19 @@ def _sharding(layout: Layout, unit: Unit) -> Iterator[Calls]:
     batches = layout.local_batches
     mode = layout.config.parallel.reshard_after_forward
     gathered = n * unit.part_numel(n) * layout.compute_bytes
-    gathers = 1
     more = layout.more_forwards
+    copies = int(layout.config.has_frozen_copy)  # whose forward is one of them
+    gathers = 1 + copies
+    if layout.pp > 1:
+        gathers = 1 + more  # an evaluation of a pipeline frees all units
     if unit.reshard and layout.pp > 1:
         # Between them a microbatch's forward has freed it
         gathers = (2 + more) * layout.microbatches
         if layout.config.parallel.pp_schedule == "GPipe":
             gathers = (1 + more) * layout.microbatches + 1
     elif unit.reshard and mode.isdecimal():
-        yield Calls("dp_shard_cp", "all_gather", int(mode), (1 + more) * batches, gathered)
+        again = 1 + more - copies
+        yield Calls("dp_shard_cp", "all_gather", int(mode), again * batches, gathered)
     elif unit.reshard:
         gathers = 2 + more
     gathers *= batches

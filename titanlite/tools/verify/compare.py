@@ -44,7 +44,7 @@ from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.lora import apply_dropout, apply_lora
 from titanlite.parallel.parallelize import assign_shard, build_model_parts, freeze
-from titanlite.parallel.preferences import build_stages
+from titanlite.parallel.preferences import build_frozen_copy, build_stages
 from titanlite.rules.check import check_layout
 from titanlite.rules.compiled import compiles_loss
 from titanlite.tools.verify.updates import Updates, clip
@@ -107,8 +107,12 @@ def reference(config: Config, llama: LlamaConfig, path: Path) -> None:
     model.to_empty(device=device)
     model.init_weights(config.run.seed)
     fill_zeros([model])
-    original = Llama(llama, training.seq_len).to(device)  # without adapters
-    original.load_state_dict(model.state_dict(), strict=False)
+    original = Llama(llama, training.seq_len).to(device)  # what DPO compares with
+    if config.has_frozen_copy:
+        original.init_weights(config.run.seed + 1)  # so that margins do not begin as 0
+        fill_zeros([original])
+    else:  # the model without adapters
+        original.load_state_dict(model.state_dict(), strict=False)
     optimizer = Updates(model, options)  # always fp32, also where layouts compute in bf16
     losses: list[float] = []
     norms: list[float] = []
@@ -250,9 +254,14 @@ def measure_steps(config: Config, llama: LlamaConfig, path: Path) -> Differences
     mesh = Mesh(device.type, degrees, config.comm.timeout_seconds)
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
+        second = Llama(llama, training.seq_len)
     parts = build_model_parts(model, config, mesh, device, compiled)
     fill_zeros(parts)
-    stages = build_stages(parts, config, mesh, device, compiled)
+    frozen_copy = build_frozen_copy(second, config, mesh, device, compiled)
+    for part in frozen_copy:
+        part.init_weights(config.run.seed + 1, assign_shard, device)
+    fill_zeros(frozen_copy)
+    stages = build_stages(parts, config, mesh, device, compiled, frozen_copy)
     optimizer = build_optimizer(parts, config.optimizer, config.parallel.optimizer_offload)
     scaler = LossScale(training, optimizer, device)
     ema = WeightEMA(config.ema, parts, optimizer)

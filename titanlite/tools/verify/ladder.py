@@ -365,9 +365,10 @@ def dropout(processes: int, compiler: str, lora: str) -> list[str]:
 
 def preferences(processes: int, compiler: str) -> list[str]:
     """Layouts of DPO on pairs of documents, whose margins differ by about 1."""
-    dpo = "dpo.beta=0.5,data.document_mask,lora.rank=4"
+    whole = "dpo.beta=0.5,data.document_mask"  # all weights, beside a frozen copy
+    dpo = f"{whole},lora.rank=4"
     if processes == 1:
-        return [dpo, f"{dpo},recompute.mode=selective"]
+        return [dpo, whole, f"{dpo},recompute.mode=selective"]
     layouts = [*TWO_RANKS, "dp_replicate=2", "cp=2,cp_method=ulysses"]
     if processes >= 4:
         layouts += ["dp_shard=2,tp=2", "pp=2,tp=2", "pp=2,cp=2", "pp=2,dp_shard=2"]
@@ -378,6 +379,14 @@ def preferences(processes: int, compiler: str) -> list[str]:
         f"dp_shard=2,training.local_batch_size=1,{dpo}",
         f"dp_shard=2,compile.enabled,compile.backend={compiler},{dpo}",
         f"pp=2,pp_schedule=ZBVZeroBubble,{dpo}",
+    ]
+    if processes >= 4:
+        names.append(f"dp_shard=2,tp=2,{whole}")
+    names += each(TWO_RANKS, [whole])
+    names += [
+        f"dp_shard=2,compile.enabled,compile.backend={compiler},{whole}",
+        f"dp_shard=2,cpu_offload,training.frozen=layers.1.*,{whole}",
+        f"pp=2,loss.num_chunks=3,recompute.mode=full,{whole}",
     ]
     return names
 
