@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import shutil
 import zlib
 from pathlib import Path
@@ -28,7 +29,7 @@ from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.dropout import dropped
 from titanlite.parallel.lora import LoRALinear, apply_dropout, apply_lora, is_adapter
 from titanlite.rules.check import check_layout
-from titanlite.tools.formats.adapters import merge, read_peft
+from titanlite.tools.formats.adapters import lora_of, merge, read_peft
 from titanlite.tools.formats.detect_format import open_adapter, open_full_state
 from titanlite.tools.formats.huggingface import open_folder
 from titanlite.tools.formats.load_weights import fill, load_model
@@ -181,7 +182,10 @@ def test_the_mean_over_masks_is_the_adapter_without_dropout():
     ("option", "words"),
     [
         ("lora.targets=wq wz", ["lora.targets", "'wz'", "w1, w2, w3"]),
+        ("lora.targets=q_proj", ["lora.targets", "'q_proj'; here that is wq"]),
+        ("lora.targets=wq wk wq", ["lora.targets = 'wq wk wq'", "twice"]),
         ("lora.targets=", ["lora.targets is empty"]),
+        ("lora.rank=129", ["lora.rank = 129", "at most 128 features"]),
         ("lora.layers=0-9", ["lora.layers", "'0-9'", "from 0 to 3"]),
         ("lora.layers=3-1", ["lora.layers", "'3-1'"]),
         ("lora.alpha=0", ["lora.alpha = 0"]),
@@ -348,6 +352,8 @@ def test_a_run_with_dropout_resumes_to_the_same_bits(pool, arguments, base_run, 
     convert(tmp_path / "whole", tmp_path / "peft", to="peft")
     written = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     assert written["lora_dropout"] == 0.3
+    again = open_adapter(tmp_path / "peft", resolve_flavor(load_config(["debug"]).model, 4112))
+    assert lora_of(again).dropout == 0.3
     # B begins as zeros, so the first loss depends on no mask
     assert [whole[step] == without[step] for step in (1, 2, 3)] == [False, False, False]
     assert whole[1][0] == without[1][0]
@@ -357,8 +363,8 @@ def test_a_run_with_dropout_resumes_to_the_same_bits(pool, arguments, base_run, 
         )
 
 
-def test_the_whole_model_of_a_run_with_adapters(pool, arguments, base_run, tmp_path):
-    """Merged on reading: the validation loss of the run; in PEFT's folder and back."""
+def test_the_whole_model_of_a_run_with_adapters(pool, arguments, base_run, tmp_path, caplog):
+    """Merged on reading; in PEFT's folder and back; as the model that another run begins with."""
     from titanlite.tools.formats.convert import convert
 
     run = lora_arguments(arguments, base_run)
@@ -380,9 +386,12 @@ def test_the_whole_model_of_a_run_with_adapters(pool, arguments, base_run, tmp_p
     again = merge(base, open_adapter(tmp_path / "peft", base.model))
     for name in merged:
         assert torch.equal(merged[name], again[name])
-    # A new run begins with the whole model
-    onwards = [*arguments, f"--checkpoint.initial_load={tmp_path / 'debug'}", "--run.name=onwards"]
+    # A new run begins with the whole model, which PEFT's file of its own adapters does not have
+    assert "which has adapters too" not in caplog.text
+    onwards = [*lora_arguments(arguments, tmp_path / "debug"), "--run.name=onwards"]
     assert pool.run(1, train_run, [*onwards, "--training.steps=1"]) == [0]
+    convert(tmp_path / "onwards", tmp_path / "peft-of-onwards", to="peft")
+    assert "which has adapters too" in caplog.text
 
 
 def test_other_weights_under_the_adapters_are_refused(
@@ -449,6 +458,9 @@ def peft_folder(tmp_path) -> Path:
         ({"bias": "all"}, ["bias = 'all'"]),
         ({"rank_pattern": {"q_proj": 4}}, ["rank_pattern"]),
         ({"modules_to_save": ["lm_head"]}, ["modules_to_save"]),
+        ({"use_rslora": "yes"}, ["use_rslora = 'yes'"]),
+        ({"r": 0}, ["r = 0", "at least 1"]),
+        ({"lora_alpha": math.inf}, ["lora_alpha = inf"]),
         ({"r": None}, ["adapter_config.json", "TypeError"]),
         ({"lora_alpha": "x"}, ["adapter_config.json", "ValueError"]),
     ],
@@ -482,6 +494,14 @@ def test_adapters_that_do_not_fit_are_refused(peft_folder, base_run, tmp_path):
         read_peft(peft_folder, SMALL)
     with refused("holds no adapters", "adapter_config.json"):
         open_adapter(base_run)
+    (peft_folder / "model.safetensors").unlink()
+    with refused(str(peft_folder), "PEFT's format", "--adapter"):
+        open_full_state(peft_folder)
+    with refused(str(peft_folder), "is in PEFT's format"):
+        open_adapter(peft_folder)
+    (peft_folder / "adapter_model.safetensors").unlink()
+    with refused(str(peft_folder), "has no adapter_model.safetensors"):
+        read_peft(peft_folder, SMALL)
 
 
 def test_adapters_that_a_checkpoint_has_are_not_left_out(pool, arguments, base_run):

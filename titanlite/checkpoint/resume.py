@@ -328,8 +328,10 @@ def _compatibility_settings(
             settings[key] = _as_json(getattr(sections()[section](), name))
     lora = config.get("lora", {})
     if lora.get("rank", 0) > 0:  # others would leave out adapters that the checkpoint has
-        for name in ("rank", "targets", "layers"):
+        for name in ("rank", "layers"):
             settings[f"lora.{name}"] = lora[name]
+        targets = lora["targets"].replace(",", " ").split()
+        settings["lora.targets"] = ", ".join(sorted(targets))
     settings["data.phases"] = _phases_begun(config, samples)  # later ones may change
     settings["data"] = _described_sources(json.loads(files["data.json"]))
     return settings

@@ -1,6 +1,6 @@
 """Names that other trainers use, and what they are called here.
 
-What it is: two tables, of keys and of values, by which `mistakes.py` answers a user who types a
+What it is: tables of keys, values and layers, by which `mistakes.py` answers a user who types a
 key of DeepSpeed, Megatron-LM, torchtitan, OLMo, GPT-NeoX, nanotron or Hugging Face's Trainer.
 Why it is here: `warmup_ratio` resembles none of our keys, so a search for similar names would
 suggest nothing, or a key that means something else. `titanlite import-config` reads whole files,
@@ -12,6 +12,16 @@ from __future__ import annotations
 
 import functools
 
+# Layers, by PEFT's names -> ours
+PROJECTIONS = {
+    "q_proj": "wq",
+    "k_proj": "wk",
+    "v_proj": "wv",
+    "o_proj": "wo",
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+}
 # What it is here -> the names elsewhere, in lower case, with spaces between them
 KEYS = {
     "training.steps": "max_steps train_iters total_steps train_steps num_steps max_train_steps "

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
+from titanlite.config.foreign import PROJECTIONS
 from titanlite.config.mistakes import suggestion
 from titanlite.config.schema import Config
 from titanlite.model.flavors import BLOCK_LINEAR, LlamaConfig, parameter_shapes
@@ -102,10 +103,23 @@ def lora(config: Config, llama: LlamaConfig, degrees: dict[str, int]) -> Iterato
     layers = [name.rpartition(".")[2] for name in BLOCK_LINEAR]
     for name in targets:
         if name not in layers:
-            yield (
-                f"lora.targets: no linear layer {name!r}{suggestion(name, layers)}; "
-                f"allowed: {', '.join(layers)}"
-            )
+            hint = suggestion(name, layers)
+            if name in PROJECTIONS:
+                hint = f"; here that is {PROJECTIONS[name]}"
+            yield f"lora.targets: no linear layer {name!r}{hint}; allowed: {', '.join(layers)}"
+    if len(set(targets)) < len(targets):
+        yield f"lora.targets = {config.lora.targets!r}: names a layer twice; expected each once"
+    # An adapter of a higher rank has more parameters than its layer, and adds nothing
+    sides = [
+        min(shape)
+        for name, shape in parameter_shapes(llama).items()
+        if name.startswith("layers.0.") and name.split(".")[-2] in targets and len(shape) == 2
+    ]
+    if config.lora.rank > max(sides, default=config.lora.rank):
+        yield (
+            f"lora.rank = {config.lora.rank}: the smaller side of a layer in lora.targets has at "
+            f"most {max(sides)} features; expected a rank up to that"
+        )
     if not targets:
         yield f"lora.targets is empty; expected some of {', '.join(layers)}"
     last = llama.num_layers - 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "modules_to_save": ([], None),
     "layer_replication": (None,),
     "trainable_token_indices": (None,),
+    "use_rslora": (True, False, None),
     "alora_invocation_tokens": (None,),
     "target_parameters": (None, []),
     # Others change the weights that they are added to
@@ -184,12 +186,19 @@ def read_peft(folder: Path, model: LlamaConfig) -> FullState:
         lora = {
             "rank": int(fields["r"]),
             "alpha": float(fields["lora_alpha"]),
-            "rslora": bool(fields.get("use_rslora", False)),
+            "rslora": fields.get("use_rslora") is True,
+            "dropout": float(fields.get("lora_dropout") or 0.0),
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpoint(
             f"{path}: not PEFT's configuration ({type(error).__name__}: {error})"
         ) from None
+    if lora["rank"] < 1:
+        problems.append(f"{path}: r = {lora['rank']}; expected at least 1")
+    if not 0 < lora["alpha"] < math.inf:
+        problems.append(f"{path}: lora_alpha = {lora['alpha']:g}; expected a number above 0")
+    if not (folder / WEIGHTS).is_file():
+        problems.append(f"{folder}: has no {WEIGHTS}, which PEFT's save_pretrained writes")
     if problems:
         raise ConfigError(problems)
     stored, _ = read_header(folder / WEIGHTS)

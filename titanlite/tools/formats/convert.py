@@ -15,6 +15,7 @@ writing once, for hashing a step folder before, and for the comparison, which re
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -115,6 +116,7 @@ def convert(
         if adapter is not None:
             raise ConfigError("--adapter has no effect with --to peft: SOURCE holds the adapters")
         state = open_adapter(Path(source), step=step, weights=weights)
+        _warn_of_adapters_below(state)
     else:
         state = open_full_state(Path(source), step, model, weights, adapter)
     require_writable(state.path, target, force)
@@ -127,6 +129,20 @@ def convert(
         require_writable(state.path, target, force)
         _write(export, target, to, force, log)
         return _read_back(export, target, to, verify, log)
+
+
+def _warn_of_adapters_below(state: FullState) -> None:
+    """A run with adapters can begin with another one, whose adapters are in no file of PEFT's."""
+    base = Path(state.about.config.get("checkpoint", {}).get("initial_load", ""))
+    with contextlib.suppress(ConfigError):  # where it is not there any more
+        if open_full_state(base).sources:
+            logger.warning(
+                "%s: its adapters belong to %s, which has adapters too; PEFT's base model is what "
+                "titanlite convert %s TARGET --to hf writes",
+                state.path,
+                base,
+                base,
+            )
 
 
 def _write(export: Export, target: Path, to: str, force: bool, log: Callable[[str], None]) -> None:

@@ -109,7 +109,9 @@ def open_adapter(
     `model`: that they belong to, for PEFT's; `step` and `weights`: of a run. Raises ConfigError or
     CorruptCheckpoint.
     """
-    if model is not None and (path / adapters.CONFIG).is_file():
+    if (path / adapters.CONFIG).is_file():
+        if model is None:
+            raise ConfigError(f"{path}: is in PEFT's format; expected a run with lora.rank > 0")
         return adapters.read_peft(path, model)
     if is_step_folder(path):
         state = _open_one(path, step, "", weights)
@@ -239,6 +241,11 @@ def _open(path: Path, step: int | None) -> FullState:
             f"{path}: has its weights in pytorch_model.bin; have transformers write them as "
             "safetensors: "
             "from_pretrained(...).save_pretrained(...)"
+        )
+    if (path / adapters.CONFIG).is_file():
+        raise ConfigError(
+            f"{path}: holds adapters in PEFT's format, and not their model; name the model, and "
+            "this folder with --adapter (titanlite convert MODEL TARGET --adapter adds them up)"
         )
     if any((path / name).exists() for name in ("config.json", "params.json", "model.json")):
         raise CorruptCheckpoint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from titanlite.config.foreign import PROJECTIONS
 from titanlite.config.keys import schema_keys
 from titanlite.tools.import_config.common import batch_sizes, sharding_strategy
 from titanlite.tools.import_config.mapping import OFF, Draft, Format, Row, nothing
@@ -163,17 +164,6 @@ def _packing(draft: Draft) -> None:
     if draft.on("packing"):
         draft.set("data.packing", "best_fit", "packing")
         draft.set("data.document_mask", True, "packing")
-
-
-PROJECTIONS = {
-    "q_proj": "wq",
-    "k_proj": "wk",
-    "v_proj": "wv",
-    "o_proj": "wo",
-    "gate_proj": "w1",
-    "down_proj": "w2",
-    "up_proj": "w3",
-}
 
 
 def _targets(draft: Draft) -> None:
