@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from titanlite.config import schema as config_module
 from titanlite.config.load import load_config
 from titanlite.config.schema import Config
-from titanlite.data.stream import Batch, count_targets, dropout_keys
+from titanlite.data.stream import Batch, dropout_keys
 from titanlite.data.to_device import prefetch, to_device
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.distributed import process_group
@@ -44,7 +44,7 @@ from titanlite.optim.schedule import Schedule
 from titanlite.optim.stability import Guard
 from titanlite.parallel.auto import decide_compile, resolve_dtype
 from titanlite.parallel.parallelize import build_model_parts
-from titanlite.parallel.stages import Stages
+from titanlite.parallel.preferences import build_frozen_copy, build_stages
 from titanlite.rules.check import check_layout
 from titanlite.rules.compiled import reason_not_compiled
 from titanlite.runtime import phases
@@ -97,8 +97,10 @@ class Titanlite:
         mesh = Mesh(self.device.type, degrees, 600)
         with torch.device("meta"):
             model = Llama(self.llama, self.config.training.seq_len)
+            second = Llama(self.llama, self.config.training.seq_len)
         self.parts = build_model_parts(model, self.config, mesh, self.device, compiled)
-        self.stages = Stages(self.parts, self.config, mesh, self.device, compiled)
+        copy = build_frozen_copy(second, self.config, mesh, self.device, compiled)
+        self.stages = build_stages(self.parts, self.config, mesh, self.device, compiled, copy)
         self.optimizer = build_optimizer(self.parts, self.config.optimizer)
         self.schedule = Schedule(
             self.optimizer, constant, self.config.optimizer.lr, self.config.training.steps
@@ -130,7 +132,7 @@ class Titanlite:
             samples = range(self.steps * len(tokens), (self.steps + 1) * len(tokens))
             keys = dropout_keys(self.config.run.seed, samples, tokens.shape[1])
             batch = batch._replace(dropout_keys=keys.to(tokens.device))
-        num_targets = count_targets([batch])
+        num_targets = self.stages.count_targets([batch])
         if tokens.device.type != self.device.type:
             num_targets = to_device(num_targets, self.device)
             (batch,) = prefetch([batch], self.device)

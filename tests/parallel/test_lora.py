@@ -8,22 +8,26 @@ import json
 import math
 import shutil
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from messages import refused, run_refused
+from model_builder import EVEN, build_stages
 from runs import curve, train_run, validation
 from safetensors.torch import load_file, save_file
 from transformers_models import TOKENS, make
 
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.load import load_config
-from titanlite.config.schema import LoraConfig, RecomputeConfig
-from titanlite.data.stream import dropout_keys
+from titanlite.config.schema import LoraConfig, OptimizerConfig, RecomputeConfig
+from titanlite.data.stream import Batch, dropout_keys
+from titanlite.distributed.dtensor import local_part
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.model.llama import Llama
+from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.dropout import dropped
@@ -176,6 +180,44 @@ def test_the_mean_over_masks_is_the_adapter_without_dropout():
     assert masked.std(0).min() > 0.01
     error = (masked.mean(0) - whole[0]).abs() / (masked.std(0) / 2000**0.5)
     assert error.max() < 5
+
+
+def train_on_a_frozen_base() -> dict[str, float]:
+    """Runs in two processes: 20 steps, in which weights that were trained would also decay."""
+    stages = build_stages({"dp_shard": 2}, 0, EVEN, LoraConfig(rank=4, dropout=0.1))
+    (model,) = stages.model_parts
+    optimizer = build_optimizer([model], OptimizerConfig(lr=1e-2, weight_decay=0.5))
+    tokens = torch.randint(104, (2, 16), generator=torch.Generator().manual_seed(5))
+    batch = Batch(tokens, tokens.roll(-1, 1), dropout_keys=dropout_keys(0, [0, 1], 16))
+    before = {name: local_part(p).detach().clone() for name, p in model.named_parameters()}
+    for _ in range(20):
+        optimizer.zero_grad()
+        stages.forward_backward(batch, torch.tensor(64))
+        optimizer.step()
+    measured = Counter()
+    for name, parameter in model.named_parameters():
+        kind = "adapters" if is_adapter(name) else "base"
+        part = local_part(parameter)
+        measured[f"numbers of {kind}"] += part.numel()
+        measured[f"changed of {kind}"] += not torch.equal(part, before[name])
+        if parameter.grad is not None:
+            measured[f"gradient of {kind}"] += local_part(parameter.grad).nbytes
+        for value in optimizer.state.get(parameter, {}).values():
+            if value.ndim:
+                measured[f"moments of {kind}"] += local_part(value).nbytes
+    return dict(measured)
+
+
+def test_the_base_is_frozen_without_gradients_and_moments(pool):
+    for measured in pool.run(2, train_on_a_frozen_base):
+        adapters = measured["numbers of adapters"]
+        assert measured["gradient of adapters"] == 4 * adapters
+        assert measured["moments of adapters"] == 8 * adapters
+        assert measured["changed of adapters"] == 4 * 4 * 2, "of 4 layers in 4 blocks"
+        assert measured["numbers of base"] > 5 * adapters
+        assert measured["changed of base"] == 0
+        assert "gradient of base" not in measured
+        assert "moments of base" not in measured
 
 
 @pytest.mark.parametrize(
