@@ -551,3 +551,5 @@ def test_adapters_that_a_checkpoint_has_are_not_left_out(pool, arguments, base_r
     assert pool.run(1, train_run, first) == [0]
     with run_refused("lora.targets was", "wq, wv"):
         pool.run(1, train_run, [*first, "--training.steps=4", "--lora.targets=wq, wv"])
+    with run_refused("lora.rank was 4 and is 0", "cannot change within a run"):
+        pool.run(1, train_run, [*first, "--training.steps=4", "--lora.rank=0"])

@@ -16,6 +16,7 @@ from runs import curve, rows, train_run
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.model.flavors import LlamaConfig, resolve_flavor
 from titanlite.tools.cli.main import main
+from titanlite.tools.formats.convert import convert
 from titanlite.tools.verify.campaign import FIGURES, judge
 from titanlite.tools.verify.compare import measure, reference
 from titanlite.tools.verify.ladder import Case, make_case
@@ -182,6 +183,7 @@ def test_without_adapters_the_reference_is_a_frozen_copy(pool, options, data, wh
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=0)
     assert found[0][0] == pytest.approx(0.693147, abs=1e-5), "the copy is the model as it begins"
     assert found[0][-1] < 0.6
+    convert(tmp_path / "debug", tmp_path / "everything.safetensors", full=True)
     saved = read_manifest(tmp_path / "debug/checkpoints/step-6").tensors
     model = read_manifest(whole_run() / "checkpoints/step-6").tensors
     of_model = [name for name in saved if name.startswith("model.")]

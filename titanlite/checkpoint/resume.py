@@ -327,9 +327,9 @@ def _compatibility_settings(
         elif name:
             settings[key] = _as_json(getattr(sections()[section](), name))
     lora = config.get("lora", {})
-    if lora.get("rank", 0) > 0:  # others would leave out adapters that the checkpoint has
-        for name in ("rank", "layers"):
-            settings[f"lora.{name}"] = lora[name]
+    settings["lora.rank"] = lora.get("rank", 0)
+    if settings["lora.rank"] > 0:  # others would leave out adapters that the checkpoint has
+        settings["lora.layers"] = lora["layers"]
         targets = lora["targets"].replace(",", " ").split()
         settings["lora.targets"] = ", ".join(sorted(targets))
     settings["data.phases"] = _phases_begun(config, samples)  # later ones may change

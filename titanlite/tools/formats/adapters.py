@@ -196,7 +196,7 @@ def read_peft(folder: Path, model: LlamaConfig) -> FullState:
     if lora["rank"] < 1:
         problems.append(f"{path}: r = {lora['rank']}; expected at least 1")
     if not 0 < lora["alpha"] < math.inf:
-        problems.append(f"{path}: lora_alpha = {lora['alpha']:g}; expected a number above 0")
+        problems.append(f"{path}: lora_alpha = {lora['alpha']:g}; expected a finite number above 0")
     if not (folder / WEIGHTS).is_file():
         problems.append(f"{folder}: has no {WEIGHTS}, which PEFT's save_pretrained writes")
     if problems:

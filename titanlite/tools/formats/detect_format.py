@@ -53,7 +53,18 @@ ADVICE = {
     "Hugging Face's": "give a folder with config.json and safetensors files",
 }
 # What else a run saves
-TRAINING = ("optimizer.", "schedule.", "data.", "progress.", "random.", "ema.", "noise_scale.")
+TRAINING = (
+    "optimizer.",
+    "schedule.",
+    "data.",
+    "progress.",
+    "random.",
+    "loss_scale.",
+    "stability-",
+    "ema.",
+    "noise_scale.",
+    "frozen.",
+)
 # The two sets of weights that a run can save: its own, and their average
 WEIGHTS = ("model", "ema")
 READABLE = (
