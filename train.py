@@ -338,12 +338,13 @@ def load_initial_weights(
     adapters are added to, or that DPO compares with.
     """
     if not config.checkpoint.initial_load:
-        if config.needs_initial_weights:
-            raise ConfigError(
-                f"lora.rank = {config.lora.rank}, dpo.beta = {config.dpo.beta:g}: adapters are "
-                "added to a trained model, and DPO compares with one; expected its path in "
-                "checkpoint.initial_load"
-            )
+        reason = ""
+        if config.lora.rank > 0:
+            reason = f"lora.rank = {config.lora.rank}: adapters are added to a trained model"
+        elif config.has_frozen_copy:
+            reason = f"dpo.beta = {config.dpo.beta:g}: answers are compared with a trained model's"
+        if reason:
+            raise ConfigError(f"{reason}; expected its path in checkpoint.initial_load")
         return
     states = []
     if config.lora.rank > 0:
