@@ -58,10 +58,11 @@ if TYPE_CHECKING:
 def build_frozen_copy(
     model: Llama, config: Config, mesh: Mesh, device: torch.device, compiled: bool
 ) -> list[Llama]:
-    """This rank's parts of the reference of DPO, in the layout of the model; without weights yet.
+    """This rank's parts of the reference of DPO, in the layout of the model. Their weights are
+    those of a new model, until those of `checkpoint.initial_load` are read.
 
-    None, if there is no DPO or the reference is the model without its adapters. `model`: a Llama on
-    the meta device.
+    No parts, if there is no DPO or the reference is the model without its adapters. `model`: a
+    Llama on the meta device.
     """
     if not config.has_frozen_copy:
         return []
