@@ -327,8 +327,9 @@ def _compatibility_settings(
         elif name:
             settings[key] = _as_json(getattr(sections()[section](), name))
     lora = config.get("lora", {})
-    settings["lora.rank"] = lora.get("rank", 0)
-    if settings["lora.rank"] > 0:  # others would leave out adapters that the checkpoint has
+    rank: int = lora.get("rank", 0)
+    settings["lora.rank"] = rank
+    if rank > 0:  # others would leave out adapters that the checkpoint has
         settings["lora.layers"] = lora["layers"]
         targets = lora["targets"].replace(",", " ").split()
         settings["lora.targets"] = ", ".join(sorted(targets))
