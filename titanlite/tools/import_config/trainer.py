@@ -250,6 +250,7 @@ ROWS = (
     Row("lora_alpha", "lora.alpha"),
     Row("lora_dropout", "lora.dropout"),
     Row("lora_target_modules", "lora.targets", "`q_proj` is `wq`", _targets),
+    Row("beta", "", "of DPO: `dpo.beta`, on data of `prepare --chat --pairs`"),
     Row("use_peft", "", "adapters are on if `lora.rank` is above 0", nothing),
     Row("bf16 fp16", "training.compute_dtype", "", _precision),
     Row("gradient_checkpointing", "recompute.mode", "`full`", _recompute),
