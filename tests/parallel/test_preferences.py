@@ -166,6 +166,7 @@ def test_a_run_learns_which_answer_is_chosen(pool, options, data, whole_run, tmp
     assert trained[0]["perplexity"] is None
 
 
+@pytest.mark.slow
 def test_without_adapters_the_reference_is_a_frozen_copy(pool, options, data, whole_run, tmp_path):
     """3 + 3 steps in two layouts are 6 at once; a run needs the weights that it began with."""
     run = [*pair_arguments(options, data, whole_run(), tmp_path), "--lora.rank=0"]
