@@ -129,11 +129,10 @@ def main(config: Config) -> int:
     # 3. Model: first shapes only; then memory and weights for this rank's part of it
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
-        second = Llama(llama, training.seq_len)
     # The model, or the pipeline stages of this rank
     model_parts = build_model_parts(model, config, mesh, device, compiled)
     # What DPO without adapters compares with: parts of a second model; else none
-    frozen_copy = build_frozen_copy(second, config, mesh, device, compiled)
+    frozen_copy = build_frozen_copy(llama, config, mesh, device, compiled)
     # `Stages`, or for pairs of answers
     stages = build_stages(model_parts, config, mesh, device, compiled, frozen_copy)
 

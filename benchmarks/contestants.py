@@ -97,9 +97,8 @@ class Titanlite:
         mesh = Mesh(self.device.type, degrees, 600)
         with torch.device("meta"):
             model = Llama(self.llama, self.config.training.seq_len)
-            second = Llama(self.llama, self.config.training.seq_len)
         self.parts = build_model_parts(model, self.config, mesh, self.device, compiled)
-        copy = build_frozen_copy(second, self.config, mesh, self.device, compiled)
+        copy = build_frozen_copy(self.llama, self.config, mesh, self.device, compiled)
         self.stages = build_stages(self.parts, self.config, mesh, self.device, compiled, copy)
         self.optimizer = build_optimizer(self.parts, self.config.optimizer)
         self.schedule = Schedule(

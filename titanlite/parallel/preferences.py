@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,26 +46,26 @@ from titanlite.data.pairs import (
 )
 from titanlite.data.stream import Batch
 from titanlite.distributed.mesh import Mesh, sum_dtype
+from titanlite.model.flavors import LlamaConfig
+from titanlite.model.llama import Llama
 from titanlite.parallel.lora import without_adapters
 from titanlite.parallel.parallelize import build_model_parts
 from titanlite.parallel.stages import Stages
 from titanlite.parallel.tensor_parallel import VOCABULARY_SHARD
 
-if TYPE_CHECKING:
-    from titanlite.model.llama import Llama
-
 
 def build_frozen_copy(
-    model: Llama, config: Config, mesh: Mesh, device: torch.device, compiled: bool
+    llama: LlamaConfig, config: Config, mesh: Mesh, device: torch.device, compiled: bool
 ) -> list[Llama]:
     """This rank's parts of the reference of DPO, in the layout of the model. Their weights are
     those of a new model, until those of `checkpoint.initial_load` are read.
 
-    No parts, if there is no DPO or the reference is the model without its adapters. `model`: a
-    Llama on the meta device.
+    No parts, if there is no DPO or the reference is the model without its adapters.
     """
     if not config.has_frozen_copy:
         return []
+    with torch.device("meta"):
+        model = Llama(llama, config.training.seq_len)
     return build_model_parts(model, all_frozen(config), mesh, device, compiled)
 
 

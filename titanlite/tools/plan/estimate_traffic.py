@@ -95,8 +95,8 @@ def _sharding(layout: Layout, unit: Unit) -> Iterator[Calls]:
     elif unit.reshard:
         gathers = 2 + more
     gathers *= batches
-    if mode == "never" and layout.pp == 1:  # once per step
-        gathers = 1
+    if mode == "never" and layout.pp == 1:  # once per step, but the copy in each of its forwards
+        gathers = 1 + copies * batches
     yield Calls("dp_shard_cp", "all_gather", n, gathers, gathered)
     if unit.trained_numel == 0:
         return

@@ -254,10 +254,9 @@ def measure_steps(config: Config, llama: LlamaConfig, path: Path) -> Differences
     mesh = Mesh(device.type, degrees, config.comm.timeout_seconds)
     with torch.device("meta"):
         model = Llama(llama, training.seq_len)
-        second = Llama(llama, training.seq_len)
     parts = build_model_parts(model, config, mesh, device, compiled)
     fill_zeros(parts)
-    frozen_copy = build_frozen_copy(second, config, mesh, device, compiled)
+    frozen_copy = build_frozen_copy(llama, config, mesh, device, compiled)
     for part in frozen_copy:
         part.init_weights(config.run.seed + 1, assign_shard, device)
     fill_zeros(frozen_copy)
