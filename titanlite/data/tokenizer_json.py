@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data.byte_level import CHARACTERS, to_bytes, to_text
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
 
 RANK_FILE = "tokenizer.model"
@@ -140,9 +140,8 @@ def parse(path: Path, content: bytes) -> tuple[Json, Json]:
     try:
         return dict(json.loads(main)), fields
     except (ValueError, TypeError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {str(error)[:80]}"
         raise ConfigError(
-            f"{path}: not a tokenizer.json as Hugging Face writes it ({reason})"
+            f"{path}: not a tokenizer.json as Hugging Face writes it ({reason_of(error)})"
         ) from None
 
 
@@ -155,9 +154,8 @@ def convert(path: Path, main: Json, config: Json, max_token: int) -> Encoding:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from None
-        reason = f"{type(error).__name__}: {str(error)[:80]}"
         raise ConfigError(
-            f"{path}: not a tokenizer.json as Hugging Face writes it ({reason})"
+            f"{path}: not a tokenizer.json as Hugging Face writes it ({reason_of(error)})"
         ) from None
 
 
@@ -384,9 +382,10 @@ def _merges(model: Json, tokens: dict[bytes, int]) -> dict[Pair, int]:
     """Pair of tokens -> its place in the list of merges. Raises ConfigError."""
     merges = {}
     for place, merge in enumerate(model["merges"]):
-        first, second = merge.split(" ") if isinstance(merge, str) else merge
-        a = to_bytes(first)
-        b = to_bytes(second)
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if len(parts) != 2:
+            raise ConfigError(f"model.merges[{place}] = {merge!r:.80}; expected two tokens")
+        a, b = map(to_bytes, parts)
         if not (a in tokens and b in tokens and a + b in tokens):
             raise ConfigError(
                 f"model.merges[{place}] = {merge!r}: a part of it, or the result, is not in "
@@ -424,7 +423,7 @@ def _document_end(key: str, main: Json, config: Json, special: dict[str, int]) -
     """The name of one of the two tokens; `key`: bos_token or eos_token."""
     value = config.get(key)
     name: str | None = value["content"] if isinstance(value, dict) else value
-    name = name or _of_template(main, key)
+    name = name or of_template(main, key)
     if name:
         return name
     for usual in USUAL[key]:
@@ -433,7 +432,7 @@ def _document_end(key: str, main: Json, config: Json, special: dict[str, int]) -
     return None
 
 
-def _of_template(main: Json, key: str) -> str | None:
+def of_template(main: Json, key: str) -> str | None:
     """The token that a TemplateProcessing puts before (bos_token) or after (eos_token) a text."""
     for step in steps(main.get("post_processor"), "processors"):
         if step["type"] != "TemplateProcessing":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data.tokenizer_json import JSON_FILES, MAX_JSON_FILE, QWEN_PATTERN, VOCAB_FILE, Json
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
 
 MERGES_FILE = "merges.txt"
@@ -58,10 +58,9 @@ def to_tokenizer_json(folder: Path) -> bytes:
         added.sort(key=lambda entry: entry["id"])
         added += _not_listed(names, added, vocab)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {str(error)[:80]}"
         raise ConfigError(
             f"{folder}: the special tokens in {JSON_FILES[1]}, {SPECIAL_FILE} and {ADDED_FILE} are "
-            f"not as transformers writes them ({reason})"
+            f"not as transformers writes them ({reason_of(error)})"
         ) from None
     ids = {entry["content"]: entry["id"] for entry in added}
     ends = {key: _text(names[key]) for key in ("bos_token", "eos_token") if names.get(key)}
@@ -77,7 +76,7 @@ def to_tokenizer_json(folder: Path) -> bytes:
         "pre_tokenizer": pre_tokenizer,
         "post_processor": template(*around),
         "decoder": _level(add_prefix_space=False, use_regex=True),
-        "model": {"type": "BPE", "vocab": vocab, "merges": _read_merges(folder / MERGES_FILE)},
+        "model": {"type": "BPE", "vocab": vocab, "merges": _read_merges(folder, vocab)},
     }
     content = json.dumps(main).encode() + b"\0" + json.dumps(ends).encode()
     if len(content) > MAX_JSON_FILE:
@@ -213,8 +212,9 @@ def _read_json(path: Path, optional: bool = False) -> Json:
         raise ConfigError(f"{path}: not a JSON object ({str(error)[:80]})") from None
 
 
-def _read_merges(path: Path) -> list[str]:
+def _read_merges(folder: Path, vocab: Json) -> list[str]:
     """The merges, as `first second`. Raises ConfigError."""
+    path = folder / MERGES_FILE
     try:
         text = _read(path).decode()
     except UnicodeDecodeError as error:
@@ -226,6 +226,13 @@ def _read_merges(path: Path) -> list[str]:
             continue
         if len(merge.split(" ")) != 2 or merge.startswith(" ") or merge.endswith(" "):
             raise ConfigError(f"{path}:{number}: {merge[:80]!r}: expected two tokens and a space")
+        first, second = merge.split(" ")
+        for token in (first, second, first + second):
+            if token not in vocab:
+                raise ConfigError(
+                    f"{path}:{number}: {merge[:80]!r}: {token[:80]!r} is not in {VOCAB_FILE}; "
+                    "expected both parts and what they make"
+                )
         merges.append(merge)
     if not merges:
         raise ConfigError(f"{path}: has no merges")

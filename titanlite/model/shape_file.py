@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from titanlite.model.flavors import SCALINGS, LlamaConfig, RopeScaling, with_one_window
+from titanlite.model.flavors import SCALINGS, LlamaConfig, with_one_window
+from titanlite.runtime.typed_json import typed
 
 MOST_POSITIONS = 1 << 24  # of a sequence; a RoPE table of more takes gigabytes
 
@@ -22,13 +23,9 @@ LARGEST = 1 << 24  # size that a dimension of a model may have
 def from_json(text: str) -> LlamaConfig:
     """Reads what `LlamaConfig.to_json` wrote.
 
-    Raises ValueError, TypeError or KeyError for anything else.
+    Raises ValueError or RecursionError for anything else.
     """
-    fields = json.loads(text)
-    scaling = fields.pop("rope_scaling")
-    if scaling:
-        scaling = RopeScaling(**scaling)
-    return checked(LlamaConfig(**fields, rope_scaling=scaling or None))
+    return checked(typed(LlamaConfig, json.loads(text)))
 
 
 def sequence_length(value: object) -> int:

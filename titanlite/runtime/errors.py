@@ -48,6 +48,20 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+def reason_of(error: Exception) -> str:
+    """What is wrong with a file, by an error that the use of its values raised; in a few words, and
+    without Python's name of the error.
+    """
+    text = str(error)[:200]
+    if isinstance(error, KeyError):
+        return f"it has no {text}"
+    if isinstance(error, RecursionError):
+        return "its values are nested too deeply"
+    if isinstance(error, (TypeError, AttributeError)):
+        return f"a value of another type than expected: {text}"
+    return text
+
+
 class JoinError(RuntimeError):
     """Other nodes did not start in time, or cannot be reached."""
 

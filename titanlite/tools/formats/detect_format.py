@@ -24,7 +24,7 @@ from titanlite.config.mistakes import suggestion
 from titanlite.data.tokenizer_json import MAX_JSON_FILE
 from titanlite.model.flavors import FLAVORS, LlamaConfig
 from titanlite.model.shape_file import from_json, sequence_length
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
 from titanlite.tools.formats import adapters, gguf_reader, huggingface, meta, stock
 from titanlite.tools.formats.full_state import (
@@ -216,7 +216,7 @@ def read_model(model: str, state: FullState) -> LlamaConfig:
         return from_json(read_bounded(Path(model)).decode())
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"--model {model}: neither a model.json ({error}) nor a "
+            f"--model {model}: neither a model.json ({reason_of(error)}) nor a "
             f"flavor{suggestion(model, list(FLAVORS))}; "
             f"flavors: {', '.join(FLAVORS)}"
         ) from None
@@ -329,10 +329,10 @@ def model_of(path: Path, content: bytes | None, within: str = "") -> LlamaConfig
     try:
         return from_json(content.decode())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        problem = f"{type(error).__name__}: {error}"
-        if within:
-            problem = f"its {within} is not titanlite's description of a model: {problem}"
-        raise CorruptCheckpoint(f"{path}: {problem}") from None
+        what = f"its {within} is not" if within else "not"
+        raise CorruptCheckpoint(
+            f"{path}: {what} titanlite's description of a model ({reason_of(error)})"
+        ) from None
 
 
 def _open_file(path: Path) -> FullState:

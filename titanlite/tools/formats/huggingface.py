@@ -13,7 +13,7 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias, TypedDict
 
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.data.tokenizer_json import TEMPLATE_FILE
@@ -25,9 +25,10 @@ from titanlite.model.flavors import (
     layer_numbers,
     layer_ranges,
 )
-from titanlite.model.shape_file import checked, sequence_length
-from titanlite.runtime.errors import ConfigError
+from titanlite.model.shape_file import LARGEST, checked, sequence_length
+from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
+from titanlite.runtime.typed_json import typed
 from titanlite.tools.chat.find_template import find_template
 from titanlite.tools.formats.full_state import About, FullState, FullTensor, same_numbers
 from titanlite.tools.formats.huggingface_tokenizer import read_tokenizer
@@ -62,6 +63,33 @@ CLASSES = {
 # Entries of `layer_types`: a layer with the window, and one without
 WINDOWED = "sliding_attention"
 FULL = "full_attention"
+
+Size: TypeAlias = Annotated[int, range(1, LARGEST)]
+
+
+class _Needed(TypedDict):
+    """The fields of a config.json without which there is no model."""
+
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    vocab_size: Size
+
+
+class _Fields(_Needed, total=False):
+    """And those that may be absent. Fields that are refused may be of any type."""
+
+    num_key_value_heads: Size | None
+    head_dim: Size | None
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+    rope_scaling: dict[str, Any] | None
+    rope_parameters: dict[str, Any] | None
+    use_sliding_window: bool
+    max_window_layers: int
+    layer_types: list[str] | None
 
 
 def names(config: LlamaConfig) -> dict[str, str]:
@@ -237,6 +265,7 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
         raise ConfigError(
             f"{path}: model_type = {family!r:.99}; allowed: {', '.join(map(repr, FAMILIES))}"
         )
+    typed(_Fields, {name: fields[name] for name in _Fields.__annotations__ if name in fields})
     rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
     heads = fields["num_attention_heads"]
     dim = fields["hidden_size"]
@@ -290,7 +319,7 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
         num_kv_heads=fields.get("num_key_value_heads") or heads,
         ffn_dim=fields["intermediate_size"],
         vocab_size=fields["vocab_size"],
-        tied_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        tied_embeddings=fields.get("tie_word_embeddings", False),
         rope_theta=rope.get("rope_theta", fields.get("rope_theta", 10000.0)),
         rope_scaling=_from_scaling(rope, kind, length),
         norm_eps=fields.get("rms_norm_eps", 1e-6),
@@ -324,7 +353,7 @@ def open_folder(folder: Path) -> FullState:
         if isinstance(error, ConfigError):
             raise
         raise CorruptCheckpoint(
-            f"{path}: not the configuration of a Llama ({type(error).__name__}: {error})"
+            f"{path}: not the configuration of a Llama ({reason_of(error)})"
         ) from None
     stored = without_tables(read_folder(folder))
     tensors: dict[str, FullTensor] = {}

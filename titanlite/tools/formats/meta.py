@@ -18,7 +18,7 @@ from typing import Any
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.model.flavors import LlamaConfig, RopeScaling
 from titanlite.model.shape_file import checked
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
 from titanlite.tools.formats.full_state import (
     About,
@@ -174,7 +174,7 @@ def open_folder(folder: Path) -> FullState:
         if isinstance(error, ConfigError):
             raise
         raise CorruptCheckpoint(
-            f"{path}: not the parameters of a Llama ({type(error).__name__}: {error})"
+            f"{path}: not the parameters of a Llama ({reason_of(error)})"
         ) from None
     about = About("llama", config, tokenizer_in(folder), layout=f"{len(files)} files")
     state = FullState(folder, about, tensors)
