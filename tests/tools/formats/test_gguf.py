@@ -84,6 +84,7 @@ def test_the_package_opens_what_was_written(tmp_path, name, dtype):
         assert len(field(reader, "tokenizer.ggml.tokens")) == config.vocab_size
         assert field(reader, "tokenizer.ggml.tokens")[tokenizer.bos] == "<|begin_of_text|>"
         assert field(reader, "tokenizer.ggml.eos_token_id") == tokenizer.eos
+        assert field(reader, "tokenizer.ggml.add_bos_token") is True
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -109,7 +110,7 @@ def test_llama_cpp_continues_as_we_do(tmp_path, name):
 
 
 def test_what_does_not_fit_is_one_error(tmp_path, capsys, monkeypatch):
-    config = dataclasses.replace(SMALL, ffn_dim=48)
+    config = dataclasses.replace(SMALL, explicit_head_dim=12, ffn_dim=64)
     make_file(tmp_path / "model.pt", config)
     arguments = ["convert", str(tmp_path / "model.pt"), str(tmp_path / "model.gguf")]
     assert main([*arguments, "--dtype", "q8_0"]) == 2

@@ -23,6 +23,7 @@ from transformers_models import TOKENS, make
 from titanlite.model.flavors import FLAVORS, RopeScaling
 from titanlite.model.generate import generate
 from titanlite.tools.cli.main import main
+from titanlite.tools.formats import huggingface
 from titanlite.tools.formats.convert import convert, load_full_state
 from titanlite.tools.formats.gguf_file import BLOCK
 from titanlite.tools.formats.huggingface import LAYER
@@ -144,14 +145,77 @@ def test_a_window(tmp_path):
         assert (ours(TOKENS) - theirs(TOKENS).logits).abs().max() <= 1e-5
 
 
-SCALED = dataclasses.replace(
-    EXPORTED["untied"], rope_scaling=RopeScaling(8.0), norm_eps=FLAVORS["qwen3_8b"].norm_eps
-)
+WRITTEN = MODELS | {
+    "llama, wide heads": {"model_type": "llama", **WIDE, "num_key_value_heads": 2, "head_dim": 32},
+    # Qwen3's, and the width that transformers takes for granted in a GGUF file
+    "qwen3": {**MODELS["qwen3"], "head_dim": 128, "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "q8_0"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_transformers_reads_what_was_written(tmp_path, name, dtype):
+    theirs = make(WRITTEN[name])
+    theirs.save_pretrained(tmp_path / "hf")
+    source = load_full_state(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "a.gguf", dtype=dtype, log=quiet)
+    back = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="a.gguf", dtype=torch.float32
+    )
+    for (_, a), (_, b) in zip(back.named_parameters(), theirs.named_parameters(), strict=True):
+        assert (a - b).abs().max() <= (0.0 if dtype == "fp32" else 2e-3)
+    full = load_full_state(tmp_path / "a.gguf")
+    assert full.model == source.model
+    ours = load_model(full, torch.device("cpu"), 128)
+    with torch.no_grad():
+        assert (ours(TOKENS) - back(TOKENS).logits).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_wrong_order_of_rows_is_found(tmp_path, monkeypatch, name):
+    """Also if the reader makes the same mistake as the writer."""
+    make(MODELS[name]).save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "a.pt", log=quiet)
+    monkeypatch.setattr(huggingface, "is_permuted", lambda name: False)
+    with refused("a.gguf", "logits are", "apart from the source's"):
+        convert(tmp_path / "a.pt", tmp_path / "a.gguf", log=quiet)
+
+
+QWEN3 = dataclasses.replace(EXPORTED["debug"], qk_norm=True)
 
 
 @pytest.mark.parametrize(
-    "config", [EXPORTED["untied"], EXPORTED["debug"], SCALED], ids=["a", "b", "c"]
+    ("config", "parts"),
+    [
+        (dataclasses.replace(QWEN3, rope_scaling=RopeScaling(8.0)), ("scaling llama3", "qwen3")),
+        (
+            dataclasses.replace(EXPORTED["debug"], rope_scaling=RopeScaling(8.0, kind="yarn")),
+            ("scaling yarn", "llama is written with none or llama3"),
+        ),
+        (dataclasses.replace(QWEN3, sliding_window=4), ("a sliding window of 4",)),
+        (dataclasses.replace(QWEN3, qkv_bias=True), ("model.qkv_bias with model.qk_norm",)),
+    ],
+    ids=["llama3 in a qwen", "yarn", "a window", "both"],
 )
+def test_what_llama_cpp_would_not_compute_is_not_written(tmp_path, config, parts):
+    make_file(tmp_path / "a.pt", config)
+    with refused(*parts):
+        convert(tmp_path / "a.pt", tmp_path / "a.gguf", log=quiet)
+
+
+SCALED = dataclasses.replace(
+    EXPORTED["untied"], rope_scaling=RopeScaling(8.0), norm_eps=FLAVORS["qwen3_8b"].norm_eps
+)
+OWN = {
+    "untied": EXPORTED["untied"],
+    "debug": EXPORTED["debug"],
+    "scaled": SCALED,
+    "biases": dataclasses.replace(EXPORTED["untied"], qkv_bias=True),
+    "norms": dataclasses.replace(EXPORTED["untied"], qk_norm=True, explicit_head_dim=16),
+}
+
+
+@pytest.mark.parametrize("config", OWN.values(), ids=OWN)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "q8_0"])
 def test_own_exports_are_read_back(tmp_path, config, dtype):
     make_file(tmp_path / "a.pt", config)

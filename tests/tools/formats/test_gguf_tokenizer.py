@@ -45,6 +45,25 @@ def test_it_encodes_as_the_original(style, pre):
     assert Tokenizer("a", content).encode(TEXT) == expected
 
 
+@pytest.mark.parametrize(
+    ("style", "pre", "more", "adds_bos"),
+    [
+        ("llama3", "llama-bpe", {}, True),
+        ("llama3", "llama-bpe", {"tokenizer.ggml.add_bos_token": False}, False),
+        ("qwen", "qwen2", {}, False),
+        ("qwen", "qwen2", {"tokenizer.ggml.add_bos_token": True}, True),
+    ],
+)
+def test_bos_begins_a_text_as_in_llama_cpp(style, pre, more, adds_bos):
+    main = trained(style)
+    bos = {"tokenizer.ggml.bos_token_id": json.loads(main)["added_tokens"][0]["id"]}
+    content = read_tokenizer(Path("a.gguf"), {**fields_of(json.loads(main), pre), **bos, **more})
+    assert content is not None
+    made = tokenizers.Tokenizer.from_str(Tokenizer("a", content).files["tokenizer.json"].decode())
+    expected = tokenizers.Tokenizer.from_str(main).encode("x y", add_special_tokens=False).ids
+    assert made.encode("x y").ids == [*bos.values()] * adds_bos + expected
+
+
 def test_digits_are_single_in_smollm():
     content = read_tokenizer(Path("a"), fields_of(json.loads(trained("gpt2")), "smollm"))
     assert content is not None
@@ -57,7 +76,7 @@ def test_digits_are_single_in_smollm():
     ("key", "value", "words"),
     [
         ("tokenizer.ggml.model", "t5", "'t5'"),
-        ("tokenizer.ggml.model", "llama", "KeyError: 'tokenizer.ggml.scores'"),
+        ("tokenizer.ggml.model", "llama", "it has no 'tokenizer.ggml.scores'"),
         ("tokenizer.ggml.pre", "other", "'other'"),
         ("tokenizer.ggml.merges", ["a"], "is not used"),
         ("tokenizer.ggml.token_type", [1], "is not used"),

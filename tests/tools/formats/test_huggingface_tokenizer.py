@@ -4,12 +4,14 @@ software and back.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 
 import pytest
 from foreign_tokenizers import in_words, mixed_text, theirs, trained, write, write_vocab
 from messages import refused
+from model_builder import EXPORTED, make_file
 from runs import curve, train_run
 
 from titanlite.config.load import load_config
@@ -96,6 +98,24 @@ def test_exports_to_hugging_face_and_back(run_of, style, tmp_path):
         assert Tokenizer("x", again).content == ours.content
 
 
+def test_biases_with_a_tokenizer_that_is_not_qwens(tmp_path, caplog):
+    """transformers then cuts text otherwise, unless its general class reads the tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    config = dataclasses.replace(EXPORTED["debug"], qkv_bias=True)
+    make_file(tmp_path / "a.pt", config)
+    with caplog.at_level(logging.WARNING):
+        convert(tmp_path / "a.pt", tmp_path / "hf", "hf", log=quiet)
+    assert "PreTrainedTokenizerFast.from_pretrained" in caplog.text
+    text = "1234 na\u0069\u0308ve"
+    ours = Tokenizer()
+    expected = [ours.bos, *ours.encode(text)]
+    general = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
+    assert general(text)["input_ids"] == expected
+    chosen = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert chosen(text)["input_ids"] != expected
+    assert Tokenizer("x", load_full_state(tmp_path / "hf").about.tokenizer).content == ours.content
+
+
 def test_a_folder_with_vocab_and_merges_alone(run_of, tmp_path, capsys):
     tokenizer, run, _ = run_of("gpt2")
     convert(run, tmp_path / "hf", "hf", log=quiet)
@@ -132,8 +152,9 @@ def test_exports_to_gguf(run_of, style, name, tmp_path):
     fields = gguf.GGUFReader(tmp_path / "a.gguf").fields
     values = {
         key: fields[f"tokenizer.ggml.{key}"].contents()
-        for key in ("pre", "tokens", "merges", "eos_token_id")
+        for key in ("pre", "tokens", "merges", "eos_token_id", "add_bos_token")
     }
+    assert values["add_bos_token"] is False, "as tokenizer.json has no post-processor"
     vocab = theirs(trained(style)).get_vocab()
     assert (values["pre"], values["eos_token_id"]) == (name, ours.eos)
     assert {text: i for i, text in enumerate(values["tokens"])} == vocab

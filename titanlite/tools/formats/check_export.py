@@ -4,13 +4,14 @@ logits.
 What it is: the output is opened again and compared with the source. Equal bits are not enough: a
 reader and a writer that share a mistake, as a wrong order of rows, agree with each other. So a
 second Llama, which shares no code with `model/llama.py`, must compute from the output the logits
-that titanlite's model computes from the source. It reads Hugging Face's files with their order of
-rows and their RoPE.
+that titanlite's model computes from the source. It reads files in Hugging Face's order of rows as
+they are, with the RoPE that belongs to it.
 What it costs: reading both twice; memory for one layer, in fp64.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -133,11 +134,15 @@ def logits_difference(
     tokens = torch.arange(PROMPT) * 7919 % config.vocab_size
 
     expected = _model_logits(config, Weights(source.tensors, rounded), tokens)
+    # llama.cpp rotates the pairs of Hugging Face in the models that it calls Qwen
+    half_split = format == "hf" or (format == "gguf" and (config.qkv_bias or config.qk_norm))
     tensors = result.tensors
     if format == "hf":
         stored = read_folder(path)
         tensors = {name: stored[hf_name] for name, hf_name in huggingface.names(config).items()}
-    computed = _reference_logits(config, Weights(tensors), tokens, half_split=format == "hf")
+    elif half_split:
+        tensors = {name: dataclasses.replace(t, half_split=0) for name, t in tensors.items()}
+    computed = _reference_logits(config, Weights(tensors), tokens, half_split)
     difference = float((expected - computed).abs().max())
     return difference, float(expected.abs().max())
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.config.mistakes import suggestion
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.tokenizer_json import JSON_FILES, RANK_FILE
+from titanlite.data.tokenizer_json import JSON_FILES, QWEN_PATTERN, RANK_FILE
 from titanlite.model.flavors import LlamaConfig, parameter_shapes
 from titanlite.runtime.errors import ConfigError, printable
 from titanlite.runtime.files import make_folder
@@ -227,8 +227,8 @@ def _dtype(name: str, to: str) -> tuple[torch.dtype | None, bool]:
     return DTYPES.get(name), name == "q8_0"
 
 
-def require_plain_llama(model: LlamaConfig, to: str) -> None:
-    """Raises ConfigError for what a format's Llama does not have."""
+def _require_metas_llama(model: LlamaConfig) -> None:
+    """Raises ConfigError for what Meta's Llama does not have."""
     others = {
         "biases of q, k and v": model.qkv_bias,
         "norms of q and k": model.qk_norm,
@@ -241,8 +241,8 @@ def require_plain_llama(model: LlamaConfig, to: str) -> None:
     for difference, is_there in others.items():
         if is_there:
             raise ConfigError(
-                f"--to {to}: the model has {difference}, which a Llama of this format has not; "
-                "allowed: titanlite, dcp, safetensors, torch, hf"
+                f"--to llama: the model has {difference}, which Meta's Llama has not; "
+                "allowed: titanlite, dcp, safetensors, torch, hf, gguf"
             )
 
 
@@ -263,8 +263,10 @@ def _require_convertible(state: FullState, to: str, full: bool, force: bool) -> 
         )
     if to == "hf":
         huggingface.family_of(state.model)
-    if to in ("llama", "gguf"):
-        require_plain_llama(state.model, to)
+    if to == "gguf":
+        gguf_file.architecture_of(state.model)
+    if to == "llama":
+        _require_metas_llama(state.model)
     if state.about.step == 0:
         logger.warning("%s: step 0: before any training, or weights of an unknown step", state.path)
     if to == "peft":
@@ -289,6 +291,14 @@ def _require_convertible(state: FullState, to: str, full: bool, force: bool) -> 
             )
         if to == "gguf":
             gguf_file.pre_tokenizer(tokenizer)
+        cuts_as_qwen = tokenizer.pattern == QWEN_PATTERN and tokenizer.nfc
+        if to == "hf" and state.model.qkv_bias and not cuts_as_qwen:
+            logger.warning(
+                "%s: transformers 5 has biases of q, k and v in Qwen2 only, and its AutoTokenizer "
+                "cuts text as Qwen does in any folder of a Qwen2; with this tokenizer that gives "
+                "other ids: load it with PreTrainedTokenizerFast.from_pretrained",
+                state.path,
+            )
 
 
 def _require_finite(export: Export) -> None:

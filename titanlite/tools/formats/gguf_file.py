@@ -1,10 +1,10 @@
 """GGUF, llama.cpp's file: written by the `gguf` package (`pip install titanlite[gguf]`), and opened
 for the comparison. `gguf_reader.py` reads files of others.
 
-What it is: metadata, the tokenizer and the tensors in one file. Its `llama` architecture has
-titanlite's order of rows. Vectors are fp32 whatever the matrices are; `q8_0` stores 32 numbers of a
-row as 8-bit integers and a scale. Llama 3.1's RoPE scaling is a tensor of divisors, one per
-frequency.
+What it is: metadata, the tokenizer and the tensors in one file. The architecture `llama` has
+titanlite's order of rows, `qwen2` (biases of q, k and v) and `qwen3` (norms of q and k) have
+Hugging Face's. Vectors are fp32 whatever the matrices are; `q8_0` stores 32 numbers of a row as
+8-bit integers and a scale. Llama 3.1's RoPE scaling is a tensor of divisors, one per frequency.
 What it costs: one whole tensor in memory, because the package takes no less.
 Reference: github.com/ggml-org/ggml, docs/gguf.md
 """
@@ -26,10 +26,11 @@ from titanlite.data.tokenizer_json import GPT2_PATTERN, QWEN_PATTERN, TEMPLATE_F
 from titanlite.model.flavors import LlamaConfig, block_shapes
 from titanlite.model.llama import rope_frequencies
 from titanlite.runtime.errors import ConfigError
+from titanlite.tools.formats import huggingface
 from titanlite.tools.formats.export import Export
-from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part
+from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part, half_split
 from titanlite.tools.formats.gguf_tokenizer import name_of
-from titanlite.tools.formats.huggingface_tokenizer import merge_list
+from titanlite.tools.formats.huggingface_tokenizer import merge_list, template_adds
 
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES = {name: dtype for dtype, name in KINDS.items()}
@@ -46,6 +47,8 @@ BLOCK = {  # ours -> theirs
     "feed_forward.w2": "ffn_down",
     "feed_forward.w3": "ffn_up",
 }
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # that are read and written
+ALL_MODELS = "allowed: titanlite, dcp, safetensors, torch, hf"  # formats without such limits
 BLOCK_Q8_0 = 32  # numbers with one scale
 FREQUENCIES = "rope_freqs.weight"
 # pattern -> llama.cpp's name for it, and whether llama.cpp keeps a word that is a token whole
@@ -63,6 +66,35 @@ def package() -> Any:
     except ImportError:
         raise ConfigError("a GGUF file needs the gguf package; pip install gguf") from None
     return gguf
+
+
+def architecture_of(config: LlamaConfig) -> str:
+    """The architecture that has this model's blocks.
+
+    Raises ConfigError for what llama.cpp would not compute: in these architectures it reads neither
+    a window nor, but for `llama`, divisors of frequencies.
+    """
+    if config.sliding_window:
+        raise ConfigError(
+            f"--to gguf: the model has a sliding window of {config.sliding_window}, which "
+            f"llama.cpp does not read; {ALL_MODELS}"
+        )
+    architecture = huggingface.family_of(config)  # without a window one of ARCHITECTURES
+    kind = config.rope_scaling.kind if config.rope_scaling else "none"
+    allowed = ("none", "llama3") if architecture == "llama" else ("none",)
+    if kind not in allowed:
+        raise ConfigError(
+            f"--to gguf: the model has RoPE scaling {kind}, and {architecture} is written with "
+            f"{' or '.join(allowed)}; {ALL_MODELS}"
+        )
+    return architecture
+
+
+def stored_width(name: str, architecture: str, config: LlamaConfig) -> int:
+    """The width of a head if a parameter's rows are in Hugging Face's order in the file, else 0."""
+    if architecture != "llama" and huggingface.is_permuted(name):
+        return config.head_dim
+    return 0
 
 
 def names(config: LlamaConfig) -> dict[str, str]:
@@ -152,20 +184,21 @@ def write(path: Path, export: Export, length: int) -> None:
     """
     gguf = package()
     config = export.state.model
-    for width in (config.dim, config.ffn_dim):
+    for width in (config.dim, config.q_dim, config.ffn_dim):
         if export.q8 and width % BLOCK_Q8_0:
             raise ConfigError(
                 f"--dtype q8_0: rows of {width} numbers; allowed: multiples of {BLOCK_Q8_0}"
             )
-    writer = gguf.GGUFWriter(path, "llama")
+    architecture = architecture_of(config)
+    writer = gguf.GGUFWriter(path, architecture)
     try:
         _write_metadata(writer, export, length)
-        _write_tensors(writer, export)
+        _write_tensors(writer, export, architecture)
     finally:
         writer.close()
 
 
-def _write_tensors(writer: Any, export: Export) -> None:
+def _write_tensors(writer: Any, export: Export, architecture: str) -> None:
     gguf = package()
     config = export.state.model
     for name, gguf_name in names(config).items():
@@ -186,8 +219,11 @@ def _write_tensors(writer: Any, export: Export) -> None:
         tensor = export.state.tensors[name]
         kind = kind_of(tensor, export.dtype, export.q8)
         whole = np.empty(0, np.uint8)
-        for start, stop in tensor.row_ranges():
+        width = stored_width(name, architecture, config)
+        for start, stop in tensor.row_ranges(width or 1):
             block = tensor.read(start, stop)
+            if width:
+                block = half_split(block, width)
             if kind == "Q8_0":
                 # A scale is the largest of 32 numbers / 127, in fp16, and must be finite
                 export.examine(name, (block / 127).half())
@@ -224,6 +260,9 @@ def _write_metadata(writer: Any, export: Export, length: int) -> None:
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_rope_dimension_count(config.head_dim)
+    if config.explicit_head_dim:
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
     if not state.about.tokenizer:
         writer.add_tokenizer_model("none")
@@ -244,7 +283,9 @@ def _write_metadata(writer: Any, export: Export, length: int) -> None:
     writer.add_token_merges(merge_list(tokenizer))
     writer.add_bos_token_id(tokenizer.bos)
     writer.add_eos_token_id(tokenizer.eos)
-    writer.add_add_bos_token(True)
+    adds_bos, adds_eos = template_adds(tokenizer)
+    writer.add_add_bos_token(adds_bos)
+    writer.add_add_eos_token(adds_eos)
     template = state.about.files.get(TEMPLATE_FILE)
     if template:
         writer.add_chat_template(template.decode("utf-8", "replace"))
@@ -267,6 +308,7 @@ def read_back(path: Path, config: LlamaConfig) -> FullState:
     """The tensors of such a file by our names. Raises KeyError if one is missing."""
     gguf = package()
     entries = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    architecture = architecture_of(config)
     tensors: dict[str, FullTensor] = {}
     for name, gguf_name in names(config).items():
         entry = entries[gguf_name]
@@ -274,10 +316,11 @@ def read_back(path: Path, config: LlamaConfig) -> FullState:
         kind = entry.tensor_type.name
         begin = int(entry.data_offset)
         offsets = (0,) * len(shape)
+        width = stored_width(name, architecture, config)
         if kind == "Q8_0":
             part = Part(path, begin, offsets, (shape[0], int(entry.n_bytes) // shape[0]))
-            tensors[name] = QuantizedTensor(torch.float32, shape, (part,))
+            tensors[name] = QuantizedTensor(torch.float32, shape, (part,), width)
         else:
             part = Part(path, begin, offsets, shape)
-            tensors[name] = FullTensor(DTYPES[kind], shape, (part,))
+            tensors[name] = FullTensor(DTYPES[kind], shape, (part,), width)
     return FullState(path, About("gguf", config), tensors)

@@ -25,21 +25,20 @@ from titanlite.checkpoint.manifest import CorruptCheckpoint
 from titanlite.data.tokenizer_json import TEMPLATE_FILE
 from titanlite.model.flavors import LlamaConfig, RopeScaling
 from titanlite.model.shape_file import checked, sequence_length
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.tools.formats import gguf_tokenizer
 from titanlite.tools.formats.full_state import About, FullState, FullTensor, Part
 from titanlite.tools.formats.gguf_file import (
+    ARCHITECTURES,
     DTYPES,
     FREQUENCIES,
     QuantizedTensor,
     frequency_factors,
     names,
     package,
+    stored_width,
 )
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# RoPE rotates what these compute
-PERMUTED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 LLAMA3_FACTORS = (8.0, 32.0)  # of the released models
 VERSIONS = (2, 3)
 # The format's types of values, by number: those of struct, text, and arrays
@@ -180,7 +179,7 @@ def open_file(path: Path) -> FullState:
         if isinstance(error, ConfigError):
             raise
         raise CorruptCheckpoint(
-            f"{path}: not a GGUF file that can be read ({type(error).__name__}: {str(error)[:200]})"
+            f"{path}: not a GGUF file that can be read ({reason_of(error)})"
         ) from None
     architecture = fields["general.architecture"]
     by_name: dict[str, FullTensor] = {}
@@ -188,10 +187,8 @@ def open_file(path: Path) -> FullState:
         tensor = tensors.pop(gguf_name, None)
         if tensor is None:
             continue
-        is_permuted = name.rpartition(".")[0].endswith(PERMUTED)
-        if architecture != "llama" and is_permuted:
-            tensor = dataclasses.replace(tensor, half_split=config.head_dim)
-        by_name[name] = tensor
+        width = stored_width(name, architecture, config)
+        by_name[name] = dataclasses.replace(tensor, half_split=width)
     length = sequence_length(fields.get(f"{architecture}.context_length", 0))
     # What is left in `tensors` is not known: comparing the models reports it
     about = About("gguf", config, gguf_tokenizer.read_tokenizer(path, fields), seq_len=length)

@@ -16,7 +16,7 @@ from typing import Any
 from titanlite.data.tokenizer import PATTERN, Tokenizer
 from titanlite.data.tokenizer_json import JSON_FILES, QWEN_PATTERN, Json, steps
 from titanlite.data.vocab_and_merges import template
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.tools.formats import gguf_sentencepiece
 
 logger = logging.getLogger("titanlite")
@@ -90,10 +90,7 @@ def read_tokenizer(path: Path, fields: dict[str, Any]) -> bytes | None:
     try:
         return Tokenizer(path, _content(fields)).content
     except (ConfigError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        reason = str(error)
-        if not isinstance(error, ConfigError):
-            reason = f"{type(error).__name__}: {error}"
-        logger.warning("%s: its tokenizer is not used: %s", path, reason)
+        logger.warning("%s: its tokenizer is not used: %s", path, reason_of(error))
         return None
 
 
@@ -116,8 +113,10 @@ def _content(fields: dict[str, Any]) -> bytes:
     ]
     ends = {}
     around: list[dict[str, int]] = []
-    # Whether llama.cpp adds them to a text if a file of SentencePiece does not say
-    for key, default in (("bos", True), ("eos", False)):
+    # Whether llama.cpp adds them to a text if a file does not say
+    pre = fields.get("tokenizer.ggml.pre")
+    begins = fields["tokenizer.ggml.model"] == "llama" or pre == "llama-bpe"
+    for key, default in (("bos", begins), ("eos", False)):
         i = fields.get(f"tokenizer.ggml.{key}_token_id")
         if i is None:
             around.append({})
@@ -128,9 +127,9 @@ def _content(fields: dict[str, Any]) -> bytes:
     main: Json = {"version": "1.0", "added_tokens": added}
     if fields["tokenizer.ggml.model"] == "llama":
         main |= gguf_sentencepiece.parts_of(fields)
-        main["post_processor"] = template(*around)
     else:
         main |= _byte_level(fields)
+    main["post_processor"] = template(*around)
     return json.dumps(main).encode() + b"\0" + json.dumps(ends).encode()
 
 
@@ -142,7 +141,6 @@ def _byte_level(fields: dict[str, Any]) -> Json:
         # transformers' Qwen normalises; the file does not say so
         "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre_tokenizers},
-        "post_processor": None,
         "decoder": _level(use_regex=True),
         "model": {
             "type": "BPE",

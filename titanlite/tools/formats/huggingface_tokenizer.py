@@ -20,7 +20,13 @@ from typing import Any
 from titanlite.data.bpe import rank_file
 from titanlite.data.byte_level import merges_of, to_text
 from titanlite.data.tokenizer import PATTERN, Tokenizer
-from titanlite.data.tokenizer_json import JSON_FILES, MAX_JSON_FILE, RANK_FILE, VOCAB_FILE
+from titanlite.data.tokenizer_json import (
+    JSON_FILES,
+    MAX_JSON_FILE,
+    RANK_FILE,
+    VOCAB_FILE,
+    of_template,
+)
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import read_bounded
 
@@ -75,6 +81,15 @@ def merge_list(tokenizer: Tokenizer) -> list[str]:
     return [
         merge if isinstance(merge, str) else " ".join(merge) for merge in main["model"]["merges"]
     ]
+
+
+def template_adds(tokenizer: Tokenizer) -> tuple[bool, bool]:
+    """Whether `transformers` and llama.cpp put its bos before a text, and its eos after it."""
+    files = _parsed(tokenizer)
+    if files is None:  # a rank file, of which `_main` says the same
+        return True, False
+    main, _ = files
+    return of_template(main, "bos_token") is not None, of_template(main, "eos_token") is not None
 
 
 def _parsed(tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Any]] | None:
