@@ -199,6 +199,19 @@ def test_a_window_that_holds_the_sequence_makes_no_mask(window, monkeypatch):
     assert torch.equal(model(tokens), small_model()(tokens))
 
 
+def test_blocks_without_the_window_have_no_mask():
+    """Unless rows have several documents; the logits are the same with one."""
+    model = small_model(config=replace(SMALL, sliding_window=4, window_layers="1"))
+    tokens = torch.randint(101, (2, 11), generator=torch.Generator().manual_seed(1))
+    documents = torch.zeros_like(tokens)
+    positions = torch.arange(11).expand(2, 11)
+    assert list(model.masks(tokens, None, None)) == [4]
+    assert list(model.masks(tokens[:, :5], None, documents)) == [4], "of the whole sequences"
+    assert sorted(model.masks(tokens, positions, documents)) == [0, 4]
+    logits = model(tokens, positions=positions, documents=documents)
+    torch.testing.assert_close(model(tokens), logits)
+
+
 def test_no_position_sees_a_later_one():
     model = small_model()
     tokens = torch.randint(101, (1, 12), generator=torch.Generator().manual_seed(2))

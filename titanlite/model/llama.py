@@ -270,24 +270,27 @@ class Llama(nn.Module):
 
         With several documents in a row: at `positions` (B, S), and attention only within a
         document; `documents` (B, S) has the number of each token's document. A window needs
-        `documents` too where `tokens` are a part of each sequence: zeros, if it is one document.
+        `documents` too where `tokens` are a part of each sequence: zeros, without `positions`.
         `block_inputs`: what else each block gets, if `parallel/` has changed it to take more.
         """
         rope = self.rope[start:] if positions is None else rope_table(self.config, positions)
-        masks = self.masks(tokens, documents)
+        masks = self.masks(tokens, positions, documents)
         x = self.tok_embeddings(tokens)  # (B, S, D)
         for i, (name, layer) in enumerate(self.layers.items()):
             mask = masks.get(self.windows[int(name)])
             x = layer(x, rope, mask, caches[i] if caches else None, **block_inputs)
         return self.output(self.norm(x))
 
-    def masks(self, tokens: Tensor, documents: Tensor | None) -> dict[int, Mask | list[Mask]]:
+    def masks(
+        self, tokens: Tensor, positions: Tensor | None, documents: Tensor | None
+    ) -> dict[int, Mask | list[Mask]]:
         """The masks of the blocks' windows, by window; none where attention is only causal."""
         windows = {self.windows[int(name)] for name in self.layers}
-        if documents is None and any(0 < window < tokens.shape[1] for window in windows):
+        length = tokens.shape[1] if documents is None else documents.shape[1]
+        if positions is None or documents is None:  # a row is one document
+            windows = {window for window in windows if 0 < window < length}
+        if documents is None and windows:
             documents = torch.zeros_like(tokens)
-        if documents is None:
-            return {}
         return {window: self.document_mask(documents, window=window) for window in windows}
 
     @torch.no_grad()

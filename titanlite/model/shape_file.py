@@ -64,10 +64,13 @@ def checked(config: LlamaConfig) -> LlamaConfig:
     if type(config.explicit_head_dim) is not int or config.explicit_head_dim != 0:
         _require_integer("head_dim", config.explicit_head_dim, LARGEST)
     elif config.dim % heads:
-        raise ValueError(f"{config.dim} over {heads} heads")
-    if config.head_dim % 2 or heads % config.num_kv_heads:
+        raise ValueError(f"a width of {config.dim} over {heads} heads: expected a multiple")
+    if config.head_dim % 2:
+        raise ValueError(f"heads of width {config.head_dim}: expected an even width")
+    if heads % config.num_kv_heads:
         raise ValueError(
-            f"{config.dim} over {heads} heads, {config.num_kv_heads} for keys and values"
+            f"{config.num_kv_heads} heads of keys and values for {heads} of queries: expected a "
+            "divisor"
         )
     if config.explicit_head_dim * heads == config.dim:
         config = replace(config, explicit_head_dim=0)  # two configs of one model are equal

@@ -242,7 +242,7 @@ def _require_metas_llama(model: LlamaConfig) -> None:
         if is_there:
             raise ConfigError(
                 f"--to llama: the model has {difference}, which Meta's Llama has not; "
-                "allowed: titanlite, dcp, safetensors, torch, hf, gguf"
+                f"{gguf_file.ALL_MODELS}"
             )
 
 

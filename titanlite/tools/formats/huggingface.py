@@ -309,6 +309,10 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
             ]
         )
     length = sequence_length(fields.get("max_position_embeddings", 0))
+    try:
+        scaling = _from_scaling(rope, kind, length)
+    except KeyError as error:
+        raise ValueError(f"RoPE scaling of type {kind} without {error}") from None
     head_dim = fields.get("head_dim") or 0
     if family == "qwen3" and not head_dim:
         head_dim = 128  # of transformers' Qwen3Config
@@ -321,7 +325,7 @@ def from_config(path: Path, fields: dict[str, Any]) -> LlamaConfig:
         vocab_size=fields["vocab_size"],
         tied_embeddings=fields.get("tie_word_embeddings", False),
         rope_theta=rope.get("rope_theta", fields.get("rope_theta", 10000.0)),
-        rope_scaling=_from_scaling(rope, kind, length),
+        rope_scaling=scaling,
         norm_eps=fields.get("rms_norm_eps", 1e-6),
         explicit_head_dim=head_dim,
         qkv_bias=family == "qwen2",
@@ -339,7 +343,7 @@ def open_folder(folder: Path) -> FullState:
     """
     path = folder / "config.json"
     try:
-        fields = json.loads(read_bounded(path))
+        fields = typed(dict[str, Any], json.loads(read_bounded(path)))
         config = from_config(path, fields)
     except (
         OSError,
