@@ -486,8 +486,6 @@ TESTED_ELSEWHERE = {
     "tests/tools/formats/test_convert_limits.py",
     "tools/formats/gguf_file": "tests/tools/formats/test_gguf.py",
     "tools/formats/huggingface": "tests/tools/formats/test_convert.py",
-    "tools/formats/load_weights": "tests/tools/formats/test_transformers.py, "
-    "tests/tools/formats/test_foreign.py",
     "tools/formats/meta": "tests/tools/formats/test_convert.py",
     "tools/formats/safetensors_files": "tests/tools/formats/test_convert.py",
     "tools/formats/stock": "tests/tools/formats/test_foreign.py, "

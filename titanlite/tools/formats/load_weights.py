@@ -4,10 +4,11 @@ one process.
 What it is: used by `checkpoint.initial_load`, `titanlite generate` and other tools. Each process
 reads the rows of its own parts from a `FullState`. A step folder is read through its manifest, its
 hashes verified.
-What it costs: the parameters in fp32 once; each process reads only the rows of its own shards (and,
-where the file of a tied model has an output besides the embedding, both completely, to see that
-they are equal). Files with hashes or CRC-32 are read twice, the first time for these. A few
-collectives, to agree on errors.
+What it costs: the parameters in fp32 once; each process reads only the rows of its own shards, of
+what tensor parallelism cuts by columns (wo and w2) in their whole width. Where the file of a tied
+model has an output besides the embedding, each reads both completely, to see that they are equal.
+Files with hashes or CRC-32 are read twice, the first time for these. A few collectives, to agree on
+errors.
 """
 
 from __future__ import annotations
