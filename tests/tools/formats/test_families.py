@@ -207,6 +207,26 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, fields, parts):
         convert(tmp_path / "hf", tmp_path / "ours", "titanlite", log=lambda text: None)
 
 
+def test_a_damaged_description_is_one_error_in_its_own_words(tmp_path):
+    make({"model_type": "llama"}).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    nothing = {key: value for key, value in fields.items() if key != "hidden_size"}
+    for damaged, words in (
+        (nothing, "hidden_size: is missing"),
+        (fields | {"hidden_size": "48"}, "hidden_size: expected int, found str"),
+        (fields | {"num_hidden_layers": 0}, "num_hidden_layers: expected 1 to"),
+        (fields | {"num_key_value_heads": 4}, "4 heads of keys and values for 6 of queries"),
+        (fields | {"head_dim": 7}, "heads of width 7: expected an even width"),
+        (fields | {"rope_parameters": "yarn"}, "rope_parameters: expected dict, found str"),
+        (fields | {"rope_parameters": {"rope_type": "yarn"}}, "type yarn without 'factor'"),
+        ([fields], "the file: expected dict, found list"),
+    ):
+        path.write_text(json.dumps(damaged))
+        with refused(f"{path}: not the configuration of a Llama (", words):
+            open_full_state(tmp_path)
+
+
 @pytest.mark.parametrize("to", ["llama", "gguf"])
 def test_formats_that_cannot_say_a_window_refuse_it(tmp_path, to):
     make(MODELS["mistral, window"]).save_pretrained(tmp_path / "hf")

@@ -197,6 +197,21 @@ def test_where_a_file_does_not_describe_its_model_the_shapes_decide(pool, files)
                 assert_mentions(text, "ConfigError", message.format(path))
 
 
+def test_weights_that_are_not_finite_begin_no_run(tmp_path):
+    weights = small_model(config=FILE).state_dict()
+    weights["layers.1.ffn_norm.weight"][3] = torch.inf
+    torch.save({"model": weights}, tmp_path / "a.pt")
+    with refused("a.pt", "'layers.1.ffn_norm.weight' holds NaN or infinity"):
+        read_weights(tmp_path / "a.pt", small_model(config=FILE).state_dict(), FILE, b"")
+
+
+def test_an_output_layer_that_is_missing_is_named_as_in_the_file():
+    tensors = {name: Stored(torch.float32, shape) for name, shape in parameter_shapes(FILE).items()}
+    del tensors["output.weight"]
+    (problem,) = tensor_problems(Path("x"), tensors, parameter_shapes(FILE))
+    assert_mentions(problem, "x: has no 'output.weight' (lm_head.weight)", "are not tied")
+
+
 def test_what_its_own_model_does_not_have_is_in_the_same_error(tmp_path):
     more = {"layers.0.attention.wq.bias": torch.ones(32)}
     full = open_full_state(make_file(tmp_path / "a.pt", more=more))

@@ -25,6 +25,7 @@ import torch
 
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint, Manifest, read_manifest
 from titanlite.checkpoint.read_step import find_step_folder, read_step
+from titanlite.checkpoint.shard_file import is_finite
 from titanlite.checkpoint.state import ModelState
 from titanlite.checkpoint.step_files import read_file, verify_files, verify_together
 from titanlite.checkpoint.storage import list_steps, step_folder
@@ -218,7 +219,11 @@ def _fill(full: FullState, state: dict[str, Any], model: LlamaConfig) -> None:
     if full.about.model is None and model.tied_embeddings:
         drop_tied_output(full)
     require_same_model(full.path, full.about.model, full.tensors, model)
-    fill(full, state)
+    names = fill(full, state)
+    if names:
+        raise ConfigError(
+            [f"{full.path}: {name!r} holds NaN or infinity; expected numbers" for name in names[:3]]
+        )
 
 
 def _require_same_model(folder: Path, manifest: Manifest, model: LlamaConfig) -> None:
@@ -274,10 +279,10 @@ def meta_model(full: FullState, seq_len: int) -> Llama:
         return Llama(config, seq_len)
 
 
-def fill(full: FullState, state: dict[str, Any]) -> None:
+def fill(full: FullState, state: dict[str, Any]) -> list[str]:
     """Fills `state` (parameter name -> Tensor or DTensor) in place, converting dtypes.
 
-    Raises ConfigError with everything that does not fit, before anything is filled;
+    Returns the names of what is not finite in the rows that this process has read. Raises ConfigError with everything that does not fit, before anything is filled;
     CorruptCheckpoint if a file is incomplete.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -286,13 +291,21 @@ def fill(full: FullState, state: dict[str, Any]) -> None:
         raise ConfigError(problems)
     converted = {f"{full.tensors[name].dtype} -> {tensor.dtype}" for name, tensor in state.items()}
     logger.debug("%s: %d tensors, %s", full.path, len(state), ", ".join(sorted(converted)))
+    nonfinite = []
     for part, _ in local_parts({"model": state}):
-        _read_rows(full.tensors[part.name.removeprefix("model.")], part)
+        name = part.name.removeprefix("model.")
+        if not _read_rows(full.tensors[name], part):
+            nonfinite.append(name)
+    return nonfinite
 
 
-def _read_rows(source: FullTensor, part: Part) -> None:
-    """Fills this process's part of a tensor, about 4 MB at a time."""
+def _read_rows(source: FullTensor, part: Part) -> bool:
+    """Fills this process's part of a tensor, about 4 MB at a time.
+
+    Returns whether all that was read is finite.
+    """
     target = part.local
+    finite = True
     if not source.shape:
         target.copy_(source.read().reshape(target.shape))
     elif target.numel():
@@ -308,4 +321,6 @@ def _read_rows(source: FullTensor, part: Part) -> None:
         for start in range(0, height, rows):
             stop = min(start + rows, height)
             whole_rows = source.read(top + start, top + stop)
+            finite = finite and is_finite(whole_rows)
             target[start:stop] = whole_rows[(slice(None), *box[1:])]
+    return finite

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from titanlite.checkpoint.manifest import DTYPES, CorruptCheckpoint
 from titanlite.checkpoint.shard_file import header_bytes
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, reason_of
 from titanlite.runtime.files import read_bounded
 from titanlite.tools.formats.export import Outgoing
 from titanlite.tools.formats.full_state import FullTensor, Part
@@ -70,7 +70,7 @@ def read_folder(folder: Path) -> dict[str, FullTensor]:
         if any(type(name) is not str or name != os.path.basename(name) for name in files):
             raise ValueError("it names a file outside the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{folder / INDEX}: cannot be used ({error})") from None
+        raise CorruptCheckpoint(f"{folder / INDEX}: cannot be used ({reason_of(error)})") from None
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
         problems = [f"{folder / name}: No such file, and {INDEX} names it" for name in absent[:5]]

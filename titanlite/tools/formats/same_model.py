@@ -255,7 +255,10 @@ def _mismatches(path: Path, tensors: Tensors, shapes: Mapping[str, tuple[int, ..
             candidates: list[str] = []
             if len(problems) < MOST:  # comparing names takes time, and the others are only counted
                 candidates = [other for other in unknown if unknown[other] == shape]
-            problems.append(f"{path}: has no {name!r}{suggestion(name, candidates[:500])}")
+            problem = f"{path}: has no {name!r}{suggestion(name, candidates[:500])}"
+            if name == "output.weight":
+                problem += " (lm_head.weight), and its model's embeddings are not tied"
+            problems.append(problem)
         elif tensor.shape != shape:
             problems.append(f"{path}: {name!r} is {tensor.shape}; the model's is {shape}")
         elif tensor.dtype not in FLOATS:
