@@ -282,8 +282,9 @@ def meta_model(full: FullState, seq_len: int) -> Llama:
 def fill(full: FullState, state: dict[str, Any]) -> list[str]:
     """Fills `state` (parameter name -> Tensor or DTensor) in place, converting dtypes.
 
-    Returns the names of what is not finite in the rows that this process has read. Raises ConfigError with everything that does not fit, before anything is filled;
-    CorruptCheckpoint if a file is incomplete.
+    Returns the names of what is not finite in the rows that this process has read. Raises
+    ConfigError with everything that does not fit, before anything is filled; CorruptCheckpoint if a
+    file is incomplete.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     problems = mismatches(full.path, full.tensors, shapes)
